@@ -1,0 +1,1 @@
+"""Deciding what moves: a frozen view of the cluster, pure policies, scheduler, llumlet."""

@@ -1,0 +1,194 @@
+"""Messages between front ends, llumlets and the scheduler: tagged, versioned, typed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvmig.engines.base import EngineLoad, RequestState
+from kvmig.kvtransfer.messages import Hello, Message
+from kvmig.kvtransfer.report import MigrationReport
+
+# -- what a llumlet tells everyone who said hello
+
+
+class Welcome(Message, frozen=True, tag=True):
+    """Llumlet: answer to Hello. `engine` is the adapter's own description for front ends."""
+
+    protocol: int
+    instance: str
+    engine: bytes = b""
+
+
+class LoadReport(Message, frozen=True, tag=True):
+    """Llumlet: its load, every `report_ms` or on change.
+
+    `virtual_blocks` is the sum of virtual usage over its requests (paper section 4.4),
+    computed where the requests are, so that nobody else's cost grows with their number.
+    """
+
+    instance: str
+    seq: int
+    load: EngineLoad
+    virtual_blocks: float
+    migrations_in: int
+    migrations_out: int
+    state: str = "serving"
+    """starting, serving or draining."""
+
+
+# -- front end to llumlet
+
+
+class Submit(Message, frozen=True, tag=True):
+    """Front end: run this request (payload frames: the adapter's encoding)."""
+
+    request_id: str
+    epoch: int = 0
+
+
+class AbortRequests(Message, frozen=True, tag=True):
+    """Front end: these requests are not wanted any more, wherever they went from here."""
+
+    request_ids: list[str]
+
+
+class Call(Message, frozen=True, tag=True):
+    """Front end: run an engine method (payload frames: the adapter's encoding of arguments)."""
+
+    call_id: int
+    method: str
+
+
+class CallDone(Message, frozen=True, tag=True):
+    """Llumlet: the call's result (payload frames), or why it failed."""
+
+    call_id: int
+    error: str | None = None
+
+
+class ListRequests(Message, frozen=True, tag=True):
+    """Front end: which requests are there?"""
+
+    call_id: int
+
+
+class Requests(Message, frozen=True, tag=True):
+    """Llumlet: these."""
+
+    call_id: int
+    requests: list[RequestState]
+
+
+class Migrate(Message, frozen=True, tag=True):
+    """Front end: move this request there, and report."""
+
+    call_id: int
+    request_id: str
+    destination: str
+    endpoint: str
+
+
+class Migrated(Message, frozen=True, tag=True):
+    """Llumlet: how a migration ended (call_id 0: nobody asked; the scheduler did)."""
+
+    call_id: int
+    report: MigrationReport
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Where the tokens of one request in an Outputs message belong in its stream."""
+
+    request_id: str
+    epoch: int
+    start: int
+    """Output tokens of the request before these."""
+
+
+class Outputs(Message, frozen=True, tag=True):
+    """Llumlet: what a step gave (payload frames: the adapter's encoding), one span a request."""
+
+    spans: list[Span]
+
+
+class Fence(Message, frozen=True, tag=True):
+    """Front end: is the migration to this epoch committed at your side? If not, it never will be."""
+
+    call_id: int
+    request_id: str
+    epoch: int
+
+
+class Fenced(Message, frozen=True, tag=True):
+    """Llumlet: answer to Fence, final."""
+
+    call_id: int
+    committed: bool
+
+
+class Resolve(Message, frozen=True, tag=True):
+    """Source llumlet to the front end: the destination doesn't answer; who runs the request?"""
+
+    mid: str
+    request_id: str
+    epoch: int
+    destination: str
+
+
+class Resolved(Message, frozen=True, tag=True):
+    """Front end: `moved` - the destination runs it; otherwise the source goes on."""
+
+    mid: str
+    moved: bool
+
+
+class Shutdown(Message, frozen=True, tag=True):
+    """Front end: stop now; running requests are gone."""
+
+
+# -- scheduler
+
+
+class Member(msgspec.Struct, frozen=True):
+    """An instance and where its llumlet listens."""
+
+    instance: str
+    endpoint: str
+
+
+class Members(Message, frozen=True, tag=True):
+    """Launcher to the scheduler: these instances are the cluster."""
+
+    members: list[Member]
+
+
+class Pair(Message, frozen=True, tag=True):
+    """Scheduler to a source llumlet: move requests there until told otherwise ("" : stop)."""
+
+    destination: str
+    endpoint: str
+    budget_blocks: float = 0.0
+    """Move at most this much virtual usage before the next round."""
+
+
+ClusterMessage = (
+    Hello
+    | Welcome
+    | LoadReport
+    | Submit
+    | AbortRequests
+    | Call
+    | CallDone
+    | ListRequests
+    | Requests
+    | Migrate
+    | Migrated
+    | Outputs
+    | Fence
+    | Fenced
+    | Resolve
+    | Resolved
+    | Shutdown
+    | Members
+    | Pair
+)
+"""Everything on a control socket besides the migration's own messages."""

@@ -1,0 +1,139 @@
+"""The Engine port: what an engine does for a llumlet, and in what words.
+
+Every coroutine is called on the llumlet's event loop. What touches the engine's
+scheduler runs on the engine's thread between two steps; copies run on a copy
+thread of their own, so a step never waits for one. `request_id` is the id under
+which the request was submitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvmig.ground.layout import KVLayout
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """What an instance holds now. Sizes in KV blocks, counts in requests."""
+
+    total_blocks: int
+    used_blocks: int
+    running: int
+    waiting: int
+    head_blocks: int
+    """Demand of the request at the head of the queue (0 when none waits)."""
+    waiting_blocks: int
+    """Demand of all waiting requests."""
+
+
+class RequestState(msgspec.Struct, frozen=True):
+    """One request as its engine sees it, for the admin API and for choosing victims."""
+
+    request_id: str
+    state: str
+    """running, waiting or suspended."""
+    tokens: int
+    """Prompt and output tokens."""
+    output_tokens: int
+    blocks: int
+    priority: int
+
+
+class Export(msgspec.Struct, frozen=True):
+    """A request as another engine needs it to take it over. `payload` is the adapter's own."""
+
+    request_id: str
+    num_tokens: int
+    payload: list[bytes]
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """What may be copied while the source decodes on."""
+
+    block_ids: list[int]
+    """Full blocks of the request after the first `sent`, in order. They don't change any more."""
+    num_tokens: int
+    """Tokens of the request now: the destination must hold as many, and one block spare."""
+
+
+class Tail(msgspec.Struct, frozen=True):
+    """What is left of a suspended request: it runs nowhere until commit or resume."""
+
+    block_ids: list[int]
+    """The request's remaining blocks after the first `sent`, the last one usually part full."""
+    num_tokens: int
+    num_output_tokens: int
+    state: bytes
+    """The adapter's own: tokens since the export, sampling state."""
+
+
+class Engine(Protocol):
+    """One engine instance behind a llumlet.
+
+    Errors: `RequestGone` when the request is finished, aborted, unknown or was
+    preempted since the last call for it; `MigrationRefused` with a reason when
+    the engine can't (no room, no batch slot, kind of request not supported).
+    After any error of a source method the request runs on as if never asked;
+    after any error of a destination method nothing of it is left.
+    """
+
+    layout: KVLayout
+
+    # -- what it holds
+    def load(self) -> EngineLoad:
+        """A cheap snapshot, at most one step old."""
+        ...
+
+    async def requests(self) -> list[RequestState]:
+        """All requests that the engine holds."""
+        ...
+
+    # -- source
+    async def export(self, request_id: str) -> Export:
+        """Describe a running, prefilling or waiting request. It runs on."""
+        ...
+
+    async def stage(self, request_id: str, sent: int) -> Stage:
+        """Post-check the request and name the full blocks after the first `sent`."""
+        ...
+
+    async def suspend(self, request_id: str, sent: int) -> Tail:
+        """Take the request out of the batch at the next step boundary; it keeps its blocks."""
+        ...
+
+    async def resume(self, request_id: str) -> None:
+        """Put a suspended request back into the batch. Unknown ids are ignored."""
+        ...
+
+    async def release(self, request_id: str) -> None:
+        """Forget a suspended request and free its blocks. Unknown ids are ignored."""
+        ...
+
+    # -- destination
+    async def reserve(self, export: Export) -> int:
+        """Take blocks for the request and return how many hold its prefix already."""
+        ...
+
+    async def grow(self, request_id: str, num_tokens: int) -> list[int]:
+        """Hold at least `num_tokens` tokens and one block spare; all block ids, in order."""
+        ...
+
+    async def commit(self, request_id: str, tail: Tail) -> None:
+        """Run the reserved request from the tail's state at the next step boundary."""
+        ...
+
+    async def cancel(self, request_id: str) -> None:
+        """Free a reservation. Unknown ids are ignored."""
+        ...
+
+    # -- memory
+    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
+        """Copy blocks [n] into `out` [n * block_bytes], fused; returns n checksums."""
+        ...
+
+    async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
+        """Copy `fused` [n * block_bytes] into blocks [n]; returns n checksums of what was read."""
+        ...

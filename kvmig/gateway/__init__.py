@@ -1,0 +1,1 @@
+"""The door: routing requests to instances, splicing streams, the admin API."""

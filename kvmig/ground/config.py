@@ -1,0 +1,110 @@
+"""What a cluster is told at start: frozen, checked at the door, sent to every process."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from kvmig.ground.errors import ConfigError
+
+Policy = Literal["round-robin", "least-loaded", "freeness"]
+Transport = Literal["auto", "shm", "tcp"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+TRANSPORTS: tuple[str, ...] = get_args(Transport)
+
+
+class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request moves. Times in milliseconds, sizes in bytes."""
+
+    chunk_ms: float = 2.0
+    """Longest time that one copy keeps the engine's thread."""
+    chunk_bytes: int = 1 << 20
+    """Staging buffer of one chunk; a KV block must fit in it."""
+    staging_chunks: int = 4
+    """Staging buffers of one instance: bounds memory and what is on the wire."""
+    max_stages: int = 8
+    """Live copy stages before the last one is forced."""
+    transport: Transport = "auto"
+    reply_timeout_ms: float = 2000.0
+    """Wait for a peer's answer before a migration is given up."""
+    lease_ms: float = 10000.0
+    """A destination frees a reservation that heard nothing for this long."""
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The global scheduler: dispatch and rebalancing."""
+
+    policy: Policy = "freeness"
+    migration: bool = True
+    round_ms: float = 200.0
+    source_below: float = 30.0
+    """An instance whose freeness is under this is a source of migrations."""
+    destination_above: float = 60.0
+    """An instance whose freeness is over this may take requests in."""
+    min_gain: float = 5.0
+    """Least predicted growth of the source's freeness that makes a pair worth it."""
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that all processes of one cluster agree on."""
+
+    instances: int = 2
+    control_host: str = "127.0.0.1"
+    """Address that llumlets and scheduler bind their sockets to."""
+    report_ms: float = 50.0
+    """Longest time between two load reports of an instance."""
+    start_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0
+    """How long SIGTERM lets running requests finish."""
+    migration: MigrationConfig = MigrationConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+
+def check(config: ClusterConfig) -> ClusterConfig:
+    """Refuse values that can't work, by name; returns `config` unchanged.
+
+    Raises ConfigError with the field, its value and what is allowed.
+    """
+    scheduler, migration = config.scheduler, config.migration
+    rules: tuple[tuple[bool, str, object, str], ...] = (
+        (config.instances >= 1, "--instances", config.instances, "1 or more"),
+        (config.report_ms > 0, "--report-ms", config.report_ms, "more than 0"),
+        (config.drain_timeout_s >= 0, "--drain-timeout", config.drain_timeout_s, "0 or more"),
+        (config.start_timeout_s > 0, "--start-timeout", config.start_timeout_s, "more than 0"),
+        (scheduler.policy in POLICIES, "--policy", scheduler.policy, " or ".join(POLICIES)),
+        (scheduler.round_ms > 0, "--round-ms", scheduler.round_ms, "more than 0"),
+        (
+            scheduler.source_below <= scheduler.destination_above,
+            "--migrate-below",
+            scheduler.source_below,
+            f"at most --migrate-above ({scheduler.destination_above})",
+        ),
+        (scheduler.min_gain >= 0, "--min-gain", scheduler.min_gain, "0 or more"),
+        (migration.chunk_ms > 0, "--chunk-ms", migration.chunk_ms, "more than 0"),
+        (migration.chunk_bytes >= 4096, "--chunk-bytes", migration.chunk_bytes, "4096 or more"),
+        (migration.staging_chunks >= 1, "--staging-chunks", migration.staging_chunks, "1 or more"),
+        (migration.max_stages >= 1, "--max-stages", migration.max_stages, "1 or more"),
+        (
+            migration.reply_timeout_ms > 0,
+            "--reply-timeout-ms",
+            migration.reply_timeout_ms,
+            "more than 0",
+        ),
+        (
+            migration.lease_ms > migration.reply_timeout_ms,
+            "--lease-ms",
+            migration.lease_ms,
+            f"more than --reply-timeout-ms ({migration.reply_timeout_ms})",
+        ),
+        (
+            migration.transport in TRANSPORTS,
+            "--transport",
+            migration.transport,
+            " or ".join(TRANSPORTS),
+        ),
+    )
+    for holds, field, value, allowed in rules:
+        if not holds:
+            raise ConfigError(f"{field} is {value}, must be {allowed}")
+    return config

@@ -1,0 +1,54 @@
+"""One exception tree. Our own mistakes and the peer's are different types."""
+
+from __future__ import annotations
+
+
+class KvmigError(Exception):
+    """Base of everything that kvmig raises on purpose."""
+
+
+class ConfigError(KvmigError):
+    """A flag or field holds a value that can't be used; found before anything starts."""
+
+
+class StartupError(KvmigError):
+    """A process could not start: one sentence that names the thing."""
+
+
+class UnsupportedLayout(KvmigError):
+    """The engine keeps its KV cache in an order that the kernels don't handle."""
+
+
+class MigrationRefused(KvmigError):
+    """A migration can't start or go on; the request stays where it is.
+
+    `reason` is one word for metrics and reports (see `kvmig.kvtransfer.report.Reason`).
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+class RequestGone(MigrationRefused):
+    """The request finished, was aborted, or was preempted since the last look."""
+
+
+class TransportError(KvmigError):
+    """The data path failed: lost peer, time-out, or a block whose checksum differs."""
+
+
+class PeerError(KvmigError):
+    """The other side broke the protocol: unknown message, wrong version, bad order."""
+
+
+class InvalidTransition(KvmigError):
+    """A machine got an event that its state has no arrow for; its state is unchanged."""
+
+    def __init__(self, key: str, state: str, event: str, history: tuple[str, ...]) -> None:
+        super().__init__(f"{key}: no transition for {event} in state {state}; history: {history}")
+        self.key = key
+        self.state = state
+        self.event = event
+        self.history = history

@@ -1,0 +1,60 @@
+"""Where the KV cache lies in memory: regions of equally spaced runs.
+
+A block of KV cache is one run of bytes in each region (one region a layer in
+vLLM's LBHNC order). Its fused form is these runs one after the other.
+
+Example: 2 layers, 3 blocks of 8 bytes a layer. Layer 0 at address 1000, layer 1
+at 2000: `KVLayout((Region(1000, 8, 8), Region(2000, 8, 8)), 3, 16)`. Block 2 is
+then bytes 1016..1023 and 2016..2023, and 16 bytes when fused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Block b is the `run` bytes at `base + b * block_stride`."""
+
+    base: int
+    block_stride: int
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """All regions of one engine's KV cache.
+
+    num_blocks: blocks a region; block_tokens: tokens a block; model: a fingerprint
+    of everything that must agree for two caches to be exchanged (see `matches`).
+    """
+
+    regions: tuple[Region, ...]
+    num_blocks: int
+    block_tokens: int
+    model: str = ""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all regions: its size when fused."""
+        return sum(region.run for region in self.regions)
+
+    def matches(self, other: "KVLayout") -> bool:
+        """Whether fused blocks of one may be scattered into the other."""
+        return (
+            self.block_tokens == other.block_tokens
+            and self.model == other.model
+            and tuple(r.run for r in self.regions) == tuple(r.run for r in other.regions)
+        )
+
+
+def fused(base: int, layout: KVLayout) -> tuple[Region, ...]:
+    """The regions of a contiguous buffer at `base` that holds `layout`'s fused blocks."""
+    stride = layout.block_bytes
+    regions: list[Region] = []
+    offset = 0
+    for region in layout.regions:
+        regions.append(Region(base + offset, stride, region.run))
+        offset += region.run
+    return tuple(regions)

@@ -1,0 +1,147 @@
+"""Messages between the llumlets of one migration: tagged, versioned, typed.
+
+A migration is one attempt to move one request, named by `mid`. `epoch` fences it:
+the front end takes tokens only from the highest epoch it has switched to, and no
+epoch is used twice for a request.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvmig.engines.base import Export, Tail
+
+PROTOCOL = 1
+"""Raised when a message changes in a way that an older peer would misread."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of everything on a control socket."""
+
+
+class Hello(Message, frozen=True, tag=True):
+    """First message on every connection."""
+
+    protocol: int
+    role: str
+    """gateway, scheduler or peer."""
+    name: str
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A transport that the source can use, with what the destination needs to try it."""
+
+    transport: str
+    token: str = ""
+
+
+class Reserve(Message, frozen=True, tag=True):
+    """Source: take blocks before stage `stage`. Stage 0 brings the request and the offers."""
+
+    mid: str
+    request_id: str
+    epoch: int
+    stage: int
+    num_tokens: int
+    export: Export | None = None
+    gateway: str = ""
+    """The front end that owns the stream."""
+    output_tokens: int = 0
+    model: str = ""
+    """The source's layout fingerprint, block tokens and runs: must agree."""
+    offers: list[Offer] = []
+
+
+class Reserved(Message, frozen=True, tag=True):
+    """Destination: the blocks are there. `hit_blocks` needn't travel (stage 0 only)."""
+
+    mid: str
+    stage: int
+    hit_blocks: int
+    transport: str
+
+
+class Refused(Message, frozen=True, tag=True):
+    """Destination: no. Nothing of the migration is left here."""
+
+    mid: str
+    reason: str
+    detail: str = ""
+
+
+class Chunk(Message, frozen=True, tag=True):
+    """Source: blocks `first .. first + len(checksums) - 1` of the request, fused.
+
+    The bytes are in buffer `slot` of the transport, or in the message's payload frame.
+    """
+
+    mid: str
+    stage: int
+    first: int
+    slot: int
+    nbytes: int
+    checksums: list[int]
+
+
+class ChunkDone(Message, frozen=True, tag=True):
+    """Destination: the chunk is in its blocks; `slot` may be used again."""
+
+    mid: str
+    slot: int
+    scatter_ms: float
+
+
+class Commit(Message, frozen=True, tag=True):
+    """Source: all blocks are sent, the request is suspended here; run it there. Idempotent."""
+
+    mid: str
+    request_id: str
+    epoch: int
+    tail: Tail
+
+
+class Committed(Message, frozen=True, tag=True):
+    """Destination: the request runs here. Never undone."""
+
+    mid: str
+    commit_ms: float
+
+
+class FirstToken(Message, frozen=True, tag=True):
+    """Destination: the first step after the commit has ended."""
+
+    mid: str
+    ms: float
+    """Since the commit."""
+
+
+class Abort(Message, frozen=True, tag=True):
+    """Source: give the migration up and free its blocks. Answered by Aborted or Committed."""
+
+    mid: str
+    reason: str
+
+
+class Aborted(Message, frozen=True, tag=True):
+    """Destination: nothing of the migration is left here."""
+
+    mid: str
+
+
+PeerMessage = (
+    Hello
+    | Reserve
+    | Reserved
+    | Refused
+    | Chunk
+    | ChunkDone
+    | Commit
+    | Committed
+    | FirstToken
+    | Abort
+    | Aborted
+)
+"""Everything that two llumlets say to each other."""
+
+PAYLOAD_SLOT = -1
+"""`Chunk.slot` when the bytes travel in the message itself."""

@@ -1,0 +1,73 @@
+"""What one migration did: the one report type, for the admin API, metrics and benchmarks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Reason = Literal[
+    "",
+    "finished",
+    "aborted_by_client",
+    "preempted",
+    "unknown_request",
+    "already_migrating",
+    "no_blocks",
+    "no_batch_slot",
+    "unsupported",
+    "incompatible",
+    "corrupt",
+    "timeout",
+    "peer_lost",
+    "superseded",
+    "shutdown",
+    "error",
+]
+"""Why a migration ended as it did; empty when it committed."""
+
+
+class StageReport(msgspec.Struct, frozen=True):
+    """One live copy stage."""
+
+    blocks: int
+    bytes: int
+    ms: float
+
+
+class Downtime(msgspec.Struct, frozen=True):
+    """The pause in named parts, milliseconds, one after the other.
+
+    drain: asking for the suspension until no step of the source holds the request;
+    tail_copy: gathering and sending the last blocks; commit: until the destination
+    has it in its queue; first_token: until the destination's first step ended
+    (None when the request ended before).
+    """
+
+    drain: float
+    tail_copy: float
+    commit: float
+    first_token: float | None = None
+
+
+class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One migration, from request to end."""
+
+    id: str
+    request_id: str
+    source: str
+    destination: str
+    state: Literal["committed", "aborted"]
+    reason: str = ""
+    detail: str = ""
+    transport: str = ""
+    hit_blocks: int = 0
+    """Blocks that the destination's prefix cache held: not sent."""
+    stages: list[StageReport] = []
+    tail_blocks: int = 0
+    bytes: int = 0
+    total_ms: float = 0.0
+    downtime_ms: Downtime | None = None
+    """None when the request was never suspended."""
+    ended_at: float = 0.0
+    """Seconds since the epoch."""
