@@ -1,0 +1,1 @@
+"""How a chunk's bytes get from one llumlet to the other, behind one port (`base`)."""
