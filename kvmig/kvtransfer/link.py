@@ -1,0 +1,198 @@
+"""Control sockets: `Server` (ROUTER) and `Client` (DEALER) on ZeroMQ over TCP, under CURVE.
+
+A client's first message is Hello; a server hears nobody before it. One `Client` is
+one connection: messages lost with it are lost, so it never reconnects silently;
+whoever owns it makes a new one. Heartbeats run on ZeroMQ's own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import UnionType
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from kvmig.ground.errors import PeerError, TransportError
+from kvmig.kvtransfer.keys import KeyPair, Keys, derive
+from kvmig.kvtransfer.messages import PROTOCOL, Hello, Message
+from kvmig.kvtransfer.wire import MAX_FRAME, Codec, Frame
+
+HIGH_WATER = 10_000
+"""Messages queued to one peer; one more is an error, not more memory."""
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 5000
+LINGER_MS = 100
+"""What is still queued at close gets this long to leave."""
+
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+def _configure(socket: zmq.asyncio.Socket, keys: KeyPair) -> None:
+    socket.linger = LINGER_MS
+    socket.sndhwm = socket.rcvhwm = HIGH_WATER
+    socket.maxmsgsize = MAX_FRAME
+    socket.heartbeat_ivl = HEARTBEAT_MS
+    socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
+    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+
+
+def _send(socket: zmq.asyncio.Socket, frames: list[Frame], peer: str) -> None:
+    try:
+        # DONTWAIT: pyzmq sends at once and returns a future that is already done.
+        asyncio.ensure_future(
+            socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
+        ).result()
+    except zmq.ZMQError as error:
+        raise TransportError(f"can't send to {peer}: {error}") from error
+
+
+class _Admit:
+    """Credentials provider: the cluster's client key and no other."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._key = keys.client.public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+class Server:
+    """One bound ROUTER socket; must be made inside a running event loop."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        role: str,
+        name: str,
+        messages: UnionType,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        """Binds `host`:`port` (0: any free one). Raises zmq.ZMQError if it can't."""
+        keys = derive(secret)
+        self._hello = Hello(PROTOCOL, role, name)
+        self._codec = Codec(messages)
+        self._greeted: set[bytes] = set()
+        # A context of its own: the authenticator's address is one a context.
+        self._context = zmq.asyncio.Context()
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator.configure_curve_callback(credentials_provider=_Admit(keys))
+        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            self._authenticator.start()
+            _configure(self._socket, keys.server)
+            self._socket.curve_server = True
+            self._socket.router_handover = True
+            self._socket.router_mandatory = True
+            self._socket.bind(f"tcp://{host}:{port}")
+        except BaseException:
+            self.close()
+            raise
+        self.endpoint: str = bytes(self._socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    async def recv(self) -> tuple[bytes, Message, list[memoryview]]:
+        """The next message: who sent it (for `send`), what, and its payload frames.
+
+        Raises PeerError for one that can't be read or that came before a good Hello;
+        the server goes on, so call again.
+        """
+        identity, *frames = await self._socket.recv_multipart(copy=False)
+        sender = bytes(identity.buffer)
+        message, payload = self._codec.decode([frame.buffer for frame in frames])
+        if isinstance(message, Hello):
+            self._greet(sender, message)
+        elif sender not in self._greeted:
+            raise PeerError(f"{sender!r} sent {type(message).__name__} before Hello")
+        return sender, message, payload
+
+    def _greet(self, sender: bytes, hello: Hello) -> None:
+        if hello.protocol == PROTOCOL and hello.name.encode() == sender:
+            self._greeted.add(sender)
+            return
+        self._greeted.discard(sender)
+        try:
+            self.send(sender, self._hello)  # so that the other side can say why, too
+        finally:
+            raise PeerError(
+                f"{hello.name} as {sender!r} speaks protocol {hello.protocol}, not {PROTOCOL}"
+            )
+
+    def send(self, identity: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
+        """Queue a message, at once. Raises TransportError if the peer is gone or too slow."""
+        frames = [identity, *self._codec.encode(message, payload)]
+        _send(self._socket, frames, repr(identity))
+
+    def close(self) -> None:
+        """Unbind. Blocks for LINGER_MS at most. May be called twice."""
+        self._authenticator.stop()
+        self._socket.close()
+        self._context.term()
+
+
+class Client:
+    """One connected DEALER socket; must be made inside a running event loop."""
+
+    def __init__(
+        self, endpoint: str, secret: bytes, role: str, name: str, messages: UnionType
+    ) -> None:
+        """Connects and says Hello; whether that worked is seen at the first `recv`."""
+        keys = derive(secret)
+        self.endpoint = endpoint
+        self._codec = Codec(messages)
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        _configure(self._socket, keys.client)
+        self._socket.curve_serverkey = keys.server.public
+        self._socket.routing_id = name.encode()
+        self._socket.reconnect_ivl = -1
+        self._monitor = self._socket.get_monitor_socket(_LOST)
+        self._lost = asyncio.ensure_future(self._watch())
+        self._socket.connect(endpoint)
+        self.send(Hello(PROTOCOL, role, name))
+
+    async def _watch(self) -> None:
+        await recv_monitor_message(self._monitor)
+
+    async def recv(self) -> tuple[Message, list[memoryview]]:
+        """The next message and its payload frames.
+
+        Raises TransportError once the connection is lost or was never let in, and
+        PeerError for a message that can't be read or a server of another protocol.
+        """
+        arrived = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
+        try:
+            if not arrived.done():
+                await asyncio.wait((arrived, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if not arrived.done():
+                raise TransportError(f"{self.endpoint}: connection lost or refused")
+        finally:
+            if not arrived.done():
+                arrived.cancel()
+        message, payload = self._codec.decode([frame.buffer for frame in arrived.result()])
+        if isinstance(message, Hello) and message.protocol != PROTOCOL:
+            raise PeerError(f"{message.name} speaks protocol {message.protocol}, not {PROTOCOL}")
+        return message, payload
+
+    def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
+        """Queue a message, at once. Raises TransportError if the peer is gone or too slow."""
+        if self._lost.done():
+            raise TransportError(f"{self.endpoint}: connection lost or refused")
+        _send(self._socket, self._codec.encode(message, payload), self.endpoint)
+
+    def close(self) -> None:
+        """Disconnect. May be called twice."""
+        if self._socket.closed:
+            return
+        self._lost.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()

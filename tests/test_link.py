@@ -1,0 +1,189 @@
+"""The control sockets, with real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.ground.errors import PeerError, TransportError
+from kvmig.kvtransfer import keys, link
+from kvmig.kvtransfer.link import Client, Server
+from kvmig.kvtransfer.messages import PROTOCOL, Abort, Aborted, Hello, PeerMessage
+from kvmig.kvtransfer.wire import MAX_FRAMES, Codec
+
+SECRET = b"a secret of the cluster"
+
+
+@asynccontextmanager
+async def linked(secret: bytes = SECRET, name: str = "b") -> AsyncIterator[tuple[Server, Client]]:
+    server = Server(SECRET, "peer", "a", PeerMessage)
+    client = Client(server.endpoint, secret, "peer", name, PeerMessage)
+    try:
+        yield server, client
+    finally:
+        client.close()
+        server.close()
+
+
+async def test_hello_comes_first_then_messages_go_both_ways_with_their_payload() -> None:
+    async with linked() as (server, client):
+        client.send(Abort("m", "timeout"), [b"one", memoryview(b"two" * 100_000)])
+        assert await server.recv() == (b"b", Hello(PROTOCOL, "peer", "b"), [])
+        sender, message, payload = await server.recv()
+        assert (sender, message) == (b"b", Abort("m", "timeout"))
+        assert [bytes(part) for part in payload] == [b"one", b"two" * 100_000]
+        server.send(sender, Aborted("m"), [b"three"])
+        answer, parts = await client.recv()
+        assert (answer, [bytes(part) for part in parts]) == (Aborted("m"), [b"three"])
+
+
+async def test_a_client_with_another_secret_is_never_heard_and_is_told() -> None:
+    async with linked(secret=b"some other secret") as (server, client):
+        hearing = asyncio.ensure_future(server.recv())
+        with pytest.raises(TransportError, match="lost or refused"):
+            await client.recv()
+        assert not hearing.done()
+        hearing.cancel()
+
+
+async def test_a_client_that_knows_only_the_servers_public_key_is_never_heard() -> None:
+    server = Server(SECRET, "peer", "a", PeerMessage)
+    stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    stranger.linger = 0
+    stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+    stranger.curve_serverkey = keys.derive(SECRET).server.public
+    stranger.connect(server.endpoint)
+    await stranger.send_multipart(Codec(PeerMessage).encode(Hello(PROTOCOL, "peer", "b")))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(server.recv(), 0.3)
+    stranger.close()
+    server.close()
+
+
+async def test_another_protocol_version_is_refused_at_both_ends_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server(SECRET, "peer", "a", PeerMessage)
+    with monkeypatch.context() as newer:
+        newer.setattr(link, "PROTOCOL", PROTOCOL + 1)
+        client = Client(server.endpoint, SECRET, "peer", "b", PeerMessage)
+    client.send(Abort("m", "timeout"))
+    with pytest.raises(PeerError, match=f"b'b' speaks protocol {PROTOCOL + 1}, not {PROTOCOL}"):
+        await server.recv()
+    with pytest.raises(PeerError, match="before Hello"):
+        await server.recv()
+    with monkeypatch.context() as newer:
+        newer.setattr(link, "PROTOCOL", PROTOCOL + 1)
+        with pytest.raises(PeerError, match=f"a speaks protocol {PROTOCOL}, not {PROTOCOL + 1}"):
+            await client.recv()
+    client.close()
+    server.close()
+
+
+async def test_garbage_is_refused_and_the_server_goes_on() -> None:
+    async with linked() as (server, client):
+        await server.recv()
+        await client._socket.send_multipart([b"\xc1garbage"])
+        await client._socket.send_multipart([Codec(PeerMessage).encode(Aborted("m"))[0][:-1]])
+        client.send(Aborted("fine"))
+        for _ in range(2):
+            with pytest.raises(PeerError, match="not a message"):
+                await server.recv()
+        assert (await server.recv())[1] == Aborted("fine")
+
+
+async def test_sending_to_a_client_that_left_raises() -> None:
+    async with linked() as (server, client):
+        await server.recv()
+        client.close()
+        refused = ""
+        while not refused:
+            try:
+                server.send(b"b", Aborted("m"))
+            except TransportError as error:
+                refused = str(error)
+            await asyncio.sleep(0.01)
+        assert "b'b'" in refused
+
+
+async def test_a_server_that_left_ends_the_clients_wait() -> None:
+    async with linked() as (server, client):
+        await server.recv()
+        waiting = asyncio.ensure_future(client.recv())
+        await asyncio.sleep(0)
+        server.close()
+        with pytest.raises(TransportError, match="connection lost"):
+            await waiting
+        with pytest.raises(TransportError, match="connection lost"):
+            client.send(Aborted("m"))
+
+
+async def test_a_new_client_of_the_same_name_takes_over() -> None:
+    async with linked() as (server, _):
+        await server.recv()
+        second = Client(server.endpoint, SECRET, "peer", "b", PeerMessage)
+        await server.recv()
+        server.send(b"b", Aborted("m"))
+        assert (await second.recv())[0] == Aborted("m")
+        second.close()
+
+
+async def test_a_cancelled_wait_loses_no_message() -> None:
+    async with linked() as (server, client):
+        sender, _, _ = await server.recv()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.recv(), 0.01)
+        server.send(sender, Aborted("m"))
+        assert (await client.recv())[0] == Aborted("m")
+
+
+async def test_a_port_in_use_is_an_error_and_leaves_nothing() -> None:
+    server = Server(SECRET, "peer", "a", PeerMessage)
+    port = int(server.endpoint.rsplit(":", 1)[1])
+    with pytest.raises(zmq.ZMQError, match="in use"):
+        Server(SECRET, "peer", "a", PeerMessage, port=port)
+    server.close()
+
+
+def test_keys_need_a_secret_of_some_length_and_never_show_it() -> None:
+    with pytest.raises(ValueError, match="at least 16"):
+        keys.derive(b"short")
+    derived = keys.derive(SECRET)
+    assert derived.server.public != derived.client.public
+    assert derived.server.secret.decode() not in repr(derived)
+
+
+async def test_the_secret_and_keys_are_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with linked() as (server, _):
+        await server.recv()
+    derived = keys.derive(SECRET)
+    for secret in (SECRET, derived.server.secret, derived.client.secret):
+        assert secret.decode() not in caplog.text
+
+
+def test_too_many_frames_are_refused() -> None:
+    with pytest.raises(PeerError, match="frames"):
+        Codec(PeerMessage).decode([memoryview(b"")] * (MAX_FRAMES + 1))
+    with pytest.raises(PeerError, match="0 frames"):
+        Codec(PeerMessage).decode([])
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_peer_error(header: bytes) -> None:
+    with suppress(PeerError):
+        Codec(PeerMessage).decode([memoryview(header)])
+
+
+def test_deep_nesting_is_a_peer_error() -> None:
+    header = b"\x82\xa4type\xa7Aborted\xa1x" + b"\x91" * 100_000
+    with pytest.raises(PeerError):
+        Codec(PeerMessage).decode([memoryview(header)])
