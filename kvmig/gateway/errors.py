@@ -1,0 +1,78 @@
+"""What can go wrong when somebody asks the gateway for something, with its HTTP status."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from kvmig.ground.errors import KvmigError
+
+
+class GatewayError(KvmigError):
+    """Base: `status` is the HTTP answer, `param` the field that is to blame."""
+
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+    param: str | None = None
+
+
+class UnknownRequest(GatewayError):
+    """No such request was ever seen, or it is long gone."""
+
+    status = HTTPStatus.NOT_FOUND
+    param = "request_id"
+
+
+class RequestFinished(GatewayError):
+    """The request has ended."""
+
+    status = HTTPStatus.CONFLICT
+    param = "request_id"
+
+
+class AmbiguousRequest(GatewayError):
+    """The id of a call with several live sequences; the message names them."""
+
+    status = HTTPStatus.CONFLICT
+    param = "request_id"
+
+
+class AlreadyMigrating(GatewayError):
+    """The request is being moved."""
+
+    status = HTTPStatus.CONFLICT
+    param = "request_id"
+
+
+class UnknownInstance(GatewayError):
+    """No such instance."""
+
+    status = HTTPStatus.NOT_FOUND
+    param = "destination"
+
+
+class SameInstance(GatewayError):
+    """The request runs there already."""
+
+    status = HTTPStatus.CONFLICT
+    param = "destination"
+
+
+class MigrationDisabled(GatewayError):
+    """The cluster was started with --no-migration."""
+
+    status = HTTPStatus.CONFLICT
+
+
+class InstanceLost(GatewayError):
+    """The instance doesn't answer any more."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+class CallTimeout(GatewayError):
+    """An instance took too long to answer."""
+
+    status = HTTPStatus.GATEWAY_TIMEOUT
+
+
+class CallFailed(GatewayError):
+    """An engine method raised; the message is the engine's."""

@@ -1,0 +1,56 @@
+"""What the gateway needs of the front side: how to read outputs, and where to put them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Item(Protocol):
+    """What one step gave one request (vLLM: `EngineCoreOutput`, as it is)."""
+
+    @property
+    def request_id(self) -> str:
+        """The id under which it was submitted."""
+        ...
+
+    @property
+    def new_token_ids(self) -> Sequence[int]:
+        """Its new tokens, in order."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether these are its last."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A decoded `Outputs` payload.
+
+    items: one a span of the message, in the same order; meta: the engine's own
+    (vLLM: statistics), handed through with the batch, never with a held item.
+    """
+
+    items: Sequence[Item]
+    meta: object = None
+
+
+class Decode(Protocol):
+    """The adapter's decoder of `Outputs` payloads."""
+
+    def __call__(self, payload: Sequence[memoryview]) -> Batch: ...
+
+
+class Sink(Protocol):
+    """Where streams end: the front side. Called on the event loop; must not block."""
+
+    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+        """Tokens in their right order. `index`: the engine index of the instance they are from."""
+        ...
+
+    def fail(self, request_ids: Sequence[str], reason: str) -> None:
+        """These requests get no more tokens; `reason` is a sentence for the client."""
+        ...
