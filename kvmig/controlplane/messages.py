@@ -52,6 +52,16 @@ class AbortRequests(Message, frozen=True, tag=True):
     request_ids: list[str]
 
 
+class Discard(Message, frozen=True, tag=True):
+    """Front end: your copy of this request at this epoch is stale (fenced off or unwanted).
+
+    Drop it there only: unlike AbortRequests, never passed on to where the request went.
+    """
+
+    request_id: str
+    epoch: int
+
+
 class Call(Message, frozen=True, tag=True):
     """Front end: run an engine method (payload frames: the adapter's encoding of arguments)."""
 
@@ -176,6 +186,7 @@ ClusterMessage = (
     | LoadReport
     | Submit
     | AbortRequests
+    | Discard
     | Call
     | CallDone
     | ListRequests
