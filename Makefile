@@ -1,0 +1,57 @@
+# kvmig: `make serve` and `make test` are all that a fresh machine needs.
+
+PYTHON ?= python3
+PORT ?= 8000
+INSTANCES ?= 2
+MODEL ?= kvmig/models/count
+DEVICE ?= auto
+# More flags: for `make serve` those of kvmig.serve, for `make bench-*` --quick, --out, --check.
+ARGS ?=
+
+BIN := .venv/bin
+SETUP := $(PYTHON) scripts/setup_env.py --device $(DEVICE)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev serve demo test lint format bench-downtime bench-overhead \
+	docs-figures clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  Variables: PORT=$(PORT) INSTANCES=$(INSTANCES) MODEL=$(MODEL) DEVICE=$(DEVICE) ARGS="
+
+setup: ## make .venv and install what is needed
+	@$(SETUP)
+
+setup-dev: ## the same, with what the checks need
+	@$(SETUP) --dev
+
+serve: setup ## serve MODEL on INSTANCES vLLM engines at 127.0.0.1:PORT until Ctrl-C
+	@exec $(BIN)/python -m kvmig.serve $(MODEL) --instances $(INSTANCES) --port $(PORT) $(ARGS)
+
+demo: setup ## move a streaming answer between two instances, in colour
+	@exec $(BIN)/python -m kvmig.cli.demo $(ARGS)
+
+test: setup-dev ## every check and test that this machine can run
+	@exec $(BIN)/python scripts/check.py
+
+lint: setup-dev ## ruff, mypy and the import floors only
+	@exec $(BIN)/python scripts/check.py --lint
+
+format: setup-dev ## let ruff format and fix what it can
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+bench-downtime: setup-dev ## the gap that a client sees at a migration
+	@exec $(BIN)/python -m bench.downtime $(ARGS)
+
+bench-overhead: setup-dev ## what migrations and kvmig itself cost the others
+	@exec $(BIN)/python -m bench.overhead $(ARGS)
+
+docs-figures: setup-dev ## fill README's table from bench/results, and draw the handshake
+	@$(BIN)/python scripts/figures.py
+	@$(BIN)/python -m kvmig.kvtransfer.draw
+
+clean: ## remove caches and build outputs, but not .venv
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache
+	@find kvmig tests bench scripts -name __pycache__ -prune -exec rm -rf {} +
