@@ -41,7 +41,9 @@ class Batch:
 class Decode(Protocol):
     """The adapter's decoder of `Outputs` payloads."""
 
-    def __call__(self, payload: Sequence[memoryview]) -> Batch: ...
+    def __call__(self, payload: Sequence[memoryview]) -> Batch:
+        """May keep views into `payload`."""
+        ...
 
 
 class Sink(Protocol):

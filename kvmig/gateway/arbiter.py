@@ -1,0 +1,89 @@
+"""Who runs a request whose commit got no answer: the front end's word is final.
+
+The source has suspended the request and asks. Either the destination says that it
+committed, or its tokens have been seen: then it runs it. Otherwise its epoch is fenced
+here, so that no token of it ever reaches the client, and the source goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from kvmig.controlplane.messages import Discard, Fence, Fenced, Resolve
+from kvmig.gateway.calls import Calls
+from kvmig.gateway.errors import CallTimeout, InstanceLost
+from kvmig.gateway.requests import RequestTable
+from kvmig.kvtransfer.messages import Message
+
+FENCE_TIMEOUT_S = 2.0
+
+Send = Callable[[str, Message], None]
+"""To an instance, at once. Raises InstanceLost."""
+
+
+class Arbiter:
+    """Answers `Resolve`, the same to the same question however often it is asked."""
+
+    def __init__(
+        self, table: RequestTable, calls: Calls, send: Send, timeout_s: float = FENCE_TIMEOUT_S
+    ) -> None:
+        self._table = table
+        self._calls = calls
+        self._send = send
+        self._timeout_s = timeout_s
+        self._asking: dict[tuple[str, int], asyncio.Task[bool]] = {}
+
+    async def moved(self, question: Resolve) -> bool:
+        """Whether the destination runs the request; if not, it never will under that epoch."""
+        entry = self._table.entries.get(question.request_id)
+        if entry is None:
+            # It ended: neither side shall keep it. The source frees it on `moved`.
+            self._discard(question)
+            return True
+        if entry.splicer.reached(question.epoch):
+            return True
+        if entry.splicer.fenced(question.epoch):
+            return False
+        key = (question.request_id, question.epoch)
+        if key not in self._asking:
+            task = asyncio.create_task(self._committed(question))
+            task.add_done_callback(lambda _: self._asking.pop(key))
+            self._asking[key] = task
+        committed = await asyncio.shield(self._asking[key])
+        if question.request_id not in self._table.entries:
+            self._discard(question)
+            return True
+        if committed:
+            entry.splicer.grant(question.epoch)
+            entry.heir = question.destination
+            return True
+        if not entry.splicer.fence(question.epoch):
+            return True  # its tokens came while we asked
+        self._discard(question)
+        return False
+
+    async def close(self) -> None:
+        """Stop asking."""
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _committed(self, question: Resolve) -> bool:
+        destination = question.destination
+
+        def send(call_id: int) -> None:
+            self._send(destination, Fence(call_id, question.request_id, question.epoch))
+
+        try:
+            answer = await self._calls.ask(destination, send, self._timeout_s, "Fence")
+        except (CallTimeout, InstanceLost):
+            return False
+        return isinstance(answer.message, Fenced) and answer.message.committed
+
+    def _discard(self, question: Resolve) -> None:
+        # Lost: its outputs, should it ever come back, are answered with Discard then.
+        with contextlib.suppress(InstanceLost):
+            self._send(question.destination, Discard(question.request_id, question.epoch))

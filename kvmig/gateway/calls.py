@@ -1,0 +1,69 @@
+"""Questions to instances and their answers: numbered, with a time-out, failed with the instance."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvmig.gateway.errors import CallTimeout, InstanceLost
+from kvmig.kvtransfer.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A message that carries the question's `call_id`, and its payload frames."""
+
+    message: Message
+    payload: list[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    instance: str
+    future: asyncio.Future[Answer]
+
+
+class Calls:
+    """Open questions of one front end."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, _Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def ask(
+        self, instance: str, send: Callable[[int], None], timeout_s: float, what: str
+    ) -> Answer:
+        """Send a question under a new id and wait for its answer.
+
+        send: gets the id and sends the message. what: names the question in errors.
+        Raises CallTimeout, InstanceLost, and what `send` raises.
+        """
+        call_id = next(self._ids)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = _Waiting(instance, future)
+        try:
+            send(call_id)
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError as error:
+            message = f"instance {instance} did not answer {what} within {timeout_s:g} s"
+            raise CallTimeout(message) from error
+        finally:
+            del self._waiting[call_id]
+
+    def answer(self, call_id: int, message: Message, payload: list[memoryview]) -> None:
+        """An answer came. One that nobody waits for any more is ignored."""
+        waiting = self._waiting.get(call_id)
+        if waiting is not None and not waiting.future.done():
+            waiting.future.set_result(Answer(message, payload))
+
+    def lost(self, instance: str, reason: str) -> None:
+        """The instance is gone: so are its answers."""
+        for waiting in self._waiting.values():
+            if waiting.instance == instance and not waiting.future.done():
+                waiting.future.set_exception(InstanceLost(reason))

@@ -1,0 +1,115 @@
+"""The live requests of this front end, found by their own id or by their call's."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvmig.gateway.errors import AmbiguousRequest, RequestFinished, UnknownRequest
+from kvmig.gateway.splice import Splicer
+from kvmig.kvtransfer.wire import Frame
+
+REMEMBERED = 4096
+"""Ended requests that are still told apart from unknown ones."""
+
+_EXTERNAL = re.compile(r"cmpl-(?P<completion>.+)-\d+|chatcmpl-(?P<chat>.+)", re.DOTALL)
+
+
+def call_of(external_id: str) -> str:
+    """The x-request-id in an engine's external id; the id itself where none is known to be.
+
+    vLLM makes `cmpl-X-0` (prompt 0 of a completion) and `chatcmpl-X` of it.
+    """
+    found = _EXTERNAL.fullmatch(external_id)
+    return (found["completion"] or found["chat"]) if found else external_id
+
+
+@dataclass(slots=True)
+class Entry:
+    """One live request (one sequence of a call)."""
+
+    request_id: str
+    external_id: str
+    """The engine's id of what the client asked for: several sequences may share it."""
+    call_id: str
+    splicer: Splicer
+    prompt_tokens: int
+    priority: int
+    payload: Sequence[Frame]
+    """As submitted, so that it can run again elsewhere."""
+    arrived: float
+    """In the router's clock."""
+    destination: str | None = None
+    """Where it is being moved to, when this front end asked for it."""
+    heir: str | None = None
+    """Who is known to run it now, though none of its tokens has come yet."""
+
+    @property
+    def owner(self) -> str:
+        """The instance that runs it, as far as the client has seen."""
+        return self.splicer.owner
+
+    @property
+    def holders(self) -> set[str]:
+        """Every instance that may hold something of it."""
+        return {one for one in (self.owner, self.destination, self.heir) if one is not None}
+
+
+class RequestTable:
+    """All live requests, and the ids of those that ended lately."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        """By request id; read only."""
+        self._calls: defaultdict[str, set[str]] = defaultdict(set)
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(tuple(self.entries.values()))
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def add(self, entry: Entry) -> None:
+        """Raises ValueError if the id is taken: engines never use one twice."""
+        if entry.request_id in self.entries:
+            raise ValueError(f"request {entry.request_id} is running already")
+        self.entries[entry.request_id] = entry
+        for name in {entry.call_id, entry.external_id}:
+            self._calls[name].add(entry.request_id)
+
+    def remove(self, request_id: str) -> Entry | None:
+        """Forget an ended request; None if it isn't here."""
+        entry = self.entries.pop(request_id, None)
+        if entry is None:
+            return None
+        names = {entry.call_id, entry.external_id}
+        for name in names:
+            self._calls[name].discard(request_id)
+            if not self._calls[name]:
+                del self._calls[name]
+        for name in (request_id, *names):
+            self._ended[name] = None
+            self._ended.move_to_end(name)
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        return entry
+
+    def find(self, any_id: str) -> Entry:
+        """By request id, external id or call id.
+
+        Raises UnknownRequest, RequestFinished or AmbiguousRequest.
+        """
+        if any_id in self.entries:
+            return self.entries[any_id]
+        live = self._calls.get(any_id, set())
+        if len(live) == 1:
+            return self.entries[next(iter(live))]
+        if live:
+            names = ", ".join(sorted(live))
+            raise AmbiguousRequest(f"{any_id} has {len(live)} live sequences, name one: {names}")
+        if any_id in self._ended:
+            raise RequestFinished(f"request {any_id} has finished")
+        raise UnknownRequest(f"there is no request {any_id}")
