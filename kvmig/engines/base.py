@@ -8,7 +8,7 @@ which the request was submitted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -136,4 +136,74 @@ class Engine(Protocol):
 
     async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
         """Copy `fused` [n * block_bytes] into blocks [n]; returns n checksums of what was read."""
+        ...
+
+
+Frame = bytes | bytearray | memoryview
+"""One part of a message, in whatever buffer it came."""
+
+
+class Emitted(msgspec.Struct, frozen=True):
+    """What one step gave one request."""
+
+    request_id: str
+    tokens: int
+    finished: bool
+
+
+OnOutputs = Callable[[int, list[Emitted], list[Frame]], None]
+"""(client, what each request got, the adapter's encoding of the outputs)."""
+OnCallDone = Callable[[int, int, str | None, list[Frame]], None]
+"""(client, call_id, error, the adapter's encoding of the result)."""
+
+
+class ServingEngine(Engine, Protocol):
+    """An engine that also takes requests from clients: what a llumlet runs.
+
+    A client is a front end's number at this llumlet (1, 2, ...); 0 is the llumlet itself.
+    """
+
+    def connect(
+        self,
+        on_outputs: OnOutputs,
+        on_call_done: OnCallDone,
+        on_exit: Callable[[BaseException | None], None],
+    ) -> None:
+        """Start stepping; the callbacks run on the event loop that is running now."""
+        ...
+
+    def submit(self, client: int, payload: Sequence[Frame]) -> None:
+        """Run a new request (the front end's adapter encoded it)."""
+        ...
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; those not here are ignored."""
+        ...
+
+    def call(self, client: int, call_id: int, method: str, payload: Sequence[Frame]) -> None:
+        """Run an engine method between two steps; `on_call_done` hears the end."""
+        ...
+
+    def assign(self, request_id: str, client: int) -> None:
+        """A reserved request's outputs will go to this client."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request ended here or runs elsewhere."""
+        ...
+
+    def describe(self) -> bytes:
+        """What front ends must know of the engine, in the adapter's encoding."""
+        ...
+
+    async def warm_up(self) -> None:
+        """Run what a first request would otherwise wait for."""
+        ...
+
+    async def refresh_load(self) -> EngineLoad:
+        """The load as it is now, also when the engine is idle."""
+        ...
+
+    async def close(self, timeout_s: float) -> None:
+        """Stop stepping and free everything."""
         ...

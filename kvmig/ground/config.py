@@ -33,17 +33,20 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The global scheduler: dispatch and rebalancing."""
+    """The global scheduler: dispatch and rebalancing.
+
+    Freeness is in KV blocks a request, see `kvmig.controlplane.freeness`.
+    """
 
     policy: Policy = "freeness"
     migration: bool = True
     round_ms: float = 200.0
-    source_below: float = 30.0
+    source_below: float = 3.0
     """An instance whose freeness is under this is a source of migrations."""
-    destination_above: float = 60.0
+    destination_above: float = 6.0
     """An instance whose freeness is over this may take requests in."""
-    min_gain: float = 5.0
-    """Least predicted growth of the source's freeness that makes a pair worth it."""
+    min_gain: float = 1.0
+    """Least predicted growth of the lower freeness of two that makes a pair worth it."""
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):

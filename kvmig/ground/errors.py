@@ -19,6 +19,10 @@ class UnsupportedLayout(KvmigError):
     """The engine keeps its KV cache in an order that the kernels don't handle."""
 
 
+class KernelUnavailable(KvmigError):
+    """No compiled copy library can be loaded, nor built here; says why."""
+
+
 class MigrationRefused(KvmigError):
     """A migration can't start or go on; the request stays where it is.
 
@@ -52,3 +56,7 @@ class InvalidTransition(KvmigError):
         self.state = state
         self.event = event
         self.history = history
+
+
+class NoInstance(KvmigError):
+    """There is no instance that a request could be sent to."""

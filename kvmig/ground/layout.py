@@ -40,7 +40,7 @@ class KVLayout:
         """Bytes of one block over all regions: its size when fused."""
         return sum(region.run for region in self.regions)
 
-    def matches(self, other: "KVLayout") -> bool:
+    def matches(self, other: KVLayout) -> bool:
         """Whether fused blocks of one may be scattered into the other."""
         return (
             self.block_tokens == other.block_tokens

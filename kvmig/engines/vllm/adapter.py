@@ -1,0 +1,207 @@
+"""The Engine port over one vLLM EngineCore: migrations. `serving` adds clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
+
+from kvmig.engines.base import EngineLoad, Export, RequestState, Stage, Tail
+from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.destination import Destination
+from kvmig.engines.vllm.load import engine_load, request_states
+from kvmig.engines.vllm.memory import BlockMemory
+from kvmig.engines.vllm.payload import (
+    Progress,
+    decode_progress,
+    decode_request,
+    encode_progress,
+)
+from kvmig.engines.vllm.source import Source
+from kvmig.ground.errors import MigrationRefused
+
+T = TypeVar("T")
+_LOAD_PERIOD_S = 0.01
+_GRAMMAR_TIMEOUT_S = 30.0
+
+
+class VllmEngine:
+    """One vLLM engine behind a llumlet; implements `kvmig.engines.base.Engine`.
+
+    Made before the core runs; `core.after_step` must be this object's `after_step`.
+    """
+
+    def __init__(self, core: StepCore) -> None:
+        scheduler = core.scheduler
+        assert isinstance(scheduler, Scheduler)
+        self._core = core
+        self._scheduler = scheduler
+        self._memory = BlockMemory(core.vllm_config, scheduler)
+        self._source = Source(core)
+        self._destination = Destination(core)
+        self._submitted: dict[str, list[bytes]] = {}
+        # Building a request hashes its blocks and feeds its grammar: not on the engine's thread.
+        self._builder = ThreadPoolExecutor(1, thread_name_prefix="kvmig-build")
+        self._load = engine_load(scheduler)
+        self._load_at = 0.0
+        self.layout = self._memory.layout
+        core.after_step = self.after_step
+
+    def assign(self, request_id: str, client: int) -> None:
+        """A reserved request's outputs will go to this client."""
+        self._destination.assign(request_id, client)
+
+    def forget(self, request_id: str) -> None:
+        """The request ended or left: its submitted form is not needed any more."""
+        self._submitted.pop(request_id, None)
+
+    def after_step(self) -> None:
+        """Between two steps, on the engine's thread."""
+        self._source.after_step()
+        now = time.monotonic()
+        if now - self._load_at >= _LOAD_PERIOD_S:
+            self._load, self._load_at = engine_load(self._scheduler), now
+
+    # -- what it holds
+
+    def load(self) -> EngineLoad:
+        return self._load
+
+    async def refresh_load(self) -> EngineLoad:
+        """The load as it is now: an idle engine takes no steps that would renew it."""
+
+        def renew() -> EngineLoad:
+            self._load, self._load_at = engine_load(self._scheduler), time.monotonic()
+            return self._load
+
+        return await self._on_engine(renew)
+
+    async def requests(self) -> list[RequestState]:
+        return await self._on_engine(
+            lambda: request_states(self._scheduler, self._source.is_suspended)
+        )
+
+    # -- source
+
+    async def export(self, request_id: str) -> Export:
+        frames = self._submitted.get(request_id)
+        if frames is None:
+            raise MigrationRefused("unknown_request", f"request {request_id} is not here")
+        if self._core.vllm_config.speculative_config is not None:
+            raise MigrationRefused("unsupported", "speculative decoding")
+        progress = await self._on_engine(lambda: self._source.export(request_id))
+        request = decode_request(frames)
+        prompt = len(request.prompt_token_ids or ())
+        return Export(
+            request_id=request_id,
+            num_tokens=prompt + len(progress.output_token_ids),
+            payload=[encode_progress(progress), *frames],
+        )
+
+    async def stage(self, request_id: str, sent: int) -> Stage:
+        return await self._on_engine(lambda: self._source.stage(request_id, sent))
+
+    async def suspend(self, request_id: str, sent: int) -> Tail:
+        loop = asyncio.get_running_loop()
+        tail: asyncio.Future[Tail] = loop.create_future()
+
+        def settle(result: Tail | Exception) -> None:
+            if tail.done():
+                return
+            if isinstance(result, Exception):
+                tail.set_exception(result)
+            else:
+                tail.set_result(result)
+
+        def done(result: Tail | Exception) -> None:
+            loop.call_soon_threadsafe(settle, result)
+
+        await self._on_engine(lambda: self._source.suspend(request_id, sent, done))
+        return await tail
+
+    async def resume(self, request_id: str) -> None:
+        await self._on_engine(lambda: self._source.resume(request_id))
+
+    async def release(self, request_id: str) -> None:
+        await self._on_engine(lambda: self._source.release(request_id))
+
+    # -- destination
+
+    async def reserve(self, export: Export) -> int:
+        try:
+            progress = decode_progress(export.payload[0])
+            submitted = decode_request(export.payload[1:])
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise MigrationRefused("incompatible", f"export of another kind: {error}") from error
+        loop = asyncio.get_running_loop()
+        request = await loop.run_in_executor(self._builder, self._build, submitted, progress)
+        hit = await self._on_engine(lambda: self._destination.reserve(request, progress))
+        self._submitted[export.request_id] = list(export.payload[1:])
+        return hit
+
+    async def grow(self, request_id: str, num_tokens: int) -> list[int]:
+        return await self._on_engine(lambda: self._destination.grow(request_id, num_tokens))
+
+    async def commit(self, request_id: str, tail: Tail) -> None:
+        progress = decode_progress(tail.state)
+
+        def run() -> None:
+            try:
+                self._destination.commit(request_id, progress, progress.generator)
+            except Exception:
+                self._destination.cancel(request_id)
+                raise
+
+        await self._on_engine(run)
+
+    async def cancel(self, request_id: str) -> None:
+        def free() -> bool:
+            self._destination.cancel(request_id)
+            return request_id in self._scheduler.requests
+
+        if not await self._on_engine(free):
+            self.forget(request_id)
+
+    # -- memory
+
+    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
+        return await self._memory.gather(block_ids, out)
+
+    async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
+        return await self._memory.scatter(block_ids, fused)
+
+    # -- helpers
+
+    async def _on_engine(self, function: Callable[[], T]) -> T:
+        future: Future[T] = self._core.call(function)
+        # Shielded: what runs on the engine's thread can't be taken back half-way.
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    def _build(self, submitted: EngineCoreRequest, progress: Progress) -> Request:
+        """The request with all exported output tokens in it and in its grammar."""
+        request, _ = self._core.preprocess_add_request(submitted)
+        if request.use_structured_output:
+            assert request.structured_output_request is not None
+            deadline = time.monotonic() + _GRAMMAR_TIMEOUT_S
+            while not request.structured_output_request.is_grammar_ready:
+                if time.monotonic() > deadline:
+                    raise MigrationRefused("timeout", "the grammar is still compiling")
+                time.sleep(0.002)
+            if isinstance(request.structured_output_request.grammar, Exception):
+                raise MigrationRefused("error", "the grammar does not compile here")
+        manager = self._core.structured_output_manager
+        if not request.use_structured_output:
+            request.append_output_token_ids(progress.output_token_ids)
+            return request
+        for token in progress.output_token_ids:
+            request.append_output_token_ids(token)
+            if not manager.accept_tokens(request, [token]):
+                raise MigrationRefused("error", f"the grammar refuses token {token}")
+        return request

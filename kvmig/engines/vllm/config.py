@@ -1,0 +1,31 @@
+"""From parsed flags to vLLM's configuration of one instance."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+from kvmig.ground.errors import ConfigError
+
+
+def engine_config(args: Namespace) -> VllmConfig:
+    """vLLM's own checks; ConfigError with their first sentence."""
+    args.distributed_executor_backend = "uni"
+    try:
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    except (ValueError, TypeError, OSError, NotImplementedError) as error:
+        raise ConfigError(first_sentence(error)) from error
+
+
+def first_sentence(error: BaseException) -> str:
+    """The part of an error message that a person needs, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # pydantic: "1 validation error for X", the field, then "Value error, why [type=...]".
+    if lines and "validation error" in lines[0]:
+        lines = [line for line in lines[1:] if not line.startswith("For further")]
+    text = " ".join(lines) or type(error).__name__
+    return text.split(" [type=")[0].removeprefix("Value error, ")

@@ -1,0 +1,152 @@
+"""vLLM's EngineCoreProc without its sockets: the stock busy loop on a thread of ours.
+
+The queues of EngineCoreProc are its seam: what vLLM's input thread would put into
+`input_queue` a llumlet puts there, and what its output thread would send goes to
+`deliver`. One more kind of input is a plain call, run between two steps.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
+from vllm.v1.executor import Executor
+
+T = TypeVar("T")
+Deliver = Callable[[int, EngineCoreOutputs], None]
+_CALL = object()
+
+
+class _Outlet:
+    """Stands in for `output_queue`: hands each batch on at once, on the engine's thread."""
+
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+
+    def put_nowait(self, item: tuple[int, EngineCoreOutputs]) -> None:
+        self._deliver(*item)
+
+
+class StepCore(EngineCoreProc):
+    """An EngineCore that a llumlet drives; `deliver(client_index, outputs)` gets each step's."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor],
+        log_stats: bool,
+        deliver: Deliver,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.input_queue: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        self.output_queue = _Outlet(deliver)
+        self.after_step = after_step
+        self.failed: BaseException | None = None
+        # What EngineCoreProc.__init__ sets besides sockets and threads.
+        self.engine_index = 0
+        self.engines_running = False
+        self.shutdown_state = EngineShutdownState.RUNNING
+        self.tensor_ipc_receiver = None
+        self.has_coordinator = False
+        self.frontend_stats_publish_address = None
+        self.publish_dp_lb_stats = False
+        self.last_counts = (0, 0)
+        self.process_input_queue_block = True
+        self.enable_fault_tolerance = False
+        EngineCore.__init__(
+            self, vllm_config, executor_class, log_stats, executor_fail_callback=self._on_fail
+        )
+        # Freed blocks may still be written by a step in flight when steps overlap;
+        # a migration would fill them under that step (vLLM does the same for connectors).
+        if vllm_config.max_concurrent_batches > 1:
+            self.scheduler.defer_block_free = True
+        self._thread: threading.Thread | None = None
+
+    def _on_fail(self) -> None:
+        self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+
+    # -- from any thread
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function` on the engine's thread between two steps."""
+        future: Future[T] = Future()
+        self.input_queue.put_nowait((_CALL, (function, future)))
+        return future
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Queue a new request, as vLLM's input thread does."""
+        self.input_queue.put_nowait(
+            (EngineCoreRequestType.ADD, self.preprocess_add_request(request))
+        )
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Abort requests, at the latest before the running step's outputs are processed."""
+        self.aborts_queue.put_nowait(request_ids)
+        self.input_queue.put_nowait((EngineCoreRequestType.ABORT, request_ids))
+
+    def utility(self, client_index: int, call_id: int, method: str, args: Any) -> None:
+        """Run a utility method; the answer comes through `deliver` as a UtilityOutput."""
+        self.input_queue.put_nowait(
+            (EngineCoreRequestType.UTILITY, (client_index, call_id, method, args))
+        )
+
+    def start(self, on_exit: Callable[[BaseException | None], None]) -> None:
+        """Run the busy loop on its own thread; `on_exit` hears of its end, from that thread."""
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                self.run_busy_loop()
+            except SystemExit:
+                pass  # the busy loop's way to say that shutdown is complete
+            except Exception as failure:  # noqa: BLE001 - handed to on_exit
+                error = failure
+            self.failed = error or RuntimeError("the engine has stopped")
+            self._fail_pending_calls()
+            on_exit(error)
+
+        self._thread = threading.Thread(target=run, name="kvmig-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Stop the busy loop after the current step; False if it didn't within `timeout_s`."""
+        self.shutdown_state = EngineShutdownState.REQUESTED
+        self.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    # -- on the engine's thread
+
+    def _handle_client_request(self, request_type: Any, request: Any) -> None:
+        if request_type is not _CALL:
+            super()._handle_client_request(request_type, request)
+            return
+        function, future = request
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(function())
+        except Exception as error:  # noqa: BLE001 - raised where the call is awaited
+            future.set_exception(error)
+
+    def _process_engine_step(self) -> bool:
+        executed = super()._process_engine_step()
+        self.after_step()
+        return executed
+
+    def _fail_pending_calls(self) -> None:
+        while True:
+            try:
+                request_type, request = self.input_queue.get_nowait()
+            except queue.Empty:
+                return
+            if request_type is _CALL:
+                request[1].set_exception(RuntimeError("the engine has stopped"))

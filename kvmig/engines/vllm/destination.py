@@ -1,0 +1,190 @@
+"""The destination's side, on the engine's thread between two steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.request import Request, RequestStatus
+
+from kvmig.engines.vllm import runner
+from kvmig.engines.vllm.payload import Progress
+from kvmig.ground.errors import MigrationRefused
+
+
+@dataclass
+class Arriving:
+    """A request that holds blocks here and runs elsewhere still."""
+
+    request: Request
+    exported: Progress
+    has_blocks: bool = False
+
+
+class Destination:
+    """Reserves blocks for requests of other engines, and runs them after the commit."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._arriving: dict[str, Arriving] = {}
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        scheduler = self._core.scheduler
+        assert isinstance(scheduler, Scheduler)
+        return scheduler
+
+    def reserve(self, request: Request, exported: Progress) -> int:
+        """Take blocks for the request; returns how many hold its prefix already.
+
+        `request` carries the exported output tokens; it is not in the scheduler yet.
+        """
+        scheduler, request_id = self._scheduler, request.request_id
+        if request_id in scheduler.requests or request_id in self._arriving:
+            raise MigrationRefused("already_migrating", f"{request_id} is here already")
+        if request.num_tokens > scheduler.max_model_len:
+            raise MigrationRefused("incompatible", f"{request.num_tokens} tokens are too long")
+        if len(scheduler.running) + len(self._arriving) >= scheduler.max_num_active_reqs:
+            raise MigrationRefused("no_batch_slot", f"{len(scheduler.running)} requests run")
+        self._arriving[request_id] = arriving = Arriving(request, exported)
+        if exported.num_computed_tokens == 0:
+            return 0  # it waits at the source: it will wait here
+        # As PREEMPTED the watermark holds for it: it must not squeeze out those who run here.
+        request.status = RequestStatus.PREEMPTED
+        try:
+            return self._take_blocks(arriving)
+        except MigrationRefused:
+            del self._arriving[request_id]
+            raise
+
+    def grow(self, request_id: str, num_tokens: int) -> list[int]:
+        """Hold `num_tokens` tokens and one block spare; all block ids in order."""
+        arriving = self._known(request_id)
+        scheduler = self._scheduler
+        limit = min(num_tokens + scheduler.block_size, scheduler.max_model_len)
+        if arriving.has_blocks:
+            grown = scheduler.kv_cache_manager.allocate_slots(
+                arriving.request, limit, delay_cache_blocks=True
+            )
+        else:
+            arriving.request.status = RequestStatus.PREEMPTED
+            grown = scheduler.kv_cache_manager.allocate_slots(
+                arriving.request,
+                0,
+                num_external_computed_tokens=limit,
+                delay_cache_blocks=True,
+                skip_zeroing_group_ids=(0,),
+            )
+        if grown is None:
+            raise MigrationRefused("no_blocks", f"no room for {limit} tokens")
+        arriving.has_blocks = True
+        return self._block_ids(request_id)
+
+    def commit(self, request_id: str, tail: Progress, generator: bytes | None) -> None:
+        """Run the request from here on; the blocks hold `tail.num_computed_tokens` tokens."""
+        arriving = self._known(request_id)
+        scheduler, request = self._scheduler, arriving.request
+        computed = tail.num_computed_tokens
+        manager = self._core.structured_output_manager
+        for token in tail.output_token_ids:
+            request.append_output_token_ids(token)
+            if request.use_structured_output and not manager.accept_tokens(request, [token]):
+                raise MigrationRefused("error", f"the grammar refuses token {token}")
+        request.prefill_stats = _prefill_stats(request, tail)
+        if computed and len(self._block_ids(request_id)) * scheduler.block_size < computed:
+            raise MigrationRefused("no_blocks", f"{computed} tokens were never reserved")
+        if not computed and arriving.has_blocks:
+            scheduler.kv_cache_manager.free(request)  # it will be admitted like any other
+        del self._arriving[request_id]
+        # A pending notice of an earlier stay would delete the state that starts now.
+        scheduler.finished_req_ids.discard(request_id)
+        scheduler.prev_step_scheduled_req_ids.discard(request_id)
+        request.num_computed_tokens = computed
+        scheduler.requests[request_id] = request
+        if computed:
+            scheduler.kv_cache_manager.cache_blocks(request, computed)
+        self._start(request, generator)
+
+    def assign(self, request_id: str, client_index: int) -> None:
+        """The request's outputs go to this client of the engine."""
+        self._known(request_id).request.client_index = client_index
+
+    def cancel(self, request_id: str) -> None:
+        """Free a reservation."""
+        arriving = self._arriving.pop(request_id, None)
+        if arriving is not None and arriving.has_blocks:
+            self._scheduler.kv_cache_manager.free(arriving.request)
+
+    def reserved(self) -> int:
+        """Requests that hold a reservation now."""
+        return len(self._arriving)
+
+    def _start(self, request: Request, generator: bytes | None) -> None:
+        scheduler = self._scheduler
+        if request.num_computed_tokens == 0 and request.num_output_tokens == 0:
+            request.status = (
+                RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+                if request.use_structured_output
+                else RequestStatus.WAITING
+            )
+            scheduler._enqueue_waiting_request(request)
+            return
+        request.status = RequestStatus.PREEMPTED
+        if runner.uses_v2(self._core):
+            scheduler._enqueue_waiting_request(request)
+            return
+        block_ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        runner.register(self._core, request, block_ids, generator)
+        if request.num_computed_tokens == 0:
+            scheduler._enqueue_waiting_request(request)
+            return
+        # Straight into the batch, in front: behind a long prefill that takes the whole
+        # token budget of each step, a resumed request would wait for its end.
+        request.status = RequestStatus.RUNNING
+        if request.num_computed_tokens < request.num_prompt_tokens:
+            scheduler._inflight_prefills.add(request)
+        scheduler.running.insert(0, request)
+
+    def _take_blocks(self, arriving: Arriving) -> int:
+        scheduler, request = self._scheduler, arriving.request
+        manager = scheduler.kv_cache_manager
+        blocks, hit_tokens, _ = manager.get_computed_blocks(request)
+        # A hit beyond what the source has computed (its prefill runs still) is of no use.
+        wanted = min(request.num_tokens + scheduler.block_size, scheduler.max_model_len)
+        if hit_tokens > arriving.exported.num_computed_tokens:
+            blocks, hit_tokens = manager.empty_kv_cache_blocks, 0
+        grown = manager.allocate_slots(
+            request,
+            0,
+            num_new_computed_tokens=hit_tokens,
+            new_computed_blocks=blocks,
+            num_external_computed_tokens=wanted - hit_tokens,
+            delay_cache_blocks=True,
+            skip_zeroing_group_ids=(0,),
+        )
+        if grown is None:
+            raise MigrationRefused("no_blocks", f"no room for {wanted} tokens")
+        arriving.has_blocks = True
+        return hit_tokens // scheduler.block_size
+
+    def _known(self, request_id: str) -> Arriving:
+        arriving = self._arriving.get(request_id)
+        if arriving is None:
+            raise MigrationRefused("unknown_request", f"{request_id} has no reservation here")
+        return arriving
+
+    def _block_ids(self, request_id: str) -> list[int]:
+        (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        return list(block_ids)
+
+
+def _prefill_stats(request: Request, tail: Progress) -> PrefillStats | None:
+    """What vLLM reports with the first token; None once it was reported."""
+    if tail.prefilled:
+        return None
+    stats = PrefillStats()
+    if tail.num_computed_tokens:
+        stats.set(request.num_prompt_tokens, tail.cached_tokens, 0)
+    return stats

@@ -1,0 +1,108 @@
+"""vLLM's own flags: parsed by vLLM's parser, refused where they can't hold with kvmig."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import NoReturn
+
+from kvmig.ground.errors import ConfigError
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""Defaults of the environment: models come from disk, nothing is reported anywhere."""
+
+
+def set_environment() -> None:
+    """Set what must be set before vLLM is imported; what the user has set stays."""
+    for name, value in OFFLINE.items():
+        os.environ.setdefault(name, value)
+    # The engine runs in the llumlet's own process: vLLM must not start another for it.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+def parse(argv: list[str]) -> Namespace:
+    """Parse `MODEL [any flag of vllm serve]`. Raises ConfigError with one sentence."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="kvmig.serve", add_help=False))
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    parser.error = refuse
+    args = parser.parse_args(argv)
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    refuse_conflicts(args)
+    check_model(args.model)
+    return args
+
+
+def refuse_conflicts(args: Namespace) -> None:
+    """Refuse, with what to use instead, flags that mean another owner of the engines."""
+    parallel = args.data_parallel_size
+    conflicts: tuple[tuple[bool, str], ...] = (
+        (
+            (parallel or 1) > 1
+            or args.data_parallel_rank is not None
+            or args.data_parallel_start_rank is not None
+            or bool(args.data_parallel_external_lb)
+            or bool(args.data_parallel_hybrid_lb),
+            "data-parallel flags can't be used: kvmig runs whole instances, use --instances N",
+        ),
+        (
+            args.scheduler_cls is not None,
+            "--scheduler-cls can't be used: kvmig drives vLLM's own scheduler, leave it out",
+        ),
+        (
+            args.kv_transfer_config is not None,
+            "--kv-transfer-config can't be used: kvmig moves KV blocks itself, use --transport",
+        ),
+        (
+            args.tensor_parallel_size > 1 or args.pipeline_parallel_size > 1,
+            "tensor and pipeline parallelism are not supported yet: use one device an instance",
+        ),
+        (
+            args.distributed_executor_backend not in (None, "uni"),
+            f"--distributed-executor-backend {args.distributed_executor_backend} can't be used:"
+            " an instance runs in its llumlet's process, leave it out",
+        ),
+        (
+            (args.api_server_count or 1) > 1,
+            "--api-server-count can't be used: kvmig has one front end, leave it out",
+        ),
+        (bool(args.headless), "--headless can't be used: kvmig starts front end and instances"),
+        (bool(args.grpc), "--grpc can't be used: kvmig serves the OpenAI HTTP API"),
+        (
+            bool(getattr(args, "enable_elastic_ep", False)),
+            "--enable-elastic-ep can't be used: use --instances N",
+        ),
+    )
+    for applies, sentence in conflicts:
+        if applies:
+            raise ConfigError(sentence)
+
+
+def check_model(model: str) -> None:
+    """Refuse a model that is not a folder on disk, unless the user allowed the hub."""
+    if os.environ.get("HF_HUB_OFFLINE") != "1":
+        return
+    path = Path(model)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"MODEL is {model}, must be a folder with a config.json"
+            " (to load from a hub, set HF_HUB_OFFLINE=0)"
+        )

@@ -1,0 +1,200 @@
+"""The front end's side: vLLM's own AsyncLLM on an engine-core client that routes.
+
+AsyncLLM keeps what never moves: tokenizer, detokenizer, stop strings, log-probabilities
+and the client's queue. Below it, vLLM's client for one engine is replaced by one that
+hands requests to a router and takes spliced outputs from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    FinishReason,
+    UtilityOutput,
+)
+from vllm.v1.engine import async_llm as async_llm_module
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from kvmig.engines.base import Frame
+
+logger = logging.getLogger(__name__)
+
+
+class Requests(Protocol):
+    """What the client needs of a router (see `kvmig.gateway.router.Router`)."""
+
+    async def submit(
+        self,
+        request_id: str,
+        external_id: str,
+        prompt_tokens: int,
+        priority: int,
+        payload: Sequence[Frame],
+    ) -> object: ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def call(
+        self, method: str, payload: Sequence[Frame]
+    ) -> Mapping[str, Sequence[Frame]]: ...
+
+
+_outputs_decoder = MsgpackDecoder(EngineCoreOutputs)
+_utility_decoder = MsgpackDecoder(UtilityOutput)
+
+
+def decode_outputs(payload: Sequence[Frame]) -> EngineCoreOutputs:
+    """The payload of an Outputs message: one step's outputs for this front end."""
+    outputs: EngineCoreOutputs = _outputs_decoder.decode(payload)
+    return outputs
+
+
+def apply_ready(config: VllmConfig, ready: Sequence[bytes]) -> None:
+    """Take over what the engines found out at start (as AsyncMPClient does for its one)."""
+    for payload in ready:
+        response = msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse)
+        cache = config.cache_config
+        config.model_config.max_model_len = min(
+            config.model_config.max_model_len, response.max_model_len
+        )
+        cache.num_gpu_blocks = (cache.num_gpu_blocks or 0) + response.num_gpu_blocks
+        cache.block_size = response.block_size
+        cache.mamba_block_size = response.mamba_block_size
+        cache.effective_attention_block_size = response.effective_attention_block_size
+        cache.kv_cache_size_tokens = response.kv_cache_size_tokens
+        cache.kv_cache_max_concurrency = response.kv_cache_max_concurrency
+
+
+@dataclass
+class _Resources:
+    engine_dead: bool = False
+
+
+@dataclass
+class Outlet:
+    """Where the router puts what AsyncLLM is to see; one for the whole front end."""
+
+    queue: asyncio.Queue[EngineCoreOutputs] = field(default_factory=asyncio.Queue)
+
+    def deliver(self, index: int, items: Sequence[Any], meta: object) -> None:
+        """Outputs of one step of one instance, in the order of their streams."""
+        outputs = meta if isinstance(meta, EngineCoreOutputs) else EngineCoreOutputs()
+        outputs.outputs = list(items)
+        outputs.engine_index = index
+        if outputs.outputs or outputs.scheduler_stats:
+            self.queue.put_nowait(outputs)
+
+    def fail(self, request_ids: Sequence[str], reason: str) -> None:
+        """End requests that can't go on: each client gets vLLM's own error."""
+        logger.error("requests %s failed: %s", ", ".join(request_ids), reason)
+        self.queue.put_nowait(
+            EngineCoreOutputs(
+                outputs=[
+                    EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+                    for request_id in request_ids
+                ]
+            )
+        )
+
+
+class RoutingClient(AsyncMPClient):
+    """vLLM's asyncio engine-core client with a router in place of its sockets."""
+
+    def __init__(
+        self, config: VllmConfig, requests: Requests, outlet: Outlet, num_instances: int
+    ) -> None:
+        self.vllm_config = config
+        self.client_index = 0
+        self.client_count = 1
+        self.engine_ranks_managed = list(range(num_instances))
+        self.resources = _Resources()
+        self._engine_status: dict[int, dict[str, Any]] = {}
+        self._requests = requests
+        self._outlet = outlet
+        self._encoder = MsgpackEncoder()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        if self.resources.engine_dead:
+            raise EngineDeadError
+        prompt = len(request.prompt_token_ids or ()) or (
+            0 if request.prompt_embeds is None else len(request.prompt_embeds)
+        )
+        await self._requests.submit(
+            request.request_id,
+            request.external_req_id or request.request_id,
+            prompt,
+            request.priority,
+            self._encoder.encode(request),
+        )
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        if request_ids and not self.resources.engine_dead:
+            await self._requests.abort(request_ids)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._outlet.queue.get()
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        # Whatever changes an engine must change all of them; they answer alike.
+        return (await self.call_utility_all_async(method, *args))[0]
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        answers = await self._requests.call(method, self._encoder.encode(args))
+        results: list[Any] = []
+        for frames in answers.values():
+            output = _utility_decoder.decode(frames)
+            if output.failure_message is not None:
+                raise RuntimeError(output.failure_message)
+            results.append(output.result.result)
+        if not results:
+            raise EngineDeadError
+        return results
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        # Engines are stopped by the launcher that started them.
+        self.resources.engine_dead = True
+
+    def dp_engines_running(self) -> bool:
+        return True
+
+
+class RoutedLLM(AsyncLLM):
+    """AsyncLLM, unchanged but for the client it talks to the engines through."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        requests: Requests,
+        outlet: Outlet,
+        num_instances: int,
+        **options: Any,
+    ) -> None:
+        client = RoutingClient(config, requests, outlet, num_instances)
+        with patch.object(
+            async_llm_module.EngineCoreClient,
+            "make_async_mp_client",
+            staticmethod(lambda **_: client),
+        ):
+            super().__init__(
+                vllm_config=config,
+                executor_class=Executor.get_class(config),
+                usage_context=UsageContext.OPENAI_API_SERVER,
+                **options,
+            )

@@ -1,0 +1,54 @@
+"""What an engine holds, read between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from kvmig.engines.base import EngineLoad, RequestState
+
+
+def engine_load(scheduler: Scheduler) -> EngineLoad:
+    """Blocks and counts. O(waiting requests)."""
+    pool = scheduler.kv_cache_manager.block_pool
+    total = pool.num_gpu_blocks - 1  # one is vLLM's null block
+    demands = [_demand(scheduler, request) for request in scheduler.waiting]
+    demands += [_demand(scheduler, request) for request in scheduler.kv_holding_waiting]
+    return EngineLoad(
+        total_blocks=total,
+        used_blocks=total - pool.get_num_free_blocks(),
+        running=len(scheduler.running),
+        waiting=len(demands),
+        head_blocks=demands[0] if demands else 0,
+        waiting_blocks=sum(demands),
+    )
+
+
+def request_states(scheduler: Scheduler, is_suspended: Callable[[str], bool]) -> list[RequestState]:
+    """Every request that the scheduler knows."""
+    running = {request.request_id for request in scheduler.running}
+    states: list[RequestState] = []
+    for request_id, request in scheduler.requests.items():
+        if is_suspended(request_id):
+            state = "suspended"
+        else:
+            state = "running" if request_id in running else "waiting"
+        (block_ids,) = scheduler.kv_cache_manager.get_block_ids(request_id)
+        states.append(
+            RequestState(
+                request_id=request_id,
+                state=state,
+                tokens=request.num_tokens,
+                output_tokens=request.num_output_tokens,
+                blocks=len(block_ids),
+                priority=request.priority,
+            )
+        )
+    return states
+
+
+def _demand(scheduler: Scheduler, request: Request) -> int:
+    """Blocks that admitting a waiting request takes."""
+    return -(-request.num_tokens // scheduler.block_size)

@@ -1,0 +1,120 @@
+"""One vLLM engine as a llumlet runs it: clients' requests in, each step's outputs out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.executor import Executor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from kvmig.engines.base import Emitted, Frame, OnCallDone, OnOutputs
+from kvmig.engines.vllm.adapter import VllmEngine
+from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.warmup import warm_up_requests
+
+_WARM_UP_TIMEOUT_S = 300.0
+
+
+class ServingVllm(VllmEngine):
+    """Implements `kvmig.engines.base.ServingEngine`."""
+
+    def __init__(self, config: VllmConfig, log_stats: bool = True) -> None:
+        """Load the model and take the KV cache: minutes. vLLM's own errors pass through."""
+        core = StepCore(config, Executor.get_class(config), log_stats, self._deliver)
+        super().__init__(core)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_outputs: OnOutputs = lambda client, emitted, frames: None
+        self._on_call_done: OnCallDone = lambda client, call_id, error, frames: None
+        self._request_decoder = MsgpackDecoder(EngineCoreRequest)
+        self._call_decoder = MsgpackDecoder()
+        self._encoder = MsgpackEncoder()
+        self._warming: dict[str, asyncio.Future[None]] = {}
+
+    def connect(
+        self,
+        on_outputs: OnOutputs,
+        on_call_done: OnCallDone,
+        on_exit: Callable[[BaseException | None], None],
+    ) -> None:
+        self._loop = loop = asyncio.get_running_loop()
+        self._on_outputs, self._on_call_done = on_outputs, on_call_done
+
+        def exited(error: BaseException | None) -> None:
+            loop.call_soon_threadsafe(on_exit, error)
+
+        self._core.start(exited)
+
+    def submit(self, client: int, payload: Sequence[Frame]) -> None:
+        frames = [bytes(frame) for frame in payload]
+        request: EngineCoreRequest = self._request_decoder.decode(frames)
+        request.client_index = client
+        self._submitted[request.request_id] = frames
+        # On one thread, in order: hashing a long prompt would hold the event loop.
+        self._builder.submit(self._add, request)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._builder.submit(self._core.abort, list(request_ids))
+
+    def call(self, client: int, call_id: int, method: str, payload: Sequence[Frame]) -> None:
+        args: Any = self._call_decoder.decode(payload)
+        self._core.utility(client, call_id, method, tuple(args))
+
+    def describe(self) -> bytes:
+        return msgspec.msgpack.encode(self._core._make_ready_response())
+
+    async def warm_up(self) -> None:
+        loop = asyncio.get_running_loop()
+        for request in warm_up_requests(self._core.vllm_config):
+            self._warming[request.request_id] = loop.create_future()
+            self.submit(0, MsgpackEncoder().encode(request))
+        await asyncio.wait_for(asyncio.gather(*self._warming.values()), _WARM_UP_TIMEOUT_S)
+        self._warming.clear()
+
+    async def close(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        stopped = await loop.run_in_executor(None, self._core.stop, timeout_s)
+        self._memory.close()
+        self._builder.shutdown(wait=True)
+        if stopped:
+            self._core.shutdown()
+
+    # -- from the engine's and the builder's threads
+
+    def _add(self, request: EngineCoreRequest) -> None:
+        try:
+            self._core.add(request)
+        except Exception:  # noqa: BLE001 - vLLM's own answer: logged, and ended as an error
+            self._core._handle_request_preproc_error(request)
+
+    def _deliver(self, client: int, outputs: EngineCoreOutputs) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._hand_out, client, outputs)
+
+    # -- on the event loop
+
+    def _hand_out(self, client: int, outputs: EngineCoreOutputs) -> None:
+        if outputs.utility_output is not None:
+            done = outputs.utility_output
+            self._on_call_done(
+                client, done.call_id, None, list(self._encoder.encode(outputs.utility_output))
+            )
+            return
+        if client == 0 and self._warming:
+            for output in outputs.outputs:
+                if output.finished and output.request_id in self._warming:
+                    self._warming[output.request_id].set_result(None)
+                    self.forget(output.request_id)
+            return
+        emitted = [
+            Emitted(output.request_id, len(output.new_token_ids), output.finished)
+            for output in outputs.outputs
+        ]
+        for entry in emitted:
+            if entry.finished:
+                self.forget(entry.request_id)
+        self._on_outputs(client, emitted, list(self._encoder.encode(outputs)))

@@ -1,0 +1,191 @@
+"""The source's side, on the engine's thread between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+from kvmig.engines.base import Stage, Tail
+from kvmig.engines.vllm import runner
+from kvmig.engines.vllm.payload import Progress, encode_progress
+from kvmig.ground.errors import MigrationRefused, RequestGone
+
+_QUEUED = (
+    RequestStatus.WAITING,
+    RequestStatus.PREEMPTED,
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+)
+
+
+@dataclass
+class Leaving:
+    """A request whose export was taken."""
+
+    request: Request
+    num_preemptions: int
+    exported_outputs: int
+    suspended: bool = False
+    on_drained: Callable[[], None] | None = None
+
+
+class Source:
+    """Exports, stages, suspends and gives up requests of one engine."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._leaving: dict[str, Leaving] = {}
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        scheduler = self._core.scheduler
+        assert isinstance(scheduler, Scheduler)
+        return scheduler
+
+    def export(self, request_id: str) -> Progress:
+        """Start following the request; how far it is now."""
+        request = self._live(request_id)
+        _check_movable(request)
+        self._leaving[request_id] = Leaving(
+            request, request.num_preemptions, request.num_output_tokens
+        )
+        return self._progress(request, 0)
+
+    def stage(self, request_id: str, sent: int) -> Stage:
+        """The full blocks after the first `sent`: no step writes them any more."""
+        request = self._checked(request_id).request
+        safe = request.num_computed_tokens - request.num_in_flight_tokens
+        full = max(0, safe) // self._scheduler.block_size
+        return Stage(self._block_ids(request_id)[sent:full], request.num_tokens)
+
+    def suspend(self, request_id: str, sent: int, done: Callable[[Tail | Exception], None]) -> None:
+        """Take the request out of the batch; `done` gets its tail once no step holds it."""
+        leaving = self._checked(request_id)
+        request, scheduler = leaving.request, self._scheduler
+        leaving.suspended = True
+        if request.status == RequestStatus.RUNNING:
+            scheduler.running.remove(request)
+        else:
+            _leave_queue(scheduler, request)
+
+        def drained() -> None:
+            try:
+                done(self._tail(request_id, sent))
+            except RequestGone as gone:
+                done(gone)
+
+        if request.num_in_flight_tokens == 0:
+            drained()
+        else:
+            leaving.on_drained = drained
+
+    def after_step(self) -> None:
+        """Finish suspensions whose last step has returned (async scheduling)."""
+        for leaving in list(self._leaving.values()):
+            request = leaving.request
+            if leaving.on_drained and (request.num_in_flight_tokens == 0 or request.is_finished()):
+                finish, leaving.on_drained = leaving.on_drained, None
+                finish()
+
+    def resume(self, request_id: str) -> None:
+        """Put a suspended request back where it was; stop following it."""
+        leaving = self._leaving.pop(request_id, None)
+        if leaving is None or not leaving.suspended or leaving.request.is_finished():
+            return
+        if self._scheduler.requests.get(request_id) is not leaving.request:
+            return
+        if leaving.request.status == RequestStatus.RUNNING:
+            self._scheduler.running.append(leaving.request)
+        elif leaving.request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            self._scheduler._enqueue_waiting_request(leaving.request)
+        else:
+            self._scheduler.waiting.prepend_request(leaving.request)
+
+    def release(self, request_id: str) -> None:
+        """Free a suspended request: it runs elsewhere now. No output is emitted for it."""
+        leaving = self._leaving.pop(request_id, None)
+        if leaving is not None and leaving.suspended:
+            self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def is_suspended(self, request_id: str) -> bool:
+        """Whether the request is out of the batch on our behalf."""
+        leaving = self._leaving.get(request_id)
+        return leaving is not None and leaving.suspended
+
+    def _tail(self, request_id: str, sent: int) -> Tail:
+        leaving = self._checked(request_id)
+        request = leaving.request
+        used = -(-request.num_computed_tokens // self._scheduler.block_size)
+        progress = self._progress(request, leaving.exported_outputs)
+        return Tail(
+            block_ids=self._block_ids(request_id)[sent:used],
+            num_tokens=request.num_tokens,
+            num_output_tokens=request.num_output_tokens,
+            state=encode_progress(progress),
+        )
+
+    def _progress(self, request: Request, since: int) -> Progress:
+        stats = request.prefill_stats
+        return Progress(
+            output_token_ids=list(request.output_token_ids[since:]),
+            num_computed_tokens=request.num_computed_tokens,
+            prefilled=stats is None,
+            cached_tokens=0 if stats is None else stats.num_cached_tokens,
+            generator=runner.generator_state(self._core, request.request_id),
+        )
+
+    def _block_ids(self, request_id: str) -> list[int]:
+        (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        return list(block_ids)
+
+    def _live(self, request_id: str) -> Request:
+        request = self._scheduler.requests.get(request_id)
+        if request is None or request.is_finished():
+            raise RequestGone("finished", f"request {request_id} is not running here any more")
+        return request
+
+    def _checked(self, request_id: str) -> Leaving:
+        """The post-check: same request, still alive, not preempted since the export."""
+        leaving = self._leaving.get(request_id)
+        if leaving is None:
+            raise RequestGone("unknown_request", f"request {request_id} was not exported")
+        try:
+            request = self._live(request_id)
+        except RequestGone:
+            del self._leaving[request_id]
+            raise
+        if request is not leaving.request or request.num_preemptions != leaving.num_preemptions:
+            self.resume(request_id)
+            raise RequestGone("preempted", f"request {request_id} was preempted at the source")
+        return leaving
+
+
+def _check_movable(request: Request) -> None:
+    """Refuse kinds of requests whose state this adapter doesn't carry."""
+    params = request.sampling_params
+    in_prefill = request.num_output_tokens == 0
+    refusals = (
+        (params is None, "pooling request"),
+        (request.resumable, "streaming input"),
+        (bool(request.mm_features), "multimodal input"),
+        (request.prompt_embeds is not None, "prompt embeddings"),
+        (request.lora_request is not None, "LoRA request"),
+        (
+            params is not None and params.prompt_logprobs is not None and in_prefill,
+            "prompt log-probabilities still in prefill",
+        ),
+    )
+    for applies, what in refusals:
+        if applies:
+            raise MigrationRefused("unsupported", what)
+    if request.status != RequestStatus.RUNNING and request.status not in _QUEUED:
+        raise MigrationRefused("unsupported", f"request in state {request.status}")
+
+
+def _leave_queue(scheduler: Scheduler, request: Request) -> None:
+    scheduler.waiting.remove_requests([request])
+    scheduler.kv_holding_waiting.remove_requests([request])
+    scheduler.deferred_waiting.discard(request)

@@ -1,0 +1,36 @@
+"""Requests that run every sampling path once, so that no client waits for a first time."""
+
+from __future__ import annotations
+
+import time
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreRequest
+
+_KINDS = (
+    SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, top_k=5, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=3, temperature=0.0, logprobs=1, ignore_eos=True),
+    SamplingParams(max_tokens=3, temperature=0.7, repetition_penalty=1.1, ignore_eos=True),
+)
+
+
+def warm_up_requests(config: VllmConfig) -> list[EngineCoreRequest]:
+    """One short request for each kind of sampling."""
+    prompt = [min(token, config.model_config.get_vocab_size() - 1) for token in range(1, 9)]
+    return [
+        EngineCoreRequest(
+            request_id=f"kvmig-warm-up-{number}",
+            prompt_token_ids=prompt,
+            mm_features=None,
+            sampling_params=params.clone(),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            # A salt of its own: these blocks must not serve as anybody's prefix.
+            cache_salt="kvmig-warm-up",
+            data_parallel_rank=None,
+        )
+        for number, params in enumerate(_KINDS)
+    ]
