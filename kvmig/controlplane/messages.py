@@ -178,6 +178,8 @@ class Pair(Message, frozen=True, tag=True):
     endpoint: str
     budget_blocks: float = 0.0
     """Move at most this much virtual usage before the next round."""
+    room_blocks: float = 0.0
+    """Unless nothing fits the budget: then one request of up to this size."""
 
 
 ClusterMessage = (

@@ -1,0 +1,151 @@
+"""The scheduler as a process: load reports in, pairs out, a round every `round_ms`.
+
+Every llumlet has a connection and a task of its own and nothing is ever waited for in
+a round, so one that hangs or is gone delays nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+import zmq
+
+from kvmig.controlplane.child import announce, until_stopped
+from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members
+from kvmig.controlplane.scheduler import Scheduler
+from kvmig.controlplane.view import ViewBuilder
+from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import PeerError, StartupError, TransportError
+from kvmig.kvtransfer.link import Client, Server
+
+log = logging.getLogger(__name__)
+
+NAME = "scheduler"
+RETRY_S = 0.5
+"""Pause before a lost llumlet is connected to again."""
+
+
+class SchedulerLaunch(msgspec.Struct, frozen=True):
+    """What the launcher writes to the scheduler's stdin (JSON; the secret in base64)."""
+
+    secret: bytes
+    config: ClusterConfig
+
+
+class SchedulerReady(msgspec.Struct, frozen=True):
+    """What the scheduler announces: where it takes Members."""
+
+    endpoint: str
+
+
+class SchedulerProcess:
+    """Make, run and close it inside one event loop."""
+
+    def __init__(self, launch: SchedulerLaunch, clock: Clock = monotonic) -> None:
+        """Binds the scheduler's socket. Raises StartupError if it can't."""
+        config = launch.config
+        self._secret = launch.secret
+        self._round_s = config.scheduler.round_ms / 1000
+        self._clock = clock
+        self._scheduler = Scheduler(config.scheduler)
+        self._builder = ViewBuilder(stale_after_s=max(1.0, 4 * config.report_ms / 1000))
+        self._clients: dict[str, Client] = {}
+        self._following: dict[Member, asyncio.Task[None]] = {}
+        try:
+            self._server = Server(
+                launch.secret, "scheduler", NAME, ClusterMessage, host=config.control_host
+            )
+        except (zmq.ZMQError, ValueError) as error:
+            raise StartupError(f"scheduler on {config.control_host}: {error}") from error
+
+    @property
+    def endpoint(self) -> str:
+        """Where the launcher connects to."""
+        return self._server.endpoint
+
+    def close(self) -> None:
+        """Unbind; call after `run` has ended."""
+        self._server.close()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            if self._scheduler.rebalances:
+                group.create_task(self._rounds())
+            while True:
+                try:
+                    _, message, _ = await self._server.recv()
+                except PeerError as error:
+                    log.warning("ignored: %s", error)
+                    continue
+                if isinstance(message, Members):
+                    self._take(message, group)
+
+    def _take(self, members: Members, group: asyncio.TaskGroup) -> None:
+        self._builder.members(members.members)
+        wanted = set(members.members)
+        for gone in self._following.keys() - wanted:
+            self._following.pop(gone).cancel()
+        for member in wanted - self._following.keys():
+            self._following[member] = group.create_task(self._follow(member))
+
+    async def _follow(self, member: Member) -> None:
+        """Take one llumlet's reports in, connecting again whenever it is lost."""
+        complain = log.warning
+        while True:
+            client = Client(member.endpoint, self._secret, "scheduler", NAME, ClusterMessage)
+            self._clients[member.instance] = client
+            try:
+                await self._hear(client)
+            except TransportError as error:
+                complain("llumlet %s: %s", member.instance, error)
+                complain = log.debug  # once is enough until the launcher removes it
+                self._builder.join(member)  # what comes back may be a new start of it
+            finally:
+                if self._clients.get(member.instance) is client:
+                    del self._clients[member.instance]
+                client.close()
+            await asyncio.sleep(RETRY_S)
+
+    async def _hear(self, client: Client) -> None:
+        while True:
+            try:
+                message, _ = await client.recv()
+            except PeerError as error:
+                log.warning("ignored from %s: %s", client.endpoint, error)
+                continue
+            if isinstance(message, LoadReport):
+                self._builder.report(message, self._clock())
+
+    async def _rounds(self) -> None:
+        while True:
+            await asyncio.sleep(self._round_s)
+            for instance, pair in self._scheduler.round(self._builder.view(self._clock())):
+                client = self._clients.get(instance)
+                if client is None:
+                    continue
+                try:
+                    client.send(pair)
+                except TransportError as error:
+                    log.warning("no pair for llumlet %s: %s", instance, error)
+
+
+async def serve(launch: SchedulerLaunch, descriptor: int) -> None:
+    """Run until SIGTERM or the launcher's end, announced on `descriptor`."""
+    scheduler = SchedulerProcess(launch)
+    running = asyncio.ensure_future(scheduler.run())
+    stopped = asyncio.ensure_future(until_stopped())
+    try:
+        announce(descriptor, SchedulerReady(scheduler.endpoint))
+        await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        running.cancel()
+        outcomes = await asyncio.gather(running, stopped, return_exceptions=True)
+        scheduler.close()
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
