@@ -98,6 +98,8 @@ class Commit(Message, frozen=True, tag=True):
     request_id: str
     epoch: int
     tail: Tail
+    blocks: int
+    """Blocks of the request: as many must have come, those of the prefix hit included."""
 
 
 class Committed(Message, frozen=True, tag=True):

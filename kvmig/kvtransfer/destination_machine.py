@@ -1,0 +1,233 @@
+"""The destination's half of the handshake: pure, messages and results in, actions out.
+
+It never runs a request before Commit and never gives one up after it. When it has
+ended it stays as a tombstone: it answers late and repeated messages the same way,
+so a lost answer can be asked for again, and a cancelled migration can't commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import ClassVar
+
+from kvmig.engines.base import Export, Tail
+from kvmig.kvtransfer.machine import Machine, Table
+from kvmig.kvtransfer.messages import (
+    Aborted,
+    Chunk,
+    ChunkDone,
+    Commit,
+    Committed,
+    Message,
+    Refused,
+    Reserve,
+    Reserved,
+)
+
+
+class S(StrEnum):
+    """States of the destination."""
+
+    NEW = auto()
+    RESERVING = auto()
+    RECEIVING = auto()
+    SCATTERING = auto()
+    COMMITTING = auto()
+    COMMITTED = auto()
+    CANCELLED = auto()
+
+
+class E(StrEnum):
+    """Events at the destination."""
+
+    RESERVE = auto()
+    RESERVED = auto()
+    CHUNK = auto()
+    SCATTERED = auto()
+    COMMIT = auto()
+    COMMITTED = auto()
+    FAILED = auto()
+    """The engine refused, or what came in can't be used."""
+    ABORT = auto()
+    FENCE = auto()
+    CANCEL = auto()
+    """The lease ran out, the client left, or the instance stops."""
+
+
+_LATE = (E.RESERVE, E.CHUNK, E.COMMIT, E.ABORT, E.FENCE, E.CANCEL)
+"""What may still come when the machine has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveBlocks:
+    """Ask the engine for blocks: for a new request (`export`), or more for it."""
+
+    export: Export | None
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Copy the chunk into the request's blocks and compare checksums."""
+
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """Commit in the engine."""
+
+    tail: Tail
+
+
+@dataclass(frozen=True, slots=True)
+class FreeBlocks:
+    """Cancel the engine's reservation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Send this to the source."""
+
+    message: Message
+
+
+Action = ReserveBlocks | Scatter | RunRequest | FreeBlocks | Answer
+
+
+class DestinationMachine(Machine):
+    """One attempt to move one request here. Each method is an event."""
+
+    table: ClassVar[Table] = {
+        S.NEW: {
+            E.RESERVE: S.RESERVING,
+            E.CHUNK: S.NEW,
+            E.COMMIT: S.CANCELLED,
+            E.FAILED: S.CANCELLED,
+            E.ABORT: S.CANCELLED,
+            E.FENCE: S.CANCELLED,
+            E.CANCEL: S.CANCELLED,
+        },
+        S.RESERVING: {E.RESERVED: S.RECEIVING, E.FAILED: S.CANCELLED, E.CANCEL: S.CANCELLED},
+        S.RECEIVING: {
+            E.RESERVE: S.RESERVING,
+            E.CHUNK: S.SCATTERING,
+            E.COMMIT: S.COMMITTING,
+            E.FAILED: S.CANCELLED,
+            E.ABORT: S.CANCELLED,
+            E.FENCE: S.CANCELLED,
+            E.CANCEL: S.CANCELLED,
+        },
+        S.SCATTERING: {E.SCATTERED: S.RECEIVING, E.FAILED: S.CANCELLED, E.CANCEL: S.CANCELLED},
+        S.COMMITTING: {E.COMMITTED: S.COMMITTED, E.FAILED: S.CANCELLED},
+        S.COMMITTED: dict.fromkeys(_LATE, S.COMMITTED),
+        S.CANCELLED: dict.fromkeys(_LATE, S.CANCELLED),
+    }
+
+    def __init__(self, mid: str) -> None:
+        super().__init__(mid, S.NEW)
+        self._stage = 0
+        self._hit = 0
+        self._transport = ""
+        self._holds = False
+        self._answer: Message = Aborted(mid)
+        """What a repeated Reserve or Commit gets once the machine has ended."""
+        self.received = 0
+        """Blocks of the request, from the first, that are there: hits and scattered ones."""
+
+    @property
+    def committed_here(self) -> bool:
+        """Whether the request was committed: the answer to Fence."""
+        return self.state is S.COMMITTED
+
+    # -- messages
+
+    def reserve(self, message: Reserve) -> list[Action]:
+        """Pre-allocate for a stage. A repeated one is answered again."""
+        if self.state is S.NEW and message.export is None:
+            return self.failed("error", "a later stage of a migration that isn't known")
+        opening = self.state is S.NEW
+        self.go(E.RESERVE)
+        if self.ended:
+            return [Answer(self._answer)]
+        self._stage = message.stage
+        return [ReserveBlocks(message.export if opening else None, message.num_tokens)]
+
+    def chunk(self, message: Chunk) -> list[Action]:
+        """Blocks came in: in order, and never into those that the prefix cache shares."""
+        if self.state is S.RECEIVING and not self._hit <= message.first <= self.received:
+            return self.failed("error", f"block {message.first} came after {self.received}")
+        self.go(E.CHUNK)
+        return [Scatter(message)] if self.state is S.SCATTERING else []
+
+    def commit(self, message: Commit) -> list[Action]:
+        """Run the request, once; a repeated Commit gets the first one's answer."""
+        if self.state is S.RECEIVING and message.blocks != self.received:
+            return self.failed("error", f"{self.received} of {message.blocks} blocks came")
+        unknown = self.state is S.NEW
+        self.go(E.COMMIT)
+        if unknown:
+            return self._refuse("superseded", "the migration isn't known")
+        return [Answer(self._answer)] if self.ended else [RunRequest(message.tail)]
+
+    def abort(self) -> list[Action]:
+        """The source gives up; too late after a commit."""
+        self.go(E.ABORT)
+        if self.committed_here:
+            return [Answer(self._answer)]
+        self._answer = Refused(self.key, "superseded", "aborted before")
+        return [*self._free(), Answer(Aborted(self.key))]
+
+    def fence(self) -> list[Action]:
+        """The arbiter asks: committed or never. Afterwards `committed_here` is final."""
+        was = self.state
+        self.go(E.FENCE)
+        return [] if was is self.state else [*self._free(), *self._refuse("superseded", "fenced")]
+
+    # -- results and what else happens here
+
+    def reserved(self, hit_blocks: int = 0, transport: str = "") -> list[Action]:
+        """The engine holds the blocks; the arguments count when it is the first stage."""
+        self.go(E.RESERVED)
+        if not self._holds:
+            self._holds = True
+            self._hit = self.received = hit_blocks
+            self._transport = transport
+        return [Answer(Reserved(self.key, self._stage, self._hit, self._transport))]
+
+    def scattered(self, chunk: Chunk, ms: float) -> list[Action]:
+        """The chunk is in its blocks, and the checksums agree."""
+        self.go(E.SCATTERED)
+        self.received = max(self.received, chunk.first + len(chunk.checksums))
+        return [Answer(ChunkDone(self.key, chunk.slot, ms))]
+
+    def committed(self, ms: float) -> list[Action]:
+        """The engine has the request in its queue: this is never undone."""
+        self.go(E.COMMITTED)
+        self._holds = False
+        self._answer = Committed(self.key, ms)
+        return [Answer(self._answer)]
+
+    def failed(self, reason: str, detail: str = "") -> list[Action]:
+        """The engine can't, or what came in can't be used."""
+        self.go(E.FAILED)
+        return [*self._free(), *self._refuse(reason, detail)]
+
+    def cancel(self, reason: str) -> list[Action]:
+        """Give up, if it isn't too late for that: the request may be committed."""
+        was = self.state
+        self.go(E.CANCEL)
+        if was is self.state:
+            return []
+        # While reserving the engine may hold blocks that it has not told of yet.
+        self._holds = self._holds or was is S.RESERVING
+        return [*self._free(), *self._refuse(reason)]
+
+    def _free(self) -> list[Action]:
+        held, self._holds = self._holds, False
+        return [FreeBlocks()] if held else []
+
+    def _refuse(self, reason: str, detail: str = "") -> list[Action]:
+        self._answer = Refused(self.key, reason, detail)
+        return [Answer(self._answer)]

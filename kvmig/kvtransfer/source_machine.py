@@ -1,0 +1,292 @@
+"""The source's half of the handshake: pure, events in, actions out.
+
+Before each stage blocks are pre-allocated (Reserve), after each the request is
+checked again. Until Commit is sent every failure leaves the request running here.
+After it only the destination's word, or the arbiter's, decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import ClassVar
+
+from kvmig.engines.base import Stage, Tail
+from kvmig.kvtransfer.machine import Machine, Table
+from kvmig.kvtransfer.stages import enough
+
+COMMIT_SENDS = 3
+"""Times that Commit is sent before the arbiter is asked."""
+
+
+class S(StrEnum):
+    """States of the source."""
+
+    EXPORTING = auto()
+    RESERVING = auto()
+    CHECKING = auto()
+    RESERVING_STAGE = auto()
+    COPYING = auto()
+    RESERVING_TAIL = auto()
+    SUSPENDING = auto()
+    SENDING_TAIL = auto()
+    COMMITTING = auto()
+    RESOLVING = auto()
+    COMMITTED = auto()
+    ABORTED = auto()
+
+
+class E(StrEnum):
+    """Events at the source."""
+
+    EXPORTED = auto()
+    RESERVED = auto()
+    MORE = auto()
+    """The request is fine and has blocks for another stage."""
+    ENOUGH = auto()
+    """The request is fine and the rest is small enough for the tail."""
+    COPIED = auto()
+    SUSPENDED = auto()
+    COMMIT_SENT = auto()
+    COMMITTED = auto()
+    REFUSED = auto()
+    FAILED = auto()
+    """Anything that went wrong at this side before Commit was sent."""
+    CANCEL = auto()
+    """The client left, or the instance stops."""
+    TIMEOUT = auto()
+    UNANSWERED = auto()
+    """No answer to any Commit, or the connection is gone."""
+    MOVED = auto()
+    KEPT = auto()
+    ORPHANED = auto()
+    """The arbiter is gone, and the client with it."""
+
+
+def _until_commit(event: E, after: S) -> dict[StrEnum, StrEnum]:
+    return {event: after, E.REFUSED: S.ABORTED, E.FAILED: S.ABORTED, E.CANCEL: S.ABORTED}
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Ask the engine for the request's description."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendReserve:
+    """Send Reserve and wait for the answer; stage 0 brings the export."""
+
+    stage: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Ask the engine whether the request still is as it was, and what is new after `sent`."""
+
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Gather and send these blocks, the request's `first` and on, while it decodes."""
+
+    stage: int
+    first: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    """Take the request out of the batch."""
+
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendTail:
+    """Gather and send the rest, and Commit right behind."""
+
+    first: int
+    tail: Tail
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommit:
+    """Send Commit once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskArbiter:
+    """Ask the front end who runs the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Put the request back into the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Free the request here."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendAbort:
+    """Tell the destination to free what it holds."""
+
+    reason: str
+
+
+Action = (
+    Export | SendReserve | Check | Copy | Suspend | SendTail | SendCommit | AskArbiter
+    | Resume | Release | SendAbort
+)  # fmt: skip
+
+
+class SourceMachine(Machine):
+    """One attempt to move one request away. Each method is an event."""
+
+    table: ClassVar[Table] = {
+        S.EXPORTING: _until_commit(E.EXPORTED, S.RESERVING),
+        S.RESERVING: _until_commit(E.RESERVED, S.CHECKING),
+        S.CHECKING: _until_commit(E.MORE, S.RESERVING_STAGE) | {E.ENOUGH: S.RESERVING_TAIL},
+        S.RESERVING_STAGE: _until_commit(E.RESERVED, S.COPYING),
+        S.COPYING: _until_commit(E.COPIED, S.CHECKING),
+        S.RESERVING_TAIL: _until_commit(E.RESERVED, S.SUSPENDING),
+        S.SUSPENDING: _until_commit(E.SUSPENDED, S.SENDING_TAIL),
+        S.SENDING_TAIL: _until_commit(E.COMMIT_SENT, S.COMMITTING),
+        S.COMMITTING: {
+            E.COMMITTED: S.COMMITTED,
+            E.REFUSED: S.ABORTED,
+            E.TIMEOUT: S.COMMITTING,
+            E.CANCEL: S.COMMITTING,
+            E.UNANSWERED: S.RESOLVING,
+            E.ORPHANED: S.ABORTED,
+        },
+        S.RESOLVING: {
+            E.COMMITTED: S.COMMITTED,
+            E.MOVED: S.COMMITTED,
+            E.REFUSED: S.ABORTED,
+            E.KEPT: S.ABORTED,
+            E.CANCEL: S.RESOLVING,
+            E.UNANSWERED: S.RESOLVING,
+            E.ORPHANED: S.ABORTED,
+        },
+        S.COMMITTED: {},
+        S.ABORTED: {},
+    }
+
+    def __init__(self, key: str, max_stages: int) -> None:
+        """`max_stages`: live stages before the tail is forced."""
+        super().__init__(key, S.EXPORTING)
+        self._max_stages = max_stages
+        self._commits = 0
+        self._plan = Stage([], 0)
+        self._suspended = False
+        self.stage = 0
+        """The stage of the last Reserve."""
+        self.sent = 0
+        """Blocks that the destination has or was sent."""
+        self.cancelled = ""
+        """Why the client's side gave up, if it did."""
+        self.reason = ""
+        self.detail = ""
+
+    def start(self) -> list[Action]:
+        """The first action; not an event."""
+        return [Export()]
+
+    def exported(self, num_tokens: int) -> list[Action]:
+        """The engine described the request."""
+        self.go(E.EXPORTED)
+        return [SendReserve(0, num_tokens)]
+
+    def reserved(self, hit_blocks: int) -> list[Action]:
+        """The destination holds blocks for `self.stage`."""
+        before = self.state
+        self.go(E.RESERVED)
+        if before is S.RESERVING:
+            self.sent = hit_blocks
+            return [Check(self.sent)]
+        if before is S.RESERVING_STAGE:
+            return [Copy(self.stage, self.sent, tuple(self._plan.block_ids))]
+        return [Suspend(self.sent)]
+
+    def checked(self, plan: Stage) -> list[Action]:
+        """The request is as it was; `plan` names the blocks that are new."""
+        stop = enough(len(plan.block_ids), self.stage, self._max_stages)
+        self.go(E.ENOUGH if stop else E.MORE)
+        self._plan = plan
+        self.stage += 1
+        return [SendReserve(self.stage, plan.num_tokens)]
+
+    def copied(self) -> list[Action]:
+        """All blocks of the stage are gathered and sent."""
+        self.go(E.COPIED)
+        self.sent += len(self._plan.block_ids)
+        return [Check(self.sent)]
+
+    def suspended(self, tail: Tail) -> list[Action]:
+        """The request runs nowhere from here on."""
+        self.go(E.SUSPENDED)
+        self._suspended = True
+        return [SendTail(self.sent, tail)]
+
+    def commit_sent(self) -> list[Action]:
+        """Tail and Commit are on their way: the point of no return."""
+        self.go(E.COMMIT_SENT)
+        self._commits = 1
+        return []
+
+    def committed(self) -> list[Action]:
+        """The destination runs the request."""
+        self.go(E.COMMITTED)
+        return [Release()]
+
+    def refused(self, reason: str, detail: str = "") -> list[Action]:
+        """The destination holds nothing and never will: Refused or Aborted."""
+        self.go(E.REFUSED)
+        return self._kept(reason, detail, tell=False)
+
+    def failed(self, reason: str, detail: str = "") -> list[Action]:
+        """Something went wrong at this side."""
+        self.go(E.FAILED)
+        return self._kept(reason, detail, tell=True)
+
+    def cancel(self, reason: str) -> list[Action]:
+        """Give up, if it isn't too late for that."""
+        self.go(E.CANCEL)
+        self.cancelled = self.cancelled or reason
+        if self.state is not S.ABORTED:
+            return []
+        return self._kept(reason, "", tell=True)
+
+    def unanswered(self) -> list[Action]:
+        """No answer came in time to what was sent last after the point of no return."""
+        if self.state is S.COMMITTING and self._commits < COMMIT_SENDS:
+            self.go(E.TIMEOUT)
+            self._commits += 1
+            return [SendCommit()]
+        return self.unreachable()
+
+    def unreachable(self) -> list[Action]:
+        """No answer can come any more."""
+        self.go(E.UNANSWERED)
+        return [AskArbiter()]
+
+    def resolved(self, moved: bool) -> list[Action]:
+        """The arbiter's word is final."""
+        self.go(E.MOVED if moved else E.KEPT)
+        return [Release()] if moved else self._kept("timeout", "kept by the front end", tell=True)
+
+    def orphaned(self) -> list[Action]:
+        """Nobody is left who reads the stream: run it nowhere rather than twice."""
+        self.go(E.ORPHANED)
+        self.reason, self.detail = "peer_lost", "neither destination nor front end answers"
+        return [Release()]
+
+    def _kept(self, reason: str, detail: str, *, tell: bool) -> list[Action]:
+        self.reason, self.detail = reason, detail
+        actions: list[Action] = [Resume()] if self._suspended else []
+        return [*actions, SendAbort(reason)] if tell else actions

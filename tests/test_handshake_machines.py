@@ -1,0 +1,310 @@
+"""The two machines by table: each arrow's actions, and what has no arrow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from kvmig.engines import base
+from kvmig.engines.base import Stage, Tail
+from kvmig.ground.errors import InvalidTransition
+from kvmig.kvtransfer import destination_machine as destination
+from kvmig.kvtransfer import source_machine as source
+from kvmig.kvtransfer.destination_machine import Answer, DestinationMachine, FreeBlocks
+from kvmig.kvtransfer.machine import Machine
+from kvmig.kvtransfer.messages import (
+    Aborted,
+    Chunk,
+    ChunkDone,
+    Commit,
+    Committed,
+    Message,
+    Refused,
+    Reserve,
+    Reserved,
+)
+from kvmig.kvtransfer.source_machine import Release, Resume, SendAbort, SourceMachine
+from kvmig.kvtransfer.stages import chunks, enough
+
+TAIL = Tail([9], 33, 3, b"")
+EXPORT = base.Export("r", 30, [])
+
+
+def source_at(state: source.S) -> SourceMachine:
+    """A source that came to `state` the shortest way."""
+    machine = SourceMachine("m", max_stages=8)
+    steps: tuple[tuple[source.S | None, Callable[[], object]], ...] = (
+        (source.S.EXPORTING, lambda: machine.exported(30)),
+        (source.S.RESERVING, lambda: machine.reserved(1)),
+        (source.S.CHECKING, lambda: machine.checked(Stage([4, 5, 6], 31))),
+        (source.S.RESERVING_STAGE, lambda: machine.reserved(0)),
+        (source.S.COPYING, machine.copied),
+        (None, lambda: machine.checked(Stage([7], 32))),
+        (source.S.RESERVING_TAIL, lambda: machine.reserved(0)),
+        (source.S.SUSPENDING, lambda: machine.suspended(TAIL)),
+        (source.S.SENDING_TAIL, machine.commit_sent),
+        (source.S.COMMITTING, machine.unreachable),
+    )
+    for at, step in steps:
+        if machine.state is state and at is state:
+            return machine
+        step()
+    assert machine.state is state
+    return machine
+
+
+def destination_at(state: destination.S) -> DestinationMachine:
+    """A destination that came to `state` the shortest way, with 1 hit and 3 blocks."""
+    machine = DestinationMachine("m")
+    if state is destination.S.NEW:
+        return machine
+    machine.reserve(reserve(0))
+    if state is destination.S.RESERVING:
+        return machine
+    machine.reserved(1, "tcp")
+    if state is destination.S.CANCELLED:
+        machine.cancel("timeout")
+        return machine
+    if state is destination.S.RECEIVING:
+        return machine
+    machine.chunk(chunk(1, 2))
+    if state is destination.S.SCATTERING:
+        return machine
+    machine.scattered(chunk(1, 2), 0.5)
+    machine.commit(commit())
+    if state is destination.S.COMMITTED:
+        machine.committed(2.0)
+    return machine
+
+
+def reserve(stage: int) -> Reserve:
+    return Reserve("m", "r", 1, stage, 30 + stage, export=EXPORT if stage == 0 else None)
+
+
+def chunk(first: int, count: int) -> Chunk:
+    return Chunk("m", 0, first, slot=2, nbytes=count, checksums=[0] * count)
+
+
+def commit(blocks: int = 3) -> Commit:
+    return Commit("m", "r", 1, TAIL, blocks)
+
+
+def test_the_source_goes_from_export_to_release() -> None:
+    machine = SourceMachine("m", max_stages=8)
+    assert machine.start() == [source.Export()]
+    assert machine.exported(30) == [source.SendReserve(0, 30)]
+    assert machine.reserved(2) == [source.Check(sent=2)]
+    assert machine.checked(Stage([4, 5, 6], 31)) == [source.SendReserve(1, 31)]
+    assert machine.reserved(0) == [source.Copy(1, 2, (4, 5, 6))]
+    assert machine.copied() == [source.Check(sent=5)]
+    assert machine.checked(Stage([7], 33)) == [source.SendReserve(2, 33)]
+    assert machine.reserved(0) == [source.Suspend(sent=5)]
+    assert machine.suspended(TAIL) == [source.SendTail(5, TAIL)]
+    assert machine.commit_sent() == []
+    assert machine.committed() == [Release()]
+    assert (machine.state, machine.ended) == (source.S.COMMITTED, True)
+
+
+BEFORE_COMMIT = [
+    source.S.EXPORTING,
+    source.S.RESERVING,
+    source.S.CHECKING,
+    source.S.RESERVING_STAGE,
+    source.S.COPYING,
+    source.S.RESERVING_TAIL,
+    source.S.SUSPENDING,
+    source.S.SENDING_TAIL,
+]
+
+
+@pytest.mark.parametrize("state", BEFORE_COMMIT)
+def test_before_the_commit_every_end_leaves_the_request_here(state: source.S) -> None:
+    resumed: list[source.Action] = [Resume()] if state is source.S.SENDING_TAIL else []
+    assert source_at(state).failed("finished") == [*resumed, SendAbort("finished")]
+    assert source_at(state).cancel("shutdown") == [*resumed, SendAbort("shutdown")]
+    assert source_at(state).refused("no_blocks", "why") == resumed
+    machine = source_at(state)
+    machine.refused("no_blocks", "why")
+    assert (machine.state, machine.reason, machine.detail) == (
+        source.S.ABORTED,
+        "no_blocks",
+        "why",
+    )
+
+
+def test_an_unanswered_commit_is_sent_twice_more_and_then_the_arbiter_is_asked() -> None:
+    machine = source_at(source.S.COMMITTING)
+    assert machine.unanswered() == [source.SendCommit()]
+    assert machine.unanswered() == [source.SendCommit()]
+    assert machine.unanswered() == [source.AskArbiter()]
+    assert machine.unanswered() == [source.AskArbiter()]
+
+
+def test_the_arbiter_decides() -> None:
+    assert source_at(source.S.RESOLVING).resolved(moved=True) == [Release()]
+    assert source_at(source.S.RESOLVING).resolved(moved=False) == [Resume(), SendAbort("timeout")]
+
+
+@pytest.mark.parametrize("state", [source.S.COMMITTING, source.S.RESOLVING])
+def test_after_the_commit_was_sent_only_an_answer_resumes(state: source.S) -> None:
+    assert source_at(state).refused("corrupt") == [Resume()]
+    assert source_at(state).committed() == [Release()]
+    assert source_at(state).orphaned() == [Release()]
+    machine = source_at(state)
+    assert machine.cancel("aborted_by_client") == []
+    assert (machine.state, machine.cancelled) == (state, "aborted_by_client")
+    with pytest.raises(InvalidTransition):
+        machine.failed("error")
+
+
+def test_the_source_stops_copying_at_the_last_stage() -> None:
+    machine = SourceMachine("m", max_stages=1)
+    machine.exported(30)
+    machine.reserved(0)
+    machine.checked(Stage([1, 2], 30))
+    machine.reserved(0)
+    machine.copied()
+    assert machine.checked(Stage([3, 4, 5], 50)) == [source.SendReserve(2, 50)]
+    assert machine.reserved(0) == [source.Suspend(2)]
+
+
+def test_the_destination_goes_from_reserve_to_commit() -> None:
+    machine = DestinationMachine("m")
+    assert machine.reserve(reserve(0)) == [destination.ReserveBlocks(EXPORT, 30)]
+    assert machine.reserved(1, "tcp") == [Answer(Reserved("m", 0, 1, "tcp"))]
+    assert machine.chunk(chunk(1, 2)) == [destination.Scatter(chunk(1, 2))]
+    assert machine.scattered(chunk(1, 2), 0.5) == [Answer(ChunkDone("m", 2, 0.5))]
+    assert machine.reserve(reserve(1)) == [destination.ReserveBlocks(None, 31)]
+    assert machine.reserved() == [Answer(Reserved("m", 1, 1, "tcp"))]
+    assert machine.commit(commit()) == [destination.RunRequest(TAIL)]
+    assert machine.committed(2.0) == [Answer(Committed("m", 2.0))]
+    assert machine.committed_here
+
+
+def test_a_commit_is_answered_the_same_way_however_often_it_comes() -> None:
+    machine = destination_at(destination.S.COMMITTED)
+    again: list[destination.Action] = [Answer(Committed("m", 2.0))]
+    assert machine.commit(commit()) == machine.abort() == machine.reserve(reserve(0)) == again
+    assert machine.chunk(chunk(1, 2)) == machine.fence() == machine.cancel("timeout") == []
+    assert machine.committed_here
+
+
+def refusal(actions: list[destination.Action]) -> str:
+    answers = [action.message for action in actions if isinstance(action, Answer)]
+    assert len(answers) == 1
+    assert isinstance(answers[0], Refused)
+    return answers[0].reason
+
+
+def test_an_aborted_migration_never_commits() -> None:
+    machine = destination_at(destination.S.RECEIVING)
+    aborted: Message = Aborted("m")
+    assert machine.abort() == [FreeBlocks(), Answer(aborted)]
+    assert refusal(machine.commit(commit())) == "superseded"
+    assert machine.abort() == [Answer(aborted)]
+
+
+@pytest.mark.parametrize("state", [destination.S.NEW, destination.S.RECEIVING])
+def test_a_fenced_migration_never_commits(state: destination.S) -> None:
+    machine = destination_at(state)
+    freed = [FreeBlocks()] if state is destination.S.RECEIVING else []
+    assert machine.fence() == [*freed, Answer(Refused("m", "superseded", "fenced"))]
+    assert not machine.committed_here
+    assert refusal(machine.commit(commit())) == "superseded"
+    assert refusal(machine.reserve(reserve(0))) == "superseded"
+    assert machine.fence() == []
+
+
+def test_a_commit_for_an_unknown_migration_is_refused_for_good() -> None:
+    machine = DestinationMachine("m")
+    assert refusal(machine.commit(commit())) == "superseded"
+    assert refusal(machine.reserve(reserve(0))) == "superseded"
+
+
+def test_a_missing_chunk_is_noticed_by_the_next_one_or_by_the_commit() -> None:
+    machine = destination_at(destination.S.RECEIVING)
+    assert machine.chunk(chunk(2, 1))[0] == FreeBlocks()
+    machine = destination_at(destination.S.RECEIVING)
+    assert refusal(machine.commit(commit(3))[1:]) == "error"
+
+
+def test_a_chunk_never_writes_into_the_shared_prefix() -> None:
+    machine = destination_at(destination.S.RECEIVING)
+    assert machine.chunk(chunk(0, 1))[0] == FreeBlocks()
+    assert machine.state is destination.S.CANCELLED
+
+
+@pytest.mark.parametrize(
+    "state", [destination.S.RESERVING, destination.S.RECEIVING, destination.S.SCATTERING]
+)
+def test_a_lease_that_runs_out_frees_the_blocks(state: destination.S) -> None:
+    actions = destination_at(state).cancel("timeout")
+    assert actions[0] == FreeBlocks()
+    assert refusal(actions) == "timeout"
+
+
+def test_a_failed_first_reservation_has_nothing_to_free() -> None:
+    machine = destination_at(destination.S.RESERVING)
+    assert machine.failed("no_blocks") == [Answer(Refused("m", "no_blocks"))]
+
+
+def test_a_repeated_first_reserve_keeps_what_has_come() -> None:
+    machine = destination_at(destination.S.RECEIVING)
+    machine.chunk(chunk(1, 2))
+    machine.scattered(chunk(1, 2), 0.5)
+    assert machine.reserve(reserve(0)) == [destination.ReserveBlocks(None, 30)]
+    assert machine.reserved() == [Answer(Reserved("m", 0, 1, "tcp"))]
+    assert machine.received == 3
+
+
+@pytest.mark.parametrize("machine_type", [SourceMachine, DestinationMachine])
+def test_an_event_without_an_arrow_raises_and_changes_nothing(machine_type: type[Machine]) -> None:
+    events = source.E if machine_type is SourceMachine else destination.E
+    for state, event in itertools.product(machine_type.table, events):
+        if event in machine_type.table[state]:
+            continue
+        machine = machine_type.__new__(machine_type)
+        Machine.__init__(machine, "key", state)
+        with pytest.raises(
+            InvalidTransition, match=f"key: no transition for {event} in state {state}"
+        ):
+            machine.go(event)
+        assert (machine.state, list(machine.history)) == (state, [])
+
+
+@pytest.mark.parametrize("machine_type", [SourceMachine, DestinationMachine])
+def test_every_state_can_be_reached_and_has_a_way_to_an_end(machine_type: type[Machine]) -> None:
+    table = machine_type.table
+    reached = {next(iter(table))}
+    for _ in table:
+        reached |= {after for state in reached for after in table[state].values()}
+    assert reached == set(table)
+    ends = {state for state, arrows in table.items() if set(arrows.values()) <= {state}}
+    for _ in table:
+        ends |= {state for state, arrows in table.items() if ends & set(arrows.values())}
+    assert ends == set(table)
+
+
+def test_an_error_tells_the_history() -> None:
+    machine = DestinationMachine("m")
+    machine.fence()
+    with pytest.raises(InvalidTransition) as caught:
+        machine.committed(1.0)
+    assert caught.value.history == ("new --fence--> cancelled",)
+
+
+def test_a_stage_is_cut_into_chunks_whose_size_is_asked_each_time() -> None:
+    sizes = iter([2, 1, 5])
+    assert list(chunks(10, [4, 5, 6, 7], lambda: next(sizes))) == [
+        (10, [4, 5]),
+        (12, [6]),
+        (13, [7]),
+    ]
+
+
+def test_copying_stops_at_one_block_or_at_the_last_stage() -> None:
+    assert enough(1, 0, 8)
+    assert not enough(2, 0, 8)
+    assert enough(100, 8, 8)
