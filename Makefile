@@ -47,8 +47,9 @@ bench-downtime: setup-dev ## the gap that a client sees at a migration
 bench-overhead: setup-dev ## what migrations and kvmig itself cost the others
 	@exec $(BIN)/python -m bench.overhead $(ARGS)
 
-docs-figures: setup-dev ## fill README's table from bench/results, and draw the handshake
+docs-figures: setup-dev ## fill README's table from bench/results, draw the diagrams
 	@$(BIN)/python scripts/figures.py
+	@$(BIN)/python scripts/draw_processes.py
 	@$(BIN)/python -m kvmig.kvtransfer.draw
 
 clean: ## remove caches and build outputs, but not .venv

@@ -1,0 +1,196 @@
+"""Draw docs/processes.svg: the processes of one cluster, and what crosses each socket."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "processes.svg"
+WIDTH, HEIGHT = 980, 560
+INK, SOFT, PAPER = "#1f2933", "#52606d", "#ffffff"
+BLUE, GREEN, AMBER, GREY = "#e6f0fb", "#e5f5ea", "#fdf1dc", "#f2f4f7"
+LINE = {BLUE: "#2f6db5", GREEN: "#2e8b57", AMBER: "#b7791f", GREY: "#8a94a3"}
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    size: int = 13,
+    bold: bool = False,
+    anchor: str = "middle",
+    ink: str = INK,
+) -> str:
+    """One line of text, its baseline at y."""
+    weight = ' font-weight="600"' if bold else ""
+    return (
+        f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" '
+        f'fill="{ink}"{weight}>{escape(words)}</text>'
+    )
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, title: str) -> str:
+    """A process."""
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="10" '
+        f'fill="{fill}" stroke="{LINE[fill]}" stroke-width="1.6"/>'
+        + text(x + width / 2, y + 26, title, size=16, bold=True)
+    )
+
+
+def part(x: float, y: float, width: float, height: float, lines: list[str], edge: str) -> str:
+    """A part of a process: the first line is its name."""
+    first = y + height / 2 + 5 - 9 * (len(lines) - 1)
+    words = "".join(
+        text(x + width / 2, first + 18 * at, line, bold=at == 0, ink=INK if at == 0 else SOFT)
+        for at, line in enumerate(lines)
+    )
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" '
+        f'fill="{PAPER}" stroke="{edge}" stroke-width="1"/>{words}'
+    )
+
+
+def arrow(
+    points: list[tuple[float, float]],
+    *,
+    both: bool = False,
+    dashed: bool = False,
+    wide: bool = False,
+) -> str:
+    """A connection; its end is where messages go to."""
+    path = " ".join(f"{x:g},{y:g}" for x, y in points)
+    start = ' marker-start="url(#back)"' if both else ""
+    dash = ' stroke-dasharray="6 4"' if dashed else ""
+    return (
+        f'<polyline points="{path}" fill="none" stroke="{INK}" '
+        f'stroke-width="{3 if wide else 1.6}" marker-end="url(#tip)"{start}{dash}/>'
+    )
+
+
+def label(x: float, y: float, lines: list[str], anchor: str = "start") -> str:
+    """Words beside an arrow."""
+    return "".join(
+        text(x, y + 17 * at, line, size=12, anchor=anchor, ink=SOFT)
+        for at, line in enumerate(lines)
+    )
+
+
+def llumlet(x: float, number: int) -> str:
+    """One instance's process, 330 wide."""
+    edge = LINE[GREEN]
+    return "".join(
+        (
+            box(x, 330, 330, 190, GREEN, f"llumlet {number}"),
+            part(x + 20, 372, 290, 56, ["event loop", "load reports · handshake · ROUTER"], edge),
+            part(x + 20, 444, 140, 60, ["vLLM EngineCore", "its own thread"], edge),
+            part(x + 170, 444, 140, 60, ["copy thread", "gather · scatter"], edge),
+        )
+    )
+
+
+def drawing() -> str:
+    """The whole picture."""
+    edge = LINE[BLUE]
+    shapes = [
+        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="12" fill="{PAPER}"/>',
+        # front end
+        part(20, 60, 130, 56, ["clients", "OpenAI API"], LINE[GREY]),
+        arrow([(150, 88), (218, 88)], both=True),
+        text(184, 76, "HTTP", size=12, ink=SOFT),
+        box(222, 24, 420, 152, BLUE, "front end, launcher (kvmig.serve)"),
+        part(
+            240,
+            66,
+            184,
+            92,
+            ["vLLM's OpenAI app", "detokenizer, stop strings,", "admin API, metrics"],
+            edge,
+        ),
+        part(440, 66, 184, 92, ["Router", "dispatch, splice, fence,", "answers Resolve"], edge),
+        # scheduler
+        box(760, 24, 200, 152, AMBER, "scheduler"),
+        part(
+            778,
+            66,
+            164,
+            92,
+            ["rebalancing", "each round: pairs of", "low and high freeness"],
+            LINE[AMBER],
+        ),
+        arrow([(642, 88), (756, 88)]),
+        text(699, 76, "Members", size=12, ink=SOFT),
+        # instances
+        llumlet(60, 0),
+        llumlet(590, 1),
+        # front end to llumlets
+        arrow([(320, 176), (250, 326)], both=True),
+        arrow([(520, 176), (650, 326)], both=True),
+        label(
+            252,
+            208,
+            [
+                "down: Submit, Abort, Call,",
+                "Migrate, Fence, Shutdown",
+                "up: Outputs, LoadReport,",
+                "Migrated, Resolve",
+            ],
+            "end",
+        ),
+        # scheduler to llumlets
+        arrow([(860, 176), (820, 326)], both=True, dashed=True),
+        arrow([(780, 176), (390, 340)], both=True, dashed=True),
+        label(850, 236, ["down: Pair", "up: LoadReport"]),
+        # peers
+        arrow([(390, 400), (590, 400)], both=True),
+        label(
+            490,
+            372,
+            [
+                "Reserve, Chunk, Commit",
+            ],
+            "middle",
+        ),
+        label(490, 390, ["and their answers"], "middle"),
+        arrow([(390, 474), (590, 474)], wide=True),
+        label(490, 464, ["KV blocks"], "middle"),
+        label(490, 496, ["shared memory, or TCP", "between hosts"], "middle"),
+        text(
+            20,
+            547,
+            "Thin lines: ZeroMQ over TCP under CURVE; each llumlet and the scheduler "
+            "bind one ROUTER, all others connect. Dashed: all is served without it.",
+            size=12,
+            anchor="start",
+            ink=SOFT,
+        ),
+    ]
+    tip = "M0,0 L9,4 L0,8 z"
+    back = "M9,0 L0,4 L9,8 z"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'width="{WIDTH}" height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif" '
+        'role="img" aria-label="The processes of a kvmig cluster and their connections">\n'
+        "<defs>"
+        f'<marker id="tip" markerUnits="userSpaceOnUse" markerWidth="10" markerHeight="8" refX="8" '
+        f'refY="4" orient="auto"><path d="{tip}" fill="{INK}"/></marker>'
+        f'<marker id="back" markerUnits="userSpaceOnUse" markerWidth="10" markerHeight="8" '
+        f'refX="1" refY="4" orient="auto"><path d="{back}" fill="{INK}"/></marker>'
+        "</defs>\n" + "\n".join(shapes) + "\n</svg>\n"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only say whether it is current")
+    if parser.parse_args().check:
+        return int(TARGET.read_text() != drawing())
+    TARGET.write_text(drawing())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
