@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 
 from kvmig.controlplane.messages import Discard, Fence, Fenced, Resolve
 from kvmig.gateway.calls import Calls
 from kvmig.gateway.errors import CallTimeout, InstanceLost
 from kvmig.gateway.requests import RequestTable
+from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import Message
 
 FENCE_TIMEOUT_S = 2.0
+
+log = logging.getLogger(__name__)
 
 Send = Callable[[str, Message], None]
 """To an instance, at once. Raises InstanceLost."""
@@ -78,10 +82,11 @@ class Arbiter:
             self._send(destination, Fence(call_id, question.request_id, question.epoch))
 
         try:
-            answer = await self._calls.ask(destination, send, self._timeout_s, "Fence")
-        except (CallTimeout, InstanceLost):
+            answer, _ = await self._calls.ask(destination, send, Fenced, self._timeout_s, "Fence")
+        except (CallTimeout, InstanceLost, PeerError) as error:
+            log.warning("request %s stays where it is: %s", question.request_id, error)
             return False
-        return isinstance(answer.message, Fenced) and answer.message.committed
+        return answer.committed
 
     def _discard(self, question: Resolve) -> None:
         # Lost: its outputs, should it ever come back, are answered with Discard then.

@@ -6,23 +6,20 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvmig.gateway.errors import CallTimeout, InstanceLost
+from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import Message
 
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A message that carries the question's `call_id`, and its payload frames."""
-
-    message: Message
-    payload: list[memoryview]
+M = TypeVar("M", bound=Message)
+Payload = list[memoryview]
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     instance: str
-    future: asyncio.Future[Answer]
+    future: asyncio.Future[tuple[Message, Payload]]
 
 
 class Calls:
@@ -36,31 +33,40 @@ class Calls:
         return len(self._waiting)
 
     async def ask(
-        self, instance: str, send: Callable[[int], None], timeout_s: float, what: str
-    ) -> Answer:
-        """Send a question under a new id and wait for its answer.
+        self,
+        instance: str,
+        send: Callable[[int], None],
+        answer: type[M],
+        timeout_s: float,
+        what: str,
+    ) -> tuple[M, Payload]:
+        """Send a question under a new id and wait for the answer and its payload.
 
         send: gets the id and sends the message. what: names the question in errors.
-        Raises CallTimeout, InstanceLost, and what `send` raises.
+        Raises CallTimeout, InstanceLost, PeerError for an answer of another type, and
+        what `send` raises.
         """
         call_id = next(self._ids)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[tuple[Message, Payload]] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = _Waiting(instance, future)
         try:
             send(call_id)
             async with asyncio.timeout(timeout_s):
-                return await future
+                message, payload = await future
         except TimeoutError as error:
-            message = f"instance {instance} did not answer {what} within {timeout_s:g} s"
-            raise CallTimeout(message) from error
+            late = f"instance {instance} did not answer {what} within {timeout_s:g} s"
+            raise CallTimeout(late) from error
         finally:
             del self._waiting[call_id]
+        if not isinstance(message, answer):
+            raise PeerError(f"{instance} answered {what} with {type(message).__name__}")
+        return message, payload
 
-    def answer(self, call_id: int, message: Message, payload: list[memoryview]) -> None:
+    def answer(self, call_id: int, message: Message, payload: Payload) -> None:
         """An answer came. One that nobody waits for any more is ignored."""
         waiting = self._waiting.get(call_id)
         if waiting is not None and not waiting.future.done():
-            waiting.future.set_result(Answer(message, payload))
+            waiting.future.set_result((message, payload))
 
     def lost(self, instance: str, reason: str) -> None:
         """The instance is gone: so are its answers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvmig.controlplane.messages import ClusterMessage, Welcome
@@ -32,13 +33,12 @@ class Listener(Protocol):
 
 
 class Link:
-    """One instance. index: its engine index; welcome: its answer to our Hello, while it lives."""
+    """One instance. welcome: its answer to our Hello, while the connection lives."""
 
     def __init__(
-        self, instance: str, index: int, endpoint: str, secret: bytes, name: str, listener: Listener
+        self, instance: str, endpoint: str, secret: bytes, name: str, listener: Listener
     ) -> None:
         self.instance = instance
-        self.index = index
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
         self._secret = secret
@@ -66,7 +66,7 @@ class Link:
         assert self.welcome is not None
         return self.welcome
 
-    def send(self, message: Message, payload: tuple[Frame, ...] | list[Frame] = ()) -> None:
+    def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
         """Raises InstanceLost if it is not connected or can't take more."""
         if self._client is None or self.welcome is None:
             raise InstanceLost(f"instance {self.instance} is not connected")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmig.kvtransfer.report import MigrationReport
+
 
 class Item(Protocol):
     """What one step gave one request (vLLM: `EngineCoreOutput`, as it is)."""
@@ -56,3 +58,25 @@ class Sink(Protocol):
     def fail(self, request_ids: Sequence[str], reason: str) -> None:
         """These requests get no more tokens; `reason` is a sentence for the client."""
         ...
+
+
+class Observer(Protocol):
+    """Who counts what happened (see `kvmig.gateway.metrics`)."""
+
+    def migrated(self, report: MigrationReport) -> None:
+        """A migration ended."""
+        ...
+
+    def switched(self, gap_s: float | None) -> None:
+        """A stream went over to a new owner; the gap is None when no token came before."""
+        ...
+
+
+class Unobserved:
+    """Counts nothing."""
+
+    def migrated(self, report: MigrationReport) -> None:
+        """Not counted."""
+
+    def switched(self, gap_s: float | None) -> None:
+        """Not counted."""

@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import asyncio
+import contextlib
+import logging
+import math
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Coroutine, Iterable, Sequence
 
-from kvmig.gateway.ports import Decode, Sink
+from kvmig.controlplane.messages import (
+    AbortRequests,
+    Call,
+    CallDone,
+    Discard,
+    Fenced,
+    ListRequests,
+    LoadReport,
+    Migrated,
+    Outputs,
+    Requests,
+    Resolve,
+    Resolved,
+    Span,
+    Submit,
+)
+from kvmig.engines.base import RequestState
+from kvmig.gateway.arbiter import FENCE_TIMEOUT_S, Arbiter
+from kvmig.gateway.calls import Calls
+from kvmig.gateway.errors import CallFailed, CallTimeout, InstanceLost
+from kvmig.gateway.fleet import Fleet
+from kvmig.gateway.inventory import InstanceRow, RequestRow, request_rows
+from kvmig.gateway.links import Link
+from kvmig.gateway.migrations import Migrations
+from kvmig.gateway.ports import Decode, Observer, Sink, Unobserved
+from kvmig.gateway.request_id import current_call
+from kvmig.gateway.requests import Entry, RequestTable, call_of
+from kvmig.gateway.splice import Action, Broken, Splicer, Stale, Switched
+from kvmig.gateway.streams import Streams
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
+from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.wire import Frame
+
+HOLD_S = 10.0
+"""Longest wait for an old owner's tokens while the new one's are there."""
+LIST_TIMEOUT_S = 2.0
+STRAYS = 4096
+"""Stale copies that are remembered as told to stop."""
+
+log = logging.getLogger(__name__)
 
 
 class Router:
@@ -19,10 +60,6 @@ class Router:
     description, before the first `submit`.
     """
 
-    block_tokens: int = 16
-    reports: deque[MigrationReport]
-    """The last 1000 migrations, whoever asked for them, oldest first."""
-
     def __init__(
         self,
         name: str,
@@ -31,22 +68,78 @@ class Router:
         sink: Sink,
         decode: Decode,
         *,
+        observer: Observer | None = None,
         clock: Clock = monotonic,
         lost_after_s: float = 10.0,
-    ) -> None: ...
+        fence_timeout_s: float = FENCE_TIMEOUT_S,
+    ) -> None:
+        self.block_tokens = 16
+        self._sink = sink
+        self._observer = observer or Unobserved()
+        self._clock = clock
+        self._table = RequestTable()
+        self._calls = Calls()
+        self._fleet = Fleet(name, secret, config.scheduler.policy, clock, lost_after_s, self)
+        self._arbiter = Arbiter(self._table, self._calls, self._fleet.send, fence_timeout_s)
+        self._migrations = Migrations(
+            self._table, self._calls, self._fleet, self._observer, config.scheduler.migration
+        )
+        self._streams = Streams(
+            self._table, sink, decode, self._fleet.index, self._act, self._stray
+        )
+        self._strays: OrderedDict[tuple[str, str, int], None] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start(self._watch(min(0.5, lost_after_s / 4)))
+
+    async def close(self) -> None:
+        """Disconnect from all; nothing is delivered any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._arbiter.close()
+        await self._fleet.close()
+
+    # -- instances
 
     async def add_instance(self, instance: str, endpoint: str, timeout_s: float = 30.0) -> bytes:
         """Connect; returns the engine's description (`Welcome.engine`).
 
-        Its engine index is the number of instances added before. Raises InstanceLost.
+        Its engine index is the number of instances added before. Raises InstanceLost,
+        and ValueError if there is one of that name.
         """
-        raise NotImplementedError
+        return await self._fleet.add(instance, endpoint, timeout_s)
 
     async def remove_instance(self, instance: str) -> None:
         """Disconnect; requests that it still runs fail. Unknown ones are ignored."""
+        if await self._fleet.remove(instance):
+            self._gone(instance, f"instance {instance} was removed")
 
-    async def close(self) -> None:
-        """Disconnect from all; nothing is delivered any more."""
+    def instances(self) -> list[InstanceRow]:
+        """All instances as last heard of, in the order in which they were added."""
+        return self._fleet.rows()
+
+    def engine_indexes(self) -> dict[int, str]:
+        """Instance by engine index."""
+        return {self._fleet.index(instance): instance for instance in self._fleet.names}
+
+    async def call(
+        self,
+        method: str,
+        payload: Sequence[Frame] = (),
+        instances: Sequence[str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> dict[str, list[memoryview]]:
+        """Run an engine method on `instances` (default: all that are connected), at once.
+
+        Raises CallFailed, CallTimeout, InstanceLost.
+        """
+        names = self._fleet.alive if instances is None else instances
+        answers = await asyncio.gather(
+            *(self._call(name, method, payload, timeout_s) for name in names)
+        )
+        return dict(zip(names, answers, strict=True))
+
+    # -- requests
 
     async def submit(
         self,
@@ -60,23 +153,32 @@ class Router:
 
         The payload is kept as long as the request lives. Raises NoInstance.
         """
-        raise NotImplementedError
+        demand = math.ceil((prompt_tokens + 1) / self.block_tokens)
+        instance = self._fleet.dispatch(demand, priority, Submit(request_id), payload)
+        self._table.add(
+            Entry(
+                request_id=request_id,
+                external_id=external_id,
+                call_id=current_call.get() or call_of(external_id),
+                splicer=Splicer(instance),
+                prompt_tokens=prompt_tokens,
+                priority=priority,
+                payload=payload,
+                arrived=self._clock(),
+            )
+        )
+        return instance
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """These are not wanted any more. Unknown ids are ignored."""
+        gone = [self._table.remove(request_id) for request_id in request_ids]
+        self._abort([entry for entry in gone if entry is not None])
 
-    async def call(
-        self,
-        method: str,
-        payload: Sequence[Frame] = (),
-        instances: Sequence[str] | None = None,
-        timeout_s: float = 60.0,
-    ) -> dict[str, list[memoryview]]:
-        """Run an engine method on `instances` (default: all that are connected), at once.
-
-        Raises CallFailed, CallTimeout, InstanceLost, UnknownInstance.
-        """
-        raise NotImplementedError
+    async def requests(self) -> list[RequestRow]:
+        """All live requests, in order of arrival; instances that don't answer are left out."""
+        names = self._fleet.alive
+        told = await asyncio.gather(*(self._list(name) for name in names))
+        return request_rows(self._table, dict(zip(names, told, strict=True)))
 
     async def migrate(
         self, request_id: str, destination: str, timeout_s: float = 120.0
@@ -85,4 +187,137 @@ class Router:
 
         Raises what `kvmig.gateway.errors` names when it can't start.
         """
-        raise NotImplementedError
+        return await self._migrations.migrate(request_id, destination, timeout_s)
+
+    @property
+    def reports(self) -> deque[MigrationReport]:
+        """The last 1000 migrations, whoever asked for them, oldest first."""
+        return self._migrations.reports
+
+    # -- what comes over the links
+
+    def on_message(self, link: Link, message: Message, payload: list[memoryview]) -> None:
+        """See `Listener`."""
+        match message:
+            case Outputs():
+                self._streams.take(link.instance, message, payload, self._clock())
+            case LoadReport():
+                self._fleet.report(message)
+            case CallDone() | Requests() | Fenced():
+                self._calls.answer(message.call_id, message, payload)
+            case Migrated():
+                self._migrated(message, payload)
+            case Resolve():
+                self._start(self._resolve(link.instance, message))
+            case _:
+                log.warning("instance %s sent %s", link.instance, type(message).__name__)
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        """See `Listener`."""
+        log.warning("instance %s is lost: %s", link.instance, reason)
+        self._fleet.forget(link.instance)
+        self._gone(link.instance, f"instance {link.instance} is lost: {reason}")
+
+    def _migrated(self, message: Migrated, payload: list[memoryview]) -> None:
+        entry = self._migrations.ended(message)
+        self._calls.answer(message.call_id, message, payload)
+        if entry is not None and entry.heir not in self._fleet.alive:
+            self._give_up([entry], f"instance {entry.heir}, which ran it, is lost")
+
+    async def _resolve(self, source: str, question: Resolve) -> None:
+        moved = await self._arbiter.moved(question)
+        self._tell(source, Resolved(question.mid, moved))
+
+    def _act(self, entry: Entry, action: Action) -> None:
+        match action:
+            case Stale(instance, epoch):
+                self._tell(instance, Discard(entry.request_id, epoch))
+            case Switched(_, _, _, gap_s):
+                entry.heir = None
+                self._observer.switched(gap_s)
+            case Broken(reason):
+                self._give_up([entry], reason)
+
+    def _stray(self, instance: str, span: Span, last: bool) -> None:
+        """Output of a request that is over: whoever still runs it is told to stop, once."""
+        key = (instance, span.request_id, span.epoch)
+        if last or key in self._strays:
+            return
+        self._strays[key] = None
+        if len(self._strays) > STRAYS:
+            self._strays.popitem(last=False)
+        self._tell(instance, Discard(span.request_id, span.epoch))
+
+    # -- the end of requests
+
+    def _gone(self, instance: str, reason: str) -> None:
+        """An instance will send nothing more: neither answers nor tokens."""
+        self._calls.lost(instance, reason)
+        self._give_up([one for one in self._table if (one.heir or one.owner) == instance], reason)
+
+    def _give_up(self, entries: Sequence[Entry], reason: str) -> None:
+        """These can't go on. (They could run again elsewhere: `Entry.payload`.)"""
+        if not entries:
+            return
+        for entry in entries:
+            self._table.remove(entry.request_id)
+        self._abort(entries)
+        self._sink.fail([entry.request_id for entry in entries], reason)
+
+    def _abort(self, entries: Iterable[Entry]) -> None:
+        told: defaultdict[str, list[str]] = defaultdict(list)
+        for entry in entries:
+            for instance in entry.holders:
+                told[instance].append(entry.request_id)
+        for instance, request_ids in told.items():
+            self._tell(instance, AbortRequests(request_ids))
+
+    # -- small things
+
+    def _tell(self, instance: str, message: Message) -> None:
+        """Send what a lost instance needn't know: its requests are gone with it."""
+        with contextlib.suppress(InstanceLost):
+            self._fleet.send(instance, message)
+
+    async def _call(
+        self, instance: str, method: str, payload: Sequence[Frame], timeout_s: float
+    ) -> list[memoryview]:
+        def send(call_id: int) -> None:
+            self._fleet.send(instance, Call(call_id, method), payload)
+
+        done, result = await self._calls.ask(instance, send, CallDone, timeout_s, method)
+        if done.error is not None:
+            raise CallFailed(f"{method} failed on instance {instance}: {done.error}")
+        return result
+
+    async def _list(self, instance: str) -> list[RequestState]:
+        def send(call_id: int) -> None:
+            self._fleet.send(instance, ListRequests(call_id))
+
+        try:
+            told, _ = await self._calls.ask(
+                instance, send, Requests, LIST_TIMEOUT_S, "ListRequests"
+            )
+        except (CallTimeout, InstanceLost) as error:
+            log.warning("requests of instance %s are not listed: %s", instance, error)
+            return []
+        return told.requests
+
+    def _start(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_coro(), exc_info=error)
+
+    async def _watch(self, period_s: float) -> None:
+        """Find out what nobody tells: silent instances, and tokens that never come."""
+        while True:
+            await asyncio.sleep(period_s)
+            self._fleet.drop_silent()
+            long_ago = self._clock() - HOLD_S
+            overdue = [one for one in self._table if one.splicer.waits_since(long_ago)]
+            self._give_up(overdue, "tokens of its last owner were lost")

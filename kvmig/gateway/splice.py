@@ -58,6 +58,7 @@ class _Held(NamedTuple):
     start: int
     end: int
     item: Item
+    at: float
 
 
 class Splicer:
@@ -109,14 +110,13 @@ class Splicer:
         elif len(self._held) >= HOLD_LIMIT:
             self._break(f"{HOLD_LIMIT} outputs wait for token {self.next} of {self.owner}", fed)
         else:
-            self._held.append(_Held(instance, span.epoch, span.start, end, item))
+            self._held.append(_Held(instance, span.epoch, span.start, end, item, now))
             self._drain(now, fed)
         return fed
 
-    @property
-    def holding(self) -> bool:
-        """Whether items wait for the old owner's tokens."""
-        return bool(self._held)
+    def waits_since(self, then: float) -> bool:
+        """Whether items have waited for the old owner's tokens since before `then`."""
+        return bool(self._held) and self._held[0].at < then
 
     def reached(self, epoch: int) -> bool:
         """Whether it is known that `epoch`, or a later one, runs the request."""

@@ -1,0 +1,140 @@
+"""The admin API's JSON, typed for /openapi.json."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvmig.gateway.inventory import InstanceRow, RequestRow
+from kvmig.kvtransfer.report import MigrationReport
+
+Row = TypeVar("Row", bound=BaseModel)
+
+
+class Listing(BaseModel, Generic[Row]):
+    """Many rows, as OpenAI's API lists things."""
+
+    object: Literal["list"] = "list"
+    data: list[Row]
+
+
+class Instance(BaseModel):
+    """An instance as last heard of. Sizes in KV blocks, counts in requests."""
+
+    id: str
+    index: int = Field(description="The label `engine` of vLLM's metrics.")
+    state: str = Field(description="starting, serving, draining or lost.")
+    model: str
+    endpoint: str
+    blocks_total: int
+    blocks_used: int
+    running: int
+    waiting: int
+    freeness: float | None = Field(
+        description="Blocks by which each of its requests can grow; below 0 when overloaded, "
+        "null when it is idle (infinite)."
+    )
+    migrations_in: int = Field(description="Under way now.")
+    migrations_out: int = Field(description="Under way now.")
+
+    @classmethod
+    def of(cls, row: InstanceRow, model: str) -> Instance:
+        """The row as JSON has it."""
+        freeness = row.freeness if math.isfinite(row.freeness) else None
+        return cls(**{**asdict(row), "model": model, "freeness": freeness})
+
+
+class Request(BaseModel):
+    """A live request: one sequence of a call."""
+
+    id: str
+    call_id: str = Field(description="The call's x-request-id.")
+    instance: str
+    state: str = Field(description="running, waiting, suspended or submitted.")
+    tokens: int = Field(description="Prompt and output tokens.")
+    output_tokens: int
+    blocks: int
+    priority: int
+    migrating_to: str | None = Field(
+        description="Where it is being moved to, if that was asked for here."
+    )
+
+    @classmethod
+    def of(cls, row: RequestRow) -> Request:
+        """The row as JSON has it."""
+        return cls(**asdict(row))
+
+
+class MigrationBody(BaseModel):
+    """Move this request there."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    request_id: str = Field(
+        min_length=1,
+        description="x-request-id of the call, or a sequence's own id (GET /kvmig/v1/requests).",
+    )
+    destination: str = Field(min_length=1, description="Id of an instance.")
+
+
+class Stage(BaseModel):
+    """One live copy stage."""
+
+    blocks: int
+    bytes: int
+    ms: float
+
+
+class DowntimeParts(BaseModel):
+    """The pause in named parts, milliseconds, one after the other."""
+
+    drain: float
+    tail_copy: float
+    commit: float
+    first_token: float | None
+
+
+class Migration(BaseModel):
+    """What one migration did."""
+
+    id: str
+    request_id: str
+    source: str
+    destination: str
+    state: Literal["committed", "aborted"]
+    reason: str = Field(description="One word; empty when it committed.")
+    detail: str
+    transport: str
+    hit_blocks: int = Field(description="Found in the destination's prefix cache, not sent.")
+    stages: list[Stage]
+    tail_blocks: int
+    bytes: int
+    total_ms: float
+    downtime_ms: DowntimeParts | None = Field(
+        description="null when the request was never suspended."
+    )
+    ended_at: float = Field(description="Unix time.")
+
+    @classmethod
+    def of(cls, report: MigrationReport) -> Migration:
+        """The report as JSON has it."""
+        return cls.model_validate(msgspec.to_builtins(report))
+
+
+class Problem(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error shape."""
+
+    error: Problem

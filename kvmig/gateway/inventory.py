@@ -1,0 +1,106 @@
+"""What there is, for people: instances and requests as rows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvmig.controlplane.freeness import instance_freeness
+from kvmig.controlplane.view import InstanceView
+from kvmig.engines.base import RequestState
+from kvmig.gateway.requests import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRow:
+    """One instance as last heard of. Sizes in KV blocks."""
+
+    id: str
+    index: int
+    """Engine index, as in vLLM's metrics."""
+    state: str
+    """starting, serving, draining or lost."""
+    endpoint: str
+    blocks_total: int
+    blocks_used: int
+    running: int
+    waiting: int
+    freeness: float
+    """May be infinite."""
+    migrations_in: int
+    """Under way now."""
+    migrations_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """One live request of this front end."""
+
+    id: str
+    call_id: str
+    instance: str
+    state: str
+    """running, waiting, suspended, or submitted when no instance has told of it yet."""
+    tokens: int
+    """Prompt and output."""
+    output_tokens: int
+    blocks: int
+    priority: int
+    migrating_to: str | None
+
+
+def instance_row(index: int, view: InstanceView, lost: bool) -> InstanceRow:
+    """One row; `lost`: not connected now, after it was."""
+    return InstanceRow(
+        id=view.instance,
+        index=index,
+        state="lost" if lost else view.state,
+        endpoint=view.endpoint,
+        blocks_total=view.load.total_blocks,
+        blocks_used=view.load.used_blocks,
+        running=view.load.running,
+        waiting=view.load.waiting,
+        freeness=0.0 if lost else instance_freeness(view),
+        migrations_in=view.migrations_in,
+        migrations_out=view.migrations_out,
+    )
+
+
+def request_rows(
+    entries: Iterable[Entry], told: Mapping[str, Sequence[RequestState]]
+) -> list[RequestRow]:
+    """Rows in order of arrival. told: each instance's own list.
+
+    During a migration two instances tell of a request: its owner's word counts.
+    """
+    states = {
+        (state.request_id, instance): state for instance, listed in told.items() for state in listed
+    }
+    rows = []
+    for entry in sorted(entries, key=lambda entry: entry.arrived):
+        places = [entry.owner, *sorted(entry.holders - {entry.owner}), *told]
+        found = next((at for at in places if (entry.request_id, at) in states), None)
+        state = RequestState(
+            request_id=entry.request_id,
+            state="submitted",
+            tokens=entry.prompt_tokens + entry.splicer.next,
+            output_tokens=entry.splicer.next,
+            blocks=0,
+            priority=entry.priority,
+        )
+        if found is not None:
+            state = states[entry.request_id, found]
+        rows.append(
+            RequestRow(
+                id=entry.request_id,
+                call_id=entry.call_id,
+                instance=found or entry.owner,
+                state=state.state,
+                tokens=state.tokens,
+                output_tokens=state.output_tokens,
+                blocks=state.blocks,
+                priority=state.priority,
+                migrating_to=entry.destination,
+            )
+        )
+    return rows

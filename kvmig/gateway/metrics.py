@@ -1,0 +1,125 @@
+"""Prometheus: `kvmig_*`, and the label `instance` on vLLM's own `vllm:*`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvmig.gateway.inventory import InstanceRow
+from kvmig.kvtransfer.report import Downtime, MigrationReport
+
+BUCKETS_S = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
+)  # fmt: skip
+
+
+def downtime_s(downtime: Downtime) -> float:
+    """The whole pause, in seconds."""
+    parts = (getattr(downtime, part) for part in downtime.__struct_fields__)
+    return sum(part or 0.0 for part in parts) / 1000
+
+
+class Metrics:
+    """What happened: an `Observer` for the router."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._migrations = Counter(
+            "kvmig_migrations_total",
+            "Migrations that ended, by outcome (committed, aborted) and reason.",
+            ("outcome", "reason", "source", "destination"),
+            registry=registry,
+        )
+        self._downtime = Histogram(
+            "kvmig_migration_downtime_seconds",
+            "Time from asking for the suspension to the destination's first token.",
+            buckets=BUCKETS_S,
+            registry=registry,
+        )
+        self._bytes = Counter(
+            "kvmig_migration_bytes_total", "KV cache sent by migrations.", registry=registry
+        )
+        self._gap = Histogram(
+            "kvmig_client_gap_seconds",
+            "Time between the last token of the old instance and the first of the new, "
+            "as delivered.",
+            buckets=BUCKETS_S,
+            registry=registry,
+        )
+
+    def migrated(self, report: MigrationReport) -> None:
+        """A migration ended."""
+        self._migrations.labels(
+            report.state, report.reason, report.source, report.destination
+        ).inc()
+        self._bytes.inc(report.bytes)
+        if report.state == "committed" and report.downtime_ms is not None:
+            self._downtime.observe(downtime_s(report.downtime_ms))
+
+    def switched(self, gap_s: float | None) -> None:
+        """A stream went over to a new owner."""
+        if gap_s is not None:
+            self._gap.observe(gap_s)
+
+
+_GAUGES = {
+    "freeness": "Blocks by which each request of the instance can grow; +Inf when it is idle.",
+    "blocks_used": "KV blocks in use.",
+    "blocks_total": "KV blocks.",
+    "running": "Requests in the batch.",
+    "waiting": "Requests in the queue.",
+}
+assert _GAUGES.keys() <= {field.name for field in fields(InstanceRow)}
+
+
+class InstanceCollector(Collector):
+    """The instances' load, read when somebody scrapes."""
+
+    def __init__(self, rows: Callable[[], Iterable[InstanceRow]]) -> None:
+        self._rows = rows
+
+    def collect(self) -> Iterable[Metric]:
+        """One gauge a column, one sample an instance."""
+        rows = list(self._rows())
+        for column, text in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"kvmig_instance_{column}", text, labels=("instance",))
+            for row in rows:
+                gauge.add_metric((row.id,), getattr(row, column))
+            yield gauge
+
+
+class _Labelled(Collector):
+    """All of `source`, with `instance` beside vLLM's label `engine`."""
+
+    def __init__(
+        self, source: CollectorRegistry, instances: Callable[[], Mapping[int, str]]
+    ) -> None:
+        self._source = source
+        self._instances = instances
+
+    def collect(self) -> Iterable[Metric]:
+        names = {str(index): name for index, name in self._instances().items()}
+        for metric in self._source.collect():
+            if metric.name.startswith("vllm:"):
+                metric.samples = [
+                    sample._replace(labels={**sample.labels, "instance": names[engine]})
+                    if (engine := sample.labels.get("engine")) in names
+                    else sample
+                    for sample in metric.samples
+                ]
+            yield metric
+
+
+def with_instances(
+    source: CollectorRegistry, instances: Callable[[], Mapping[int, str]]
+) -> CollectorRegistry:
+    """A registry to expose on /metrics in place of `source`.
+
+    instances: gives the instance's id by vLLM's engine index (`Router.engine_indexes`).
+    """
+    registry = CollectorRegistry()
+    registry.register(_Labelled(source, instances))
+    return registry

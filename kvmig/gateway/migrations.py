@@ -1,0 +1,93 @@
+"""Moving a request when asked to, and what became of every migration."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvmig.controlplane.messages import Migrate, Migrated
+from kvmig.gateway.calls import Calls
+from kvmig.gateway.errors import (
+    AlreadyMigrating,
+    InstanceLost,
+    MigrationDisabled,
+    RequestFinished,
+    SameInstance,
+)
+from kvmig.gateway.fleet import Fleet
+from kvmig.gateway.ports import Observer
+from kvmig.gateway.requests import Entry, RequestTable
+from kvmig.kvtransfer.report import MigrationReport
+
+RECENT = 1000
+
+_REFUSED = ("already_migrating", "unknown_request")
+"""Reasons of migrations that never began: answered as errors, not recorded."""
+
+
+class Migrations:
+    """Asks source llumlets to move requests; keeps the reports of the last ones."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        calls: Calls,
+        fleet: Fleet,
+        observer: Observer,
+        enabled: bool,
+    ) -> None:
+        self.reports: deque[MigrationReport] = deque(maxlen=RECENT)
+        self._table = table
+        self._calls = calls
+        self._fleet = fleet
+        self._observer = observer
+        self._enabled = enabled
+
+    async def migrate(self, any_id: str, destination: str, timeout_s: float) -> MigrationReport:
+        """See `Router.migrate`."""
+        entry, source, endpoint = self._check(any_id, destination)
+
+        def send(call_id: int) -> None:
+            self._fleet.send(source, Migrate(call_id, entry.request_id, destination, endpoint))
+
+        entry.destination = destination
+        try:
+            answer, _ = await self._calls.ask(source, send, Migrated, timeout_s, "Migrate")
+        finally:
+            entry.destination = None
+        report = answer.report
+        if report.reason == "already_migrating":
+            raise AlreadyMigrating(f"request {any_id} is being moved already")
+        if report.reason == "unknown_request" and entry.request_id not in self._table.entries:
+            raise RequestFinished(f"request {any_id} has finished")
+        return report
+
+    def ended(self, message: Migrated) -> Entry | None:
+        """A report came in. Returns the request if it runs at its destination from now on,
+        and the client has seen no token from there yet."""
+        report = message.report
+        if report.reason not in _REFUSED:
+            self.reports.append(report)
+            self._observer.migrated(report)
+        if report.state != "committed":
+            return None
+        entry = self._table.entries.get(report.request_id)
+        if entry is None or entry.owner != report.source:
+            return None
+        entry.heir = report.destination
+        return entry
+
+    def _check(self, any_id: str, destination: str) -> tuple[Entry, str, str]:
+        """The request, who runs it and the destination's endpoint, if it may be moved there."""
+        if not self._enabled:
+            raise MigrationDisabled("migration is off: the server runs with --no-migration")
+        endpoint = self._fleet.endpoint(destination)
+        entry = self._table.find(any_id)
+        source = entry.heir or entry.owner
+        if source == destination:
+            raise SameInstance(f"request {any_id} runs on instance {destination} already")
+        if entry.destination is not None:
+            raise AlreadyMigrating(f"request {any_id} is being moved to {entry.destination}")
+        for instance in (source, destination):
+            if instance not in self._fleet.alive:
+                raise InstanceLost(f"instance {instance} is not connected")
+        return entry, source, endpoint
