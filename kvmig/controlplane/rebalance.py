@@ -101,7 +101,7 @@ def _pair(
     bounds = [room / (average + floor), one.load.running]
     draining = source.free == -math.inf
     if not draining:
-        bounds += [_level(source, destination, average), source.batch - 1]
+        bounds.append(_level(source, destination, average))
     moves = math.floor(min(bounds))
     if moves < 1:
         return None

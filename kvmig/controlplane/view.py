@@ -53,10 +53,6 @@ class ClusterView(msgspec.Struct, frozen=True):
         """Whether nothing was heard of it for so long that its load says little."""
         return one.reported_at is None or self.now - one.reported_at > self.stale_after_s
 
-    def healthy(self, one: InstanceView) -> bool:
-        """Whether it serves and was heard of lately."""
-        return one.state == "serving" and not self.stale(one)
-
 
 class _Entry:
     """What is known of one instance; `seq` -1: any report is news."""

@@ -1,0 +1,102 @@
+"""Virtual usage and freeness: the paper's section 4.4 with numbers."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.controlplane.freeness import (
+    batch_size,
+    free_blocks,
+    freeness,
+    instance_freeness,
+    slack,
+)
+from kvmig.controlplane.view import InstanceView
+from kvmig.controlplane.virtual_usage import Holding, virtual_blocks, virtual_usage
+from kvmig.engines.base import EngineLoad
+
+
+def test_each_rule_weighs_its_request() -> None:
+    held = [
+        Holding("running", 10),
+        Holding("running", 20, priority=-1),
+        Holding("running", 30, priority=-1),
+        Holding("head", 8),
+        Holding("behind", 5),
+        Holding("terminating"),
+    ]
+    assert virtual_usage(held) == [10, 20, 30, 8, 0, inf]
+    assert virtual_usage(held, {-1: 100.0}) == [10, 70, 80, 8, 0, inf]
+
+
+@given(
+    running=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 2)), max_size=8),
+    queue=st.lists(st.integers(1, 500), max_size=5),
+    headroom=st.dictionaries(st.integers(0, 2), st.integers(0, 999).map(float)),
+    terminating=st.booleans(),
+)
+def test_the_sum_over_requests_is_the_sum_from_the_engines_totals(
+    running: list[tuple[int, int]],
+    queue: list[int],
+    headroom: dict[int, float],
+    terminating: bool,
+) -> None:
+    held = [Holding("running", blocks, priority) for blocks, priority in running]
+    held += [Holding("behind" if place else "head", blocks) for place, blocks in enumerate(queue)]
+    held += [Holding("terminating")] * terminating
+    used = sum(blocks for blocks, _ in running)
+    load = EngineLoad(1000, used, len(running), len(queue), queue[0] if queue else 0, sum(queue))
+    kept = sum(headroom.get(priority, 0.0) for priority in {one for _, one in running})
+    total = virtual_blocks(load, terminating=terminating, headroom=kept)
+    assert total == pytest.approx(sum(virtual_usage(held, headroom)))
+
+
+@pytest.mark.parametrize(
+    ("free", "batch", "expected"),
+    [(851, 0, inf), (200, 40, 5), (0, 40, 0), (-80, 40, -2), (-inf, 0, -inf), (-inf, 3, -inf)],
+)
+def test_freeness_is_free_blocks_a_request(free: float, batch: int, expected: float) -> None:
+    assert freeness(free, batch) == expected
+
+
+def view(load: EngineLoad, **more: float) -> InstanceView:
+    return InstanceView(
+        instance="a",
+        endpoint="tcp://a",
+        load=load,
+        virtual_blocks=virtual_blocks(load),
+        state="serving",
+        pending_blocks=more.get("pending_blocks", 0.0),
+        pending_requests=int(more.get("pending_requests", 0)),
+    )
+
+
+def test_the_queue_counts_by_its_head_or_whole() -> None:
+    one = view(EngineLoad(100, 60, 4, 3, 8, 20))
+    assert (free_blocks(one, "head"), batch_size(one, "head")) == (32, 4)
+    assert (free_blocks(one, "all"), batch_size(one, "all")) == (20, 7)
+
+
+def test_what_is_on_its_way_counts() -> None:
+    one = view(EngineLoad(100, 60, 4, 0, 0, 0), pending_blocks=16, pending_requests=2)
+    assert (free_blocks(one), batch_size(one, "all")) == (24, 6)
+
+
+def test_an_idle_instance_is_infinitely_free_and_one_with_only_a_queue_is_not() -> None:
+    assert instance_freeness(view(EngineLoad(100, 0, 0, 0, 0, 0))) == inf
+    assert instance_freeness(view(EngineLoad(100, 0, 0, 2, 30, 50))) == 70
+
+
+@given(free=st.integers(-1000, 1000), batch=st.integers(1, 100), moved=st.integers(0, 100))
+def test_moving_a_request_away_never_lowers_slack(free: int, batch: int, moved: int) -> None:
+    assert slack(free + moved, batch - 1) >= slack(free, batch)
+    assert slack(free - moved, batch + 1) <= slack(free, batch)
+
+
+def test_of_two_overloaded_instances_the_one_missing_fewer_blocks_has_more_slack() -> None:
+    assert freeness(-3000, 500) > freeness(-300, 10)
+    assert slack(-3000, 500) < slack(-300, 10)

@@ -1,0 +1,90 @@
+"""Which request moves next."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.controlplane.messages import Pair
+from kvmig.controlplane.victims import VictimRule, next_victim
+from kvmig.engines.base import RequestState
+
+
+def request(
+    name: str, blocks: int = 4, *, priority: int = 0, output: int = 50, state: str = "running"
+) -> RequestState:
+    return RequestState(name, state, blocks * 16, output, blocks, priority)
+
+
+def pair(budget: float, room: float = 1000) -> Pair:
+    return Pair("b", "tcp://b", budget, room)
+
+
+def choose(
+    requests: list[RequestState],
+    order: Pair,
+    spent: float = 0,
+    migrating: tuple[str, ...] = (),
+    arrived: dict[str, float] | None = None,
+) -> str | None:
+    return next_victim(requests, order, spent, migrating, arrived or {}, now=100.0)
+
+
+def test_lower_priority_moves_first_then_the_shorter_sequence() -> None:
+    held = [request("long", 9), request("short", 2), request("low", 5, priority=3)]
+    assert choose(held, pair(10)) == "low"
+    assert choose(held[:2], pair(10)) == "short"
+
+
+def test_what_does_not_fit_the_rest_of_the_budget_stays() -> None:
+    held = [request("a", 4), request("low", 8, priority=1)]
+    assert choose(held, pair(10), spent=5) == "a"
+    assert choose(held, pair(10), spent=7) is None
+
+
+def test_a_large_request_moves_when_nothing_fits_the_budget() -> None:
+    held = [request("huge", 90), request("large", 40)]
+    assert choose(held, pair(10)) == "large"
+    assert choose(held, pair(10), spent=4) is None
+    assert choose(held, pair(10, room=39)) is None
+
+
+def test_no_budget_moves_nothing() -> None:
+    assert choose([request("a")], pair(0)) is None
+
+
+def test_a_request_that_moves_already_or_just_came_stays() -> None:
+    held = [request("a"), request("b"), request("c")]
+    assert choose(held, pair(10), migrating=("a",), arrived={"b": 99.0}) == "c"
+    assert choose(held, pair(10), arrived={"a": 98.0, "b": 99.0}) == "a"
+
+
+def test_a_request_in_prefill_in_the_queue_or_young_stays() -> None:
+    held = [
+        request("prefill", output=0),
+        request("young", output=15),
+        request("queued", state="waiting"),
+        request("leaving", state="suspended"),
+        request("empty", 0),
+    ]
+    assert choose(held, pair(10)) is None
+    rule = VictimRule(min_output_tokens=0)
+    assert next_victim(held, pair(10), 0, (), {}, 0.0, rule) == "prefill"
+
+
+@given(
+    sizes=st.lists(st.integers(1, 60), max_size=12),
+    budget=st.floats(0, 200),
+    room=st.floats(0, 100),
+)
+def test_a_round_moves_no_more_than_its_budget_or_one_large_request(
+    sizes: list[int], budget: float, room: float
+) -> None:
+    held = {str(i): request(str(i), size) for i, size in enumerate(sizes)}
+    order, moved = pair(budget, room), list[str]()
+    spent = 0.0
+    while victim := choose(list(held.values()), order, spent, tuple(moved)):
+        moved.append(victim)
+        spent += held[victim].blocks
+    assert len(set(moved)) == len(moved)
+    assert spent <= budget or (len(moved) == 1 and spent <= room)
