@@ -1,0 +1,197 @@
+"""Shared memory: both llumlets map one file in /dev/shm, and no byte travels.
+
+The file is one page of header, which starts with a random nonce, then the slots.
+The offer's token names the file and the nonce, so a destination that reads the
+same nonce sees the same memory; on another host, in another container or as
+another user it doesn't, and goes on to the next offer.
+
+The source holds a lock on its file for as long as it lives, so that a file whose
+owner was killed can be told from one in use (`sweep`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from kvmig.ground.errors import PeerError, TransportError
+from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.transports.base import Inbox, Staging, unmap
+
+NAME = "shm"
+FOLDER = Path("/dev/shm")
+PREFIX = "kvmig"
+NONCE_BYTES = 16
+FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
+"""Populate: no copy stops for a page fault."""
+
+
+class Token(msgspec.Struct, frozen=True):
+    """What the destination needs to find the memory and to know that it's the right one."""
+
+    file: str
+    nonce: str
+    slots: int
+    slot_bytes: int
+
+
+class ShmStaging(Staging):
+    """Slots in a file of this process's own, gone at `close`."""
+
+    transport = NAME
+
+    def __init__(
+        self, cluster: str, instance: str, slots: int, slot_bytes: int, folder: Path = FOLDER
+    ) -> None:
+        """Raises TransportError if the folder is missing, full or not writable."""
+        slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = mmap.PAGESIZE + slots * slot_bytes
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        try:
+            self._path, self._lock = _create(folder, cluster, instance)
+        except OSError as error:
+            raise TransportError(f"no shared memory in {folder}: {error.strerror}") from error
+        try:
+            # Takes the memory now: otherwise a full folder is a SIGBUS at the first copy.
+            os.posix_fallocate(self._lock, 0, size)
+            os.pwrite(self._lock, nonce, 0)
+            memory = mmap.mmap(self._lock, size, flags=FLAGS)
+        except OSError as error:
+            self._remove()
+            raise TransportError(
+                f"no {size} bytes of shared memory in {folder}: {error.strerror}"
+            ) from error
+        self._token = Token(self._path.name, nonce.hex(), slots, slot_bytes)
+        super().__init__(memory, slots, slot_bytes, mmap.PAGESIZE)
+
+    def offer(self) -> Offer:
+        """The file's name and nonce."""
+        return Offer(NAME, msgspec.json.encode(self._token).decode())
+
+    def payload(self, slot: int, nbytes: int) -> None:
+        """Nothing: the destination reads the slot itself."""
+
+    def close(self) -> None:
+        """Remove the file; memory that the destination still maps goes when it lets go."""
+        if not self._closed:
+            self._remove()
+        super().close()
+
+    def _remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+class ShmInbox(Inbox):
+    """The source's slots, mapped read-only."""
+
+    transport = NAME
+
+    def __init__(self, offer: Offer, folder: Path = FOLDER) -> None:
+        """Raises TransportError if this process can't see the source's memory."""
+        try:
+            self._token = msgspec.json.decode(offer.token, type=Token)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"not a token of shared memory: {error}") from error
+        self._memory, self._file = _open(self._token, folder)
+        self._closed = False
+
+    @property
+    def stale(self) -> bool:
+        """Whether the source has removed its file, or somebody did after its death."""
+        return self._closed or os.fstat(self._file).st_nlink == 0
+
+    def view(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
+        """The chunk in its slot."""
+        if self._closed:
+            raise TransportError("the source's shared memory was given up")
+        if payload is not None or not 0 <= chunk.slot < self._token.slots:
+            raise PeerError(f"chunk in slot {chunk.slot} of {self._token.slots} of shared memory")
+        if not 0 <= chunk.nbytes <= self._token.slot_bytes:
+            raise PeerError(f"{chunk.nbytes} bytes in a slot of {self._token.slot_bytes}")
+        start = mmap.PAGESIZE + chunk.slot * self._token.slot_bytes
+        return memoryview(self._memory)[start : start + chunk.nbytes]
+
+    def close(self) -> None:
+        """Unmap."""
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self._file)
+        unmap(self._memory)
+
+
+def sweep(cluster: str | None = None, folder: Path = FOLDER) -> list[str]:
+    """Remove this user's files of `cluster`, or all whose owner is dead; returns their names.
+
+    The first is for a launcher whose llumlets have ended, the second for one that starts.
+    """
+    removed: list[str] = []
+    pattern = f"{PREFIX}-*" if cluster is None else f"{PREFIX}-{_checked(cluster)}-*"
+    for path in sorted(folder.glob(pattern)):
+        # Another process may remove it first, and a file of another user is not ours to touch.
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(file).st_uid == os.geteuid() and (cluster or _lock(file)):
+                    path.unlink()
+                    removed.append(path.name)
+            finally:
+                os.close(file)
+    return removed
+
+
+def _create(folder: Path, cluster: str, instance: str) -> tuple[Path, int]:
+    """A new, locked file that only this user can open."""
+    stem = f"{PREFIX}-{_checked(cluster)}-{re.sub('[^A-Za-z0-9_.-]', '_', instance)}"
+    while True:
+        path = folder / f"{stem}-{secrets.token_hex(8)}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if _lock(file) and os.fstat(file).st_nlink:
+            return path, file
+        os.close(file)  # a sweep came between the two lines
+
+
+def _open(token: Token, folder: Path) -> tuple[mmap.mmap, int]:
+    """The source's memory and its file, if it is what the token says."""
+    if not re.fullmatch(rf"{PREFIX}-[A-Za-z0-9_.-]+", token.file):
+        raise TransportError(f"{token.file!r} is no name of a staging file")
+    size = mmap.PAGESIZE + token.slots * token.slot_bytes
+    try:
+        file = os.open(folder / token.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(f"can't see {token.file}: {error.strerror}") from error
+    try:
+        same = os.pread(file, NONCE_BYTES, 0).hex() == token.nonce
+        if not same or os.fstat(file).st_size != size:
+            raise TransportError(f"{token.file} is not the source's memory")
+        return mmap.mmap(file, size, flags=FLAGS, prot=mmap.PROT_READ), file
+    except OSError as error:
+        os.close(file)
+        raise TransportError(f"can't map {token.file}: {error.strerror}") from error
+    except TransportError:
+        os.close(file)
+        raise
+
+
+def _lock(file: int) -> bool:
+    """Lock the file for as long as it is open; False if another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _checked(cluster: str) -> str:
+    """Without a dash, so that no cluster's files look like those of another."""
+    if not re.fullmatch("[A-Za-z0-9_.]+", cluster):
+        raise ValueError(f"cluster id {cluster!r} may hold letters, digits, _ and . only")
+    return cluster

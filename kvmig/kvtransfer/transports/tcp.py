@@ -1,0 +1,47 @@
+"""TCP: a chunk's bytes are a frame of its message, on the migration's own (CURVE) socket."""
+
+from __future__ import annotations
+
+import mmap
+
+from kvmig.ground.errors import PeerError
+from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
+from kvmig.kvtransfer.transports.base import Inbox, Staging
+
+NAME = "tcp"
+
+
+class TcpStaging(Staging):
+    """Slots in private memory, which costs nothing until it is used."""
+
+    transport = NAME
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        super().__init__(mmap.mmap(-1, slots * slot_bytes), slots, slot_bytes)
+
+    def offer(self) -> Offer:
+        """Nothing to try: who got the offer has the socket."""
+        return Offer(NAME)
+
+    def payload(self, slot: int, nbytes: int) -> memoryview:
+        """The slot's first bytes; the socket may read them until the chunk is done."""
+        return self.buffer(slot)[:nbytes]
+
+
+class TcpInbox(Inbox):
+    """Takes the bytes from the message."""
+
+    transport = NAME
+    stale = False
+
+    def view(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
+        """The payload."""
+        if payload is None or chunk.slot != PAYLOAD_SLOT:
+            raise PeerError("chunk without its bytes")
+        data = memoryview(payload).toreadonly()
+        if data.nbytes != chunk.nbytes:
+            raise PeerError(f"chunk of {chunk.nbytes} bytes came with {data.nbytes}")
+        return data
+
+    def close(self) -> None:
+        """Nothing to free."""

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.ground.errors import ConfigError
+from kvmig.kvtransfer.chunks import ChunkSizer, cut
+
+MS = st.floats(min_value=1e-6, max_value=1e6)
+COPIES = st.lists(st.tuples(st.integers(0, 1 << 40), MS), max_size=20)
+
+
+def test_a_block_that_no_slot_holds_is_refused_with_the_flag_to_change() -> None:
+    with pytest.raises(ConfigError, match=r"--chunk-bytes is 4096.*is 4097"):
+        ChunkSizer(4097, 4096, 2.0)
+
+
+def test_the_first_chunk_is_one_block_since_nothing_was_measured() -> None:
+    assert ChunkSizer(100, 1000, 2.0).blocks() == 1
+
+
+def test_a_fast_copy_fills_the_slot() -> None:
+    sizer = ChunkSizer(100, 1050, 2.0)
+    sizer.observe(100, 0.001)
+    assert sizer.blocks() == 10
+
+
+def test_a_slow_copy_shrinks_the_chunk_to_what_fits_the_time() -> None:
+    sizer = ChunkSizer(100, 1000, 2.0)
+    sizer.observe(1000, 10.0)
+    assert sizer.blocks() == 2
+
+
+def test_one_slow_copy_among_fast_ones_counts_by_its_weight() -> None:
+    sizer = ChunkSizer(100, 100_000, 1.0)
+    sizer.observe(1000, 1.0)
+    sizer.observe(200, 1.0)
+    assert sizer.blocks() == 8
+
+
+def test_a_copy_without_time_or_bytes_tells_nothing() -> None:
+    sizer = ChunkSizer(100, 1000, 2.0)
+    sizer.observe(100, 0.0)
+    sizer.observe(0, 1.0)
+    assert sizer.blocks() == 1
+
+
+@given(COPIES, st.integers(1, 1 << 20), st.integers(1, 64), MS)
+def test_a_chunk_has_a_block_and_fits_its_slot(
+    copies: list[tuple[int, float]], block_bytes: int, most: int, chunk_ms: float
+) -> None:
+    sizer = ChunkSizer(block_bytes, block_bytes * most, chunk_ms)
+    for nbytes, ms in copies:
+        sizer.observe(nbytes, ms)
+        assert 1 <= sizer.blocks() <= most
+
+
+@given(st.lists(st.integers(0, 1000), max_size=50), COPIES)
+def test_chunks_put_together_are_the_blocks(
+    ids: list[int], copies: list[tuple[int, float]]
+) -> None:
+    sizer = ChunkSizer(8, 64, 2.0)
+    joined: list[int] = []
+    for first, chunk in cut(ids, sizer):
+        assert first == len(joined)
+        joined.extend(chunk)
+        if copies:
+            sizer.observe(*copies.pop())
+    assert joined == ids
