@@ -1,0 +1,210 @@
+"""A llumlet without an engine: a real control socket, and outputs as the test wants them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvmig.controlplane.messages import (
+    ClusterMessage,
+    LoadReport,
+    Migrate,
+    Migrated,
+    Outputs,
+    Span,
+    Welcome,
+)
+from kvmig.engines.base import EngineLoad
+from kvmig.gateway.ports import Batch, Item
+from kvmig.gateway.router import Router
+from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.config import ClusterConfig
+from kvmig.kvtransfer.link import Server
+from kvmig.kvtransfer.messages import PROTOCOL, Hello, Message
+from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
+
+SECRET = b"a secret of the cluster"
+LOAD = EngineLoad(100, 10, 1, 0, 0, 0)
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """What a step gave a request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finished: bool = False
+
+
+def decode(payload: Sequence[memoryview]) -> Batch:
+    """The decoder of `FakeLlumlet.step`; the meta is the frame that names the step."""
+    items = msgspec.msgpack.decode(payload[0], type=list[Tokens])
+    return Batch(items, bytes(payload[1]))
+
+
+def report(
+    request_id: str = "r", source: str = "0", destination: str = "1", reason: str = ""
+) -> MigrationReport:
+    return MigrationReport(
+        id="m1",
+        request_id=request_id,
+        source=source,
+        destination=destination,
+        state="aborted" if reason else "committed",
+        reason=reason,
+        stages=[StageReport(3, 3000, 1.5)],
+        bytes=4000,
+        downtime_ms=None if reason else Downtime(1.0, 2.0, 3.0, 4.0),
+    )
+
+
+class FakeLlumlet:
+    """Answers Hello; everything else as `on` says. `heard`: all messages but Hello."""
+
+    def __init__(self, instance: str) -> None:
+        self.instance = instance
+        self.server = Server(SECRET, "llumlet", instance, ClusterMessage)
+        self.endpoint = self.server.endpoint
+        self.heard: asyncio.Queue[Message] = asyncio.Queue()
+        self.on: dict[type[Message], Callable[[Message], Message | None]] = {}
+        self.payload: list[bytes] = []
+        """Of the last message that had one; also of the answers."""
+        self._gateway = b""
+        self._seq = 0
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            sender, message, payload = await self.server.recv()
+            self.payload = [bytes(frame) for frame in payload] or self.payload
+            if isinstance(message, Hello):
+                self._gateway = sender
+                self.send(Welcome(PROTOCOL, self.instance, b"engine"))
+                self.report()
+                continue
+            answer = self.on[type(message)](message) if type(message) in self.on else None
+            if answer is not None:
+                self.send(answer, self.payload)
+            self.heard.put_nowait(message)
+
+    def send(self, message: Message, payload: Sequence[bytes] = ()) -> None:
+        self.server.send(self._gateway, message, payload)
+
+    def report(self, load: EngineLoad = LOAD, state: str = "serving") -> None:
+        self._seq += 1
+        self.send(LoadReport(self.instance, self._seq, load, load.used_blocks, 0, 0, state))
+
+    def step(self, *spans: tuple[str, int, int, list[int]], last: Sequence[str] = ()) -> None:
+        """Outputs: (request, epoch, start, tokens) each; `last`: requests that end."""
+        items = [Tokens(rid, given, rid in last) for rid, _, _, given in spans]
+        self.send(
+            Outputs([Span(rid, epoch, start) for rid, epoch, start, _ in spans]),
+            [msgspec.msgpack.encode(items), f"step of {self.instance}".encode()],
+        )
+
+    def moves(self, reason: str = "") -> None:
+        """Answer Migrate with a report."""
+
+        def answer(message: Message) -> Message:
+            assert isinstance(message, Migrate)
+            told = report(message.request_id, self.instance, message.destination, reason)
+            return Migrated(message.call_id, told)
+
+        self.on[Migrate] = answer
+
+    async def hear(self) -> Message:
+        """The next message."""
+        async with asyncio.timeout(5):
+            return await self.heard.get()
+
+    async def close(self) -> None:
+        """As if the process had died."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self.server.close()
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    """Wait for what nothing tells of."""
+    for _ in range(500):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came to that")
+
+
+@dataclass
+class Front:
+    """A `Sink` that keeps what it gets: tokens by request, and where each came from."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    places: dict[str, list[int]] = field(default_factory=dict)
+    metas: list[object] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+        for item in items:
+            self.tokens.setdefault(item.request_id, []).extend(item.new_token_ids)
+            self.places.setdefault(item.request_id, []).extend([index] * len(item.new_token_ids))
+        if meta is not None:
+            self.metas.append(meta)
+        self.changed.set()
+
+    def fail(self, request_ids: Sequence[str], reason: str) -> None:
+        self.failed.update(dict.fromkeys(request_ids, reason))
+        self.changed.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@dataclass
+class Cluster:
+    """A router on two fake llumlets, "0" and "1"."""
+
+    router: Router
+    front: Front
+    llumlets: list[FakeLlumlet]
+
+    def state(self, llumlet: FakeLlumlet) -> str:
+        """What the router knows of an instance."""
+        return {row.id: row.state for row in self.router.instances()}[llumlet.instance]
+
+    async def submit(self, request_id: str = "r", external_id: str = "cmpl-x-0") -> FakeLlumlet:
+        """Submit a request and return the llumlet that got it."""
+        place = await self.router.submit(request_id, external_id, 20, 0, [b"payload"])
+        llumlet = self.llumlets[int(place)]
+        await llumlet.hear()
+        return llumlet
+
+
+@asynccontextmanager
+async def cluster(
+    config: ClusterConfig | None = None,
+    *,
+    clock: Clock = monotonic,
+    lost_after_s: float = 10.0,
+    fence_timeout_s: float = 0.1,
+) -> AsyncIterator[Cluster]:
+    """Two instances that are alive; everything is closed at the end."""
+    front = Front()
+    llumlets = [FakeLlumlet("0"), FakeLlumlet("1")]
+    router = Router(
+        "front", SECRET, config or ClusterConfig(), front, decode,
+        clock=clock, lost_after_s=lost_after_s, fence_timeout_s=fence_timeout_s,
+    )  # fmt: skip
+    try:
+        for llumlet in llumlets:
+            await router.add_instance(llumlet.instance, llumlet.endpoint)
+        yield Cluster(router, front, llumlets)
+    finally:
+        await router.close()
+        for llumlet in llumlets:
+            await llumlet.close()

@@ -1,0 +1,202 @@
+"""The admin API over a router on llumlets without engines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from kvmig.engines.base import EngineLoad
+from kvmig.gateway.admin import admin_api
+from kvmig.ground.config import ClusterConfig, SchedulerConfig
+from tests.fake_llumlet import Cluster, cluster, eventually
+
+
+@asynccontextmanager
+async def served(
+    config: ClusterConfig | None = None, *keys: str
+) -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
+    async with cluster(config) as it:
+        app = FastAPI()
+        app.include_router(admin_api(it.router, "the model", keys))
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test/kvmig/v1"
+        ) as client:
+            yield it, client
+
+
+async def move(client: httpx.AsyncClient, request_id: str, destination: str) -> httpx.Response:
+    body = {"request_id": request_id, "destination": destination}
+    return await client.post("/migrations", json=body)
+
+
+def problem(answer: httpx.Response) -> tuple[int, dict[str, Any]]:
+    """Status and error, whose shape is checked."""
+    body = answer.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == answer.status_code
+    return answer.status_code, body["error"]
+
+
+async def test_instances_are_listed_and_infinite_freeness_is_null() -> None:
+    async with served() as (it, client):
+        it.llumlets[1].report(EngineLoad(100, 0, 0, 0, 0, 0))
+        await eventually(lambda: it.router.instances()[1].freeness == math.inf)
+        await eventually(lambda: it.router.instances()[0].freeness == 90.0)
+        rows = (await client.get("/instances")).json()["data"]
+        first, second = rows
+        assert first == {
+            "id": "0", "index": 0, "state": "serving", "model": "the model",
+            "endpoint": it.llumlets[0].endpoint, "blocks_total": 100, "blocks_used": 10,
+            "running": 1, "waiting": 0, "freeness": 90.0, "migrations_in": 0, "migrations_out": 0,
+        }  # fmt: skip
+        assert second["freeness"] is None
+
+
+async def test_requests_are_listed_before_any_instance_tells_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvmig.gateway.router.LIST_TIMEOUT_S", 0.05)
+    async with served() as (it, client):
+        a = await it.submit("cmpl-x-0-12345678", "cmpl-x-0")
+        (row,) = (await client.get("/requests")).json()["data"]
+        assert row == {
+            "id": "cmpl-x-0-12345678", "call_id": "x", "instance": a.instance,
+            "state": "submitted", "tokens": 20, "output_tokens": 0, "blocks": 0, "priority": 0,
+            "migrating_to": None,
+        }  # fmt: skip
+
+
+async def test_a_migration_answers_with_its_report_and_is_listed() -> None:
+    async with served() as (it, client):
+        a = await it.submit("cmpl-x-0-12345678", "cmpl-x-0")
+        b = next(one for one in it.llumlets if one is not a)
+        a.moves("no_blocks")
+        aborted = await move(client, "x", b.instance)
+        a.moves()
+        committed = await move(client, "x", b.instance)
+        assert (aborted.status_code, committed.status_code) == (200, 200)
+        assert (aborted.json()["state"], aborted.json()["reason"]) == ("aborted", "no_blocks")
+        assert aborted.json()["downtime_ms"] is None
+        told = committed.json()
+        assert (told["state"], told["source"], told["destination"]) == (
+            "committed", a.instance, b.instance,
+        )  # fmt: skip
+        assert told["stages"] == [{"blocks": 3, "bytes": 3000, "ms": 1.5}]
+        assert told["downtime_ms"] == {
+            "drain": 1.0, "tail_copy": 2.0, "commit": 3.0, "first_token": 4.0,
+        }  # fmt: skip
+        listed = (await client.get("/migrations")).json()
+        assert listed == {"object": "list", "data": [told, aborted.json()]}
+        assert (await client.get("/migrations?limit=1")).json()["data"] == [told]
+
+
+async def test_what_cannot_begin_is_404_or_409_and_names_what_is_wrong() -> None:
+    async with served() as (it, client):
+        a = await it.submit("0_cmpl-x-0-12345678", "cmpl-x-0")
+        b = next(one for one in it.llumlets if one is not a).instance
+        status, error = problem(await move(client, "nobody", b))
+        assert (status, error["type"], error["param"]) == (404, "NotFoundError", "request_id")
+        status, error = problem(await move(client, "x", "9"))
+        assert (status, error["type"], error["param"]) == (404, "NotFoundError", "destination")
+        assert error["message"] == "there is no instance 9, only 0, 1"
+        status, error = problem(await move(client, "x", a.instance))
+        assert (status, error["type"], error["param"]) == (409, "ConflictError", "destination")
+        await it.submit("1_cmpl-x-0-12345678", "cmpl-x-0")
+        status, error = problem(await move(client, "x", b))
+        assert (status, error["param"]) == (409, "request_id")
+        assert "0_cmpl-x-0-12345678, 1_cmpl-x-0-12345678" in error["message"]
+        a.moves("already_migrating")
+        assert problem(await move(client, "0_cmpl-x-0-12345678", b))[0] == 409
+        await it.router.abort(["0_cmpl-x-0-12345678", "1_cmpl-x-0-12345678"])
+        status, error = problem(await move(client, "x", b))
+        assert (status, error["message"]) == (409, "request x has finished")
+
+
+async def test_a_lost_instance_is_503() -> None:
+    async with served() as (it, client):
+        a = await it.submit()
+        b = next(one for one in it.llumlets if one is not a)
+        await it.router.remove_instance(b.instance)
+        assert problem(await move(client, "r", b.instance))[0] == 404
+        assert not it.front.failed
+        a_instance = a.instance
+        await a.close()
+        await it.front.until(lambda: "r" in it.front.failed)
+        rows = (await client.get("/instances")).json()["data"]
+        assert [(row["id"], row["state"]) for row in rows] == [(a_instance, "lost")]
+
+
+async def test_with_migration_off_it_is_409() -> None:
+    config = ClusterConfig(scheduler=SchedulerConfig(migration=False))
+    async with served(config) as (it, client):
+        await it.submit()
+        assert problem(await move(client, "r", "1"))[0] == 409
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        (b"{", None, "the body is not JSON"),
+        (b"", None, "the body is missing, needed are request_id, destination"),
+        (b"[]", None, "the body is []"),
+        (b'{"request_id": "r"}', "destination", "destination is missing, needed are request_id"),
+        (
+            b'{"request_id": 5, "destination": "1"}',
+            "request_id",
+            "request_id is 5: Input should be a valid string",
+        ),
+        (b'{"request_id": "", "destination": "1"}', "request_id", "request_id is '': String"),
+        (
+            b'{"request_id": "r", "destination": "1", "force": true}',
+            "force",
+            "there is no field force, allowed are request_id, destination",
+        ),
+    ],
+)
+async def test_a_bad_body_is_400_and_names_the_field(
+    body: bytes, param: str | None, words: str
+) -> None:
+    async with served() as (_, client):
+        headers = {"content-type": "application/json"}
+        status, error = problem(await client.post("/migrations", content=body, headers=headers))
+        assert (status, error["type"], error["param"]) == (400, "BadRequestError", param)
+        assert words in error["message"]
+
+
+async def test_a_bad_limit_is_400() -> None:
+    async with served() as (_, client):
+        status, error = problem(await client.get("/migrations?limit=0"))
+        assert (status, error["param"]) == (400, "limit")
+        assert "'0'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [(None, 401), ("Bearer wrong", 401), ("Basic one", 401), ("Bearer one", 200)],
+)
+async def test_a_key_is_asked_for_where_there_is_one(header: str | None, status: int) -> None:
+    async with served(None, "one", "two") as (_, client):
+        headers = {} if header is None else {"authorization": header}
+        answer = await client.get("/instances", headers=headers)
+        assert answer.status_code == status
+        if status == 401:
+            assert problem(answer)[1]["type"] == "AuthenticationError"
+
+
+async def test_the_api_is_documented() -> None:
+    async with served() as (_, client):
+        schema = (await client.get("http://test/openapi.json")).json()
+        post = schema["paths"]["/kvmig/v1/migrations"]["post"]
+        assert {"200", "400", "404", "409"} <= post["responses"].keys()
+        assert "MigrationBody" in str(post["requestBody"])
+        assert {"Migration", "Instance", "Request", "ErrorBody"} <= schema["components"][
+            "schemas"
+        ].keys()

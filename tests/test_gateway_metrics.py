@@ -1,0 +1,65 @@
+"""What /metrics says."""
+
+from __future__ import annotations
+
+import math
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvmig.gateway.inventory import InstanceRow
+from kvmig.gateway.metrics import InstanceCollector, Metrics, with_instances
+from tests.fake_llumlet import report
+
+
+def test_migrations_are_counted_by_outcome_and_reason() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    metrics.migrated(report())
+    metrics.migrated(report(reason="no_blocks"))
+    for outcome, reason in (("committed", ""), ("aborted", "no_blocks")):
+        labels = {"outcome": outcome, "reason": reason, "source": "0", "destination": "1"}
+        assert registry.get_sample_value("kvmig_migrations_total", labels) == 1
+    assert registry.get_sample_value("kvmig_migration_bytes_total") == 8000
+    assert registry.get_sample_value("kvmig_migration_downtime_seconds_count") == 1
+    assert registry.get_sample_value("kvmig_migration_downtime_seconds_sum") == 0.01
+
+
+def test_only_gaps_between_two_tokens_are_observed() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    metrics.switched(None)
+    metrics.switched(0.25)
+    assert registry.get_sample_value("kvmig_client_gap_seconds_count") == 1
+    assert registry.get_sample_value("kvmig_client_gap_seconds_sum") == 0.25
+
+
+def test_instances_are_read_when_scraped() -> None:
+    row = InstanceRow("a", 0, "serving", "tcp://x", 100, 60, 2, 3, math.inf, 0, 1)
+    rows: list[InstanceRow] = []
+    registry = CollectorRegistry()
+    registry.register(InstanceCollector(lambda: rows))
+    rows.append(row)
+    for name, value in (
+        ("freeness", math.inf), ("blocks_used", 60), ("blocks_total", 100),
+        ("running", 2), ("waiting", 3),
+    ):  # fmt: skip
+        assert registry.get_sample_value(f"kvmig_instance_{name}", {"instance": "a"}) == value
+
+
+def test_vllms_metrics_get_the_instance_and_others_stay_as_they_are() -> None:
+    source = CollectorRegistry()
+    labels = ("model_name", "engine")
+    Gauge("vllm:running", "", labels, registry=source).labels("m", "1").set(5)
+    Gauge("vllm:unknown", "", labels, registry=source).labels("m", "9").set(5)
+    Counter("vllm:tokens", "", labels, registry=source).labels("m", "0").inc(7)
+    Histogram("vllm:ttft", "", labels, registry=source, buckets=(1,)).labels("m", "0").observe(0.5)
+    Gauge("other", "", ("engine",), registry=source).labels("0").set(1)
+    shown = generate_latest(with_instances(source, lambda: {0: "a", 1: "b"})).decode()
+    for line in (
+        'vllm:running{engine="1",instance="b",model_name="m"} 5.0',
+        'vllm:unknown{engine="9",model_name="m"} 5.0',
+        'vllm:tokens_total{engine="0",instance="a",model_name="m"} 7.0',
+        'vllm:ttft_bucket{engine="0",instance="a",le="1.0",model_name="m"} 1.0',
+        'other{engine="0"} 1.0',
+    ):
+        assert line in shown

@@ -1,0 +1,119 @@
+"""The table of live requests, and questions to instances."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvmig.controlplane.messages import Fenced, Resolved
+from kvmig.gateway import requests
+from kvmig.gateway.calls import Calls
+from kvmig.gateway.errors import (
+    AmbiguousRequest,
+    CallTimeout,
+    InstanceLost,
+    RequestFinished,
+    UnknownRequest,
+)
+from kvmig.gateway.requests import Entry, RequestTable, call_of
+from kvmig.gateway.splice import Splicer
+from kvmig.ground.errors import PeerError
+
+
+def entry(request_id: str, external_id: str) -> Entry:
+    return Entry(
+        request_id, external_id, call_of(external_id), Splicer("0"), 10, 0, [b"payload"], 0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("external", "call"),
+    [
+        ("cmpl-X-0", "X"),
+        ("cmpl-a-b-1-12", "a-b-1"),
+        ("chatcmpl-X", "X"),
+        ("chatcmpl-a-0", "a-0"),
+        ("warm-up", "warm-up"),
+    ],
+)
+def test_the_call_is_read_from_the_engines_id(external: str, call: str) -> None:
+    assert call_of(external) == call
+
+
+def test_a_request_is_found_by_its_own_id_its_external_one_and_its_calls() -> None:
+    table = RequestTable()
+    one = entry("chatcmpl-X-12345678", "chatcmpl-X")
+    table.add(one)
+    assert [table.find(name) for name in ("chatcmpl-X-12345678", "chatcmpl-X", "X")] == [one] * 3
+
+
+def test_two_live_calls_of_one_id_are_ambiguous_until_one_ends() -> None:
+    table = RequestTable()
+    table.add(entry("cmpl-X-0-11111111", "cmpl-X-0"))
+    table.add(entry("cmpl-X-0-22222222", "cmpl-X-0"))
+    with pytest.raises(AmbiguousRequest, match="cmpl-X-0-11111111, cmpl-X-0-22222222"):
+        table.find("X")
+    table.remove("cmpl-X-0-11111111")
+    assert table.find("X").request_id == "cmpl-X-0-22222222"
+
+
+def test_an_ended_request_is_told_from_an_unknown_one() -> None:
+    table = RequestTable()
+    table.add(entry("cmpl-X-0-11111111", "cmpl-X-0"))
+    assert table.remove("cmpl-X-0-11111111") is not None
+    assert table.remove("cmpl-X-0-11111111") is None
+    assert len(table) == 0
+    for name in ("cmpl-X-0-11111111", "cmpl-X-0", "X"):
+        with pytest.raises(RequestFinished):
+            table.find(name)
+    with pytest.raises(UnknownRequest, match="there is no request Y"):
+        table.find("Y")
+
+
+def test_ended_requests_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "REMEMBERED", 2)
+    table = RequestTable()
+    for name in ("a", "b", "c"):
+        table.add(entry(name, name))
+        table.remove(name)
+    with pytest.raises(UnknownRequest):
+        table.find("a")
+    with pytest.raises(RequestFinished):
+        table.find("c")
+
+
+def test_an_id_cannot_be_used_twice_at_once() -> None:
+    table = RequestTable()
+    table.add(entry("a", "a"))
+    with pytest.raises(ValueError, match="a is running already"):
+        table.add(entry("a", "a"))
+
+
+async def test_an_answer_reaches_who_asked() -> None:
+    calls = Calls()
+
+    def answer(call_id: int) -> None:
+        calls.answer(call_id + 1, Fenced(call_id + 1, committed=False), [])  # nobody's
+        calls.answer(call_id, Fenced(call_id, committed=True), [memoryview(b"x")])
+        calls.answer(call_id, Fenced(call_id, committed=False), [])  # too late
+
+    message, payload = await calls.ask("0", answer, Fenced, 1.0, "Fence")
+    assert message.committed
+    assert [bytes(frame) for frame in payload] == [b"x"]
+    assert len(calls) == 0
+
+
+async def test_a_question_ends_with_its_time_its_instance_or_a_wrong_answer() -> None:
+    calls = Calls()
+    with pytest.raises(CallTimeout, match="instance 0 did not answer Fence within 0 s"):
+        await calls.ask("0", lambda _: None, Fenced, 0.0, "Fence")
+    with pytest.raises(PeerError, match="0 answered Fence with Resolved"):
+        await calls.ask("0", lambda n: calls.answer(n, Resolved("", True), []), Fenced, 1, "Fence")
+    lost = asyncio.ensure_future(calls.ask("0", lambda _: None, Fenced, 1.0, "Fence"))
+    await asyncio.sleep(0)
+    calls.lost("1", "another one")
+    calls.lost("0", "instance 0 is lost")
+    with pytest.raises(InstanceLost, match="instance 0 is lost"):
+        await lost
+    assert len(calls) == 0
