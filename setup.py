@@ -33,6 +33,11 @@ class BuildKernels(build_ext):
         except KernelUnavailable as error:
             raise CompileError(str(error)) from error
 
+    def copy_extensions_to_source(self) -> None:
+        """An editable install puts the library beside the sources, where git keeps no folder."""
+        Path("kvmig/kernels/_lib").mkdir(exist_ok=True)
+        super().copy_extensions_to_source()
+
 
 class Wheel(bdist_wheel):
     """One wheel serves every Python 3 on the platform."""

@@ -85,13 +85,13 @@ def works(python: Path) -> bool:
 
 
 def reason(log: str) -> str:
-    """The line of pip's output that says what went wrong, or the last one."""
+    """The first line of a step's output that says what went wrong, or the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     if any("No space left on device" in line for line in lines):
         return "no space left on device"
-    errors = [line for line in lines if line.lower().startswith("error:")]
-    found = (errors or lines or ["no output"])[-1 if not errors else 0]
-    return found[len("error:") :].strip() if errors else found
+    errors = [line[len("error:") :].strip() for line in lines if line.lower().startswith("error:")]
+    telling = [error for error in errors if error != "subprocess-exited-with-error"]
+    return (telling or errors or lines[-1:] or ["no output"])[0]
 
 
 class Setup:

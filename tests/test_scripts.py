@@ -147,6 +147,7 @@ def test_a_full_disk_is_seen_before_anything_is_made(
     [
         ("note\nERROR: No matching distribution found for x\nhint", "No matching distribution"),
         ("ERROR: Could not install\nOSError: [Errno 28] No space left on device", "no space left"),
+        ("error: subprocess-exited-with-error\n  error: no compiler", "no compiler"),
         ("", "no output"),
         ("killed", "killed"),
     ],
