@@ -130,7 +130,7 @@ class DestinationMachine(Machine):
         self._stage = 0
         self._hit = 0
         self._transport = ""
-        self._holds = False
+        self._opened = False
         self._answer: Message = Aborted(mid)
         """What a repeated Reserve or Commit gets once the machine has ended."""
         self.received = 0
@@ -173,25 +173,26 @@ class DestinationMachine(Machine):
 
     def abort(self) -> list[Action]:
         """The source gives up; too late after a commit."""
+        was = self.state
         self.go(E.ABORT)
         if self.committed_here:
             return [Answer(self._answer)]
         self._answer = Refused(self.key, "superseded", "aborted before")
-        return [*self._free(), Answer(Aborted(self.key))]
+        return [*_free(was), Answer(Aborted(self.key))]
 
     def fence(self) -> list[Action]:
         """The arbiter asks: committed or never. Afterwards `committed_here` is final."""
         was = self.state
         self.go(E.FENCE)
-        return [] if was is self.state else [*self._free(), *self._refuse("superseded", "fenced")]
+        return [] if was is self.state else [*_free(was), *self._refuse("superseded", "fenced")]
 
     # -- results and what else happens here
 
     def reserved(self, hit_blocks: int = 0, transport: str = "") -> list[Action]:
         """The engine holds the blocks; the arguments count when it is the first stage."""
         self.go(E.RESERVED)
-        if not self._holds:
-            self._holds = True
+        if not self._opened:
+            self._opened = True
             self._hit = self.received = hit_blocks
             self._transport = transport
         return [Answer(Reserved(self.key, self._stage, self._hit, self._transport))]
@@ -205,29 +206,26 @@ class DestinationMachine(Machine):
     def committed(self, ms: float) -> list[Action]:
         """The engine has the request in its queue: this is never undone."""
         self.go(E.COMMITTED)
-        self._holds = False
         self._answer = Committed(self.key, ms)
         return [Answer(self._answer)]
 
     def failed(self, reason: str, detail: str = "") -> list[Action]:
         """The engine can't, or what came in can't be used."""
+        was = self.state
         self.go(E.FAILED)
-        return [*self._free(), *self._refuse(reason, detail)]
+        return [*_free(was), *self._refuse(reason, detail)]
 
     def cancel(self, reason: str) -> list[Action]:
         """Give up, if it isn't too late for that: the request may be committed."""
         was = self.state
         self.go(E.CANCEL)
-        if was is self.state:
-            return []
-        # While reserving the engine may hold blocks that it has not told of yet.
-        self._holds = self._holds or was is S.RESERVING
-        return [*self._free(), *self._refuse(reason)]
-
-    def _free(self) -> list[Action]:
-        held, self._holds = self._holds, False
-        return [FreeBlocks()] if held else []
+        return [] if was is self.state else [*_free(was), *self._refuse(reason)]
 
     def _refuse(self, reason: str, detail: str = "") -> list[Action]:
         self._answer = Refused(self.key, reason, detail)
         return [Answer(self._answer)]
+
+
+def _free(was: StrEnum) -> list[Action]:
+    """In any state between, the engine may hold blocks; it ignores a request that it hasn't."""
+    return [] if was is S.NEW else [FreeBlocks()]

@@ -123,7 +123,7 @@ class AskArbiter:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Put the request back into the batch."""
+    """Leave the request to the engine again: back into the batch, if it was out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,6 @@ class SourceMachine(Machine):
         self._max_stages = max_stages
         self._commits = 0
         self._plan = Stage([], 0)
-        self._suspended = False
         self.stage = 0
         """The stage of the last Reserve."""
         self.sent = 0
@@ -192,6 +191,15 @@ class SourceMachine(Machine):
         """Why the client's side gave up, if it did."""
         self.reason = ""
         self.detail = ""
+
+    def expects(self, stage: int) -> bool:
+        """Whether a Reserved for `stage` is what the machine waits for."""
+        return E.RESERVED in self.table[self.state] and stage == self.stage
+
+    @property
+    def beyond(self) -> bool:
+        """Past the point of no return, and not decided."""
+        return self.state in (S.COMMITTING, S.RESOLVING)
 
     def start(self) -> list[Action]:
         """The first action; not an event."""
@@ -230,7 +238,6 @@ class SourceMachine(Machine):
     def suspended(self, tail: Tail) -> list[Action]:
         """The request runs nowhere from here on."""
         self.go(E.SUSPENDED)
-        self._suspended = True
         return [SendTail(self.sent, tail)]
 
     def commit_sent(self) -> list[Action]:
@@ -247,12 +254,12 @@ class SourceMachine(Machine):
     def refused(self, reason: str, detail: str = "") -> list[Action]:
         """The destination holds nothing and never will: Refused or Aborted."""
         self.go(E.REFUSED)
-        return self._kept(reason, detail, tell=False)
+        return self._kept(reason, detail)
 
     def failed(self, reason: str, detail: str = "") -> list[Action]:
         """Something went wrong at this side."""
         self.go(E.FAILED)
-        return self._kept(reason, detail, tell=True)
+        return [*self._kept(reason, detail), SendAbort(reason)]
 
     def cancel(self, reason: str) -> list[Action]:
         """Give up, if it isn't too late for that."""
@@ -260,7 +267,7 @@ class SourceMachine(Machine):
         self.cancelled = self.cancelled or reason
         if self.state is not S.ABORTED:
             return []
-        return self._kept(reason, "", tell=True)
+        return [*self._kept(reason), SendAbort(reason)]
 
     def unanswered(self) -> list[Action]:
         """No answer came in time to what was sent last after the point of no return."""
@@ -278,7 +285,9 @@ class SourceMachine(Machine):
     def resolved(self, moved: bool) -> list[Action]:
         """The arbiter's word is final."""
         self.go(E.MOVED if moved else E.KEPT)
-        return [Release()] if moved else self._kept("timeout", "kept by the front end", tell=True)
+        if moved:
+            return [Release()]
+        return [*self._kept("timeout", "kept by the front end"), SendAbort("timeout")]
 
     def orphaned(self) -> list[Action]:
         """Nobody is left who reads the stream: run it nowhere rather than twice."""
@@ -286,7 +295,6 @@ class SourceMachine(Machine):
         self.reason, self.detail = "peer_lost", "neither destination nor front end answers"
         return [Release()]
 
-    def _kept(self, reason: str, detail: str, *, tell: bool) -> list[Action]:
+    def _kept(self, reason: str, detail: str = "") -> list[Action]:
         self.reason, self.detail = reason, detail
-        actions: list[Action] = [Resume()] if self._suspended else []
-        return [*actions, SendAbort(reason)] if tell else actions
+        return [Resume()]

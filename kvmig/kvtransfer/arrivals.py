@@ -1,0 +1,200 @@
+"""Migrations into one instance: those under way, and tombstones of those that have ended.
+
+A tombstone is the ended machine: it answers late and repeated messages and fences as the
+migration ended, so a commit is never taken back and a cancelled one never happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvmig.engines.base import Engine, Tail
+from kvmig.ground.config import MigrationConfig
+from kvmig.ground.errors import PeerError
+from kvmig.kvtransfer.copier import Send
+from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine
+from kvmig.kvtransfer.destination_session import Cancel, DestinationSession, Fence
+from kvmig.kvtransfer.messages import Abort, Chunk, Commit, Message, Reserve
+from kvmig.kvtransfer.transports.select import Inboxes
+
+REMEMBERED = 4096
+"""Tombstones: many times what can end while one message is late."""
+
+OnCommit = Callable[[str, int, int, str], None]
+"""(request_id, epoch, num_output_tokens, gateway), before the engine can emit a token."""
+
+Attempt = tuple[str, int]
+"""(request_id, epoch): used once."""
+
+
+class Arrivals:
+    """The incoming half of `Migrations`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: MigrationConfig,
+        on_commit: OnCommit,
+        on_commit_failed: Callable[[str], None],
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._on_commit = on_commit
+        self._on_commit_failed = on_commit_failed
+        self._inboxes = Inboxes(config.transport)
+        self._live: dict[str, DestinationSession] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ended: OrderedDict[str, DestinationMachine] = OrderedDict()
+        self._attempts: OrderedDict[Attempt, DestinationMachine] = OrderedDict()
+        self._unstepped: dict[str, DestinationSession] = {}
+        self.committed = 0
+        """Requests that came, ever."""
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that come just now."""
+        return [session.request_id for session in self._live.values()]
+
+    def receive(
+        self, message: Message, payload: list[memoryview], send: Send, refusal: str = ""
+    ) -> None:
+        """A message of a source, to be answered with `send`.
+
+        refusal: why a new migration can't begin, if it can't.
+        """
+        match message:
+            case Reserve() | Chunk() | Commit() | Abort():
+                mid = message.mid
+            case _:
+                raise PeerError(f"{type(message).__name__} isn't for a migration's destination")
+        if mid in self._live:
+            self._live[mid].deliver(message, payload)
+        elif mid in self._ended:
+            _late(self._ended[mid], message, send)
+        elif isinstance(message, Reserve) and message.export is not None:
+            self._begin(message, send, refusal)
+        else:
+            machine = DestinationMachine(mid)
+            _late(machine, message, send)
+            key = (message.request_id, message.epoch) if isinstance(message, Commit) else None
+            self._remember(machine, key)
+
+    async def fence(self, request_id: str, epoch: int) -> bool:
+        """Whether this attempt is committed; if not, it never will be.
+
+        Raises TimeoutError when a commit under way takes longer than a lease.
+        """
+        key = (request_id, epoch)
+        for session in self._live.values():
+            if session.attempt == key:
+                answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+                session.deliver(Fence(answer))
+                async with asyncio.timeout(self._config.lease_ms / 1e3):
+                    return await answer
+        machine = self._attempts.get(key)
+        if machine is None:
+            machine = DestinationMachine(f"fence of {request_id} at {epoch}")
+            self._remember(machine, key)
+        machine.fence()
+        return machine.committed_here
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        """The request isn't wanted any more."""
+        self._unstepped.pop(request_id, None)
+        for session in self._live.values():
+            if session.request_id == request_id:
+                session.deliver(Cancel(reason))
+
+    def stepped(self, request_id: str) -> None:
+        """The request got a token here; only the first after a commit is told."""
+        session = self._unstepped.pop(request_id, None)
+        if session is not None:
+            session.first_token()
+
+    async def close(self, timeout_s: float) -> None:
+        """Give all up that aren't committed; free what was mapped."""
+        for session in self._live.values():
+            session.deliver(Cancel("shutdown"))
+        tasks = list(self._tasks.values())
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        self._inboxes.close()
+
+    def _begin(self, message: Reserve, send: Send, refusal: str) -> None:
+        key = (message.request_id, message.epoch)
+        if key in self._attempts:
+            refusal = "superseded"
+        if refusal:
+            machine = DestinationMachine(message.mid)
+            _answer(machine.failed(refusal), send)
+            self._remember(machine, key)
+            return
+        older = [
+            self._tasks[mid]
+            for mid, session in self._live.items()
+            if session.request_id == message.request_id
+        ]
+        self.cancel(message.request_id, "superseded")
+        session = DestinationSession(
+            message,
+            self._engine,
+            self._config,
+            self._inboxes,
+            send,
+            self._commits,
+            self._commit_failed,
+        )
+        self._live[message.mid] = session
+        self._tasks[message.mid] = asyncio.create_task(
+            self._run(session, older), name=f"in {message.mid}"
+        )
+
+    async def _run(self, session: DestinationSession, older: list[asyncio.Task[None]]) -> None:
+        mid = session.machine.key
+        try:
+            # An engine holds one reservation a request: the older one goes first.
+            await asyncio.gather(*older, return_exceptions=True)
+            await session.run()
+            self.committed += session.machine.committed_here
+        finally:
+            del self._live[mid], self._tasks[mid]
+            self._remember(session.machine, session.attempt)
+
+    def _commits(self, session: DestinationSession, tail: Tail) -> None:
+        opening = session.opening
+        self._on_commit(opening.request_id, opening.epoch, tail.num_output_tokens, opening.gateway)
+        self._unstepped[opening.request_id] = session
+
+    def _commit_failed(self, session: DestinationSession) -> None:
+        self._unstepped.pop(session.request_id, None)
+        self._on_commit_failed(session.request_id)
+
+    def _remember(self, machine: DestinationMachine, key: Attempt | None) -> None:
+        machine.history.clear()
+        self._ended[machine.key] = machine
+        if key is not None:
+            self._attempts[key] = machine
+        for remembered in (self._ended, self._attempts):
+            while len(remembered) > REMEMBERED:
+                remembered.popitem(last=False)
+
+
+def _answer(actions: list[Action], send: Send) -> None:
+    for action in actions:
+        if isinstance(action, Answer):
+            send(action.message, ())
+
+
+def _late(machine: DestinationMachine, message: Message, send: Send) -> None:
+    match message:
+        case Reserve():
+            _answer(machine.reserve(message), send)
+        case Commit():
+            _answer(machine.commit(message), send)
+        case Abort():
+            _answer(machine.abort(), send)

@@ -1,0 +1,247 @@
+"""Runs a `DestinationMachine` against an engine: messages of one migration, one by one.
+
+Everything goes through one queue, so an engine call is over before the next message
+is looked at. Whatever ends the session, nothing is left but the request, if it was
+committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvmig.engines.base import Engine, Export, Tail
+from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.config import MigrationConfig
+from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
+from kvmig.kvtransfer import destination_machine as do
+from kvmig.kvtransfer.compat import fingerprint
+from kvmig.kvtransfer.copier import Send
+from kvmig.kvtransfer.destination_machine import Action, DestinationMachine
+from kvmig.kvtransfer.messages import Abort, Chunk, Commit, FirstToken, Message, Reserve
+from kvmig.kvtransfer.transports.base import Inbox
+from kvmig.kvtransfer.transports.select import Inboxes
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Give up, if it isn't too late."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Answer whether it is committed, and from then on it stays so."""
+
+    answer: asyncio.Future[bool]
+
+
+Event = Message | Cancel | Fence
+
+
+class DestinationSession:
+    """One migration into this instance. `reserve` is its first message."""
+
+    def __init__(
+        self,
+        reserve: Reserve,
+        engine: Engine,
+        config: MigrationConfig,
+        inboxes: Inboxes,
+        send: Send,
+        on_commit: Callable[[DestinationSession, Tail], None],
+        on_commit_failed: Callable[[DestinationSession], None],
+        clock: Clock = monotonic,
+    ) -> None:
+        """on_commit: called before the engine can emit; may raise MigrationRefused.
+
+        on_commit_failed: undoes it.
+        """
+        self.opening = reserve
+        self.machine = DestinationMachine(reserve.mid)
+        self._engine = engine
+        self._timeout_s = config.reply_timeout_ms / 1e3
+        self._lease_s = config.lease_ms / 1e3
+        self._inboxes = inboxes
+        self._send = send
+        self._on_commit = on_commit
+        self._on_commit_failed = on_commit_failed
+        self._clock = clock
+        self._events: asyncio.Queue[tuple[Event, list[memoryview]]] = asyncio.Queue()
+        self._inbox: Inbox | None = None
+        self._blocks: list[int] = []
+        self._committed_at = 0.0
+        self.deliver(reserve)
+
+    @property
+    def request_id(self) -> str:
+        """Of the request that comes."""
+        return self.opening.request_id
+
+    @property
+    def attempt(self) -> tuple[str, int]:
+        """(request_id, epoch)."""
+        return self.opening.request_id, self.opening.epoch
+
+    # -- from outside
+
+    def deliver(self, event: Event, payload: list[memoryview] | None = None) -> None:
+        """A message of this migration, or what happened here."""
+        self._events.put_nowait((event, payload or []))
+
+    def first_token(self) -> None:
+        """The request's first step here has ended: tell the source."""
+        ms = (self._clock() - self._committed_at) * 1e3
+        self._answer(FirstToken(self.machine.key, max(0.0, ms) if self._committed_at else 0.0))
+
+    async def run(self) -> None:
+        """Until the migration is committed or cancelled; then late messages are answered."""
+        try:
+            while not self.machine.ended:
+                try:
+                    async with asyncio.timeout(self._lease_s):
+                        event, payload = await self._events.get()
+                except TimeoutError:
+                    event, payload = Cancel("timeout"), []
+                await self._take(event, payload)
+        except asyncio.CancelledError:
+            if not self.machine.ended:
+                await self._engine.cancel(self.request_id)
+            raise
+        finally:
+            await self._rest()
+
+    async def _rest(self) -> None:
+        while not self._events.empty():
+            event, payload = self._events.get_nowait()
+            if self.machine.ended:
+                await self._take(event, payload)
+            elif isinstance(event, Fence) and not event.answer.done():
+                event.answer.cancel()
+
+    # -- the machine
+
+    async def _take(self, event: Event, payload: list[memoryview]) -> None:
+        actions = self._feed(event)
+        while actions:
+            following: list[Action] = []
+            for action in actions:
+                following += await self._attempt(action, payload)
+            actions = following
+        if isinstance(event, Fence) and not event.answer.done():
+            event.answer.set_result(self.machine.committed_here)
+
+    def _feed(self, event: Event) -> list[Action]:
+        machine = self.machine
+        match event:
+            case Reserve():
+                return machine.reserve(event)
+            case Chunk():
+                return machine.chunk(event)
+            case Commit():
+                return machine.commit(event)
+            case Abort():
+                return machine.abort()
+            case Fence():
+                return machine.fence()
+            case Cancel(reason):
+                return machine.cancel(reason)
+        log.warning("%s: ignored %s from the source", machine.key, type(event).__name__)
+        return []
+
+    async def _attempt(self, action: Action, payload: list[memoryview]) -> list[Action]:
+        try:
+            return await self._perform(action, payload)
+        except MigrationRefused as error:
+            return self._failed(action, error.reason, error.detail)
+        except TimeoutError:
+            return self._failed(action, "timeout", f"{type(action).__name__} took too long")
+        except KvmigError as error:
+            return self._failed(action, "error", str(error))
+        except Exception as error:
+            log.exception("%s: %s failed", self.machine.key, type(action).__name__)
+            return self._failed(action, "error", repr(error))
+
+    def _failed(self, action: Action, reason: str, detail: str) -> list[Action]:
+        if self.machine.ended:
+            log.warning("%s: %s: %s", self.machine.key, type(action).__name__, detail)
+            return []
+        return self.machine.failed(reason, detail)
+
+    async def _perform(self, action: Action, payload: list[memoryview]) -> list[Action]:
+        match action:
+            case do.ReserveBlocks(None, num_tokens):
+                await self._grow(num_tokens)
+                return self.machine.reserved()
+            case do.ReserveBlocks(export) if export is not None:
+                return await self._open(export)
+            case do.Scatter(chunk):
+                return await self._scatter(chunk, payload)
+            case do.RunRequest(tail):
+                return await self._commit(tail)
+            case do.FreeBlocks():
+                await self._engine.cancel(self.request_id)
+            case do.Answer(message):
+                self._answer(message)
+        return []
+
+    async def _open(self, export: Export) -> list[Action]:
+        ours = fingerprint(self._engine.layout)
+        if self.opening.model != ours:
+            raise MigrationRefused("incompatible", f"{self.opening.model}; here: {ours}")
+        try:
+            self._inbox = self._inboxes.open(self.opening.offers)
+        except TransportError as error:
+            raise MigrationRefused("incompatible", str(error)) from error
+        hit_blocks = await self._bounded(self._engine.reserve(export))
+        return self.machine.reserved(hit_blocks, self._inbox.transport)
+
+    async def _grow(self, num_tokens: int) -> None:
+        self._blocks = await self._bounded(self._engine.grow(self.request_id, num_tokens))
+
+    async def _scatter(self, chunk: Chunk, payload: list[memoryview]) -> list[Action]:
+        layout, count = self._engine.layout, len(chunk.checksums)
+        if count == 0 or chunk.nbytes != count * layout.block_bytes or self._inbox is None:
+            raise PeerError(f"{chunk.nbytes} bytes can't be {count} blocks")
+        began, end = self._clock(), chunk.first + count
+        if end > len(self._blocks):
+            await self._grow(end * layout.block_tokens)
+        fused = self._inbox.view(chunk, payload[0] if payload else None)
+        checksums = await self._bounded(
+            self._engine.scatter(self._blocks[chunk.first : end], fused)
+        )
+        for index, (sent, came) in enumerate(zip(chunk.checksums, checksums, strict=True)):
+            if sent != came:
+                raise MigrationRefused("corrupt", f"block {chunk.first + index} came changed")
+        return self.machine.scattered(chunk, (self._clock() - began) * 1e3)
+
+    async def _commit(self, tail: Tail) -> list[Action]:
+        began = self._clock()
+        try:
+            self._on_commit(self, tail)
+            # No time-out: it ends with a step, and until then nobody can say how.
+            await self._engine.commit(self.request_id, tail)
+        except BaseException:
+            self._on_commit_failed(self)
+            raise
+        self._committed_at = self._clock()
+        return self.machine.committed((self._committed_at - began) * 1e3)
+
+    def _answer(self, message: Message) -> None:
+        try:
+            self._send(message, ())
+        except TransportError as error:
+            # The source asks again, or the arbiter does; nothing here depends on it.
+            log.warning("%s: %s: %s", self.machine.key, type(message).__name__, error)
+
+    async def _bounded(self, call: Awaitable[T]) -> T:
+        async with asyncio.timeout(self._timeout_s):
+            return await call

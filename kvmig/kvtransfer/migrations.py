@@ -1,0 +1,225 @@
+"""All migrations of one llumlet, in both directions.
+
+Every method is called on the llumlet's event loop. Each migration has a task of its
+own, so several requests move at once; messages find theirs by `mid`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvmig.engines.base import Engine
+from kvmig.ground.clock import monotonic
+from kvmig.ground.config import MigrationConfig
+from kvmig.kvtransfer.arrivals import Arrivals, OnCommit
+from kvmig.kvtransfer.chunks import ChunkSizer
+from kvmig.kvtransfer.messages import (
+    Aborted,
+    ChunkDone,
+    Committed,
+    FirstToken,
+    Message,
+    Refused,
+    Reserve,
+    Reserved,
+)
+from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.source_session import Cancel, PeerLost, Resolve, SourceSession
+from kvmig.kvtransfer.timeline import Move, Timeline
+from kvmig.kvtransfer.transports.base import Staging
+from kvmig.kvtransfer.wire import Frame
+
+log = logging.getLogger(__name__)
+
+EPOCHS = 65536
+"""Requests whose last tried epoch is remembered, so that none is used twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A migration out that is under way."""
+
+    session: SourceSession
+    endpoint: str
+    task: asyncio.Task[MigrationReport]
+
+
+class Migrations:
+    """Starts and feeds sessions. Hooks run on the loop, and must not block."""
+
+    def __init__(
+        self,
+        instance: str,
+        engine: Engine,
+        config: MigrationConfig,
+        stagings: Mapping[str, Staging],
+        *,
+        send_to: Callable[[str, Message, Sequence[Frame]], None],
+        reply: Callable[[bytes, Message, Sequence[Frame]], None],
+        resolve: Resolve,
+        on_commit: OnCommit,
+        on_commit_failed: Callable[[str], None],
+        on_left: Callable[[str, str], None],
+    ) -> None:
+        """stagings: by transport's name, the best first; whoever opened them closes them.
+
+        send_to: to the llumlet at an endpoint; reply: to an identity of `receive`; both
+        raise TransportError if it is gone. resolve: asks the front end, see `Resolve`.
+        on_commit: (request_id, epoch, num_output_tokens, gateway), just before a request
+        starts here, may raise MigrationRefused; on_commit_failed: (request_id), undoes it.
+        on_left: (request_id, endpoint), once a request runs there.
+
+        Raises ConfigError if a chunk can't hold one block.
+        """
+        self._instance = instance
+        self._engine = engine
+        self._config = config
+        self._stagings = stagings
+        self._send_to = send_to
+        self._reply = reply
+        self._resolve = resolve
+        self._on_left = on_left
+        self._arrivals = Arrivals(engine, config, on_commit, on_commit_failed)
+        self._sizer = ChunkSizer(engine.layout.block_bytes, config.chunk_bytes, config.chunk_ms)
+        self._departures: dict[str, Departure] = {}
+        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._closing = False
+
+    # -- what is under way
+
+    @property
+    def incoming(self) -> int:
+        """Migrations into this instance now."""
+        return len(self._arrivals.request_ids)
+
+    @property
+    def outgoing(self) -> int:
+        """Migrations out of this instance now."""
+        return len(self._going())
+
+    def moving(self) -> set[str]:
+        """Requests that come or go now."""
+        return {*self._arrivals.request_ids, *self._leaving()}
+
+    # -- out
+
+    async def migrate(
+        self,
+        request_id: str,
+        destination: str,
+        endpoint: str,
+        *,
+        gateway: str = "",
+        epoch: int = 0,
+        output_tokens: int = 0,
+    ) -> MigrationReport:
+        """Move a request to the llumlet `destination` at `endpoint`; says how it ended.
+
+        epoch: under which it runs here. Cancelling the wait doesn't stop the migration.
+        """
+        move = Move(
+            mid=f"{self._instance}-{secrets.token_hex(8)}",
+            request_id=request_id,
+            epoch=self._next_epoch(request_id, epoch),
+            source=self._instance,
+            destination=destination,
+            gateway=gateway,
+            output_tokens=output_tokens,
+        )
+        refusal = self._refusal(request_id)
+        if refusal or request_id in self._arrivals.request_ids:
+            refusal = refusal or "already_migrating"
+            return Timeline(monotonic).report(move, "aborted", (refusal, ""))
+        session = SourceSession(
+            move,
+            self._engine,
+            self._config,
+            self._stagings,
+            self._sizer,
+            partial(self._send_to, endpoint),
+            self._resolve,
+            lambda move: self._on_left(move.request_id, endpoint),
+        )
+        task = asyncio.create_task(session.run(), name=f"out {move.mid}")
+        self._departures[move.mid] = Departure(session, endpoint, task)
+        task.add_done_callback(lambda _: self._departures.pop(move.mid))
+        return await asyncio.shield(task)
+
+    def receive_reply(self, endpoint: str, message: Message, payload: list[memoryview]) -> None:
+        """A destination's answer. One for a migration that is over is dropped."""
+        match message:
+            case Reserved() | Refused() | ChunkDone() | Committed() | FirstToken() | Aborted() if (
+                message.mid in self._departures
+            ):
+                departure = self._departures[message.mid]
+                if departure.endpoint == endpoint:
+                    departure.session.deliver(message)
+            case _:
+                log.debug("%s: late or unknown %s", endpoint, type(message).__name__)
+
+    def peer_lost(self, endpoint: str) -> None:
+        """The connection to a destination is gone."""
+        for departure in self._departures.values():
+            if departure.endpoint == endpoint:
+                departure.session.deliver(PeerLost())
+
+    # -- in
+
+    def receive(self, sender: bytes, message: Message, payload: list[memoryview]) -> None:
+        """A source's message. Raises PeerError for one that a source doesn't send."""
+        refusal = self._refusal(message.request_id) if isinstance(message, Reserve) else ""
+        self._arrivals.receive(message, payload, partial(self._reply, sender), refusal)
+
+    async def fence(self, request_id: str, epoch: int) -> bool:
+        """Whether the migration to `epoch` is committed here; if not, it never will be."""
+        return await self._arrivals.fence(request_id, epoch)
+
+    def stepped(self, request_id: str) -> None:
+        """A request got a token here."""
+        self._arrivals.stepped(request_id)
+
+    # -- both
+
+    def cancel_request(self, request_id: str, reason: str) -> None:
+        """Nobody wants the request any more. Unknown ids are ignored."""
+        for departure in self._going():
+            if departure.session.move.request_id == request_id:
+                departure.session.deliver(Cancel(reason))
+        self._arrivals.cancel(request_id, reason)
+
+    async def close(self, timeout_s: float) -> None:
+        """Give up what can be given up; after `timeout_s` the rest, too. Leaves nothing."""
+        self._closing = True
+        tasks = [departure.task for departure in self._departures.values()]
+        for departure in self._going():
+            departure.session.deliver(Cancel("shutdown"))
+        arrivals = asyncio.ensure_future(self._arrivals.close(timeout_s))
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        await arrivals
+
+    def _going(self) -> list[Departure]:
+        return [one for one in self._departures.values() if not one.session.over]
+
+    def _refusal(self, request_id: str) -> str:
+        if self._closing:
+            return "shutdown"
+        return "already_migrating" if request_id in self._leaving() else ""
+
+    def _leaving(self) -> set[str]:
+        return {departure.session.move.request_id for departure in self._going()}
+
+    def _next_epoch(self, request_id: str, epoch: int) -> int:
+        self._epochs[request_id] = after = max(epoch, self._epochs.pop(request_id, 0)) + 1
+        while len(self._epochs) > EPOCHS:
+            self._epochs.popitem(last=False)
+        return after

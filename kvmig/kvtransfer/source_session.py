@@ -1,0 +1,376 @@
+"""Runs a `SourceMachine` against an engine and a peer: awaits, measures, frees.
+
+Engine calls run to their end or their time-out; only waits for the peer are
+interrupted, by a message or a cancellation. Whatever ends the session, no slot,
+reservation or suspended request is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from kvmig.engines import base
+from kvmig.engines.base import Engine, Tail
+from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.config import MigrationConfig
+from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
+from kvmig.kvtransfer import source_machine as do
+from kvmig.kvtransfer.chunks import ChunkSizer
+from kvmig.kvtransfer.compat import fingerprint
+from kvmig.kvtransfer.copier import Copier, Send
+from kvmig.kvtransfer.messages import (
+    Abort,
+    Aborted,
+    ChunkDone,
+    Commit,
+    Committed,
+    FirstToken,
+    Message,
+    Refused,
+    Reserve,
+    Reserved,
+)
+from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.source_machine import Action, S, SourceMachine
+from kvmig.kvtransfer.timeline import Move, Timeline
+from kvmig.kvtransfer.transports.base import Staging
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Resolve = Callable[[str, str, int, str], Awaitable[bool]]
+"""(mid, request_id, epoch, destination) -> whether it moved. Raises when nobody can say."""
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """The client left, or the instance stops."""
+
+    reason: str
+
+
+class PeerLost(msgspec.Struct, frozen=True):
+    """The connection to the destination is gone."""
+
+
+Event = Message | Cancel | PeerLost
+
+
+class SourceSession:
+    """One migration out of this instance."""
+
+    def __init__(
+        self,
+        move: Move,
+        engine: Engine,
+        config: MigrationConfig,
+        stagings: Mapping[str, Staging],
+        sizer: ChunkSizer,
+        send: Send,
+        resolve: Resolve,
+        on_moved: Callable[[Move], None],
+        clock: Clock = monotonic,
+    ) -> None:
+        """`stagings`: by transport's name, the best first; all are offered.
+
+        on_moved: called at the moment that the request is the destination's.
+        """
+        self.move = move
+        self.machine = SourceMachine(move.mid, config.max_stages)
+        self._engine = engine
+        self._timeout_s = config.reply_timeout_ms / 1e3
+        self._stagings = stagings
+        self._sizer = sizer
+        self._send = send
+        self._resolve = resolve
+        self._on_moved = on_moved
+        self._clock = clock
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._news = asyncio.Event()
+        self._copier: Copier | None = None
+        self._export: base.Export | None = None
+        self._commit: Commit | None = None
+        self._first_token: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._timeline = Timeline(clock)
+        self.over = False
+        """Whether nothing is left here; it may still wait for the first token's time."""
+
+    # -- from outside
+
+    def deliver(self, event: Event) -> None:
+        """A message of this migration, or what happened here."""
+        match event:
+            case ChunkDone():
+                if self._copier is not None:
+                    self._copier.done()
+            case FirstToken(ms=ms):
+                if not self._first_token.done():
+                    self._first_token.set_result(ms)
+            case _:
+                self._events.put_nowait(event)
+                self._news.set()
+
+    async def run(self) -> MigrationReport:
+        """Move the request, or leave it as it was; the report says which."""
+        try:
+            await self._follow(self.machine.start())
+        except asyncio.CancelledError:
+            machine = self.machine
+            if not machine.ended:
+                gone = machine.orphaned() if machine.beyond else machine.cancel("shutdown")
+                await self._follow(gone)
+            raise
+        finally:
+            if self._copier is not None:
+                self._timeline.bytes = self._copier.bytes
+                self._copier.close()
+            self.over = True
+        machine, report = self.machine, self._timeline.report
+        if machine.state is not S.COMMITTED:
+            return report(self.move, "aborted", (machine.reason, machine.detail))
+        await asyncio.wait((self._first_token,), timeout=self._timeout_s)
+        first_token = self._first_token.result() if self._first_token.done() else None
+        return report(self.move, "committed", first_token=first_token)
+
+    # -- the machine's actions
+
+    async def _follow(self, actions: list[Action]) -> None:
+        while actions:
+            following: list[Action] = []
+            for action in actions:
+                following += await self._attempt(action)
+            actions = following
+
+    async def _attempt(self, action: Action) -> list[Action]:
+        try:
+            return await self._perform(action)
+        except MigrationRefused as error:
+            return self._failed(action, error.reason, error.detail)
+        except TimeoutError:
+            return self._failed(action, "timeout", f"{type(action).__name__} took too long")
+        except TransportError as error:
+            return self._failed(action, "peer_lost", str(error))
+        except KvmigError as error:
+            return self._failed(action, "error", str(error))
+        except Exception as error:
+            log.exception("%s: %s failed", self.move.mid, action)
+            return self._failed(action, "error", repr(error))
+
+    def _failed(self, action: Action, reason: str, detail: str) -> list[Action]:
+        if self.machine.ended:
+            # Cleaning up: the next action must still have its turn.
+            log.warning("%s: %s: %s", self.move.mid, type(action).__name__, detail)
+            return []
+        if self.machine.beyond:
+            return self.machine.unreachable()
+        return self.machine.failed(reason, detail)
+
+    async def _perform(self, action: Action) -> list[Action]:
+        engine, request_id = self._engine, self.move.request_id
+        match action:
+            case do.Export():
+                self._export = await self._bounded(engine.export(request_id))
+                return self.machine.exported(self._export.num_tokens)
+            case do.SendReserve(stage, num_tokens):
+                self._send(self._reserve(stage, num_tokens), ())
+                return await self._answer()
+            case do.Check(sent):
+                return self.machine.checked(await self._bounded(engine.stage(request_id, sent)))
+            case do.Copy():
+                return await self._copy(action)
+            case do.Suspend(sent):
+                return await self._suspend(sent)
+            case do.SendTail(first, tail):
+                return await self._send_tail(first, tail)
+            case do.SendCommit():
+                self._send_commit()
+                return await self._answer()
+            case do.AskArbiter():
+                return await self._ask_arbiter()
+            case do.Resume() | do.Release() | do.SendAbort():
+                await self._clean_up(action)
+        return []
+
+    async def _clean_up(self, action: do.Resume | do.Release | do.SendAbort) -> None:
+        match action:
+            case do.Resume():
+                await self._engine.resume(self.move.request_id)
+                self._timeline.resumed()
+            case do.Release():
+                self._timeline.resumed()
+                if self.machine.state is S.COMMITTED:
+                    self._on_moved(self.move)
+                await self._engine.release(self.move.request_id)
+            case do.SendAbort(reason):
+                self._send(Abort(self.move.mid, reason), ())
+
+    def _reserve(self, stage: int, num_tokens: int) -> Reserve:
+        move = self.move
+        if stage:
+            return Reserve(move.mid, move.request_id, move.epoch, stage, num_tokens)
+        return Reserve(
+            move.mid,
+            move.request_id,
+            move.epoch,
+            stage,
+            num_tokens,
+            export=self._export,
+            gateway=move.gateway,
+            output_tokens=move.output_tokens,
+            model=fingerprint(self._engine.layout),
+            offers=[staging.offer() for staging in self._stagings.values()],
+        )
+
+    async def _copy(self, action: do.Copy) -> list[Action]:
+        copier, started = self._copy_with(), self._timeline.now()
+        for offset, block_ids in copier.cut(action.block_ids):
+            if stop := await self._ready(copier):
+                return stop
+            await copier.send(action.stage, action.first + offset, block_ids)
+        size = len(action.block_ids)
+        self._timeline.stage(size, size * self._engine.layout.block_bytes, started)
+        return self.machine.copied()
+
+    async def _suspend(self, sent: int) -> list[Action]:
+        # A slot in hand, so that nobody else's chunks stand in the pause.
+        if stop := await self._ready(self._copy_with()):
+            return stop
+        self._timeline.pause()
+        tail = await self._bounded(self._engine.suspend(self.move.request_id, sent))
+        self._timeline.pause()
+        return self.machine.suspended(tail)
+
+    async def _send_tail(self, first: int, tail: Tail) -> list[Action]:
+        copier = self._copy_with()
+        self._timeline.tail_blocks = len(tail.block_ids)
+        self._commit = Commit(
+            self.move.mid, self.move.request_id, self.move.epoch, tail, first + len(tail.block_ids)
+        )
+        for offset, block_ids in copier.cut(tail.block_ids):
+            if stop := await self._ready(copier):
+                return stop
+            await copier.send(self.machine.stage, first + offset, block_ids)
+        if stop := self._read():
+            return stop
+        self._send_commit()
+        self._timeline.pause()
+        self.machine.commit_sent()
+        return await self._answer()
+
+    async def _ready(self, copier: Copier) -> list[Action]:
+        """Wait for a slot; what a message asks for instead, if one comes first."""
+        while not await copier.ready(self._news):
+            if stop := self._read():
+                return stop
+        return []
+
+    def _send_commit(self) -> None:
+        if self._commit is not None:
+            self._send(self._commit, ())
+
+    async def _ask_arbiter(self) -> list[Action]:
+        """The arbiter's word, or a late answer of the destination: whichever comes first."""
+        move = self.move
+        asking = asyncio.ensure_future(
+            self._bounded(self._resolve(move.mid, move.request_id, move.epoch, move.destination))
+        )
+        listening = asyncio.ensure_future(self._listen())
+        try:
+            await asyncio.wait((asking, listening), return_when=asyncio.FIRST_COMPLETED)
+            return listening.result() if listening.done() else self._resolved(asking)
+        finally:
+            asking.cancel()
+            listening.cancel()
+
+    def _resolved(self, asked: asyncio.Future[bool]) -> list[Action]:
+        error = asked.exception()
+        if error is None:
+            return self.machine.resolved(moved=asked.result())
+        if isinstance(error, TimeoutError):
+            return self.machine.unreachable()
+        log.error("%s: nobody can say who runs the request: %r", self.move.mid, error)
+        return self.machine.orphaned()
+
+    # -- events
+
+    async def _answer(self) -> list[Action]:
+        """Wait for what moves the machine on."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._listen()
+        except TimeoutError:
+            if self.machine.beyond:
+                return self.machine.unanswered()
+            raise
+
+    async def _listen(self) -> list[Action]:
+        while True:
+            await self._news.wait()
+            if actions := self._read():
+                return actions
+
+    def _read(self) -> list[Action]:
+        """Feed the machine what has come, up to the first event that asks for something."""
+        while not self._events.empty():
+            actions = self._feed(self._events.get_nowait())
+            if actions:
+                return actions
+        self._news.clear()
+        return []
+
+    def _feed(self, event: Event) -> list[Action]:
+        machine = self.machine
+        match event:
+            case Reserved(stage=stage) if machine.expects(stage):
+                if stage == 0:
+                    self._open(event)
+                return machine.reserved(event.hit_blocks)
+            case Reserved():
+                return []  # answered twice
+            case Refused(reason=reason, detail=detail):
+                return machine.refused(reason, detail)
+            case Aborted():
+                return machine.refused("superseded", "given up by the destination")
+            case Committed():
+                return machine.committed()
+            case Cancel(reason=reason):
+                return machine.cancel(reason)
+            case PeerLost() if machine.state is S.RESOLVING:
+                return []
+            case PeerLost() if machine.beyond:
+                return machine.unreachable()
+            case PeerLost():
+                return machine.failed("peer_lost", f"no connection to {self.move.destination}")
+        raise PeerError(f"{type(event).__name__} isn't for the source of a migration")
+
+    def _open(self, answer: Reserved) -> None:
+        staging = self._stagings.get(answer.transport)
+        if staging is None:
+            raise PeerError(f"the destination wants transport {answer.transport!r}")
+        self._timeline.hit_blocks = answer.hit_blocks
+        self._timeline.transport = answer.transport
+        self._copier = Copier(
+            self.move.mid,
+            self._engine,
+            staging,
+            self._sizer,
+            self._send,
+            self._timeout_s,
+            self._clock,
+        )
+
+    # -- helpers
+
+    def _copy_with(self) -> Copier:
+        if self._copier is None:
+            raise PeerError("no transport was agreed on")
+        return self._copier
+
+    async def _bounded(self, call: Awaitable[T]) -> T:
+        async with asyncio.timeout(self._timeout_s):
+            return await call

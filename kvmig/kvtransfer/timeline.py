@@ -1,0 +1,89 @@
+"""What a source session measures while it runs, and the report made of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from kvmig.ground.clock import Clock
+from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """One migration to attempt."""
+
+    mid: str
+    request_id: str
+    epoch: int
+    source: str
+    destination: str
+    gateway: str = ""
+    output_tokens: int = 0
+
+
+class Timeline:
+    """Stages and the pause of one migration, on one clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._stages: list[StageReport] = []
+        self._pause: list[float] = []
+        self.transport = ""
+        self.hit_blocks = 0
+        self.tail_blocks = 0
+        self.bytes = 0
+
+    def now(self) -> float:
+        """Seconds."""
+        return self._clock()
+
+    def stage(self, blocks: int, nbytes: int, since: float) -> None:
+        """A live stage of `blocks` ended."""
+        self._stages.append(StageReport(blocks, nbytes, (self._clock() - since) * 1e3))
+
+    def pause(self) -> None:
+        """The pause begins, goes over to its next part, or (the fourth time) ends."""
+        self._pause.append(self._clock())
+
+    def resumed(self) -> None:
+        """The request was put back: the pause ends in whatever part it was."""
+        if self._pause:
+            self._pause.append(self._clock())
+
+    def downtime(self, first_token: float | None) -> Downtime | None:
+        """The pause in parts; None when there was none."""
+        if len(self._pause) < 2:
+            return None
+        parts = [(b - a) * 1e3 for a, b in zip(self._pause, self._pause[1:], strict=False)]
+        drain, tail_copy, commit = [*parts, 0.0, 0.0][:3]
+        return Downtime(drain, tail_copy, commit, first_token)
+
+    def report(
+        self,
+        move: Move,
+        state: Literal["committed", "aborted"],
+        why: Sequence[str] = ("", ""),
+        first_token: float | None = None,
+    ) -> MigrationReport:
+        """Everything, at the end. `why`: reason and detail."""
+        return MigrationReport(
+            id=move.mid,
+            request_id=move.request_id,
+            source=move.source,
+            destination=move.destination,
+            state=state,
+            reason=why[0],
+            detail=why[1],
+            transport=self.transport,
+            hit_blocks=self.hit_blocks,
+            stages=self._stages,
+            tail_blocks=self.tail_blocks,
+            bytes=self.bytes,
+            total_ms=(self._clock() - self._began) * 1e3,
+            downtime_ms=self.downtime(first_token),
+            ended_at=time.time(),
+        )
