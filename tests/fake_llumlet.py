@@ -11,10 +11,12 @@ import msgspec
 
 from kvmig.controlplane.messages import (
     ClusterMessage,
+    ListRequests,
     LoadReport,
     Migrate,
     Migrated,
     Outputs,
+    Requests,
     Span,
     Welcome,
 )
@@ -69,7 +71,9 @@ class FakeLlumlet:
         self.server = Server(SECRET, "llumlet", instance, ClusterMessage)
         self.endpoint = self.server.endpoint
         self.heard: asyncio.Queue[Message] = asyncio.Queue()
-        self.on: dict[type[Message], Callable[[Message], Message | None]] = {}
+        self.on: dict[type[Message], Callable[[Message], Message | None]] = {
+            ListRequests: lambda asked: Requests(getattr(asked, "call_id", 0), [])
+        }
         self.payload: list[bytes] = []
         """Of the last message that had one; also of the answers."""
         self._gateway = b""
@@ -203,6 +207,7 @@ async def cluster(
     try:
         for llumlet in llumlets:
             await router.add_instance(llumlet.instance, llumlet.endpoint)
+        await eventually(lambda: all(row.blocks_total for row in router.instances()))
         yield Cluster(router, front, llumlets)
     finally:
         await router.close()

@@ -208,6 +208,26 @@ async def test_who_still_runs_an_aborted_request_is_told_once() -> None:
         assert it.front.tokens == {}
 
 
+async def test_outputs_that_were_aborted_before_they_came_out_are_dropped_in_silence() -> None:
+    async with cluster() as it:
+        a = await it.submit()
+        a.step(("r", -1, 0, [10]))
+        a.step(("r", 0, 0, [11]))
+        await it.front.until(lambda: it.front.tokens.get("r") == [11])
+        assert a.heard.empty()
+
+
+async def test_an_instance_that_does_not_list_its_requests_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvmig.gateway.questions.LIST_TIMEOUT_S", 0.05)
+    async with cluster() as it:
+        a = await it.submit()
+        del a.on[ListRequests]
+        (row,) = await it.router.requests()
+        assert (row.state, row.instance) == ("submitted", a.instance)
+
+
 async def test_lost_tokens_fail_the_request_and_free_it_at_its_instance() -> None:
     async with cluster() as it:
         a = await it.submit()

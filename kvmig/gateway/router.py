@@ -11,11 +11,9 @@ from collections.abc import Coroutine, Iterable, Sequence
 
 from kvmig.controlplane.messages import (
     AbortRequests,
-    Call,
     CallDone,
     Discard,
     Fenced,
-    ListRequests,
     LoadReport,
     Migrated,
     Outputs,
@@ -25,15 +23,15 @@ from kvmig.controlplane.messages import (
     Span,
     Submit,
 )
-from kvmig.engines.base import RequestState
 from kvmig.gateway.arbiter import FENCE_TIMEOUT_S, Arbiter
 from kvmig.gateway.calls import Calls
-from kvmig.gateway.errors import CallFailed, CallTimeout, InstanceLost
+from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.fleet import Fleet
 from kvmig.gateway.inventory import InstanceRow, RequestRow, request_rows
 from kvmig.gateway.links import Link
 from kvmig.gateway.migrations import Migrations
 from kvmig.gateway.ports import Decode, Observer, Sink, Unobserved
+from kvmig.gateway.questions import Questions
 from kvmig.gateway.request_id import current_call
 from kvmig.gateway.requests import Entry, RequestTable, call_of
 from kvmig.gateway.splice import Action, Broken, Splicer, Stale, Switched
@@ -46,7 +44,6 @@ from kvmig.kvtransfer.wire import Frame
 
 HOLD_S = 10.0
 """Longest wait for an old owner's tokens while the new one's are there."""
-LIST_TIMEOUT_S = 2.0
 STRAYS = 4096
 """Stale copies that are remembered as told to stop."""
 
@@ -80,6 +77,7 @@ class Router:
         self._table = RequestTable()
         self._calls = Calls()
         self._fleet = Fleet(name, secret, config.scheduler.policy, clock, lost_after_s, self)
+        self._questions = Questions(self._calls, self._fleet)
         self._arbiter = Arbiter(self._table, self._calls, self._fleet.send, fence_timeout_s)
         self._migrations = Migrations(
             self._table, self._calls, self._fleet, self._observer, config.scheduler.migration
@@ -134,10 +132,7 @@ class Router:
         Raises CallFailed, CallTimeout, InstanceLost.
         """
         names = self._fleet.alive if instances is None else instances
-        answers = await asyncio.gather(
-            *(self._call(name, method, payload, timeout_s) for name in names)
-        )
-        return dict(zip(names, answers, strict=True))
+        return await self._questions.run(names, method, payload, timeout_s)
 
     # -- requests
 
@@ -174,11 +169,14 @@ class Router:
         gone = [self._table.remove(request_id) for request_id in request_ids]
         self._abort([entry for entry in gone if entry is not None])
 
+    def live(self) -> list[str]:
+        """Ids of all requests that have not ended."""
+        return list(self._table.entries)
+
     async def requests(self) -> list[RequestRow]:
         """All live requests, in order of arrival; instances that don't answer are left out."""
-        names = self._fleet.alive
-        told = await asyncio.gather(*(self._list(name) for name in names))
-        return request_rows(self._table, dict(zip(names, told, strict=True)))
+        told = await self._questions.requests()
+        return request_rows(self._table, told)
 
     async def migrate(
         self, request_id: str, destination: str, timeout_s: float = 120.0
@@ -278,30 +276,6 @@ class Router:
         """Send what a lost instance needn't know: its requests are gone with it."""
         with contextlib.suppress(InstanceLost):
             self._fleet.send(instance, message)
-
-    async def _call(
-        self, instance: str, method: str, payload: Sequence[Frame], timeout_s: float
-    ) -> list[memoryview]:
-        def send(call_id: int) -> None:
-            self._fleet.send(instance, Call(call_id, method), payload)
-
-        done, result = await self._calls.ask(instance, send, CallDone, timeout_s, method)
-        if done.error is not None:
-            raise CallFailed(f"{method} failed on instance {instance}: {done.error}")
-        return result
-
-    async def _list(self, instance: str) -> list[RequestState]:
-        def send(call_id: int) -> None:
-            self._fleet.send(instance, ListRequests(call_id))
-
-        try:
-            told, _ = await self._calls.ask(
-                instance, send, Requests, LIST_TIMEOUT_S, "ListRequests"
-            )
-        except (CallTimeout, InstanceLost) as error:
-            log.warning("requests of instance %s are not listed: %s", instance, error)
-            return []
-        return told.requests
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)

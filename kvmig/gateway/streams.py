@@ -78,6 +78,8 @@ class Streams:
         self._sink.deliver(self._index_of(instance), plain, batch.meta)
         for at in odd:
             span, item = spans[at], batch.items[at]
+            if span.epoch < 0:
+                continue  # aborted there before it came out: nobody's
             entry = self._table.entries.get(span.request_id)
             if entry is None:
                 self._stray(instance, span, item.finished)
