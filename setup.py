@@ -26,7 +26,7 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Compile; `ext` is optional, so without a compiler the install goes on."""
-        output = Path(self.get_ext_fullpath(ext.name))
+        output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
             build.compile_library(output)
