@@ -227,5 +227,5 @@ class DestinationMachine(Machine):
 
 
 def _free(was: StrEnum) -> list[Action]:
-    """In any state between, the engine may hold blocks; it ignores a request that it hasn't."""
-    return [] if was is S.NEW else [FreeBlocks()]
+    """Between the ends the engine may hold blocks; it ignores a request that it doesn't know."""
+    return [] if was in (S.NEW, S.COMMITTED, S.CANCELLED) else [FreeBlocks()]

@@ -1,0 +1,235 @@
+"""An engine in memory whose KV cache is real bytes, and which counts what it holds.
+
+A token's KV is 16 bytes that depend on the token, its position and the one before, so a
+block in the wrong place, or left out, is seen at the commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import msgspec
+
+from kvmig.engines.base import EngineLoad, Export, RequestState, Stage, Tail
+from kvmig.ground.errors import MigrationRefused, RequestGone
+from kvmig.ground.layout import KVLayout, Region
+
+BLOCK_TOKENS = 4
+TOKEN_BYTES = 16
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+
+
+@dataclass
+class Request:
+    """prompt and output tokens, blocks in order."""
+
+    tokens: list[int]
+    prompt: int
+    blocks: list[int] = field(default_factory=list)
+    suspended: bool = False
+
+
+def kv(tokens: Sequence[int], position: int) -> bytes:
+    """KV bytes of one token."""
+    before = tokens[position - 1] if position else -1
+    return blake2b(f"{tokens[position]} {position} {before}".encode(), digest_size=16).digest()
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the model says."""
+    return (tokens[-1] * 31 + len(tokens)) % 50021
+
+
+class FakeEngine:
+    """`before` runs at the start of each call, with the method's name: to fail or to wait there;
+    `on_started` when a request that came begins to decode.
+
+    steps: tokens that each following request decodes at every export, stage and suspend.
+    """
+
+    def __init__(self, num_blocks: int = 200, steps: int = 1, hits: int = 0) -> None:
+        self.layout = KVLayout(
+            (Region(0, BLOCK_BYTES, BLOCK_BYTES),), num_blocks, BLOCK_TOKENS, "m"
+        )
+        self.memory = bytearray(num_blocks * BLOCK_BYTES)
+        self.free = list(range(num_blocks))
+        self.running: dict[str, Request] = {}
+        self.reserved: dict[str, Request] = {}
+        self.followed: set[str] = set()
+        self.steps = steps
+        self.hits = hits
+        self.calls: list[str] = []
+        self.corrupt = False
+        self.on_started: Callable[[str], None] = lambda request_id: None
+        self.before: Callable[[str], Awaitable[None]] = self._nothing
+
+    async def _nothing(self, method: str) -> None: ...
+
+    async def _enter(self, method: str) -> None:
+        self.calls.append(method)
+        await asyncio.sleep(0)
+        await self.before(method)
+
+    # -- what a test does with it
+
+    def start(self, request_id: str, prompt: int = 41, output: int = 3) -> Request:
+        """A request in mid-decode."""
+        request = self.running[request_id] = Request(list(range(prompt)), prompt)
+        self.decode(request, output)
+        return request
+
+    def decode(self, request: Request, count: int) -> None:
+        """Run `count` steps for it; the last token's KV is not computed yet."""
+        for _ in range(count):
+            request.tokens.append(next_token(request.tokens))
+        while len(request.blocks) * BLOCK_TOKENS < len(request.tokens):
+            request.blocks.append(self.free.pop(0))
+        for position in range(len(request.tokens) - 1):
+            start = self._address(request, position)
+            self.memory[start : start + TOKEN_BYTES] = kv(request.tokens, position)
+
+    def end(self, request_id: str) -> None:
+        """Finished, or aborted by the client."""
+        request = self.running.pop(request_id, None)
+        if request is not None:
+            self.free += request.blocks
+
+    def is_clean(self) -> bool:
+        """Nothing is held but by requests that run."""
+        held = sum(len(request.blocks) for request in self.running.values())
+        suspended = any(request.suspended for request in self.running.values())
+        return (
+            not self.reserved
+            and not suspended
+            and not self.followed
+            and held + len(self.free) == self.layout.num_blocks
+            and len(set(self.free)) == len(self.free)
+        )
+
+    # -- the port
+
+    def load(self) -> EngineLoad:
+        used = self.layout.num_blocks - len(self.free)
+        return EngineLoad(self.layout.num_blocks, used, len(self.running), 0, 0, 0)
+
+    async def requests(self) -> list[RequestState]:
+        return []
+
+    async def export(self, request_id: str) -> Export:
+        await self._enter("export")
+        request = self._live(request_id)
+        self.followed.add(request_id)
+        payload = msgspec.msgpack.encode((request.tokens, request.prompt))
+        return Export(request_id, len(request.tokens), [payload])
+
+    async def stage(self, request_id: str, sent: int) -> Stage:
+        await self._enter("stage")
+        request = self._live(request_id)
+        self.decode(request, self.steps)
+        full = (len(request.tokens) - 1) // BLOCK_TOKENS
+        return Stage(request.blocks[sent:full], len(request.tokens))
+
+    async def suspend(self, request_id: str, sent: int) -> Tail:
+        await self._enter("suspend")
+        request = self._live(request_id)
+        self.decode(request, self.steps)
+        request.suspended = True
+        used = -(-(len(request.tokens) - 1) // BLOCK_TOKENS)
+        state = msgspec.msgpack.encode(request.tokens)
+        outputs = len(request.tokens) - request.prompt
+        return Tail(request.blocks[sent:used], len(request.tokens), outputs, state)
+
+    async def resume(self, request_id: str) -> None:
+        await self._enter("resume")
+        self.followed.discard(request_id)
+        if request_id in self.running:
+            self.running[request_id].suspended = False
+
+    async def release(self, request_id: str) -> None:
+        await self._enter("release")
+        self.followed.discard(request_id)
+        if request_id in self.running and self.running[request_id].suspended:
+            self.end(request_id)
+
+    async def reserve(self, export: Export) -> int:
+        await self._enter("reserve")
+        request_id = export.request_id
+        if request_id in self.running or request_id in self.reserved:
+            raise MigrationRefused("already_migrating", "it is here")
+        tokens, prompt = msgspec.msgpack.decode(export.payload[0])
+        if len(tokens) > len(self.free) * BLOCK_TOKENS:
+            raise MigrationRefused("no_blocks")
+        request = self.reserved[request_id] = Request(tokens, prompt)
+        for position in range(self.hits * BLOCK_TOKENS):
+            if position % BLOCK_TOKENS == 0:
+                request.blocks.append(self.free.pop(0))
+            start = self._address(request, position)
+            self.memory[start : start + TOKEN_BYTES] = kv(tokens, position)
+        return self.hits
+
+    async def grow(self, request_id: str, num_tokens: int) -> list[int]:
+        await self._enter("grow")
+        request = self.reserved[request_id]
+        wanted = -(-num_tokens // BLOCK_TOKENS) + 1
+        while len(request.blocks) < wanted:
+            if not self.free:
+                await self.cancel(request_id)
+                raise MigrationRefused("no_blocks")
+            request.blocks.append(self.free.pop(0))
+        return list(request.blocks)
+
+    async def commit(self, request_id: str, tail: Tail) -> None:
+        await self._enter("commit")
+        request = self.reserved.pop(request_id)
+        request.tokens = msgspec.msgpack.decode(tail.state)
+        for position in range(len(request.tokens) - 1):
+            start = self._address(request, position)
+            came = bytes(self.memory[start : start + TOKEN_BYTES])
+            assert came == kv(request.tokens, position), f"KV of token {position} is wrong"
+        self.running[request_id] = request
+        self.on_started(request_id)
+
+    async def cancel(self, request_id: str) -> None:
+        await self._enter("cancel")
+        request = self.reserved.pop(request_id, None)
+        if request is not None:
+            self.free += request.blocks
+
+    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
+        await self._enter("gather")
+        for index, block in enumerate(block_ids):
+            run = self.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            out[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES] = run
+        checksums = _checksums(out)
+        if self.corrupt:
+            out[0] ^= 1
+        return checksums
+
+    async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
+        await self._enter("scatter")
+        for index, block in enumerate(block_ids):
+            run = fused[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+            self.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = run
+        return _checksums(fused)
+
+    def _live(self, request_id: str) -> Request:
+        request = self.running.get(request_id)
+        if request is None:
+            self.followed.discard(request_id)
+            raise RequestGone("unknown_request", request_id)
+        return request
+
+    def _address(self, request: Request, position: int) -> int:
+        block = request.blocks[position // BLOCK_TOKENS]
+        return block * BLOCK_BYTES + position % BLOCK_TOKENS * TOKEN_BYTES
+
+
+def _checksums(fused: memoryview) -> list[int]:
+    return [
+        zlib.crc32(fused[start : start + BLOCK_BYTES])
+        for start in range(0, len(fused), BLOCK_BYTES)
+    ]

@@ -1,0 +1,400 @@
+"""Whole migrations over real sockets and transports, and everything that can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from kvmig.ground.config import Transport
+from kvmig.ground.errors import MigrationRefused, RequestGone
+from kvmig.kvtransfer.messages import (
+    Abort,
+    Chunk,
+    ChunkDone,
+    Commit,
+    Committed,
+    FirstToken,
+    Message,
+    Refused,
+    Reserve,
+    Reserved,
+)
+from tests.fake_cluster import Drop, cluster, until
+from tests.fake_engine import BLOCK_BYTES, FakeEngine
+
+
+def dropping(kind: type[Message], times: int = 1) -> Drop:
+    """Loses the first messages of a kind."""
+    left = [times]
+
+    def drop(message: Message) -> bool:
+        if not isinstance(message, kind) or left[0] == 0:
+            return False
+        left[0] -= 1
+        return True
+
+    return drop
+
+
+def failing(method: str, error: Exception, after: int = 0) -> Callable[[str], Awaitable[None]]:
+    """The engine raises at a method's call, once `after` earlier ones went well."""
+    left = [after]
+
+    async def before(called: str) -> None:
+        if called == method:
+            left[0] -= 1
+            if left[0] < 0:
+                raise error
+
+    return before
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_request_moves_with_every_byte_of_its_cache(transport: Transport) -> None:
+    async with cluster(transport=transport) as them:
+        report = await them.move()
+        assert them.owners() == "b"
+        assert (report.state, report.reason, report.transport) == ("committed", "", transport)
+        assert report.stages[0].blocks == 11
+        assert report.stages[0].bytes == 11 * BLOCK_BYTES
+        assert report.downtime_ms is not None
+        assert report.downtime_ms.first_token is not None
+        epoch, outputs, gateway = them.b.committing["r"]
+        request = them.b.engine.running["r"]
+        assert (epoch, outputs, gateway) == (1, len(request.tokens) - 41, "g")
+        assert them.a.left == [("r", them.b.server.endpoint)]
+
+
+async def test_what_the_destination_has_cached_does_not_travel() -> None:
+    async with cluster(destination=FakeEngine(hits=8)) as them:
+        report = await them.move()
+        assert (report.state, report.hit_blocks, report.stages[0].blocks) == ("committed", 8, 3)
+
+
+async def test_a_request_moves_there_and_back_with_growing_epochs() -> None:
+    async with cluster() as them:
+        await them.move()
+        back = await them.b.migrations.migrate("r", "a", them.a.server.endpoint, epoch=1)
+        assert (back.state, them.owners()) == ("committed", "a")
+        assert them.a.committing["r"][0] == 2
+
+
+async def test_several_requests_move_at_once_in_both_directions() -> None:
+    async with cluster(chunks=1) as them:
+        names = [f"{way}{index}" for way in "ab" for index in range(4)]
+        for name in names:
+            (them.a if name[0] == "a" else them.b).engine.start(name)
+        reports = await asyncio.gather(
+            *(them.move(name) for name in names if name[0] == "a"),
+            *(
+                them.b.migrations.migrate(name, "a", them.a.server.endpoint)
+                for name in names
+                if name[0] == "b"
+            ),
+        )
+        assert [report.state for report in reports] == ["committed"] * 8
+        assert [them.owners(name) for name in names] == ["b"] * 4 + ["a"] * 4
+
+
+async def test_copying_that_never_catches_up_ends_at_the_last_stage() -> None:
+    async with cluster(source=FakeEngine(steps=9), stages=3, timeout_ms=300) as them:
+        report = await them.move()
+        assert (report.state, len(report.stages)) == ("committed", 3)
+        assert report.tail_blocks > 2
+
+
+SOURCE_FAILURES = [
+    ("export", 0), ("stage", 0), ("stage", 1), ("suspend", 0), ("gather", 0), ("gather", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "after"), SOURCE_FAILURES)
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RequestGone("preempted"), "preempted"),
+        (MigrationRefused("unsupported"), "unsupported"),
+        (RuntimeError("a bug"), "error"),
+    ],
+)
+async def test_a_failing_source_keeps_the_request(
+    method: str, after: int, error: Exception, reason: str
+) -> None:
+    async with cluster() as them:
+        them.a.engine.before = failing(method, error, after)
+        report = await them.move()
+        assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
+
+
+DESTINATION_FAILURES = [
+    ("reserve", 0), ("grow", 0), ("grow", 1), ("scatter", 0), ("scatter", 2), ("commit", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "after"), DESTINATION_FAILURES)
+@pytest.mark.parametrize(
+    ("error", "reason"), [(MigrationRefused("no_blocks"), "no_blocks"), (OSError("x"), "error")]
+)
+async def test_a_failing_destination_leaves_the_request_at_the_source(
+    method: str, after: int, error: Exception, reason: str
+) -> None:
+    async with cluster() as them:
+        them.b.engine.before = failing(method, error, after)
+        report = await them.move()
+        assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
+        assert them.b.committing == {}
+
+
+async def test_a_full_destination_refuses() -> None:
+    async with cluster(destination=FakeEngine(num_blocks=4)) as them:
+        report = await them.move()
+        assert (report.reason, report.downtime_ms, them.owners()) == ("no_blocks", None, "a")
+
+
+async def test_another_model_is_refused() -> None:
+    async with cluster() as them:
+        layout = them.b.engine.layout
+        them.b.engine.layout = type(layout)(layout.regions, layout.num_blocks, 4, "another")
+        assert (await them.move()).reason == "incompatible"
+
+
+async def test_a_commit_without_its_front_end_is_refused() -> None:
+    async with cluster() as them:
+        them.b.refuse_commit = True
+        report = await them.move()
+        assert (report.reason, them.owners()) == ("incompatible", "a")
+        assert report.downtime_ms is not None
+
+
+async def test_a_changed_block_is_noticed_and_the_request_stays() -> None:
+    async with cluster() as them:
+        them.a.engine.corrupt = True
+        report = await them.move()
+        assert (report.reason, them.owners()) == ("corrupt", "a")
+
+
+@pytest.mark.parametrize("kind", [Reserve, Reserved, Commit, Committed, FirstToken])
+@pytest.mark.parametrize("times", [1, 2, 3, 99])
+async def test_lost_messages_leave_the_request_in_one_place(
+    kind: type[Message], times: int
+) -> None:
+    async with cluster(timeout_ms=60, lease_ms=200) as them:
+        them.a.drop, them.b.drop = dropping(kind, times), dropping(kind, times)
+        report = await them.move()
+        moved = {
+            Reserve: False, Reserved: False, Commit: times < 3, Committed: True, FirstToken: True,
+        }[kind]  # fmt: skip
+        assert (report.state == "committed") == moved
+        assert them.owners() == ("b" if moved else "a")
+        assert bool(them.a.asked) == (times >= 3 and kind in (Commit, Committed))
+        await asyncio.sleep(0.25)  # the lease of what the source could not take back
+
+
+@pytest.mark.parametrize("kind", [Chunk, ChunkDone])
+@pytest.mark.parametrize("times", [1, 99])
+async def test_a_lost_chunk_is_noticed_and_a_lost_receipt_costs_a_slot_only(
+    kind: type[Message], times: int
+) -> None:
+    async with cluster(timeout_ms=60, lease_ms=200) as them:
+        them.a.drop, them.b.drop = dropping(kind, times), dropping(kind, times)
+        report = await them.move()
+        stays = kind is Chunk or times == 99
+        assert (report.state == "aborted") == stays
+        assert them.owners() == ("a" if stays else "b")
+
+
+async def test_a_destination_that_dies_is_noticed_and_the_request_stays() -> None:
+    async with cluster(timeout_ms=5000, lease_ms=6000) as them:
+        blocked = asyncio.Event()
+
+        async def wait(method: str) -> None:
+            if method == "grow":
+                blocked.set()
+                await asyncio.sleep(60)
+
+        them.b.engine.before = wait
+        moving = asyncio.create_task(them.move())
+        await blocked.wait()
+        them.b.die()
+        report = await moving
+        assert (report.reason, them.owners()) == ("peer_lost", "a")
+
+
+@pytest.mark.parametrize("committed", [True, False])
+async def test_after_the_connection_broke_in_a_commit_the_arbiter_decides(committed: bool) -> None:
+    async with cluster(timeout_ms=3000) as them:
+        if not committed:
+            them.b.drop = dropping(Commit, 99)
+        else:
+            them.a.drop = dropping(Committed, 99)
+        moving = asyncio.create_task(them.move())
+        seen = (them.b, Commit) if not committed else (them.a, Committed)
+        await until(lambda: any(isinstance(message, seen[1]) for message in seen[0].heard))
+        them.b.die()
+        report = await moving
+        assert them.a.asked == ["r"]
+        assert (report.state, them.owners()) == (
+            ("committed", "b") if committed else ("aborted", "a")
+        )
+
+
+async def test_without_a_front_end_the_request_runs_nowhere() -> None:
+    async with cluster(timeout_ms=60, lease_ms=60000) as them:
+        them.a.front_end_is_gone = True
+        them.b.drop = dropping(Commit, 99)
+        report = await them.move()
+        assert (report.state, report.reason, them.owners()) == ("aborted", "peer_lost", "")
+        assert "r" not in them.a.engine.running
+
+
+METHODS_A = ["export", "stage", "gather", "suspend", "resume"]
+METHODS_B = ["reserve", "grow", "scatter", "commit"]
+
+
+@pytest.mark.parametrize("method", [*METHODS_A, *METHODS_B])
+@pytest.mark.parametrize("how", ["client", "gone"])
+async def test_a_client_that_leaves_at_any_moment_leaves_nothing(method: str, how: str) -> None:
+    async with cluster(timeout_ms=300) as them:
+        engine = them.a.engine if method in METHODS_A else them.b.engine
+        if method == "resume":
+            them.b.engine.before = failing("grow", MigrationRefused("no_blocks"))
+
+        async def leave(called: str) -> None:
+            if called != method:
+                return
+            engine.before = engine._nothing
+            if how == "client":
+                them.a.engine.end("r")
+            them.a.migrations.cancel_request("r", "aborted_by_client")
+            if how == "gone":
+                them.b.migrations.cancel_request("r", "aborted_by_client")
+                them.a.engine.end("r")
+
+        engine.before = leave
+        report = await them.move()
+        if method == "commit":
+            assert (report.state, them.owners()) == ("committed", "b")
+        else:
+            assert report.state == "aborted"
+            assert them.owners() == ""
+
+
+@pytest.mark.parametrize("method", [*METHODS_A[:-1], *METHODS_B[:-1]])
+@pytest.mark.parametrize("side", ["a", "b"])
+async def test_shutdown_in_any_state_gives_the_migration_up(method: str, side: str) -> None:
+    async with cluster(timeout_ms=200, lease_ms=300) as them:
+        engine = them.a.engine if method in METHODS_A else them.b.engine
+        closing: list[asyncio.Task[None]] = []
+
+        async def stop(called: str) -> None:
+            if called == method and not closing:
+                node = them.a if side == "a" else them.b
+                closing.append(asyncio.create_task(node.migrations.close(1.0)))
+                await asyncio.sleep(0.005)
+
+        engine.before = stop
+        report = await them.move()
+        await asyncio.gather(*closing)
+        assert (report.state, report.reason, them.owners()) == ("aborted", "shutdown", "a")
+
+
+@pytest.mark.parametrize("method", [*METHODS_A[:-1], *METHODS_B])
+async def test_an_engine_that_hangs_is_given_up_and_frees_everything(method: str) -> None:
+    async with cluster(timeout_ms=60, lease_ms=150) as them:
+        engine = them.a.engine if method in METHODS_A else them.b.engine
+
+        async def hang(called: str) -> None:
+            if called == method:
+                await asyncio.sleep(0.3)
+
+        engine.before = hang
+        report = await them.move()
+        if method == "commit":  # resent, then the arbiter waited for the commit's end
+            assert (report.state, them.owners()) == ("committed", "b")
+        else:
+            assert (report.state, report.reason, them.owners()) == ("aborted", "timeout", "a")
+
+
+async def test_closing_frees_everything_even_from_a_session_that_hangs() -> None:
+    async with cluster(timeout_ms=5000, lease_ms=6000) as them:
+        hanging = asyncio.Event()
+
+        async def hang(called: str) -> None:
+            if called in ("suspend", "grow"):
+                hanging.set()
+                await asyncio.sleep(3600)
+
+        them.a.engine.before = hang
+        moving = asyncio.create_task(them.move())
+        await hanging.wait()
+        await them.a.migrations.close(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await moving
+        assert them.owners() == "a"
+        assert them.a.engine.is_clean()
+
+
+async def test_a_request_moves_once_at_a_time() -> None:
+    async with cluster() as them:
+        first = asyncio.create_task(them.move())
+        await asyncio.sleep(0)
+        second = await them.move()
+        assert (second.state, second.reason) == ("aborted", "already_migrating")
+        assert (await first).state == "committed"
+
+
+async def test_after_close_no_migration_starts_in_either_direction() -> None:
+    async with cluster() as them:
+        await them.b.migrations.close(0.1)
+        assert (await them.move()).reason == "shutdown"
+        await them.a.migrations.close(0.1)
+        assert (await them.move()).reason == "shutdown"
+
+
+async def test_a_fenced_attempt_can_not_begin_and_the_next_one_can() -> None:
+    async with cluster() as them:
+        assert await them.b.migrations.fence("r", 1) is False
+        assert (await them.move()).reason == "superseded"
+        assert (await them.move()).state == "committed"
+        assert await them.b.migrations.fence("r", 2) is True
+
+
+async def test_a_reservation_that_hears_nothing_is_freed_when_its_lease_ends() -> None:
+    async with cluster(timeout_ms=40, lease_ms=80) as them:
+        them.b.drop = lambda message: not isinstance(message, Reserve) or message.stage > 0
+        assert (await them.move()).reason == "timeout"
+        assert them.b.engine.reserved
+        await until(lambda: not them.b.engine.reserved)
+        assert them.b.migrations.incoming == 0
+
+
+async def test_a_newer_attempt_replaces_a_reservation_left_by_an_older_one() -> None:
+    async with cluster(timeout_ms=100, lease_ms=60000) as them:
+        lost = dropping(Abort)
+        them.b.drop = lambda message: (
+            lost(message)
+            or (isinstance(message, Reserve) and message.stage == 1 and message.epoch == 1)
+        )
+        assert (await them.move()).reason == "timeout"
+        assert them.b.engine.reserved
+        assert (await them.move()).state == "committed"
+        assert them.owners() == "b"
+
+
+async def test_counts_go_back_to_zero() -> None:
+    async with cluster() as them:
+        moving = asyncio.create_task(them.move())
+        await asyncio.sleep(0)
+        assert (them.a.migrations.outgoing, them.a.migrations.moving()) == (1, {"r"})
+        await moving
+        for node in (them.a, them.b):
+            assert (node.migrations.incoming, node.migrations.outgoing) == (0, 0)
+            assert node.migrations.moving() == set()
+
+
+async def test_the_source_hears_why_it_was_refused() -> None:
+    async with cluster(destination=FakeEngine(num_blocks=4)) as them:
+        await them.move()
+        assert next(m for m in them.a.heard if isinstance(m, Refused)).reason == "no_blocks"
