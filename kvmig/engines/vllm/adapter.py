@@ -66,7 +66,8 @@ class VllmEngine:
         """Between two steps, on the engine's thread."""
         self._source.after_step()
         now = time.monotonic()
-        if now - self._load_at >= _LOAD_PERIOD_S:
+        # After its last step an idle engine takes none that would renew the snapshot.
+        if now - self._load_at >= _LOAD_PERIOD_S or not self._scheduler.running:
             self._load, self._load_at = engine_load(self._scheduler), now
 
     # -- what it holds

@@ -106,3 +106,11 @@ def check_model(model: str) -> None:
             f"MODEL is {model}, must be a folder with a config.json"
             " (to load from a hub, set HF_HUB_OFFLINE=0)"
         )
+
+
+def print_help() -> None:
+    """vLLM's own flags, all groups."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    make_arg_parser(FlexibleArgumentParser(prog="kvmig.serve", add_help=False)).print_help()

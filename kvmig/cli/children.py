@@ -1,0 +1,105 @@
+"""The launcher's child processes: started, waited for, watched, and ended without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+import msgspec
+
+from kvmig.cli.launch import Announcement
+from kvmig.ground.errors import StartupError
+
+KILL_AFTER_S = 5.0
+"""Between asking a child to end and ending it."""
+
+
+class Child:
+    """One process of ours, in a session of its own so that Ctrl-C reaches only the launcher."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, announced: int) -> None:
+        self.name = name
+        self._process = process
+        self._announced = announced
+
+    @classmethod
+    async def start(
+        cls, name: str, module: str, launch: msgspec.Struct, environment: Mapping[str, str]
+    ) -> Child:
+        """`python -m module DESCRIPTOR` with the launch document on its stdin, kept open."""
+        read_end, write_end = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                module,
+                str(write_end),
+                stdin=asyncio.subprocess.PIPE,
+                env=dict(environment),
+                pass_fds=(write_end,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(read_end)
+            raise StartupError(f"{name} can't be started: {error}") from error
+        finally:
+            os.close(write_end)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        return cls(name, process, read_end)
+
+    async def ready(self, timeout_s: float) -> str:
+        """Its endpoint. Raises StartupError with its own sentence, or how it ended."""
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._announced, "rb")
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await reader.readline()
+                if not line:
+                    code = await self._process.wait()
+                    raise StartupError(f"{self.name} died while starting ({how_it_ended(code)})")
+        except TimeoutError as error:
+            raise StartupError(f"{self.name} was not ready within {timeout_s:g} s") from error
+        finally:
+            transport.close()
+        answer = msgspec.json.decode(line, type=Announcement)
+        if answer.failed:
+            raise StartupError(f"{self.name}: {answer.failed}")
+        return answer.endpoint
+
+    async def ended(self) -> str:
+        """Wait for its end; how it ended, in words."""
+        return how_it_ended(await self._process.wait())
+
+    async def stop(self, timeout_s: float = KILL_AFTER_S) -> None:
+        """Ask it to end, then end it and all that it started."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._process.wait()
+            except TimeoutError:
+                pass  # it had its time
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def how_it_ended(code: int) -> str:
+    """A process's exit status for people."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,146 @@
+"""The processes of one cluster on this host: llumlets and the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvmig.cli.children import Child
+from kvmig.cli.environment import instance_environment
+from kvmig.cli.launch import LlumletLaunch
+from kvmig.controlplane.messages import ClusterMessage, Member, Members
+from kvmig.controlplane.scheduler_process import SchedulerLaunch
+from kvmig.engines.vllm.preload import preloaded
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import KvmigError, PeerError, StartupError, TransportError
+from kvmig.kvtransfer.link import Client
+from kvmig.kvtransfer.transports.shm import sweep
+
+log = logging.getLogger(__name__)
+
+SCHEDULER_TIMEOUT_S = 30.0
+RESTART_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+"""Pauses before the scheduler is started again; the last one repeats."""
+
+
+class Cluster:
+    """Starts and ends all processes; the scheduler is started again when it dies."""
+
+    def __init__(
+        self, config: ClusterConfig, secret: bytes, engine_argv: Sequence[str], gpus: Sequence[str]
+    ) -> None:
+        self.name = secrets.token_hex(4)
+        self._config = config
+        self._secret = secret
+        self._engine_argv = list(engine_argv)
+        self._gpus = gpus
+        self._llumlets: dict[str, Child] = {}
+        self._members: list[Member] = []
+        self._scheduler: Child | None = None
+        self._link: Client | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, progress: Callable[[str], None]) -> list[Member]:
+        """All instances, ready; in parallel. Raises StartupError, and leaves nothing running."""
+        names = [f"i{number}" for number in range(self._config.instances)]
+        starting = [asyncio.create_task(self._start(name, progress)) for name in names]
+        try:
+            self._members = list(await asyncio.gather(*starting))
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            await self.stop()
+            raise
+        return self._members
+
+    def watch(self, lost: Callable[[str, str], Awaitable[None]]) -> None:
+        """Keep the scheduler running; tell `lost` (instance, how) when a llumlet ends."""
+        if self._config.scheduler.migration:
+            self._tasks.append(asyncio.create_task(self._keep_scheduler(), name="scheduler"))
+        for name, child in self._llumlets.items():
+            self._tasks.append(asyncio.create_task(self._watch(name, child, lost)))
+
+    async def stop(self) -> None:
+        """End every process and remove the cluster's shared memory. May be called twice."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        children = [*self._llumlets.values(), *([self._scheduler] if self._scheduler else [])]
+        await asyncio.gather(*(child.stop() for child in children))
+        self._llumlets.clear()
+        self._scheduler = None
+        sweep(self.name)
+
+    async def _start(self, name: str, progress: Callable[[str], None]) -> Member:
+        began = asyncio.get_running_loop().time()
+        config = self._config
+        environment = instance_environment(
+            int(name[1:]), config.instances, os.cpu_count() or 1, self._gpus, os.environ
+        )
+        if not self._gpus:
+            environment["LD_PRELOAD"] = preloaded(environment.get("LD_PRELOAD", ""))
+        launch = LlumletLaunch(
+            cluster=self.name,
+            instance=name,
+            secret=self._secret,
+            config=config,
+            engine_argv=self._engine_argv,
+        )
+        progress(f"instance {name} starts")
+        child = await Child.start(f"instance {name}", "kvmig.cli.llumlet", launch, environment)
+        self._llumlets[name] = child
+        endpoint = await child.ready(config.start_timeout_s)
+        progress(f"instance {name} is ready ({asyncio.get_running_loop().time() - began:.0f} s)")
+        return Member(name, endpoint)
+
+    async def _watch(
+        self, name: str, child: Child, lost: Callable[[str, str], Awaitable[None]]
+    ) -> None:
+        how = await child.ended()
+        self._members = [member for member in self._members if member.instance != name]
+        self._tell_members()
+        await lost(name, how)
+
+    async def _keep_scheduler(self) -> None:
+        failures = 0
+        while True:
+            try:
+                await self._run_scheduler()
+            except KvmigError as error:
+                log.warning("scheduler: %s; serving goes on without migrations", error)
+            await asyncio.sleep(RESTART_S[min(failures, len(RESTART_S) - 1)])
+            failures += 1
+
+    async def _run_scheduler(self) -> None:
+        """From start to death. Raises StartupError or TransportError saying how it ended."""
+        launch = SchedulerLaunch(self._secret, self._config)
+        child = await Child.start("scheduler", "kvmig.cli.scheduler", launch, os.environ)
+        self._scheduler = child
+        try:
+            endpoint = await child.ready(SCHEDULER_TIMEOUT_S)
+            self._link = Client(endpoint, self._secret, "launcher", "launcher", ClusterMessage)
+            self._tell_members()
+            how = await child.ended()
+            raise StartupError(f"it ended ({how})")
+        finally:
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+            await child.stop()
+            self._scheduler = None
+
+    def _tell_members(self) -> None:
+        if self._link is None:
+            return
+        try:
+            self._link.send(Members(self._members))
+        except (TransportError, PeerError) as error:
+            log.warning("the scheduler did not hear of the instances: %s", error)

@@ -1,0 +1,114 @@
+"""What each instance gets of this machine: threads and memory, or a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvmig.ground.errors import ConfigError
+
+GIB = 1 << 30
+CPU_KV_SHARE = 0.4
+"""Of the available memory, for all instances' KV caches together, unless told otherwise."""
+CPU_KV_MOST = 4 * GIB
+CPU_KV_LEAST = 64 << 20
+INSTANCE_OVERHEAD = GIB
+"""What a CPU instance takes beside weights and KV cache: Python, torch, vLLM (measured 0.8 GiB)."""
+GPU_SHARE = 0.9
+"""vLLM's default of --gpu-memory-utilization, shared by the instances of one GPU."""
+
+_KV_FLAGS = ("--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--gpu-memory-utilization")
+
+
+def gpus() -> list[str]:
+    """Ids of the GPUs that may be used, empty on a CPU machine."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    probe = subprocess.run(
+        ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return probe.stdout.split() if probe.returncode == 0 else []
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping."""
+    with Path("/proc/meminfo").open() as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo names no MemAvailable; set --kv-cache-memory-bytes")
+
+
+def instance_environment(
+    index: int, instances: int, cores: int, gpu_ids: Sequence[str], base: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of instance `index`; what the user has set stays."""
+    environment = dict(base)
+    environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    if gpu_ids:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu_ids[index % len(gpu_ids)]
+        return environment
+    # Instances share the cores; vLLM's own binding would put all of them on the same ones.
+    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // instances)))
+    return environment
+
+
+def memory_flags(
+    argv: Sequence[str],
+    instances: int,
+    gpu_count: int,
+    available: int,
+    environment: Mapping[str, str],
+    weights: int,
+) -> list[str]:
+    """vLLM flags that share the machine's memory among instances; [] if the user said how.
+
+    weights: bytes of the model on disk. Raises ConfigError if there isn't enough.
+    """
+    chosen = any(word.split("=")[0] in _KV_FLAGS for word in argv)
+    if gpu_count:
+        per_gpu = -(-instances // gpu_count)
+        if chosen or per_gpu == 1:
+            return []
+        return ["--gpu-memory-utilization", f"{GPU_SHARE / per_gpu:.3f}"]
+    fixed = INSTANCE_OVERHEAD + weights
+    kv = _asked_for(argv, environment)
+    if kv is None:
+        if chosen:
+            return []
+        spare = available - instances * fixed
+        kv = min(CPU_KV_MOST, int(spare * CPU_KV_SHARE / instances))
+        flags = ["--kv-cache-memory-bytes", str(kv)]
+    else:
+        flags = []
+    if kv < CPU_KV_LEAST or instances * (fixed + kv) > available:
+        need = fixed + max(kv, CPU_KV_LEAST)
+        raise ConfigError(
+            f"not enough memory for {instances} instances: each needs {need / GIB:.1f} GiB and "
+            f"{available / GIB:.1f} GiB are available, lower --instances or "
+            "--kv-cache-memory-bytes"
+        )
+    return flags
+
+
+def _asked_for(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
+    """Bytes of KV cache an instance that the user asked for in so many words."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name == "--kv-cache-memory-bytes":
+            text = value or following
+            return int(text) if text.isdecimal() else None  # "2g": vLLM reads those
+    space = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
+    return int(space) * GIB if space.isdecimal() else None

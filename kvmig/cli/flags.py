@@ -1,0 +1,178 @@
+"""kvmig's own flags; whatever is not one of them is vLLM's."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+import msgspec
+
+from kvmig.ground.config import (
+    POLICIES,
+    TRANSPORTS,
+    ClusterConfig,
+    MigrationConfig,
+    SchedulerConfig,
+    check,
+)
+from kvmig.ground.errors import ConfigError
+
+_EPILOG = """Every other flag is vLLM's and goes to each instance, e.g. --host, --port,
+--max-model-len, --api-key; `--help=all` lists those too."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of kvmig's own flags, in groups."""
+    cluster, scheduler, migration = ClusterConfig(), SchedulerConfig(), MigrationConfig()
+    root = _Parser(
+        prog="python -m kvmig.serve",
+        usage="python -m kvmig.serve MODEL [kvmig's flags] [any flag of vllm serve]",
+        description="Serve MODEL on several vLLM instances; requests move between them live.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    root.add_argument(
+        "-h", "--help", nargs="?", const="kvmig", metavar="all", default=None, help="this text"
+    )
+
+    group = root.add_argument_group("cluster")
+    group.add_argument(
+        "--instances", type=int, default=cluster.instances, help="vLLM instances to start"
+    )
+    group.add_argument(
+        "--control-host",
+        default=cluster.control_host,
+        help="address that control sockets bind to; the cluster's secret is KVMIG_SECRET if set",
+    )
+    group.add_argument(
+        "--report-ms",
+        type=float,
+        default=cluster.report_ms,
+        help="longest time between two load reports of an instance",
+    )
+    group.add_argument(
+        "--start-timeout",
+        type=float,
+        default=cluster.start_timeout_s,
+        help="seconds for an instance to be ready",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=cluster.drain_timeout_s,
+        help="seconds that SIGTERM lets running requests finish",
+    )
+
+    group = root.add_argument_group("scheduler")
+    group.add_argument(
+        "--policy",
+        default=scheduler.policy,
+        help=f"which instance gets a new request: {', '.join(POLICIES)}; only freeness migrates",
+    )
+    group.add_argument(
+        "--no-migration",
+        action="store_true",
+        help="never move a request (the admin API refuses, too)",
+    )
+    group.add_argument(
+        "--round-ms", type=float, default=scheduler.round_ms, help="time between two rounds"
+    )
+    group.add_argument(
+        "--migrate-below",
+        type=float,
+        default=scheduler.source_below,
+        help="freeness under which an instance gives requests away",
+    )
+    group.add_argument(
+        "--migrate-above",
+        type=float,
+        default=scheduler.destination_above,
+        help="freeness over which an instance takes requests in",
+    )
+    group.add_argument(
+        "--min-gain",
+        type=float,
+        default=scheduler.min_gain,
+        help="least predicted gain of freeness that makes a move worth it",
+    )
+
+    group = root.add_argument_group("migration")
+    group.add_argument(
+        "--transport",
+        default=migration.transport,
+        help=f"how KV blocks travel: {', '.join(TRANSPORTS)}",
+    )
+    group.add_argument(
+        "--chunk-ms",
+        type=float,
+        default=migration.chunk_ms,
+        help="longest uninterrupted copy (copies run beside the engine's thread)",
+    )
+    group.add_argument(
+        "--chunk-bytes", type=int, default=migration.chunk_bytes, help="size of a staging buffer"
+    )
+    group.add_argument(
+        "--staging-chunks",
+        type=int,
+        default=migration.staging_chunks,
+        help="staging buffers an instance",
+    )
+    group.add_argument(
+        "--max-stages", type=int, default=migration.max_stages, help="live copy stages at most"
+    )
+    group.add_argument(
+        "--reply-timeout-ms",
+        type=float,
+        default=migration.reply_timeout_ms,
+        help="wait for a peer's answer",
+    )
+    group.add_argument(
+        "--lease-ms",
+        type=float,
+        default=migration.lease_ms,
+        help="silence after which a destination frees a reservation",
+    )
+    return root
+
+
+def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
+    """Returns (checked config, vLLM's part of `argv`, what --help asked for).
+
+    Raises ConfigError with the flag, its value and what is allowed.
+    """
+    flags, rest = parser().parse_known_args(argv)
+    try:
+        config = ClusterConfig(
+            instances=flags.instances,
+            control_host=flags.control_host,
+            report_ms=flags.report_ms,
+            start_timeout_s=flags.start_timeout,
+            drain_timeout_s=flags.drain_timeout,
+            scheduler=SchedulerConfig(
+                policy=flags.policy,
+                migration=not flags.no_migration,
+                round_ms=flags.round_ms,
+                source_below=flags.migrate_below,
+                destination_above=flags.migrate_above,
+                min_gain=flags.min_gain,
+            ),
+            migration=MigrationConfig(
+                chunk_ms=flags.chunk_ms,
+                chunk_bytes=flags.chunk_bytes,
+                staging_chunks=flags.staging_chunks,
+                max_stages=flags.max_stages,
+                transport=flags.transport,
+                reply_timeout_ms=flags.reply_timeout_ms,
+                lease_ms=flags.lease_ms,
+            ),
+        )
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+    return check(config), rest, flags.help

@@ -1,0 +1,86 @@
+"""`python -m kvmig.cli.llumlet DESCRIPTOR`: one instance's process, for the launcher only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from kvmig.cli.launch import Announcement, LlumletLaunch
+from kvmig.controlplane.child import announce, read_launch, until_stopped
+from kvmig.controlplane.llumlet import Llumlet
+from kvmig.engines.base import ServingEngine
+from kvmig.ground.errors import KvmigError, StartupError
+
+STOP_S = 3.0
+SWITCH_INTERVAL_S = 0.0005
+"""The event loop gets the interpreter from the engine's thread this soon (Python's default:
+5 ms, several decode steps of a small model)."""
+
+
+def make_engine(argv: list[str]) -> ServingEngine:
+    """The vLLM engine that these flags describe. Raises StartupError with one sentence."""
+    from kvmig.engines.vllm import flags
+
+    flags.set_environment()
+    from kvmig.engines.vllm.config import engine_config, first_sentence
+    from kvmig.engines.vllm.serving import ServingVllm
+
+    try:
+        return ServingVllm(engine_config(flags.parse(argv)))
+    except KvmigError:
+        raise
+    except Exception as error:
+        # Whatever vLLM says about the model or the machine: the launcher prints it.
+        raise StartupError(first_sentence(error)) from error
+
+
+async def run(launch: LlumletLaunch, descriptor: int) -> None:
+    """Serve until SIGTERM or the launcher's end."""
+    engine = make_engine(launch.engine_argv)
+    llumlet = Llumlet(launch.instance, launch.cluster, launch.secret, launch.config, engine)
+    stopped = asyncio.ensure_future(until_stopped())
+    try:
+        await llumlet.start()
+        announce(descriptor, Announcement(endpoint=llumlet.endpoint))
+        failed = asyncio.ensure_future(llumlet.failed())
+        await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            raise StartupError(f"the engine failed: {failed.result()}")
+        failed.cancel()
+    finally:
+        stopped.cancel()
+        await llumlet.close(STOP_S)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launch document on stdin, the announcement on the file descriptor named by argv[1]."""
+    if len(argv) != 2 or not argv[1].isdecimal():
+        print("usage: python -m kvmig.cli.llumlet DESCRIPTOR", file=sys.stderr)
+        return 2
+    descriptor = int(argv[1])
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        launch = read_launch(LlumletLaunch)
+        logging.basicConfig(
+            format=f"%(asctime)s {launch.instance} %(levelname)s %(message)s", level=logging.WARNING
+        )
+        asyncio.run(run(launch, descriptor))
+    except KvmigError as error:
+        try:
+            announce(descriptor, Announcement(failed=str(error)))
+        except StartupError:  # announced before: it ran, then failed
+            print(f"kvmig {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything of ours is closed. The interpreter's own end would only tear down torch and
+    # Triton, which takes seconds and prints pages about objects that nobody frees.
+    os._exit(status)

@@ -1,0 +1,67 @@
+"""Who listens to a llumlet: front ends, numbered for the engine, and schedulers."""
+
+from __future__ import annotations
+
+from kvmig.ground.errors import PeerError
+
+
+class Fronts:
+    """Front ends by name, socket identity and number (1, 2, ...); numbers are never reused."""
+
+    def __init__(self) -> None:
+        self._identity: dict[str, bytes] = {}
+        self._name: dict[bytes, str] = {}
+        self._number: dict[str, int] = {}
+        self._listeners: set[bytes] = set()
+
+    def join(self, name: str, identity: bytes) -> None:
+        """A front end said hello, for the first time or again."""
+        self._identity[name] = identity
+        self._name[identity] = name
+        self._number.setdefault(name, len(self._number) + 1)
+
+    def listen(self, identity: bytes) -> None:
+        """A scheduler said hello: it gets load reports."""
+        self._listeners.add(identity)
+
+    def leave(self, identity: bytes) -> str | None:
+        """Nobody is behind this identity any more; the front end's name if it was one."""
+        self._listeners.discard(identity)
+        name = self._name.pop(identity, None)
+        if name is not None:
+            del self._identity[name]
+        return name
+
+    def name(self, identity: bytes) -> str:
+        """The front end's name. Raises PeerError for others."""
+        try:
+            return self._name[identity]
+        except KeyError:
+            raise PeerError(f"{identity!r} is no front end") from None
+
+    def number(self, identity: bytes) -> int:
+        """Its number. Raises PeerError for others."""
+        return self._number[self.name(identity)]
+
+    def number_of(self, name: str) -> int | None:
+        """The number of a front end that is connected now."""
+        return self._number[name] if name in self._identity else None
+
+    def identity(self, name: str) -> bytes | None:
+        """Where to send to it, if it is connected now."""
+        return self._identity.get(name)
+
+    def client(self, number: int) -> bytes | None:
+        """Where to send what client `number` gets; 0 (nobody's statistics): any front end."""
+        for name, identity in self._identity.items():
+            if number in (0, self._number[name]):
+                return identity
+        return None
+
+    def gateways(self) -> list[bytes]:
+        """All front ends that are connected now."""
+        return list(self._name)
+
+    def listeners(self) -> list[bytes]:
+        """Everyone who gets load reports: front ends and schedulers."""
+        return [*self._name, *self._listeners]

@@ -1,0 +1,333 @@
+"""A llumlet: one instance's engine, its load reports, and its side of every migration."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from kvmig.controlplane.fronts import Fronts
+from kvmig.controlplane.messages import (
+    AbortRequests,
+    Call,
+    CallDone,
+    ClusterMessage,
+    Discard,
+    Fence,
+    Fenced,
+    ListRequests,
+    LoadReport,
+    Migrate,
+    Migrated,
+    Outputs,
+    Pair,
+    Requests,
+    Resolve,
+    Resolved,
+    Submit,
+    Welcome,
+)
+from kvmig.controlplane.pairing import Pairing
+from kvmig.controlplane.peers import Peers
+from kvmig.controlplane.tracking import Tracking
+from kvmig.controlplane.virtual_usage import virtual_blocks
+from kvmig.engines.base import Emitted, Frame, ServingEngine
+from kvmig.ground.clock import monotonic
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import MigrationRefused, PeerError, TransportError
+from kvmig.kvtransfer.link import Server
+from kvmig.kvtransfer.messages import PROTOCOL, Hello, Message, PeerMessage
+from kvmig.kvtransfer.migrations import Migrations
+from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.transports.select import open_staging
+
+log = logging.getLogger(__name__)
+
+RESOLVE_TRIES = 3
+RESOLVE_TIMEOUT_S = 5.0
+CHANGE_PERIOD_S = 0.01
+"""Least time between two load reports, however often the load changes."""
+
+
+class Llumlet:
+    """Make, start and close it inside one event loop."""
+
+    def __init__(
+        self,
+        instance: str,
+        cluster: str,
+        secret: bytes,
+        config: ClusterConfig,
+        engine: ServingEngine,
+    ) -> None:
+        self.instance = instance
+        self._config = config
+        self._engine = engine
+        self._server = Server(
+            secret, "llumlet", instance, ClusterMessage | PeerMessage, host=config.control_host
+        )
+        self._fronts = Fronts()
+        self._tracking = Tracking()
+        self._stagings = open_staging(
+            config.migration.transport,
+            cluster,
+            instance,
+            config.migration.staging_chunks,
+            max(config.migration.chunk_bytes, engine.layout.block_bytes),
+        )
+        self._peers = Peers(instance, secret, self._from_peer, self._peer_lost)
+        self._migrations = Migrations(
+            instance,
+            engine,
+            config.migration,
+            self._stagings,
+            send_to=self._peers.send,
+            reply=self._server.send,
+            resolve=self._resolve,
+            on_commit=self._on_commit,
+            on_commit_failed=self._on_commit_failed,
+            on_left=self._on_left,
+        )
+        self._pairing = Pairing(engine.requests, self._migrations.moving, self._migrate_for_pair)
+        self._resolving: dict[str, asyncio.Future[bool]] = {}
+        self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._seq = 0
+        self._reported: tuple[object, ...] = ()
+
+    @property
+    def endpoint(self) -> str:
+        """Where front ends, the scheduler and peers connect to."""
+        return self._server.endpoint
+
+    async def start(self) -> None:
+        """Step the engine, warm it up, then take messages."""
+        self._engine.connect(self._on_outputs, self._on_call_done, self._on_exit)
+        await self._engine.warm_up()
+        for loop in (self._receive(), self._report(), self._pairing.run()):
+            self._spawn(loop)
+
+    async def failed(self) -> BaseException | None:
+        """Wait until the engine has stopped by itself; its error."""
+        return await asyncio.shield(self._failed)
+
+    async def close(self, timeout_s: float) -> None:
+        """Give running migrations up, stop the engine, free everything."""
+        await self._migrations.close(timeout_s)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._peers.close()
+        self._server.close()
+        await self._engine.close(timeout_s)
+        for staging in self._stagings.values():
+            staging.close()
+
+    # -- messages
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                sender, message, payload = await self._server.recv()
+            except PeerError as error:
+                log.warning("ignored: %s", error)
+                continue
+            try:
+                self._handle(sender, message, payload)
+            except (TransportError, PeerError) as error:
+                log.warning("%s: %s", type(message).__name__, error)
+
+    def _handle(self, sender: bytes, message: Message, payload: list[memoryview]) -> None:
+        match message:
+            case Hello():
+                self._greet(sender, message)
+            case Submit():
+                self._submit(sender, message, payload)
+            case AbortRequests():
+                self._abort(message.request_ids)
+            case Discard():
+                self._discard(message)
+            case Call():
+                client = self._fronts.number(sender)
+                self._engine.call(client, message.call_id, message.method, payload)
+            case ListRequests():
+                self._spawn(self._list(sender, message.call_id))
+            case Migrate():
+                self._spawn(self._migrate_for_front(sender, message))
+            case Fence():
+                self._spawn(self._fence(sender, message))
+            case Resolved():
+                future = self._resolving.get(message.mid)
+                if future is not None and not future.done():
+                    future.set_result(message.moved)
+            case Pair():
+                self._pairing.set(message)
+            case _:
+                self._migrations.receive(sender, message, payload)
+
+    def _greet(self, sender: bytes, hello: Hello) -> None:
+        if hello.role == "gateway":
+            self._fronts.join(hello.name, sender)
+            welcome = Welcome(PROTOCOL, self.instance, self._engine.describe())
+            self._server.send(sender, welcome)
+        elif hello.role == "scheduler":
+            self._fronts.listen(sender)
+
+    def _submit(self, sender: bytes, message: Submit, payload: list[memoryview]) -> None:
+        gateway = self._fronts.name(sender)
+        self._tracking.begin(message.request_id, message.epoch, 0, gateway)
+        self._engine.submit(self._fronts.number(sender), payload)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self._engine.abort(request_ids)
+        for request_id in request_ids:
+            self._migrations.cancel_request(request_id, "aborted_by_client")
+            self._tracking.end(request_id)
+            self._engine.forget(request_id)
+            endpoint = self._tracking.went_to(request_id)
+            if endpoint is not None:
+                self._peers.send(endpoint, AbortRequests([request_id]))
+
+    def _discard(self, message: Discard) -> None:
+        track = self._tracking.get(message.request_id)
+        if track is not None and track.epoch == message.epoch:
+            self._engine.abort([message.request_id])
+            self._tracking.end(message.request_id)
+
+    async def _list(self, sender: bytes, call_id: int) -> None:
+        self._server.send(sender, Requests(call_id, await self._engine.requests()))
+
+    async def _fence(self, sender: bytes, message: Fence) -> None:
+        committed = await self._migrations.fence(message.request_id, message.epoch)
+        self._server.send(sender, Fenced(message.call_id, committed))
+
+    # -- migrations
+
+    async def _migrate_for_front(self, sender: bytes, message: Migrate) -> None:
+        report = await self._migrate(message.request_id, message.destination, message.endpoint)
+        self._server.send(sender, Migrated(message.call_id, report))
+        self._tell(Migrated(0, report), but=sender)
+
+    async def _migrate_for_pair(self, request_id: str, pair: Pair) -> MigrationReport:
+        report = await self._migrate(request_id, pair.destination, pair.endpoint)
+        self._tell(Migrated(0, report))
+        return report
+
+    async def _migrate(self, request_id: str, destination: str, endpoint: str) -> MigrationReport:
+        track = self._tracking.get(request_id)
+        gateway = track.gateway if track else ""
+        epoch = track.epoch if track else 0
+        return await self._migrations.migrate(
+            request_id, destination, endpoint, gateway=gateway, epoch=epoch
+        )
+
+    def _on_commit(self, request_id: str, epoch: int, output_tokens: int, gateway: str) -> None:
+        """Just before a request starts here. Raises MigrationRefused without its front end."""
+        client = self._fronts.number_of(gateway)
+        if client is None:
+            raise MigrationRefused("incompatible", f"front end {gateway} is not connected here")
+        self._engine.assign(request_id, client)
+        self._tracking.begin(request_id, epoch, output_tokens, gateway)
+        self._pairing.arrived(request_id)
+
+    def _on_commit_failed(self, request_id: str) -> None:
+        self._tracking.end(request_id)
+
+    def _on_left(self, request_id: str, endpoint: str) -> None:
+        self._tracking.left(request_id, endpoint)
+        self._engine.forget(request_id)
+
+    async def _resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
+        """Ask the request's front end who runs it. Raises TransportError if it is gone."""
+        track = self._tracking.get(request_id)
+        sender = self._fronts.identity(track.gateway) if track else None
+        if sender is None:
+            raise TransportError(f"the front end of {request_id} is gone")
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._resolving[mid] = answer
+        try:
+            for _ in range(RESOLVE_TRIES):
+                self._server.send(sender, Resolve(mid, request_id, epoch, destination))
+                done, _ = await asyncio.wait([answer], timeout=RESOLVE_TIMEOUT_S)
+                if done:
+                    return answer.result()
+        finally:
+            del self._resolving[mid]
+        raise TransportError(f"front end {track.gateway if track else ''} does not answer")
+
+    def _from_peer(self, endpoint: str, message: Message, payload: list[memoryview]) -> None:
+        self._migrations.receive_reply(endpoint, message, payload)
+
+    def _peer_lost(self, endpoint: str) -> None:
+        self._migrations.peer_lost(endpoint)
+
+    # -- what the engine gives
+
+    def _on_outputs(self, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+        sender = self._fronts.client(client)
+        spans = self._tracking.spans(emitted)
+        for entry in emitted:
+            self._migrations.stepped(entry.request_id)
+        if sender is not None:
+            self._send(sender, Outputs(spans), frames)
+
+    def _on_call_done(
+        self, client: int, call_id: int, error: str | None, frames: list[Frame]
+    ) -> None:
+        sender = self._fronts.client(client)
+        if sender is not None:
+            self._send(sender, CallDone(call_id, error), frames)
+
+    def _on_exit(self, error: BaseException | None) -> None:
+        if not self._failed.done():
+            self._failed.set_result(error)
+
+    # -- load reports
+
+    async def _report(self) -> None:
+        sent_at = 0.0
+        while True:
+            load = self._engine.load()
+            if load.running == 0:  # it takes no steps, so its snapshot may be of its last one
+                load = await self._engine.refresh_load()
+            moving = (self._migrations.incoming, self._migrations.outgoing)
+            now = monotonic()
+            due = (now - sent_at) * 1000 >= self._config.report_ms
+            if due or (load, moving) != self._reported:
+                self._reported, sent_at = (load, moving), now
+                self._seq += 1
+                report = LoadReport(self.instance, self._seq, load, virtual_blocks(load), *moving)
+                for sender in self._fronts.listeners():
+                    self._send(sender, report)
+            await asyncio.sleep(min(CHANGE_PERIOD_S, self._config.report_ms / 1000))
+
+    # -- helpers
+
+    def _tell(self, message: Message, but: bytes = b"") -> None:
+        for sender in self._fronts.gateways():
+            if sender != but:
+                self._send(sender, message)
+
+    def _send(self, sender: bytes, message: Message, frames: Sequence[Frame] = ()) -> None:
+        """Send to a front end or the scheduler; one that is gone is forgotten."""
+        try:
+            self._server.send(sender, message, frames)
+        except TransportError as error:
+            log.warning("%s", error)
+            self._front_lost(sender)
+
+    def _front_lost(self, sender: bytes) -> None:
+        gateway = self._fronts.leave(sender)
+        if gateway is not None:  # nobody hears these requests any more
+            self._abort(self._tracking.of(gateway))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("llumlet %s: a task failed", self.instance, exc_info=error)

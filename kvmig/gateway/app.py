@@ -1,0 +1,40 @@
+"""What kvmig adds to the engine's HTTP application: admin API, metrics, ids, the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.routing import Route
+
+from kvmig.gateway.admin import admin_api
+from kvmig.gateway.gate import Gate, GateState
+from kvmig.gateway.metrics import InstanceCollector, Metrics, with_instances
+from kvmig.gateway.request_id import RequestIdMiddleware
+from kvmig.gateway.router import Router
+
+MIDDLEWARE = tuple(f"{one.__module__}.{one.__name__}" for one in (Gate, RequestIdMiddleware))
+"""Import paths, innermost first: the engine's application adds them when it is built."""
+
+
+class Front:
+    """One front end's additions; `metrics` observes the router."""
+
+    def __init__(self, gate: GateState, registry: CollectorRegistry = REGISTRY) -> None:
+        self.metrics = Metrics(registry)
+        self._gate = gate
+        self._registry = registry
+
+    def attach(self, app: FastAPI, router: Router, model: str, api_keys: Sequence[str]) -> None:
+        """Add everything to `app`, before it serves. Our /metrics takes the place of its own."""
+        app.include_router(admin_api(router, model, api_keys))
+        self._registry.register(InstanceCollector(router.instances))
+        exposed = with_instances(self._registry, router.engine_indexes)
+
+        async def metrics(_: Request) -> Response:
+            return Response(generate_latest(exposed), media_type=CONTENT_TYPE_LATEST)
+
+        app.router.routes.insert(0, Route("/metrics", metrics))
+        app.state.gate = self._gate

@@ -1,0 +1,35 @@
+"""Fixtures that tests share; real servers are started once for the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.served import SMALL, Served
+from tests.leaks import assert_nothing_left, assert_server_is_empty
+
+
+@pytest.fixture(scope="session")
+def two_instances(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """kvmig.serve with two instances of the bundled model; the scheduler never moves anything
+    by itself, so that a test decides what moves."""
+    log = tmp_path_factory.mktemp("served") / "log"
+    flags = [*SMALL, "--instances=2", "--migrate-below=-1000000", "--drain-timeout=5"]
+    with Served(flags, log=log) as served:
+        yield served
+    assert_nothing_left(served)
+
+
+@pytest.fixture
+def served(two_instances: Served) -> Iterator[Served]:
+    """The shared server; afterwards no block, request or staging buffer is left in it."""
+    yield two_instances
+    assert_server_is_empty(two_instances)
+
+
+@pytest.fixture
+def log_file(tmp_path: Path) -> Path:
+    """Where a server of a test's own writes."""
+    return tmp_path / "log"
