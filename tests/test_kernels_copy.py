@@ -322,6 +322,15 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     assert [path.name for path in uninstalled.iterdir()] == ["lock"]
 
 
+def test_a_build_that_somebody_else_keeps_locked_is_given_up(
+    uninstalled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "TIMEOUT_S", 0.1)
+    lock = build.cache_folder() / "lock"
+    with build.lock(lock), pytest.raises(KernelUnavailable, match="locked by another build"):
+        native.load()
+
+
 def test_a_cache_that_others_may_write_is_refused(uninstalled: Path) -> None:
     uninstalled.mkdir(parents=True)
     uninstalled.chmod(0o777)
