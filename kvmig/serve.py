@@ -13,6 +13,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+import uvloop
+
 from kvmig.cli import flags as kvmig_flags
 from kvmig.cli.cluster import Cluster
 from kvmig.cli.environment import available_memory, gpus, memory_flags
@@ -53,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     with sock:
         try:
             rest = [*rest, *share_memory(args, rest, config, gpu_ids)]
-            return asyncio.run(Server(config, args, rest, gpu_ids, sock).run())
+            return uvloop.run(Server(config, args, rest, gpu_ids, sock).run())
         except KvmigError as error:
             say(str(error))
             return 2

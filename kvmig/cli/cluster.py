@@ -45,6 +45,7 @@ class Cluster:
 
     async def start(self, progress: Callable[[str], None]) -> list[Member]:
         """All instances, ready; in parallel. Raises StartupError, and leaves nothing running."""
+        sweep()  # of clusters that were killed
         names = [f"i{number}" for number in range(self._config.instances)]
         starting = [asyncio.create_task(self._start(name, progress)) for name in names]
         try:

@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import uvloop
+
 from kvmig.cli.launch import Announcement, LlumletLaunch
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.controlplane.llumlet import Llumlet
@@ -67,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         logging.basicConfig(
             format=f"%(asctime)s {launch.instance} %(levelname)s %(message)s", level=logging.WARNING
         )
-        asyncio.run(run(launch, descriptor))
+        uvloop.run(run(launch, descriptor))
     except KvmigError as error:
         try:
             announce(descriptor, Announcement(failed=str(error)))

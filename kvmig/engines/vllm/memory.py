@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvmig.ground.errors import UnsupportedLayout
 from kvmig.ground.layout import KVLayout, Region, fused
-from kvmig.kernels.copy import checksum_fused, copy_blocks
+from kvmig.kernels.copy import address_of, backend, checksum_fused, copy_blocks
 
 Copy = Callable[[list[int], memoryview], list[int]]
 
@@ -101,6 +101,7 @@ class BlockMemory:
         self.layout = kv_layout(config, scheduler)
         self._tensors = kv_tensors(config, scheduler)
         self._device = self._tensors[0].device
+        backend()  # built now if it must be, not in somebody's first copy
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvmig-copy")
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
 
@@ -132,7 +133,7 @@ class BlockMemory:
             self._device_gather(block_ids, out[:size])
             return checksum_fused(out[:size], self.layout.block_bytes)
         n = len(block_ids)
-        target = fused(_address(out, size), self.layout)
+        target = fused(address_of(out[:size]), self.layout)
         return copy_blocks(
             self.layout.regions, target, block_ids, range(n), self.layout.num_blocks, n
         )
@@ -144,7 +145,7 @@ class BlockMemory:
             self._device_scatter(block_ids, data[:size])
             return sums
         n = len(block_ids)
-        source = fused(_address(data, size), self.layout)
+        source = fused(address_of(data[:size]), self.layout)
         return copy_blocks(
             source, self.layout.regions, range(n), block_ids, n, self.layout.num_blocks
         )
@@ -157,10 +158,13 @@ class BlockMemory:
         torch.frombuffer(out, dtype=torch.uint8).copy_(packed.flatten())
 
     def _device_scatter(self, block_ids: list[int], data: memoryview) -> None:
-        host = torch.frombuffer(data, dtype=torch.uint8).view(len(block_ids), -1)
+        host = torch.empty(
+            (len(block_ids), self.layout.block_bytes), dtype=torch.uint8
+        ).pin_memory()
+        host.numpy().reshape(-1)[:] = numpy.frombuffer(data, dtype=numpy.uint8)
         with torch.cuda.stream(self._stream):
             ids = torch.tensor(block_ids, device=self._device)
-            packed = host.pin_memory().to(self._device, non_blocking=True)
+            packed = host.to(self._device, non_blocking=True)
             offset = 0
             for tensor in self._tensors:
                 rows = self._rows(tensor)
@@ -179,13 +183,3 @@ class BlockMemory:
         offset = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
         shape = (self.layout.num_blocks, region.run)
         return torch.as_strided(flat, shape, (region.block_stride, 1), offset)
-
-
-def _address(buffer: memoryview, size: int) -> int:
-    if buffer.nbytes < size:
-        raise ValueError(f"buffer of {buffer.nbytes} bytes for {size} bytes of blocks")
-    if buffer.readonly:  # a received frame: only ever read
-        import numpy
-
-        return int(numpy.frombuffer(buffer, dtype=numpy.uint8).ctypes.data)
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
