@@ -8,6 +8,7 @@ whoever owns it makes a new one. Heartbeats run on ZeroMQ's own thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from types import UnionType
 
@@ -157,7 +158,9 @@ class Client:
         self._monitor = self._socket.get_monitor_socket(_LOST)
         self._lost = asyncio.ensure_future(self._watch())
         self._socket.connect(endpoint)
-        self.send(Hello(PROTOCOL, role, name))
+        # Refused already? Then the monitor says so, and `recv` does.
+        with contextlib.suppress(TransportError):
+            self.send(Hello(PROTOCOL, role, name))
 
     async def _watch(self) -> None:
         await recv_monitor_message(self._monitor)
