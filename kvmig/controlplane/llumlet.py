@@ -294,8 +294,10 @@ class Llumlet:
             moving = (self._migrations.incoming, self._migrations.outgoing)
             now = monotonic()
             due = (now - sent_at) * 1000 >= self._config.report_ms
-            if due or (load, moving) != self._reported:
-                self._reported, sent_at = (load, moving), now
+            # Blocks grow with every few steps; only who is there is news at once.
+            news = (load.running, load.waiting, *moving)
+            if due or news != self._reported:
+                self._reported, sent_at = news, now
                 self._seq += 1
                 report = LoadReport(self.instance, self._seq, load, virtual_blocks(load), *moving)
                 for sender in self._fronts.listeners():
