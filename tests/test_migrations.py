@@ -398,3 +398,22 @@ async def test_the_source_hears_why_it_was_refused() -> None:
     async with cluster(destination=FakeEngine(num_blocks=4)) as them:
         await them.move()
         assert next(m for m in them.a.heard if isinstance(m, Refused)).reason == "no_blocks"
+
+
+async def test_a_session_cancelled_while_it_cleans_up_cleans_up_again() -> None:
+    async with cluster(timeout_ms=5000, lease_ms=6000) as them:
+        resuming = asyncio.Event()
+
+        async def hang_once(called: str) -> None:
+            if called == "resume" and not resuming.is_set():
+                resuming.set()
+                await asyncio.sleep(3600)
+
+        them.a.engine.before = hang_once
+        them.b.refuse_commit = True
+        moving = asyncio.create_task(them.move())
+        await resuming.wait()
+        await them.a.migrations.close(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await moving
+        assert them.owners() == "a"

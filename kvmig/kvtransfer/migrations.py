@@ -19,6 +19,7 @@ from kvmig.ground.clock import monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.kvtransfer.arrivals import Arrivals, OnCommit
 from kvmig.kvtransfer.chunks import ChunkSizer
+from kvmig.kvtransfer.mailbox import Cancel, PeerLost
 from kvmig.kvtransfer.messages import (
     Aborted,
     ChunkDone,
@@ -30,7 +31,7 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.source_session import Cancel, PeerLost, Resolve, SourceSession
+from kvmig.kvtransfer.source_session import Resolve, SourceSession
 from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.wire import Frame

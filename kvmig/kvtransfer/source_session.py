@@ -12,8 +12,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-import msgspec
-
 from kvmig.engines import base
 from kvmig.engines.base import Engine, Tail
 from kvmig.ground.clock import Clock, monotonic
@@ -23,6 +21,7 @@ from kvmig.kvtransfer import source_machine as do
 from kvmig.kvtransfer.chunks import ChunkSizer
 from kvmig.kvtransfer.compat import fingerprint
 from kvmig.kvtransfer.copier import Copier, Send
+from kvmig.kvtransfer.mailbox import Cancel, Event, Mailbox, PeerLost
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
@@ -30,7 +29,6 @@ from kvmig.kvtransfer.messages import (
     Commit,
     Committed,
     FirstToken,
-    Message,
     Refused,
     Reserve,
     Reserved,
@@ -46,19 +44,6 @@ T = TypeVar("T")
 
 Resolve = Callable[[str, str, int, str], Awaitable[bool]]
 """(mid, request_id, epoch, destination) -> whether it moved. Raises when nobody can say."""
-
-
-class Cancel(msgspec.Struct, frozen=True):
-    """The client left, or the instance stops."""
-
-    reason: str
-
-
-class PeerLost(msgspec.Struct, frozen=True):
-    """The connection to the destination is gone."""
-
-
-Event = Message | Cancel | PeerLost
 
 
 class SourceSession:
@@ -90,8 +75,8 @@ class SourceSession:
         self._resolve = resolve
         self._on_moved = on_moved
         self._clock = clock
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._news = asyncio.Event()
+        self._mailbox = Mailbox(self._feed)
+        self._undone: list[Action] = []
         self._copier: Copier | None = None
         self._export: base.Export | None = None
         self._commit: Commit | None = None
@@ -112,18 +97,14 @@ class SourceSession:
                 if not self._first_token.done():
                     self._first_token.set_result(ms)
             case _:
-                self._events.put_nowait(event)
-                self._news.set()
+                self._mailbox.put(event)
 
     async def run(self) -> MigrationReport:
         """Move the request, or leave it as it was; the report says which."""
         try:
             await self._follow(self.machine.start())
         except asyncio.CancelledError:
-            machine = self.machine
-            if not machine.ended:
-                gone = machine.orphaned() if machine.beyond else machine.cancel("shutdown")
-                await self._follow(gone)
+            await self._follow(self._undone if self.machine.ended else self._stop())
             raise
         finally:
             if self._copier is not None:
@@ -142,9 +123,16 @@ class SourceSession:
     async def _follow(self, actions: list[Action]) -> None:
         while actions:
             following: list[Action] = []
-            for action in actions:
+            for index, action in enumerate(actions):
+                self._undone = actions[index:]
                 following += await self._attempt(action)
             actions = following
+
+    def _stop(self) -> list[Action]:
+        """The session's task was cancelled."""
+        if self.machine.beyond:
+            return self.machine.orphaned()
+        return self.machine.cancel("shutdown")
 
     async def _attempt(self, action: Action) -> list[Action]:
         try:
@@ -255,7 +243,7 @@ class SourceSession:
             if stop := await self._ready(copier):
                 return stop
             await copier.send(self.machine.stage, first + offset, block_ids)
-        if stop := self._read():
+        if stop := self._mailbox.read():
             return stop
         self._send_commit()
         self._timeline.pause()
@@ -264,8 +252,8 @@ class SourceSession:
 
     async def _ready(self, copier: Copier) -> list[Action]:
         """Wait for a slot; what a message asks for instead, if one comes first."""
-        while not await copier.ready(self._news):
-            if stop := self._read():
+        while not await copier.ready(self._mailbox.news):
+            if stop := self._mailbox.read():
                 return stop
         return []
 
@@ -279,7 +267,7 @@ class SourceSession:
         asking = asyncio.ensure_future(
             self._bounded(self._resolve(move.mid, move.request_id, move.epoch, move.destination))
         )
-        listening = asyncio.ensure_future(self._listen())
+        listening = asyncio.ensure_future(self._mailbox.listen())
         try:
             await asyncio.wait((asking, listening), return_when=asyncio.FIRST_COMPLETED)
             return listening.result() if listening.done() else self._resolved(asking)
@@ -302,26 +290,11 @@ class SourceSession:
         """Wait for what moves the machine on."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._listen()
+                return await self._mailbox.listen()
         except TimeoutError:
             if self.machine.beyond:
                 return self.machine.unanswered()
             raise
-
-    async def _listen(self) -> list[Action]:
-        while True:
-            await self._news.wait()
-            if actions := self._read():
-                return actions
-
-    def _read(self) -> list[Action]:
-        """Feed the machine what has come, up to the first event that asks for something."""
-        while not self._events.empty():
-            actions = self._feed(self._events.get_nowait())
-            if actions:
-                return actions
-        self._news.clear()
-        return []
 
     def _feed(self, event: Event) -> list[Action]:
         machine = self.machine
