@@ -20,7 +20,8 @@ INSTANCE_OVERHEAD = GIB
 GPU_SHARE = 0.9
 """vLLM's default of --gpu-memory-utilization, shared by the instances of one GPU."""
 
-_KV_FLAGS = ("--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--gpu-memory-utilization")
+_KV_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
+"""Not --num-gpu-blocks-override: with it alone vLLM still wants its share of the memory free."""
 
 
 def gpus() -> list[str]:

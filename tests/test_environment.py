@@ -1,0 +1,46 @@
+"""What each instance gets of the machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmig.cli.environment import GIB, memory_flags
+from kvmig.ground.errors import ConfigError
+
+
+def on_cpu(*argv: str, instances: int = 2, available: int = 20 * GIB, **env: str) -> list[str]:
+    return memory_flags(["MODEL", *argv], instances, 0, available, env, weights=0)
+
+
+def test_cpu_instances_share_the_available_memory() -> None:
+    flag, value = on_cpu()
+
+    assert flag == "--kv-cache-memory-bytes"
+    assert 2 * (int(value) + GIB) <= 20 * GIB
+
+
+def test_a_number_of_blocks_is_no_word_about_memory() -> None:
+    """vLLM would ask for 92 % of the machine for each of them."""
+    assert on_cpu("--num-gpu-blocks-override=600") == on_cpu()
+
+
+def test_the_users_own_share_stands() -> None:
+    assert on_cpu("--kv-cache-memory-bytes=1073741824") == []
+    assert on_cpu("--kv-cache-memory-bytes", "2g") == []
+    assert on_cpu("--gpu-memory-utilization=0.1") == []
+    assert on_cpu(VLLM_CPU_KVCACHE_SPACE="1") == []
+
+
+def test_too_many_instances_are_refused_with_what_each_needs() -> None:
+    with pytest.raises(ConfigError, match=r"50 instances: each needs 1\.1 GiB"):
+        on_cpu(instances=50)
+
+
+def test_a_cache_larger_than_the_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lower --instances or --kv-cache-memory-bytes"):
+        on_cpu("--kv-cache-memory-bytes", str(100 * GIB))
+
+
+def test_instances_on_one_gpu_share_it() -> None:
+    assert memory_flags([], 2, 1, 0, {}, 0) == ["--gpu-memory-utilization", "0.450"]
+    assert memory_flags([], 2, 2, 0, {}, 0) == []
