@@ -169,6 +169,14 @@ def test_the_source_stops_copying_at_the_last_stage() -> None:
     assert machine.reserved(0) == [source.Suspend(2)]
 
 
+def test_without_live_stages_the_request_is_suspended_first() -> None:
+    machine = SourceMachine("m", max_stages=0)
+    machine.exported(30)
+    machine.reserved(0)
+    assert machine.checked(Stage([1, 2, 3], 30)) == [source.SendReserve(1, 30)]
+    assert machine.reserved(0) == [source.Suspend(0)]
+
+
 def test_the_destination_goes_from_reserve_to_commit() -> None:
     machine = DestinationMachine("m")
     assert machine.reserve(reserve(0)) == [destination.ReserveBlocks(EXPORT, 30)]

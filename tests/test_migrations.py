@@ -105,6 +105,14 @@ async def test_copying_that_never_catches_up_ends_at_the_last_stage() -> None:
         assert report.tail_blocks > 2
 
 
+async def test_without_live_stages_everything_goes_with_the_tail() -> None:
+    async with cluster(stages=0) as them:
+        report = await them.move()
+        assert (report.state, report.stages) == ("committed", [])
+        assert report.tail_blocks > 2
+        assert report.output_tokens is not None
+
+
 SOURCE_FAILURES = [
     ("export", 0), ("stage", 0), ("stage", 1), ("suspend", 0), ("gather", 0), ("gather", 2),
 ]  # fmt: skip

@@ -125,7 +125,10 @@ def parser() -> argparse.ArgumentParser:
         help="staging buffers an instance",
     )
     group.add_argument(
-        "--max-stages", type=int, default=migration.max_stages, help="live copy stages at most"
+        "--max-stages",
+        type=int,
+        default=migration.max_stages,
+        help="live copy stages at most; 0: suspend first, then copy everything",
     )
     group.add_argument(
         "--reply-timeout-ms",

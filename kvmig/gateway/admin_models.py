@@ -112,6 +112,10 @@ class Migration(BaseModel):
     hit_blocks: int = Field(description="Found in the destination's prefix cache, not sent.")
     stages: list[Stage]
     tail_blocks: int
+    output_tokens: int | None = Field(
+        description="Tokens that the source put out; the next one is the destination's. "
+        "null when the request was never suspended."
+    )
     bytes: int
     total_ms: float
     downtime_ms: DowntimeParts | None = Field(

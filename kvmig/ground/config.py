@@ -24,7 +24,7 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     staging_chunks: int = 4
     """Staging buffers of one instance: bounds memory and what is on the wire."""
     max_stages: int = 8
-    """Live copy stages before the last one is forced."""
+    """Live copy stages before the last one is forced; 0 copies all while the request stands still."""
     transport: Transport = "auto"
     reply_timeout_ms: float = 2000.0
     """Wait for a peer's answer before a migration is given up."""
@@ -87,7 +87,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
         (migration.chunk_ms > 0, "--chunk-ms", migration.chunk_ms, "more than 0"),
         (migration.chunk_bytes >= 4096, "--chunk-bytes", migration.chunk_bytes, "4096 or more"),
         (migration.staging_chunks >= 1, "--staging-chunks", migration.staging_chunks, "1 or more"),
-        (migration.max_stages >= 1, "--max-stages", migration.max_stages, "1 or more"),
+        (migration.max_stages >= 0, "--max-stages", migration.max_stages, "0 or more"),
         (
             migration.reply_timeout_ms > 0,
             "--reply-timeout-ms",

@@ -65,6 +65,8 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that the destination's prefix cache held: not sent."""
     stages: list[StageReport] = []
     tail_blocks: int = 0
+    output_tokens: int | None = None
+    """Tokens that the source put out; the next one is the destination's. None: never suspended."""
     bytes: int = 0
     total_ms: float = 0.0
     downtime_ms: Downtime | None = None

@@ -236,6 +236,7 @@ class SourceSession:
     async def _send_tail(self, first: int, tail: Tail) -> list[Action]:
         copier = self._copy_with()
         self._timeline.tail_blocks = len(tail.block_ids)
+        self._timeline.output_tokens = tail.num_output_tokens
         self._commit = Commit(
             self.move.mid, self.move.request_id, self.move.epoch, tail, first + len(tail.block_ids)
         )

@@ -10,6 +10,6 @@ def enough(full_blocks: int, stage: int, max_stages: int) -> bool:
     """Whether to suspend now instead of copying `full_blocks` more in live stage `stage`.
 
     Example: stages of 100, 4 and 1 new full blocks: the first two are copied live, the
-    last block goes with the tail.
+    last block goes with the tail. With `max_stages` 0 all blocks go with it.
     """
     return full_blocks <= TAIL_BLOCKS or stage >= max_stages

@@ -35,6 +35,7 @@ class Timeline:
         self.transport = ""
         self.hit_blocks = 0
         self.tail_blocks = 0
+        self.output_tokens: int | None = None
         self.bytes = 0
 
     def now(self) -> float:
@@ -82,6 +83,7 @@ class Timeline:
             hit_blocks=self.hit_blocks,
             stages=self._stages,
             tail_blocks=self.tail_blocks,
+            output_tokens=self.output_tokens,
             bytes=self.bytes,
             total_ms=(self._clock() - self._began) * 1e3,
             downtime_ms=self.downtime(first_token),
