@@ -15,7 +15,7 @@ PATIENCE_S = 10.0
 
 
 def assert_server_is_empty(served: Served) -> None:
-    """No request, no used block, no migration under way on any instance."""
+    """No request, used block, migration or staging buffer in use on any instance."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         rows = served.get("instances")
@@ -23,7 +23,7 @@ def assert_server_is_empty(served: Served) -> None:
             row
             for row in rows
             if row["blocks_used"] or row["running"] or row["waiting"]
-            or row["migrations_in"] or row["migrations_out"]
+            or row["migrations_in"] or row["migrations_out"] or row["staging_used"]
         ]  # fmt: skip
         requests = served.get("requests")
         if not left and not requests:

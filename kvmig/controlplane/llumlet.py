@@ -299,7 +299,14 @@ class Llumlet:
             if due or news != self._reported:
                 self._reported, sent_at = news, now
                 self._seq += 1
-                report = LoadReport(self.instance, self._seq, load, virtual_blocks(load), *moving)
+                report = LoadReport(
+                    self.instance,
+                    self._seq,
+                    load,
+                    virtual_blocks(load),
+                    *moving,
+                    staging_used=self._migrations.staging_used,
+                )
                 for sender in self._fronts.listeners():
                     self._send(sender, report)
             await asyncio.sleep(min(CHANGE_PERIOD_S, self._config.report_ms / 1000))

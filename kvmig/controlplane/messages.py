@@ -34,6 +34,8 @@ class LoadReport(Message, frozen=True, tag=True):
     migrations_out: int
     state: str = "serving"
     """starting, serving or draining."""
+    staging_used: int = 0
+    """Staging buffers that migrations out of it hold."""
 
 
 # -- front end to llumlet

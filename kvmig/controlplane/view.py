@@ -29,6 +29,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     """starting, serving or draining."""
     migrations_in: int = 0
     migrations_out: int = 0
+    staging_used: int = 0
     reported_at: float | None = None
     """None: not heard of yet."""
     pending_blocks: float = 0.0
@@ -117,6 +118,7 @@ class ViewBuilder:
             state=report.state,
             migrations_in=report.migrations_in,
             migrations_out=report.migrations_out,
+            staging_used=report.staging_used,
             reported_at=now,
             pending_blocks=sum(blocks for _, blocks in entry.pending),
             pending_requests=len(entry.pending),

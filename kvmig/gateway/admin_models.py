@@ -40,6 +40,7 @@ class Instance(BaseModel):
     )
     migrations_in: int = Field(description="Under way now.")
     migrations_out: int = Field(description="Under way now.")
+    staging_used: int = Field(description="Staging buffers held by migrations out of it.")
 
     @classmethod
     def of(cls, row: InstanceRow, model: str) -> Instance:

@@ -30,6 +30,8 @@ class InstanceRow:
     migrations_in: int
     """Under way now."""
     migrations_out: int
+    staging_used: int
+    """Staging buffers held by migrations out of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ def instance_row(index: int, view: InstanceView, lost: bool) -> InstanceRow:
         freeness=0.0 if lost else instance_freeness(view),
         migrations_in=view.migrations_in,
         migrations_out=view.migrations_out,
+        staging_used=view.staging_used,
     )
 
 

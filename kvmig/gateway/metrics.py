@@ -71,6 +71,7 @@ _GAUGES = {
     "blocks_total": "KV blocks.",
     "running": "Requests in the batch.",
     "waiting": "Requests in the queue.",
+    "staging_used": "Staging buffers held by migrations out of the instance.",
 }
 assert _GAUGES.keys() <= {field.name for field in fields(InstanceRow)}
 

@@ -104,6 +104,11 @@ class Migrations:
         """Migrations out of this instance now."""
         return len(self._going())
 
+    @property
+    def staging_used(self) -> int:
+        """Staging buffers that migrations hold now."""
+        return sum(staging.held for staging in self._stagings.values())
+
     def moving(self) -> set[str]:
         """Requests that come or go now."""
         return {*self._arrivals.request_ids, *self._leaving()}
