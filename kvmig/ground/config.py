@@ -24,7 +24,7 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     staging_chunks: int = 4
     """Staging buffers of one instance: bounds memory and what is on the wire."""
     max_stages: int = 8
-    """Live copy stages before the last one is forced; 0 copies all while the request stands still."""
+    """Live copy stages before the last one is forced; 0: all is copied in the pause."""
     transport: Transport = "auto"
     reply_timeout_ms: float = 2000.0
     """Wait for a peer's answer before a migration is given up."""
