@@ -184,7 +184,6 @@ class Llumlet:
         for request_id in request_ids:
             self._migrations.cancel_request(request_id, "aborted_by_client")
             self._tracking.end(request_id)
-            self._engine.forget(request_id)
             endpoint = self._tracking.went_to(request_id)
             if endpoint is not None:
                 self._peers.send(endpoint, AbortRequests([request_id]))
@@ -236,7 +235,6 @@ class Llumlet:
 
     def _on_left(self, request_id: str, endpoint: str) -> None:
         self._tracking.left(request_id, endpoint)
-        self._engine.forget(request_id)
 
     async def _resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
         """Ask the request's front end who runs it. Raises TransportError if it is gone."""

@@ -188,10 +188,6 @@ class ServingEngine(Engine, Protocol):
         """A reserved request's outputs will go to this client."""
         ...
 
-    def forget(self, request_id: str) -> None:
-        """The request ended here or runs elsewhere."""
-        ...
-
     def describe(self) -> bytes:
         """What front ends must know of the engine, in the adapter's encoding."""
         ...

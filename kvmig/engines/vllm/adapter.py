@@ -58,10 +58,6 @@ class VllmEngine:
         """A reserved request's outputs will go to this client."""
         self._destination.assign(request_id, client)
 
-    def forget(self, request_id: str) -> None:
-        """The request ended or left: its submitted form is not needed any more."""
-        self._submitted.pop(request_id, None)
-
     def after_step(self) -> None:
         """Between two steps, on the engine's thread."""
         self._source.after_step()
@@ -132,6 +128,7 @@ class VllmEngine:
 
     async def release(self, request_id: str) -> None:
         await self._on_engine(lambda: self._source.release(request_id))
+        self._submitted.pop(request_id, None)
 
     # -- destination
 
@@ -158,6 +155,7 @@ class VllmEngine:
                 self._destination.commit(request_id, progress, progress.generator)
             except Exception:
                 self._destination.cancel(request_id)
+                self._submitted.pop(request_id, None)
                 raise
 
         await self._on_engine(run)
@@ -168,7 +166,7 @@ class VllmEngine:
             return request_id in self._scheduler.requests
 
         if not await self._on_engine(free):
-            self.forget(request_id)
+            self._submitted.pop(request_id, None)
 
     # -- memory
 

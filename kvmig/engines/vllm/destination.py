@@ -103,9 +103,13 @@ class Destination:
         scheduler.prev_step_scheduled_req_ids.discard(request_id)
         request.num_computed_tokens = computed
         scheduler.requests[request_id] = request
-        if computed:
-            scheduler.kv_cache_manager.cache_blocks(request, computed)
-        self._start(request, generator)
+        try:
+            if computed:
+                scheduler.kv_cache_manager.cache_blocks(request, computed)
+            self._start(request, generator)
+        except Exception:
+            scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+            raise
 
     def assign(self, request_id: str, client_index: int) -> None:
         """The request's outputs go to this client of the engine."""

@@ -43,7 +43,8 @@ def register(
     runner = model_runner(core)
     # Its row from an earlier stay here would be taken for the current one.
     if request.request_id in runner.input_batch.req_id_to_index:
-        runner.input_batch.remove_request(request.request_id)
+        with torch.inference_mode():  # as in a step: some of its tensors were made in one
+            runner.input_batch.remove_request(request.request_id)
     runner.requests[request.request_id] = CachedRequestState(
         req_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,

@@ -58,6 +58,8 @@ class ServingVllm(VllmEngine):
         self._builder.submit(self._add, request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._submitted.pop(request_id, None)
         self._builder.submit(self._core.abort, list(request_ids))
 
     def call(self, client: int, call_id: int, method: str, payload: Sequence[Frame]) -> None:
@@ -108,7 +110,7 @@ class ServingVllm(VllmEngine):
             for output in outputs.outputs:
                 if output.finished and output.request_id in self._warming:
                     self._warming[output.request_id].set_result(None)
-                    self.forget(output.request_id)
+                    self._submitted.pop(output.request_id, None)
             return
         emitted = [
             Emitted(output.request_id, len(output.new_token_ids), output.finished)
@@ -116,5 +118,5 @@ class ServingVllm(VllmEngine):
         ]
         for entry in emitted:
             if entry.finished:
-                self.forget(entry.request_id)
+                self._submitted.pop(entry.request_id, None)
         self._on_outputs(client, emitted, list(self._encoder.encode(outputs)))

@@ -1,0 +1,327 @@
+"""The vLLM adapter on two real engines, every step boundary under the test's control."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from kvmig.ground.errors import MigrationRefused, RequestGone
+from tests.vllm_pair import Output, Pair, Side
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [40 + number * number % 90 for number in range(100)]
+LONG = [40 + number * number % 90 for number in range(600)]
+OTHER = [60 + number * number % 70 for number in range(1000)]
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def engines(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(async_scheduling=request.param == "async")
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+async def pair(engines: Pair) -> AsyncIterator[Pair]:
+    engines.begin()
+    yield engines
+    await engines.assert_empty()
+
+
+def same(moved: Output, unmoved: Output) -> None:
+    assert moved.tokens == unmoved.tokens
+    assert moved.logprobs == unmoved.logprobs
+    assert moved.finish_reason == unmoved.finish_reason
+
+
+def preempt(side: Side, request_id: str) -> None:
+    """What vLLM's scheduler does when it runs out of blocks."""
+    scheduler = side.engine._scheduler
+    request = scheduler.requests[request_id]
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.9, "seed": 7, "top_p": 0.9},
+        {"temperature": 1.2, "seed": 8, "top_k": 20, "min_p": 0.01},
+        {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+        {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.7},
+        {"temperature": 1.5, "seed": 5, "min_tokens": 40, "stop_token_ids": [60, 61, 62]},
+        {"temperature": 1.0, "seed": 6, "allowed_token_ids": [50, 51, 52, 53]},
+        {"temperature": 1.0, "seed": 9, "logit_bias": {50: 3.0}},
+    ],
+    ids=str,
+)
+async def test_a_request_moved_there_and_back_equals_one_left_alone(
+    pair: Pair, params: dict[str, Any]
+) -> None:
+    unmoved = await pair.unmoved(PROMPT, **params)
+    pair.submit(pair.a, "moved", PROMPT, **params)
+    await pair.step(pair.a, until=("moved", 10))
+
+    await pair.move(pair.a, pair.b, "moved")
+    await pair.step(pair.b, until=("moved", 30))
+    await pair.move(pair.b, pair.a, "moved")
+
+    same(await pair.finish("moved"), unmoved)
+
+
+async def test_a_request_that_returns_at_once_forgets_its_first_stay(pair: Pair) -> None:
+    unmoved = await pair.unmoved(PROMPT, temperature=0.9, seed=1)
+    pair.submit(pair.a, "moved", PROMPT, temperature=0.9, seed=1)
+    await pair.step(pair.a, until=("moved", 10))
+
+    await pair.move(pair.a, pair.b, "moved", steps=0)
+    await pair.move(pair.b, pair.a, "moved", steps=0)
+
+    same(await pair.finish("moved"), unmoved)
+
+
+async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
+    unmoved = await pair.unmoved(LONG)
+    pair.submit(pair.a, "moved", LONG)
+    pair.a.step()
+    pair.a.step()
+    await pair.settle()
+    assert "moved" not in pair.outputs
+
+    await pair.move(pair.a, pair.b, "moved", steps=1)
+
+    same(await pair.finish("moved"), unmoved)
+
+
+async def test_a_waiting_request_moves_queue(pair: Pair) -> None:
+    unmoved = await pair.unmoved(PROMPT)
+    for number in range(4):
+        pair.submit(pair.a, f"busy {number}", PROMPT, max_tokens=40)
+        await pair.step(pair.a, until=(f"busy {number}", 1))
+    pair.submit(pair.a, "moved", PROMPT)
+    pair.a.step()
+
+    await pair.move(pair.a, pair.b, "moved", steps=0)
+
+    same(await pair.finish("moved"), unmoved)
+    for number in range(4):
+        await pair.finish(f"busy {number}")
+
+
+async def test_several_requests_move_both_ways_at_once(pair: Pair) -> None:
+    unmoved = {
+        seed: await pair.unmoved(PROMPT[seed:], temperature=1.0, seed=seed) for seed in range(4)
+    }
+    for seed in range(4):
+        side = pair.a if seed % 2 else pair.b
+        pair.submit(side, f"r{seed}", PROMPT[seed:], temperature=1.0, seed=seed)
+        # One prefill at a time: vLLM 0.32's CPU build dies of a seeded prompt in two chunks.
+        await pair.step(pair.a, pair.b, until=(f"r{seed}", 5))
+
+    for seed in range(4):
+        source, to = (pair.a, pair.b) if seed % 2 else (pair.b, pair.a)
+        await pair.move(source, to, f"r{seed}")
+
+    for seed in range(4):
+        assert (await pair.finish(f"r{seed}")).tokens == unmoved[seed].tokens
+
+
+async def test_blocks_that_the_destination_has_cached_need_not_travel(pair: Pair) -> None:
+    unmoved = await pair.unmoved(LONG)
+    pair.submit(pair.b, "before", LONG, max_tokens=1)
+    await pair.finish("before")
+    pair.submit(pair.a, "moved", LONG)
+    await pair.step(pair.a, until=("moved", 10))
+
+    hit = await pair.move(pair.a, pair.b, "moved")
+
+    assert hit == len(LONG) // 32
+    assert (await pair.finish("moved")).tokens == unmoved.tokens
+
+
+async def test_what_was_moved_in_serves_as_a_prefix_later(pair: Pair) -> None:
+    pair.submit(pair.a, "moved", LONG)
+    await pair.step(pair.a, until=("moved", 5))
+    await pair.move(pair.a, pair.b, "moved")
+    moved = await pair.finish("moved")
+
+    pair.submit(pair.b, "later", LONG)
+    later = await pair.finish("later")
+
+    assert later.tokens == moved.tokens
+
+
+async def test_a_suspended_request_that_is_resumed_goes_on_as_if_nothing_was(pair: Pair) -> None:
+    unmoved = await pair.unmoved(PROMPT, temperature=0.9, seed=2)
+    pair.submit(pair.a, "kept", PROMPT, temperature=0.9, seed=2)
+    await pair.step(pair.a, until=("kept", 10))
+    export = await pair.done(pair.a.engine.export("kept"))
+    await pair.done(pair.b.engine.reserve(export))
+    await pair.suspend(pair.a, "kept", 0)
+    for _ in range(3):
+        pair.a.step()
+
+    await pair.done(pair.b.engine.cancel("kept"))
+    await pair.done(pair.a.engine.resume("kept"))
+
+    same(await pair.finish("kept"), unmoved)
+
+
+async def test_a_commit_that_fails_leaves_nothing_and_the_source_goes_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmoved = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "kept", PROMPT)
+    await pair.step(pair.a, until=("kept", 10))
+    export = await pair.done(pair.a.engine.export("kept"))
+    await pair.done(pair.b.engine.reserve(export))
+    tail = await pair.suspend(pair.a, "kept", 0)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(pair.b.engine._destination, "_start", fail)
+    with pytest.raises(RuntimeError, match="out of order"):
+        await pair.done(pair.b.engine.commit("kept", tail))
+    monkeypatch.undo()
+    await pair.done(pair.a.engine.resume("kept"))
+
+    same(await pair.finish("kept"), unmoved)
+
+
+async def test_a_request_preempted_at_the_source_is_told_so_and_goes_on(pair: Pair) -> None:
+    pair.submit(pair.a, "kept", PROMPT)
+    await pair.step(pair.a, until=("kept", 10))
+    await pair.done(pair.a.engine.export("kept"))
+    preempt(pair.a, "kept")
+
+    with pytest.raises(RequestGone, match="preempted"):
+        await pair.done(pair.a.engine.stage("kept", 0))
+
+    assert len((await pair.finish("kept")).tokens) == 60
+
+
+async def test_a_request_preempted_at_the_destination_ends_with_the_same_tokens(
+    pair: Pair,
+) -> None:
+    unmoved = await pair.unmoved(PROMPT, temperature=0.9, seed=12)
+    pair.submit(pair.a, "moved", PROMPT, temperature=0.9, seed=12)
+    await pair.step(pair.a, until=("moved", 10))
+    await pair.move(pair.a, pair.b, "moved")
+    await pair.step(pair.b, until=("moved", 20))
+
+    preempt(pair.b, "moved")
+
+    moved = await pair.finish("moved")
+    assert moved.tokens == unmoved.tokens
+    assert moved.finish_reason == unmoved.finish_reason
+
+
+async def test_a_request_that_finishes_meanwhile_is_gone(pair: Pair) -> None:
+    pair.submit(pair.a, "short", PROMPT, max_tokens=12)
+    await pair.step(pair.a, until=("short", 10))
+    export = await pair.done(pair.a.engine.export("short"))
+    await pair.done(pair.b.engine.reserve(export))
+    await pair.finish("short")
+
+    with pytest.raises(RequestGone):
+        await pair.done(pair.a.engine.stage("short", 0))
+
+    await pair.done(pair.b.engine.cancel("short"))
+
+
+async def test_a_suspended_request_can_be_aborted(pair: Pair) -> None:
+    pair.submit(pair.a, "unwanted", PROMPT)
+    await pair.step(pair.a, until=("unwanted", 10))
+    await pair.done(pair.a.engine.export("unwanted"))
+    await pair.suspend(pair.a, "unwanted", 0)
+
+    pair.a.engine.abort(["unwanted"])
+    pair.a.engine._builder.submit(lambda: None).result(10)
+    pair.a.take_calls()
+    await pair.done(pair.a.engine.resume("unwanted"))
+
+
+async def test_a_destination_without_blocks_refuses_at_the_first_reserve(pair: Pair) -> None:
+    pair.submit(pair.b, "large", OTHER, max_tokens=30)
+    await pair.step(pair.b, until=("large", 1))
+    pair.submit(pair.a, "kept", LONG, max_tokens=20)
+    await pair.step(pair.a, until=("kept", 2))
+    export = await pair.done(pair.a.engine.export("kept"))
+
+    with pytest.raises(MigrationRefused, match="no_blocks"):
+        await pair.done(pair.b.engine.reserve(export))
+
+    await pair.done(pair.a.engine.resume("kept"))
+    await pair.finish("kept")
+    await pair.finish("large")
+
+
+async def test_a_destination_that_fills_up_refuses_at_a_later_stage(pair: Pair) -> None:
+    pair.submit(pair.b, "large", OTHER[:900], max_tokens=30)
+    await pair.step(pair.b, until=("large", 1))
+    pair.submit(pair.a, "kept", PROMPT, max_tokens=20)
+    await pair.step(pair.a, until=("kept", 2))
+    export = await pair.done(pair.a.engine.export("kept"))
+    await pair.done(pair.b.engine.reserve(export))
+
+    with pytest.raises(MigrationRefused, match="no_blocks"):
+        await pair.done(pair.b.engine.grow("kept", 800))
+
+    await pair.done(pair.b.engine.cancel("kept"))
+    await pair.done(pair.a.engine.resume("kept"))
+    await pair.finish("kept")
+    await pair.finish("large")
+
+
+async def test_a_full_batch_refuses(pair: Pair) -> None:
+    for number in range(4):
+        pair.submit(pair.b, f"busy {number}", PROMPT[:20], max_tokens=30)
+        await pair.step(pair.b, until=(f"busy {number}", 1))
+    pair.submit(pair.a, "kept", PROMPT, max_tokens=20)
+    await pair.step(pair.a, until=("kept", 2))
+    export = await pair.done(pair.a.engine.export("kept"))
+
+    with pytest.raises(MigrationRefused, match="no_batch_slot"):
+        await pair.done(pair.b.engine.reserve(export))
+
+    await pair.done(pair.a.engine.resume("kept"))
+    for name in ("kept", *(f"busy {number}" for number in range(4))):
+        await pair.finish(name)
+
+
+async def test_prompt_log_probabilities_keep_a_request_in_place_until_it_decodes(
+    pair: Pair,
+) -> None:
+    pair.submit(pair.a, "kept", LONG, prompt_logprobs=1)
+    pair.a.step()
+
+    with pytest.raises(MigrationRefused, match="prompt log-probabilities"):
+        await pair.done(pair.a.engine.export("kept"))
+
+    await pair.finish("kept")
+
+
+async def test_an_unknown_request_is_refused(pair: Pair) -> None:
+    with pytest.raises(MigrationRefused, match="unknown_request"):
+        await pair.done(pair.a.engine.export("nobody"))
+
+
+async def test_without_the_copied_blocks_the_answer_would_differ(pair: Pair) -> None:
+    """So the other tests can fail: the output does depend on what is copied."""
+    unmoved = await pair.unmoved(LONG)
+    pair.submit(pair.a, "moved", LONG)
+    await pair.step(pair.a, until=("moved", 10))
+    export = await pair.done(pair.a.engine.export("moved"))
+    await pair.done(pair.b.engine.reserve(export))
+    tail = await pair.suspend(pair.a, "moved", 0)
+
+    pair.b.engine.assign("moved", 1)
+    await pair.done(pair.b.engine.commit("moved", tail))
+    await pair.done(pair.a.engine.release("moved"))
+
+    assert (await pair.finish("moved")).logprobs != unmoved.logprobs
