@@ -82,9 +82,8 @@ class Side:
 
     @property
     def used_blocks(self) -> int:
-        return self.engine._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1 - (
-            self.engine._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        )  # fmt: skip
+        pool = self.engine._scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
 
 class Pair:
