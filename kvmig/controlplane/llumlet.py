@@ -287,8 +287,6 @@ class Llumlet:
         sent_at = 0.0
         while True:
             load = self._engine.load()
-            if load.running == 0:  # it takes no steps, so its snapshot may be of its last one
-                load = await self._engine.refresh_load()
             moving = (self._migrations.incoming, self._migrations.outgoing)
             now = monotonic()
             due = (now - sent_at) * 1000 >= self._config.report_ms

@@ -84,7 +84,7 @@ class Engine(Protocol):
 
     # -- what it holds
     def load(self) -> EngineLoad:
-        """A cheap snapshot, at most one step old."""
+        """A cheap snapshot, taken between the last two steps (or calls, when idle)."""
         ...
 
     async def requests(self) -> list[RequestState]:
@@ -194,10 +194,6 @@ class ServingEngine(Engine, Protocol):
 
     async def warm_up(self) -> None:
         """Run what a first request would otherwise wait for."""
-        ...
-
-    async def refresh_load(self) -> EngineLoad:
-        """The load as it is now, also when the engine is idle."""
         ...
 
     async def close(self, timeout_s: float) -> None:

@@ -35,7 +35,7 @@ _GRAMMAR_TIMEOUT_S = 30.0
 class VllmEngine:
     """One vLLM engine behind a llumlet; implements `kvmig.engines.base.Engine`.
 
-    Made before the core runs; `core.after_step` must be this object's `after_step`.
+    Made before the core runs.
     """
 
     def __init__(self, core: StepCore) -> None:
@@ -52,15 +52,15 @@ class VllmEngine:
         self._load = engine_load(scheduler)
         self._load_at = 0.0
         self.layout = self._memory.layout
-        core.after_step = self.after_step
+        core.between_steps = self.between_steps
 
     def assign(self, request_id: str, client: int) -> None:
         """A reserved request's outputs will go to this client."""
         self._destination.assign(request_id, client)
 
-    def after_step(self) -> None:
-        """Between two steps, on the engine's thread."""
-        self._source.after_step()
+    def between_steps(self) -> None:
+        """On the engine's thread, after each step and each call."""
+        self._source.between_steps()
         now = time.monotonic()
         # After its last step an idle engine takes none that would renew the snapshot.
         if now - self._load_at >= _LOAD_PERIOD_S or not self._scheduler.running:
@@ -70,15 +70,6 @@ class VllmEngine:
 
     def load(self) -> EngineLoad:
         return self._load
-
-    async def refresh_load(self) -> EngineLoad:
-        """The load as it is now: an idle engine takes no steps that would renew it."""
-
-        def renew() -> EngineLoad:
-            self._load, self._load_at = engine_load(self._scheduler), time.monotonic()
-            return self._load
-
-        return await self._on_engine(renew)
 
     async def requests(self) -> list[RequestState]:
         return await self._on_engine(

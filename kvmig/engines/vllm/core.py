@@ -42,11 +42,11 @@ class StepCore(EngineCoreProc):
         executor_class: type[Executor],
         log_stats: bool,
         deliver: Deliver,
-        after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.input_queue: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self.output_queue = _Outlet(deliver)
-        self.after_step = after_step
+        self.between_steps: Callable[[], None] = lambda: None
+        """Called on the engine's thread after each step and each request or call."""
         self.failed: BaseException | None = None
         # What EngineCoreProc.__init__ sets besides sockets and threads.
         self.engine_index = 0
@@ -77,6 +77,8 @@ class StepCore(EngineCoreProc):
         """Run `function` on the engine's thread between two steps."""
         future: Future[T] = Future()
         self.input_queue.put_nowait((_CALL, (function, future)))
+        if self.failed is not None:
+            self._fail_pending_calls()
         return future
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -126,10 +128,15 @@ class StepCore(EngineCoreProc):
     # -- on the engine's thread
 
     def _handle_client_request(self, request_type: Any, request: Any) -> None:
-        if request_type is not _CALL:
-            super()._handle_client_request(request_type, request)
-            return
-        function, future = request
+        try:
+            if request_type is _CALL:
+                self._run_call(*request)
+            else:
+                super()._handle_client_request(request_type, request)
+        finally:
+            self.between_steps()
+
+    def _run_call(self, function: Callable[[], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -139,7 +146,7 @@ class StepCore(EngineCoreProc):
 
     def _process_engine_step(self) -> bool:
         executed = super()._process_engine_step()
-        self.after_step()
+        self.between_steps()
         return executed
 
     def _fail_pending_calls(self) -> None:

@@ -82,7 +82,7 @@ class Source:
         else:
             leaving.on_drained = drained
 
-    def after_step(self) -> None:
+    def between_steps(self) -> None:
         """Finish suspensions whose last step has returned (async scheduling)."""
         for leaving in list(self._leaving.values()):
             request = leaving.request
