@@ -8,18 +8,21 @@ from pathlib import Path
 import pytest
 
 from bench.served import SMALL, Served
-from tests.leaks import assert_nothing_left, assert_server_is_empty
+from tests.leaks import Footprint, assert_server_is_empty
+
+NEVER_BY_ITSELF = "--migrate-below=-1000000"
+"""The scheduler moves nothing, so that a test decides what moves."""
 
 
 @pytest.fixture(scope="session")
 def two_instances(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """kvmig.serve with two instances of the bundled model; the scheduler never moves anything
-    by itself, so that a test decides what moves."""
+    """kvmig.serve with two instances of the bundled model."""
     log = tmp_path_factory.mktemp("served") / "log"
-    flags = [*SMALL, "--instances=2", "--migrate-below=-1000000", "--drain-timeout=5"]
+    flags = [*SMALL, "--instances=2", NEVER_BY_ITSELF, "--drain-timeout=5"]
     with Served(flags, log=log) as served:
         yield served
-    assert_nothing_left(served)
+        footprint = Footprint.of(served)
+    footprint.assert_gone()
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -12,6 +14,7 @@ from bench.served import Served
 
 PATIENCE_S = 10.0
 """Freed blocks show up with the next load report, aborts a moment after the client left."""
+SHM = Path("/dev/shm")
 
 
 def assert_server_is_empty(served: Served) -> None:
@@ -32,22 +35,37 @@ def assert_server_is_empty(served: Served) -> None:
         time.sleep(0.1)
 
 
-def children(served: Served) -> list[psutil.Process]:
-    """All processes that the server has started, now."""
-    assert served.process is not None
-    return psutil.Process(served.process.pid).children(recursive=True)
+@dataclass(frozen=True)
+class Footprint:
+    """What a running server has on the machine."""
 
+    processes: list[psutil.Process]
+    shared_memory: set[Path]
+    port: int
 
-def shared_memory() -> set[str]:
-    """Names of kvmig's files in /dev/shm."""
-    return {path.name for path in Path("/dev/shm").glob("kvmig-*")}
+    @classmethod
+    def of(cls, served: Served) -> Footprint:
+        """Now."""
+        assert served.process is not None
+        server = psutil.Process(served.process.pid)
+        processes = [server, *server.children(recursive=True)]
+        mapped = set()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                mapped |= {Path(one.path) for one in process.memory_maps()}
+        files = {path for path in mapped if path.parent == SHM and path.name.startswith("kvmig-")}
+        return cls(processes, files, served.port)
 
+    def named(self, module: str) -> list[psutil.Process]:
+        """Those that run `python -m module`."""
+        return [one for one in self.processes if one.is_running() and module in one.cmdline()]
 
-def assert_nothing_left(served: Served) -> None:
-    """No process and no port of a server that has ended."""
-    mine = f"--port {served.port}"
-    for process in psutil.process_iter(["cmdline"]):
-        words = " ".join(process.info["cmdline"] or ())
-        assert mine not in words, f"still running: {words}"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", served.port))
+    def assert_gone(self, within_s: float = 0.0) -> None:
+        """Nothing of it is there any more."""
+        _, alive = psutil.wait_procs(self.processes, timeout=within_s)
+        assert not alive, f"still running: {alive}"
+        left = {path for path in self.shared_memory if path.exists()}
+        assert not left, f"shared memory left: {left}"
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", self.port))

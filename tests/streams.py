@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +31,14 @@ class Answer:
 
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
-    chunks: int = 0
     request_id: str = ""
 
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far, of all choices (a busy server puts several into one chunk)."""
+        return self.usage["completion_tokens"] if self.usage else 0
+
     def take(self, chunk: dict[str, Any]) -> None:
-        self.chunks += 1
         self.usage = chunk.get("usage") or self.usage
         for part in chunk["choices"]:
             choice = self.choices.setdefault(part["index"], Choice())
@@ -75,10 +79,10 @@ class Stream:
     """One streaming call; `answer` grows while it runs."""
 
     def __init__(self, served: Served, path: str, body: dict[str, Any]) -> None:
-        self.answer = Answer()
+        self.answer = Answer(request_id=uuid.uuid4().hex)
         self._served = served
         self._path = path
-        options = {"include_usage": True}
+        options = {"include_usage": True, "continuous_usage_stats": True}
         self._body = {
             "model": served.model, "stream": True, "stream_options": options, **body
         }  # fmt: skip
@@ -87,10 +91,15 @@ class Stream:
 
     async def _run(self) -> Answer:
         async with (
-            httpx.AsyncClient(timeout=TIMEOUT_S) as client,
-            client.stream("POST", f"{self._served.url}{self._path}", json=self._body) as response,
+            httpx.AsyncClient(timeout=TIMEOUT_S, verify=False) as client,
+            client.stream(
+                "POST",
+                f"{self._served.url}{self._path}",
+                json=self._body,
+                headers={"x-request-id": self.answer.request_id},
+            ) as response,
         ):
-            self.answer.request_id = response.headers["x-request-id"]
+            assert response.headers["x-request-id"] == self.answer.request_id
             if response.status_code != 200:
                 raise AssertionError((await response.aread()).decode())
             async for line in response.aiter_lines():
@@ -103,9 +112,9 @@ class Stream:
                 self._grown.set()
         return self.answer
 
-    async def reach(self, chunks: int) -> None:
-        """Wait until so many chunks have come."""
-        while self.answer.chunks < chunks:
+    async def reach(self, tokens: int) -> None:
+        """Wait until so many tokens have come."""
+        while self.answer.tokens < tokens:
             grown = asyncio.create_task(self._grown.wait())
             done, _ = await asyncio.wait(
                 (grown, self.task), timeout=TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
@@ -113,8 +122,13 @@ class Stream:
             grown.cancel()
             assert done, "the stream stands still"
             if self.task in done:
-                raise AssertionError(f"it ended early: {self.task.result().chunks} chunks")
+                raise AssertionError(f"it ended early: {self.task.result().tokens} tokens")
             self._grown.clear()
+
+    async def leave(self) -> None:
+        """Close the connection in the middle of the stream."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
 
     async def end(self) -> Answer:
         """The whole answer."""
@@ -130,13 +144,46 @@ async def sequences(served: Served, call_id: str) -> list[dict[str, Any]]:
 
 async def move(served: Served, stream: Stream) -> list[dict[str, Any]]:
     """Move every sequence of the call to the other instance; the reports."""
-    reports = []
-    for row in await sequences(served, stream.answer.request_id):
-        destination = "i1" if row["instance"] == "i0" else "i0"
-        answer = await asyncio.to_thread(served.migrate, row["id"], destination)
-        assert answer.status_code == 200, answer.text
-        reports.append(answer.json())
-    return reports
+    rows = await sequences(served, stream.answer.request_id)
+    return [await move_one(served, row) for row in rows]
+
+
+def other(instance: str) -> str:
+    """Of two instances."""
+    return "i1" if instance == "i0" else "i0"
+
+
+async def row_of(
+    served: Served, stream: Stream, state: str = "running", output_tokens: int = 0
+) -> dict[str, Any]:
+    """The call's one sequence, once it is in that state and has so many tokens."""
+    while True:
+        for row in await sequences(served, stream.answer.request_id):
+            if row["state"] == state and row["output_tokens"] >= output_tokens:
+                return row
+        assert not stream.task.done(), f"it ended before it was {state}"
+        await asyncio.sleep(0.005)
+
+
+async def place(served: Served, stream: Stream, instance: str) -> None:
+    """See to it that the call runs there."""
+    row = await row_of(served, stream, output_tokens=1)
+    if row["instance"] != instance:
+        report = await move_one(served, row)
+        assert report["state"] == "committed", report
+
+
+async def ask(served: Served, request_id: str, destination: str) -> httpx.Response:
+    """POST a migration; whatever the answer is."""
+    return await asyncio.to_thread(served.migrate, request_id, destination)
+
+
+async def move_one(served: Served, row: dict[str, Any]) -> dict[str, Any]:
+    """Move one sequence to the other instance; the report."""
+    answer = await ask(served, row["id"], other(row["instance"]))
+    assert answer.status_code == 200, answer.text
+    report: dict[str, Any] = answer.json()
+    return report
 
 
 async def run_unmoved(served: Served, path: str, body: dict[str, Any]) -> Answer:
@@ -147,10 +194,41 @@ async def run_unmoved(served: Served, path: str, body: dict[str, Any]) -> Answer
 async def run_moved(
     served: Served, path: str, body: dict[str, Any], at: tuple[int, ...] = (40, 120)
 ) -> tuple[Answer, list[dict[str, Any]]]:
-    """The call, moved to the other instance whenever it has grown to `at` chunks."""
+    """The call, moved to the other instance whenever it has grown to `at` tokens."""
     stream = Stream(served, path, body)
     reports: list[dict[str, Any]] = []
-    for chunks in at:
-        await stream.reach(chunks)
+    for tokens in at:
+        await stream.reach(tokens)
         reports += await move(served, stream)
     return await stream.end(), reports
+
+
+async def run_whole(
+    served: Served, path: str, body: dict[str, Any], call_id: str | None = None
+) -> dict[str, Any]:
+    """The call without streaming."""
+    headers = {"x-request-id": call_id} if call_id else {}
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, verify=False) as client:
+        body = {"model": served.model, **body}
+        answer = await client.post(f"{served.url}{path}", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    whole: dict[str, Any] = answer.json()
+    return whole
+
+
+async def run_whole_moved(
+    served: Served, path: str, body: dict[str, Any], at: tuple[int, ...] = (40, 120)
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The call without streaming; all its sequences are moved at `at` output tokens."""
+    call_id = f"whole-{uuid.uuid4().hex}"
+    call = asyncio.create_task(run_whole(served, path, body, call_id))
+    reports: list[dict[str, Any]] = []
+    for tokens in at:
+        while True:
+            rows = await sequences(served, call_id)
+            if rows and all(row["output_tokens"] >= tokens for row in rows):
+                break
+            assert not call.done(), "it ended early"
+            await asyncio.sleep(0.01)
+        reports.extend([await move_one(served, row) for row in rows])
+    return await call, reports

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from bench.served import Served
-from tests.streams import run_moved, run_unmoved
+from tests.streams import run_moved, run_unmoved, run_whole, run_whole_moved
 
 pytestmark = pytest.mark.engine
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPT = "Count: 0017 0018"
+SEVEN = ord("7")
+"""The bundled model's tokens are bytes."""
 
 
 def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
-    return COMPLETIONS, {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, **fields}
+    return COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, **fields}
 
 
 def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
     messages = [{"role": "user", "content": "Count from 0042"}]
-    return CHAT, {"messages": messages, "max_tokens": 600, "ignore_eos": True, **fields}
+    return CHAT, {"messages": messages, "max_tokens": 1500, "ignore_eos": True, **fields}
 
 
 CALLS = {
@@ -37,11 +40,13 @@ CALLS = {
     "prompt of many blocks": completion(
         temperature=0.7, seed=4, logprobs=1, prompt=" ".join(f"{n:04d}" for n in range(100, 400))
     ),
-    "stop string": completion(temperature=0, stop=["0099"]),
-    "stop token ids and min_tokens": completion(temperature=1.5, seed=5, min_tokens=300),
-    "n = 2": completion(temperature=1.1, seed=11, n=2, logprobs=1),
+    "stop string": completion(temperature=0, stop=["0250", "0260"]),
+    "stop token ids and min_tokens": completion(
+        temperature=0.8, seed=5, min_tokens=800, stop_token_ids=[SEVEN], ignore_eos=False
+    ),
+    "n = 2": completion(temperature=1.1, seed=11, n=2, logprobs=1, max_tokens=900),
     "guided regex": completion(
-        temperature=1.0, seed=2, structured_outputs={"regex": "([0-9]{3}[a-f] ){150}"}
+        temperature=1.0, seed=2, structured_outputs={"regex": "([0-9]{3}[a-f] ){300}"}
     ),
     "chat with usage and log-probabilities": chat(
         temperature=0.9, seed=6, logprobs=True, top_logprobs=2
@@ -59,3 +64,42 @@ async def test_a_call_moved_twice_equals_the_one_left_alone(served: Served, kind
     assert [report["state"] for report in reports] == ["committed"] * len(reports), reports
     assert len(reports) == 2 * len(moved.choices)
     moved.same_as(unmoved)
+
+
+@pytest.mark.parametrize(
+    "kind", ["log-probabilities", "n = 2", "chat with usage and log-probabilities"]
+)
+async def test_a_moved_call_answered_as_a_whole_equals_the_one_left_alone(
+    served: Served, kind: str
+) -> None:
+    path, body = CALLS[kind]
+    unmoved = await run_whole(served, path, body)
+
+    moved, reports = await run_whole_moved(served, path, body)
+
+    assert [report["state"] for report in reports] == ["committed"] * len(reports), reports
+    assert len(reports) == 2 * len(moved["choices"])
+    for own in ("id", "created"):
+        moved.pop(own)
+        unmoved.pop(own)
+    assert moved == unmoved
+
+
+async def test_the_report_says_what_was_moved_and_what_the_pause_was_made_of(
+    served: Served,
+) -> None:
+    path, body = CALLS["prompt of many blocks"]
+
+    _, (there, back) = await run_moved(served, path, {**body, "prompt": body["prompt"] + " 0400"})
+
+    for report, source, destination in ((there, "i0", "i1"), (back, "i1", "i0")):
+        assert {report["source"], report["destination"]} == {source, destination}
+        assert report["transport"] == "shm"
+        parts = report["downtime_ms"]
+        assert all(parts[part] >= 0 for part in ("drain", "tail_copy", "commit", "first_token"))
+        assert report["total_ms"] >= parts["drain"] + parts["tail_copy"] + parts["commit"]
+        assert report["tail_blocks"] >= 1
+    assert sum(stage["blocks"] for stage in there["stages"]) + there["hit_blocks"] >= 40
+    assert back["hit_blocks"] >= 40, "what it left behind is found there again"
+    newest = (await asyncio.to_thread(served.get, "migrations"))[:2]
+    assert newest == [back, there]

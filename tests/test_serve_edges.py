@@ -1,0 +1,240 @@
+"""Migrations that are crossed by something: other migrations, a client that leaves, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.served import Served
+from tests.leaks import assert_server_is_empty
+from tests.streams import (
+    Answer,
+    Stream,
+    ask,
+    move,
+    move_one,
+    other,
+    row_of,
+    run_unmoved,
+    sequences,
+)
+
+pytestmark = pytest.mark.engine
+
+PATH = "/v1/completions"
+JSON = {"Content-Type": "application/json"}
+
+
+def count_from(number: int, tokens: int, **fields: Any) -> dict[str, Any]:
+    prompt = f"Count: {number:04d} {number + 1:04d}"
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    return {**body, **fields}
+
+
+def counted(answer: Answer, number: int) -> None:
+    """Assert that it counts on from there, whatever moved it meanwhile."""
+    text = answer.choices[0].text
+    wanted = "".join(f" {n:04d}" for n in range(number + 2, number + 2 + len(text) // 5 + 1))
+    assert text == wanted[: len(text)]
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The body of an error in OpenAI's shape."""
+    error: dict[str, Any] = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == answer.status_code
+    return error
+
+
+# -- others at the same time
+
+
+async def test_several_move_at_once_in_both_directions(served: Served) -> None:
+    bodies = [count_from(100 * n, 500) for n in range(8)]
+    unmoved = [await run_unmoved(served, PATH, body) for body in bodies]
+
+    streams = [Stream(served, PATH, body) for body in bodies]
+    for stream in streams:
+        await stream.reach(20)
+    rows = [row for stream in streams for row in await sequences(served, stream.answer.request_id)]
+    assert {row["instance"] for row in rows} == {"i0", "i1"}
+    reports = await asyncio.gather(*(move_one(served, row) for row in rows))
+    answers = [await stream.end() for stream in streams]
+
+    assert {report["state"] for report in reports} == {"committed"}, reports
+    assert {report["source"] for report in reports} == {"i0", "i1"}
+    for moved, left_alone in zip(answers, unmoved, strict=True):
+        moved.same_as(left_alone)
+
+
+async def test_a_second_move_of_a_moving_request_is_a_conflict(served: Served) -> None:
+    stream = Stream(served, PATH, count_from(10, 1000))
+    row = await row_of(served, stream, output_tokens=10)
+
+    answers = await asyncio.gather(*(ask(served, row["id"], other(row["instance"])) for _ in "abc"))
+    answer = await stream.end()
+
+    assert sorted(one.status_code for one in answers) == [200, 409, 409]
+    assert all(error_of(one)["type"] == "ConflictError" for one in answers if one.is_error)
+    counted(answer, 10)
+
+
+async def test_a_storm_of_moves_changes_no_stream(served: Served) -> None:
+    chance = random.Random(20)
+    numbers = [chance.randrange(0, 5000) for _ in range(10)]
+    bodies = [count_from(number, chance.randrange(400, 1200)) for number in numbers]
+    streams = [Stream(served, PATH, body) for body in bodies]
+    reports = []
+    while any(not stream.task.done() for stream in streams):
+        stream = chance.choice([one for one in streams if not one.task.done()])
+        answer = await ask(served, stream.answer.request_id, chance.choice(["i0", "i1"]))
+        assert answer.status_code in (200, 404, 409), answer.text
+        if answer.status_code == 200:
+            reports.append(answer.json())
+    moved = [await stream.end() for stream in streams]
+
+    assert sum(report["state"] == "committed" for report in reports) > 10
+    assert {report["reason"] for report in reports} <= {"", "finished"}, reports
+    for number, body, whole in zip(numbers, bodies, moved, strict=True):
+        whole.same_as(await run_unmoved(served, PATH, body))
+        counted(whole, number)
+
+
+# -- the end comes first
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_one_that_ends_while_it_moves_ends_right(served: Served, seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(6):
+        number, tokens = chance.randrange(0, 5000), chance.randrange(200, 300)
+        stream = Stream(served, PATH, count_from(number, tokens))
+        row = await row_of(served, stream)
+        await stream.reach(tokens - chance.randrange(1, 60))
+        asked = await ask(served, row["id"], other(row["instance"]))
+        answer = await stream.end()
+
+        if asked.status_code == 200:
+            report = asked.json()
+            assert (report["state"], report["reason"]) in (
+                ("committed", ""),
+                ("aborted", "finished"),
+            ), report
+        else:
+            assert asked.status_code in (404, 409), asked.text
+            assert "has finished" in error_of(asked)["message"]
+        assert answer.usage is not None
+        assert answer.usage["completion_tokens"] == tokens
+        assert answer.choices[0].finish_reason == "length"
+        counted(answer, number)
+
+
+async def test_a_client_that_left_before_leaves_nothing_to_move(served: Served) -> None:
+    stream = Stream(served, PATH, count_from(30, 3000))
+    row = await row_of(served, stream, output_tokens=10)
+    await stream.leave()
+    assert_server_is_empty(served)
+
+    answer = await ask(served, row["id"], other(row["instance"]))
+
+    assert answer.status_code in (404, 409)
+    assert error_of(answer)["param"] == "request_id"
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_client_may_leave_while_its_request_moves(served: Served, seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(4):
+        stream = Stream(served, PATH, count_from(chance.randrange(0, 5000), 3000))
+        row = await row_of(served, stream, output_tokens=5)
+        asking = asyncio.create_task(ask(served, row["id"], other(row["instance"])))
+        await asyncio.sleep(chance.random() * 0.03)
+        await stream.leave()
+        answer = await asking
+        if answer.status_code == 200:
+            assert answer.json()["reason"] in ("", "aborted_by_client", "finished"), answer.text
+        else:
+            assert answer.status_code in (404, 409), answer.text
+    # The fixture sees that nothing is left at either end.
+
+
+async def test_a_client_that_leaves_after_a_move_frees_the_destination(served: Served) -> None:
+    stream = Stream(served, PATH, count_from(40, 3000))
+    await stream.reach(20)
+    (report,) = await move(served, stream)
+    assert report["state"] == "committed"
+    await stream.leave()
+
+
+# -- what can't be moved
+
+
+@pytest.mark.parametrize(
+    ("request_id", "destination", "status", "kind", "param"),
+    [
+        ("nobody", "", 404, "NotFoundError", "request_id"),
+        ("", "i7", 404, "NotFoundError", "destination"),
+        ("", "same", 409, "ConflictError", "destination"),
+    ],
+)
+async def test_what_cannot_be_moved_is_refused_and_the_stream_goes_on(
+    served: Served, request_id: str, destination: str, status: int, kind: str, param: str
+) -> None:
+    stream = Stream(served, PATH, count_from(50, 1000))
+    row = await row_of(served, stream, output_tokens=10)
+    if destination == "same":
+        destination = row["instance"]
+
+    answer = await ask(served, request_id or row["id"], destination or other(row["instance"]))
+
+    assert answer.status_code == status, answer.text
+    assert (error_of(answer)["type"], error_of(answer)["param"]) == (kind, param)
+    counted(await stream.end(), 50)
+
+
+async def test_a_finished_request_cannot_be_moved(served: Served) -> None:
+    answer = await run_unmoved(served, PATH, count_from(60, 20))
+
+    refused = await ask(served, answer.request_id, "i1")
+
+    assert refused.status_code == 409
+    assert "has finished" in error_of(refused)["message"]
+
+
+async def test_a_call_of_two_sequences_must_be_named_by_sequence(served: Served) -> None:
+    stream = Stream(served, PATH, count_from(70, 1000, n=2, temperature=1))
+    await stream.reach(10)
+
+    refused = await ask(served, stream.answer.request_id, "i1")
+
+    assert refused.status_code == 409
+    rows = await sequences(served, stream.answer.request_id)
+    assert all(row["id"] in error_of(refused)["message"] for row in rows)
+    await stream.leave()
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ("{", "not JSON"),
+        ("[]", "body"),
+        ("{}", "request_id"),
+        ('{"request_id": "a"}', "destination"),
+        ('{"request_id": 1, "destination": "i1"}', "request_id"),
+        ('{"request_id": "a", "destination": "i1", "more": 1}', "more"),
+        ('{"request_id": "", "destination": "i1"}', "request_id"),
+    ],
+)
+async def test_a_malformed_body_is_answered_with_what_is_wrong(
+    served: Served, body: str, named: str
+) -> None:
+    answer = await asyncio.to_thread(
+        httpx.post, f"{served.url}/kvmig/v1/migrations", content=body, headers=JSON, verify=False
+    )
+
+    assert answer.status_code == 400
+    assert named in error_of(answer)["message"]
