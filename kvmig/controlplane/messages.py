@@ -123,7 +123,7 @@ class Outputs(Message, frozen=True, tag=True):
 
 
 class Fence(Message, frozen=True, tag=True):
-    """Front end: is the migration to this epoch committed at your side? If not, it never will be."""
+    """Front end: is the migration to this epoch committed there? If not, it never will be."""
 
     call_id: int
     request_id: str
