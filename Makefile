@@ -5,6 +5,11 @@ PORT ?= 8000
 INSTANCES ?= 2
 MODEL ?= kvmig/models/count
 DEVICE ?= auto
+# A tiny model has nothing to compile, and needs little memory.
+ifeq ($(MODEL),kvmig/models/count)
+MODEL_FLAGS := --served-model-name count --enforce-eager --block-size 32 \
+	--kv-cache-memory-bytes 268435456
+endif
 # More flags: for `make serve` those of kvmig.serve, for `make bench-*` --quick, --out, --check.
 ARGS ?=
 
@@ -26,7 +31,8 @@ setup-dev: ## the same, with what the checks need
 	@$(SETUP) --dev
 
 serve: setup ## serve MODEL on INSTANCES vLLM engines at 127.0.0.1:PORT until Ctrl-C
-	@exec $(BIN)/python -m kvmig.serve $(MODEL) --instances $(INSTANCES) --port $(PORT) $(ARGS)
+	@exec $(BIN)/python -m kvmig.serve $(MODEL) --instances $(INSTANCES) --port $(PORT) \
+		$(MODEL_FLAGS) $(ARGS)
 
 demo: setup ## move a streaming answer between two instances, in colour
 	@exec $(BIN)/python -m kvmig.cli.demo $(ARGS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import signal
@@ -19,13 +18,13 @@ from kvmig.cli import flags as kvmig_flags
 from kvmig.cli.cluster import Cluster
 from kvmig.cli.environment import available_memory, gpus, memory_flags
 from kvmig.cli.port import take_port
+from kvmig.cli.process import leave, quiet
 from kvmig.engines.vllm import flags as vllm_flags
 from kvmig.engines.vllm.version import check_version
 from kvmig.gateway.gate import GateState
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import KvmigError
 
-log = logging.getLogger("kvmig")
 GRACE_S = 2.0
 """How long connections may take to close once nothing runs any more."""
 
@@ -37,7 +36,7 @@ def say(text: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0 after a shutdown, 2 for what is wrong before it serves, 1 for later."""
-    logging.basicConfig(format="%(asctime)s kvmig %(levelname)s %(message)s", level=logging.WARNING)
+    quiet("kvmig")
     try:
         config, rest, help_wanted = kvmig_flags.parse(list(argv))
         if help_wanted is not None:
@@ -45,8 +44,6 @@ def main(argv: Sequence[str]) -> int:
         check_version()
         vllm_flags.set_environment()
         gpu_ids = gpus()
-        if not gpu_ids:
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         args = vllm_flags.parse(rest)
         sock = take_port(args.host, args.port)
     except KvmigError as error:
@@ -240,4 +237,4 @@ class Server:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -55,7 +55,6 @@ def instance_environment(
 ) -> dict[str, str]:
     """The environment of instance `index`; what the user has set stays."""
     environment = dict(base)
-    environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     environment.setdefault("PYTHONUNBUFFERED", "1")
     if gpu_ids:
         environment["CUDA_VISIBLE_DEVICES"] = gpu_ids[index % len(gpu_ids)]
@@ -106,10 +105,12 @@ def memory_flags(
 
 def _asked_for(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
     """Bytes of KV cache an instance that the user asked for in so many words."""
+    asked = None
     for word, following in zip(argv, [*argv[1:], ""], strict=True):
         name, _, value = word.partition("=")
-        if name == "--kv-cache-memory-bytes":
-            text = value or following
-            return int(text) if text.isdecimal() else None  # "2g": vLLM reads those
+        if name == "--kv-cache-memory-bytes":  # the last one counts
+            asked = value or following
+    if asked is not None:
+        return int(asked) if asked.isdecimal() else None  # "2g": vLLM reads those
     space = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
     return int(space) * GIB if space.isdecimal() else None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import sys
 from collections.abc import Sequence
 
 import uvloop
 
 from kvmig.cli.launch import Announcement, LlumletLaunch
+from kvmig.cli.process import leave, quiet
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.engines.base import ServingEngine
@@ -66,9 +65,7 @@ def main(argv: Sequence[str]) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         launch = read_launch(LlumletLaunch)
-        logging.basicConfig(
-            format=f"%(asctime)s {launch.instance} %(levelname)s %(message)s", level=logging.WARNING
-        )
+        quiet(launch.instance)
         uvloop.run(run(launch, descriptor))
     except KvmigError as error:
         try:
@@ -80,9 +77,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything of ours is closed. The interpreter's own end would only tear down torch and
-    # Triton, which takes seconds and prints pages about objects that nobody frees.
-    os._exit(status)
+    leave(main(sys.argv))

@@ -14,6 +14,7 @@ from kvmig.ground.errors import ConfigError
 def engine_config(args: Namespace) -> VllmConfig:
     """vLLM's own checks; ConfigError with their first sentence."""
     args.distributed_executor_backend = "uni"
+    args.use_tqdm_on_load = False  # the bars of several instances would overwrite each other
     try:
         engine_args = AsyncEngineArgs.from_cli_args(args)
         return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)

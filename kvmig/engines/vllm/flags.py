@@ -26,6 +26,7 @@ def set_environment() -> None:
     # The engine runs in the llumlet's own process: vLLM must not start another for it.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def parse(argv: list[str]) -> Namespace:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
 from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -84,17 +87,15 @@ class ApiServer:
 
     async def _serve(self, app: FastAPI) -> object:
         args = self._args
-        options: dict[str, object] = {}
-        log_config = get_uvicorn_log_config(args)
-        if log_config is not None:
-            options["log_config"] = log_config
         return await serve_http(
             app,
             sock=self._sock,
             enable_ssl_refresh=args.enable_ssl_refresh,
             host=args.host,
             port=args.port,
-            log_level=args.uvicorn_log_level,
+            log_config=get_uvicorn_log_config(args) or without_progress(),
+            # The default is in there already; naming it would bring the progress back.
+            log_level=None if args.uvicorn_log_level == "info" else args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
             ssl_keyfile=args.ssl_keyfile,
@@ -104,5 +105,11 @@ class ApiServer:
             ssl_ciphers=args.ssl_ciphers,
             h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
             h11_max_header_count=args.h11_max_header_count,
-            **options,
         )
+
+
+def without_progress() -> dict[str, Any]:
+    """Uvicorn's logging but for its words about its own start and end: those are ours to say."""
+    config = copy.deepcopy(LOGGING_CONFIG)
+    config["loggers"]["uvicorn.error"]["level"] = "WARNING"
+    return config

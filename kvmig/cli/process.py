@@ -1,0 +1,34 @@
+"""What a process of kvmig's prints, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from typing import NoReturn
+
+
+def quiet(name: str) -> None:
+    """Log kvmig's warnings, and of libraries only errors; to be called before vLLM is imported.
+
+    name: of this process, in each line. vLLM has a logger of its own: VLLM_LOGGING_LEVEL.
+    """
+    logging.basicConfig(format=f"%(asctime)s {name} %(levelname)s %(message)s", level=logging.ERROR)
+    logging.getLogger("kvmig").setLevel(logging.WARNING)
+    # torch's C++ side, which warns of every NUMA binding.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Libraries tell each other of coming changes; `python -W` and PYTHONWARNINGS still show them.
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore", FutureWarning)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process, once everything of ours is closed.
+
+    The interpreter's own end would only tear down torch and Triton, which takes seconds and
+    prints pages about objects that nobody frees.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
