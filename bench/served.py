@@ -127,5 +127,7 @@ class Served:
         trace: TracebackType | None,
     ) -> None:
         self._http.close()
+        if error is not None and self.output():
+            print(f"--- the end of what the server said\n{self.output()[-3000:]}", file=sys.stderr)
         if self.process is not None and self.process.poll() is None:
             self.stop()

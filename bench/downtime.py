@@ -1,0 +1,272 @@
+"""The gap that a client sees when its stream is moved: live, blocking, or recomputed.
+
+Two servers of two real vLLM instances each are up at the same time, equal but for
+--max-stages (8 and 0), and each run takes all samples of one cell from both, in turn:
+
+recompute: the client leaves its stream and sends prompt and tokens so far again; the
+  other instance computes all of it (a salt of its own keeps prefix caches out). Gap: from
+  leaving to the first new token.
+live: that stream is migrated back. Gap: how long the client had waited when the first token
+  of the destination came; the report says which token that is. Nearly always that is the
+  time since the last token of the source; if both came in one read, since the read before.
+blocking: the same on the server without live stages: suspended first, then copied.
+
+Beside each gap, from the same stream just before: the median time between two tokens.
+Ratios are made per sample. `longest_ms` is the longest time between any two tokens while
+the migration ran, for those who would rather not trust the report.
+Background: streams on each instance, all the time, of 64 tokens of prompt.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import uvloop
+from rich.table import Table
+
+from bench import report
+from bench.arrivals import intervals_ms, longest_ms, wait_for_ms
+from bench.client import Stream, StreamFailed, prompt_of, session
+from bench.models import NAMES, model_folder
+from bench.plots import draw_downtime
+from bench.served import Served
+from bench.site import SERVED_FLAGS, SETTLE, Site
+
+PROMPTS = (128, 512, 1024, 2048, 3500)
+BACKGROUNDS = (0, 4)
+MEASURED = 40
+"""Tokens over which the time between two is taken."""
+AFTER = 8
+"""Tokens that must come after a migration."""
+PARTS = ("drain", "tail_copy", "commit", "first_token")
+MODES = ("live", "blocking", "recompute")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One gap. Times in milliseconds."""
+
+    mode: str
+    prompt: int
+    background: int
+    run: int
+    inter_token_ms: float
+    gap_ms: float
+    longest_ms: float
+    intervals_ms: list[float]
+    migration: dict[str, Any] | None = None
+    """The server's own report."""
+
+    @property
+    def ratio(self) -> float:
+        """Gap over the time between two tokens."""
+        return self.gap_ms / self.inter_token_ms
+
+
+async def measured(stream: Stream) -> list[float]:
+    """The last times between tokens of a stream that has settled."""
+    await stream.reach(len(stream.tokens) + SETTLE)
+    begin = len(stream.arrivals)
+    await stream.reach(len(stream.tokens) + MEASURED)
+    return intervals_ms(stream.arrivals[begin - 1 :])
+
+
+async def moved(site: Site, stream: Stream, cell: dict[str, Any]) -> Sample:
+    """Migrate the stream; the gap at that."""
+    destination = await site.other_than(stream)
+    intervals = await measured(stream)
+    begin = time.monotonic()
+    migration = await site.migrate(stream, destination)
+    end = time.monotonic()
+    switch = int(migration["output_tokens"])
+    await stream.reach(max(switch, len(stream.tokens)) + AFTER)
+    return Sample(
+        **cell,
+        inter_token_ms=median(intervals),
+        gap_ms=wait_for_ms(stream.arrivals, switch),
+        longest_ms=longest_ms(stream.arrivals, begin, end),
+        intervals_ms=_rounded(intervals),
+        migration=migration,
+    )
+
+
+async def live_and_recompute(site: Site, cell: dict[str, Any]) -> list[Sample]:
+    """One sample of each, on the server with live stages."""
+    name = tuple(cell.values())
+    async with AsyncExitStack() as stack:
+        await site.background(stack, cell["background"], name)
+        first = site.stream(prompt_of(cell["prompt"], name), "first")
+        async with first:
+            intervals = await measured(first)
+            other = await site.other_than(first)
+        left = time.monotonic()
+        again = site.stream([*first.prompt, *first.tokens], "again")
+        await stack.enter_async_context(again)
+        await again.reach(1)
+        if await site.instance_of(again) != other:
+            raise StreamFailed("recomputed where it was")
+        gap = (again.arrivals[0].at - left) * 1e3
+        recompute = Sample(
+            mode="recompute",
+            **cell,
+            inter_token_ms=median(intervals),
+            gap_ms=gap,
+            longest_ms=gap,
+            intervals_ms=_rounded(intervals),
+        )
+        return [recompute, await moved(site, again, {"mode": "live", **cell})]
+
+
+async def blocking(site: Site, cell: dict[str, Any]) -> list[Sample]:
+    """One sample, on the server without live stages."""
+    name = tuple(cell.values())
+    async with AsyncExitStack() as stack:
+        await site.background(stack, cell["background"], name)
+        stream = site.stream(prompt_of(cell["prompt"], name), "blocking")
+        await stack.enter_async_context(stream)
+        return [await moved(site, stream, {"mode": "blocking", **cell})]
+
+
+async def measure(
+    sites: tuple[Served, Served], prompts: tuple[int, ...], runs: int
+) -> list[Sample]:
+    """All samples; the first run of all is thrown away, it finds caches cold."""
+    samples: list[Sample] = []
+    cells = [
+        {"prompt": prompt, "background": background, "run": run}
+        for run in range(runs)
+        for background in BACKGROUNDS
+        for prompt in prompts
+    ]
+    async with session() as http:
+        staged, blocked = (Site(served, http) for served in sites)
+        warm_up = {"prompt": prompts[0], "background": 0, "run": -1}
+        await live_and_recompute(staged, warm_up)
+        await blocking(blocked, warm_up)
+        with report.progress() as bar:
+            for cell in bar.track(cells, description="cells"):
+                samples += await live_and_recompute(staged, cell)
+                samples += await blocking(blocked, cell)
+    return samples
+
+
+def summarise(samples: list[Sample]) -> tuple[dict[str, float], dict[str, report.Target]]:
+    """The figures, and what they should be. Medians throughout, a set for each background."""
+    prompts = sorted({sample.prompt for sample in samples})
+    short, long = prompts[0], prompts[-1]
+    summary: dict[str, float] = {}
+    targets: dict[str, report.Target] = {}
+    for background in sorted({sample.background for sample in samples}):
+        here = [sample for sample in samples if sample.background == background]
+
+        def gap(mode: str, prompt: int, here: list[Sample] = here) -> float:
+            return median(s.gap_ms for s in here if (s.mode, s.prompt) == (mode, prompt))
+
+        live = [sample for sample in here if sample.mode == "live"]
+        of = f"background_{background}"
+        ratio, growth = f"live_over_inter_token_{of}", f"live_{long}_over_{short}_{of}"
+        recomputed = f"recompute_over_live_{long}_{of}"
+        summary |= {
+            ratio: median(sample.ratio for sample in live),
+            growth: gap("live", long) / gap("live", short),
+            recomputed: gap("recompute", long) / gap("live", long),
+            f"blocking_over_live_{long}_{of}": gap("blocking", long) / gap("live", long),
+            f"inter_token_ms_{of}": median(sample.inter_token_ms for sample in live),
+            f"live_ms_{long}_{of}": gap("live", long),
+            f"live_longest_over_inter_token_{of}": median(
+                sample.longest_ms / sample.inter_token_ms for sample in live
+            ),
+        }
+        targets |= {ratio: {"max": 2.0}, growth: {"max": 1.2}, recomputed: {"min": 20.0}}
+    return summary, targets
+
+
+def tables(samples: list[Sample]) -> list[Table]:
+    """Gaps, and where the pause of the live ones goes."""
+    keys = sorted({(sample.background, sample.prompt) for sample in samples})
+    gaps: list[tuple[object, ...]] = []
+    pauses: list[tuple[object, ...]] = []
+    for background, prompt in keys:
+        cell = [s for s in samples if (s.background, s.prompt) == (background, prompt)]
+        live = [s for s in cell if s.mode == "live"]
+        of = {mode: [s.gap_ms for s in cell if s.mode == mode] for mode in MODES}
+        inter_token = median(s.inter_token_ms for s in live)
+        name = f"{background} / {prompt}"
+        gaps.append(
+            (
+                name,
+                inter_token,
+                *(f"{median(of[m]):.1f} ({min(of[m]):.1f}-{max(of[m]):.1f})" for m in MODES),
+                median(s.ratio for s in live),
+            )
+        )
+        for mode in ("live", "blocking"):
+            chosen = [s.migration for s in cell if s.mode == mode and s.migration is not None]
+            pauses.append(
+                (
+                    f"{name} {mode}",
+                    *(median(m["downtime_ms"][part] or 0.0 for m in chosen) for part in PARTS),
+                    median(m["tail_blocks"] for m in chosen),
+                    median(len(m["stages"]) for m in chosen),
+                    median(m["total_ms"] for m in chosen),
+                )
+            )
+    return [
+        report.table(
+            "Gap that a client sees, ms: median (least-most)",
+            ("background / prompt", "inter-token", *MODES, "live / inter-token"),
+            gaps,
+        ),
+        report.table(
+            "Where the pause goes, by the servers' reports, ms (medians)",
+            (
+                "background / prompt",
+                *(part.replace("_", " ") for part in PARTS),
+                "tail blocks",
+                "stages",
+                "whole migration",
+            ),
+            pauses,
+        ),
+    ]
+
+
+def _rounded(values: list[float]) -> list[float]:
+    return [round(value, 3) for value in values]
+
+
+def main(argv: list[str] | None = None) -> int:
+    root = report.parser(__doc__)
+    root.add_argument("--model", default="step10ms", help=f"{', '.join(NAMES)} or a folder")
+    root.add_argument("--runs", type=int, help="of each cell: 10, or 2 with --quick")
+    options = root.parse_args(argv)
+    prompts = (PROMPTS[0], PROMPTS[-1]) if options.quick else PROMPTS
+    runs = options.runs or (2 if options.quick else 10)
+    settings = {"model": options.model, "prompts": prompts, "runs": runs, "flags": SERVED_FLAGS}
+    result = report.begin("downtime", settings)
+    model = model_folder(options.model)
+    with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
+        sites = tuple(
+            Served(
+                [*SERVED_FLAGS, f"--max-stages={stages}"], model=model, log=Path(logs) / str(stages)
+            )
+            for stages in (8, 0)
+        )
+        with report.progress() as bar:
+            for served in bar.track(sites, description="servers start"):
+                stack.enter_context(served)
+        samples = uvloop.run(measure((sites[0], sites[1]), prompts, runs))
+    result.samples = [asdict(sample) for sample in samples]
+    result.summary, result.targets = summarise(samples)
+    return report.finish(result, options, tables(samples), draw_downtime)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
