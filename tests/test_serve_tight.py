@@ -85,7 +85,7 @@ def reset_prefix_caches(served: Served) -> None:
 
 
 async def test_a_move_over_tcp_changes_nothing(tight: Served) -> None:
-    body = count_on(2000, 500, 1000, logprobs=2)
+    body = count_on(2000, 500, 1000, temperature=0.8, seed=3, logprobs=2)
     unmoved = await run_unmoved(tight, PATH, body)
 
     moved, reports = await run_moved(tight, PATH, body)
@@ -94,8 +94,11 @@ async def test_a_move_over_tcp_changes_nothing(tight: Served) -> None:
     moved.same_as(unmoved)
 
 
-async def test_a_request_moves_in_the_middle_of_its_prefill(tight: Served) -> None:
-    body = count_on(4000, 3500, 100)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 4}])
+async def test_a_request_moves_in_the_middle_of_its_prefill(
+    tight: Served, sampling: dict[str, Any]
+) -> None:
+    body = count_on(4000, 3500, 100, **sampling)
     stream = Stream(tight, PATH, body)
     row = await row_of(tight, stream)
     report = await move_one(tight, row)

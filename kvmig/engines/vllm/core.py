@@ -18,6 +18,8 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreReque
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.executor import Executor
 
+from kvmig.engines.vllm import runner
+
 T = TypeVar("T")
 Deliver = Callable[[int, EngineCoreOutputs], None]
 _CALL = object()
@@ -66,6 +68,7 @@ class StepCore(EngineCoreProc):
         # a migration would fill them under that step (vLLM does the same for connectors).
         if vllm_config.max_concurrent_batches > 1:
             self.scheduler.defer_block_free = True
+        runner.keep_cpu_generators_from_chunks(self)
         self._thread: threading.Thread | None = None
 
     def _on_fail(self) -> None:

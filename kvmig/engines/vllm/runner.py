@@ -58,6 +58,34 @@ def register(
     )
 
 
+def keep_cpu_generators_from_chunks(core: EngineCore) -> None:
+    """Let a seeded request's prompt be computed in chunks on a CPU.
+
+    After a chunk vLLM throws the sampled token away and winds the generator back by its
+    offset, which generators of a CPU don't have: the engine dies of it (0.32). Here such
+    rows are sampled without their generator, so that there is nothing to wind back.
+    """
+    runner = None if uses_v2(core) else model_runner(core)
+    if runner is None or runner.device.type != "cpu":
+        return
+    sample_tokens = runner.sample_tokens
+
+    def sample(*args: Any, **options: Any) -> Any:
+        batch = runner.input_batch
+        thrown_away = numpy.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0]
+        kept = {
+            row: batch.generators.pop(row)
+            for row in map(int, thrown_away)
+            if row in batch.generators
+        }
+        try:
+            return sample_tokens(*args, **options)
+        finally:
+            batch.generators.update(kept)
+
+    runner.sample_tokens = sample
+
+
 def _generator(
     device: torch.device, request: Request, state: bytes | None
 ) -> torch.Generator | None:
