@@ -1,0 +1,147 @@
+"""A server in a process of its own, for benchmarks, tests and the demo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from kvmig.cli.children import how_it_ended
+from kvmig.ground.errors import StartupError
+from kvmig.models import BUNDLED
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 60.0
+
+SMALL: tuple[str, ...] = (
+    "--enforce-eager",
+    "--block-size=32",
+    "--max-num-seqs=16",
+    "--num-gpu-blocks-override=600",
+)
+"""vLLM flags that start quickly on a CPU."""
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Served:
+    """`python -m MODULE MODEL flags` until it answers /health; ended at the end of the block.
+
+    MODULE is kvmig.serve, or plain vLLM for comparison. log: where its output goes.
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str] = SMALL,
+        *,
+        model: str | Path = BUNDLED,
+        command: Sequence[str] = ("-m", "kvmig.serve"),
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self.model = str(model)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [
+            sys.executable, *command, self.model,
+            "--port", str(self.port), "--host", "127.0.0.1", "--disable-uvicorn-access-log",
+            *flags,
+        ]  # fmt: skip
+        self._environment = {**os.environ, **(environment or {})}
+        self._log_path = log
+        # Without certificates, which take 30 ms to load: it is plain HTTP.
+        self._http = httpx.Client(base_url=self.url, verify=False)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Raises StartupError with the end of its output if it does not come up."""
+        log = self._log_path.open("wb") if self._log_path else None
+        try:
+            self.process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=log
+            )
+        finally:
+            if log is not None:
+                log.close()
+        try:
+            self._wait(self.process)
+        except BaseException:
+            if self.process.poll() is None:
+                self.stop()
+            raise
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            if process.poll() is not None:
+                raise StartupError(
+                    f"the server ended ({how_it_ended(process.returncode)})\n{self._last_words()}"
+                )
+            if time.monotonic() > deadline:
+                raise StartupError(f"not up in {START_TIMEOUT_S:g} s\n{self._last_words()}")
+            try:
+                if self._http.get("/health", timeout=5).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass  # not yet
+            time.sleep(0.2)
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """End it; its exit code. Raises subprocess.TimeoutExpired after killing it."""
+        assert self.process is not None
+        self.process.send_signal(how)
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+    def output(self) -> str:
+        """What it has printed, if it was logged."""
+        return self._log_path.read_text(errors="replace") if self._log_path else ""
+
+    def _last_words(self) -> str:
+        return self.output()[-3000:]
+
+    def get(self, path: str) -> Any:
+        """JSON of an admin route, such as `instances`."""
+        answer = self._http.get(f"/kvmig/v1/{path}", timeout=30)
+        answer.raise_for_status()
+        return answer.json()["data"]
+
+    def migrate(self, request_id: str, destination: str) -> httpx.Response:
+        """Ask for one migration and wait for its end."""
+        body = {"request_id": request_id, "destination": destination}
+        return self._http.post("/kvmig/v1/migrations", json=body, timeout=120)
+
+    def __enter__(self) -> Served:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.close()
+        if error is not None and self.output():
+            print(f"--- the end of what the server said\n{self.output()[-3000:]}", file=sys.stderr)
+        if self.process is not None and self.process.poll() is None:
+            self.stop()
