@@ -153,13 +153,6 @@ class Resolved(Message, frozen=True, tag=True):
     moved: bool
 
 
-class Shutdown(Message, frozen=True, tag=True):
-    """Front end: stop now; running requests are gone."""
-
-
-# -- scheduler
-
-
 class Member(msgspec.Struct, frozen=True):
     """An instance and where its llumlet listens."""
 
@@ -202,7 +195,6 @@ ClusterMessage = (
     | Fenced
     | Resolve
     | Resolved
-    | Shutdown
     | Members
     | Pair
 )
