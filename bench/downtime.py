@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -37,7 +37,7 @@ from bench.client import Stream, StreamFailed, prompt_of, session
 from bench.models import NAMES, model_folder
 from bench.plots import draw_downtime
 from bench.served import Served
-from bench.site import SERVED_FLAGS, SETTLE, Site
+from bench.site import SERVED_FLAGS, SETTLE, Site, all_up
 
 PROMPTS = (128, 512, 1024, 2048, 3500)
 BACKGROUNDS = (0, 4)
@@ -252,17 +252,16 @@ def main(argv: list[str] | None = None) -> int:
     settings = {"model": options.model, "prompts": prompts, "runs": runs, "flags": SERVED_FLAGS}
     result = report.begin("downtime", settings)
     model = model_folder(options.model)
-    with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as logs:
         sites = tuple(
             Served(
                 [*SERVED_FLAGS, f"--max-stages={stages}"], model=model, log=Path(logs) / str(stages)
             )
             for stages in (8, 0)
         )
-        with report.progress() as bar:
-            for served in bar.track(sites, description="servers start"):
-                stack.enter_context(served)
-        samples = uvloop.run(measure((sites[0], sites[1]), prompts, runs))
+        report.say("starting two servers")
+        with all_up(sites):
+            samples = uvloop.run(measure((sites[0], sites[1]), prompts, runs))
     result.samples = [asdict(sample) for sample in samples]
     result.summary, result.targets = summarise(samples)
     return report.finish(result, options, tables(samples), draw_downtime)

@@ -137,6 +137,11 @@ def dumps(result: Result) -> str:
     return f'{head},\n "samples": [\n  {body}\n ]\n}}\n'
 
 
+def say(text: str) -> None:
+    """One line of progress on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def progress() -> Progress:
     """A bar on stderr."""
     return Progress(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from typing import Any
 
 import aiohttp
@@ -27,6 +29,17 @@ SERVED_FLAGS = (
     "--policy=round-robin",
     "--drain-timeout=2",
 )
+
+
+@contextmanager
+def all_up(servers: Sequence[Served]) -> Iterator[None]:
+    """Start them at the same time, end them at the end of the block; raises as `start` does."""
+    with ExitStack() as stack, ThreadPoolExecutor(len(servers)) as pool:
+        for served in servers:
+            stack.push(served)
+        for starting in [pool.submit(served.start) for served in servers]:
+            starting.result()
+        yield
 
 
 class Site:

@@ -171,12 +171,18 @@ def test_the_figures_of_downtime_are_ratios_of_medians() -> None:
 
 def test_the_figures_of_overhead_are_medians_of_ratios() -> None:
     windows = [overhead.Window("others", 100, moving, 10.0, {}) for moving in (10.0, 10.2, 30.0)]
-    rounds = [overhead.Round("alone", ours, 100.0, 50.0, 49.0) for ours in (90.0, 99.0, 101.0)]
+    ttft = {"kvmig": 50.0, "plain": 49.0, "plain_uni": 51.0}
+    rounds = [
+        overhead.Round("alone", {"kvmig": ours, "plain": 100.0, "plain_uni": 99.0}, ttft)
+        for ours in (90.0, 99.0, 101.0)
+    ]
     summary, targets = overhead.summarise(windows, rounds)
     assert summary["step_time_during_migration_ratio"] == pytest.approx(1.02)
-    assert summary["throughput_ratio"] == pytest.approx(0.99)
-    assert summary["ttft_ratio"] == pytest.approx(0.98)
+    assert summary["throughput_over_plain"] == pytest.approx(0.99)
+    assert summary["throughput_over_plain_uni"] == pytest.approx(1.0)
+    assert summary["ttft_of_plain_over_kvmig"] == pytest.approx(0.98)
     assert report.missed(summary, targets) == []
+    assert len(overhead.tables(windows, rounds)) == 1
 
 
 def test_a_missed_target_is_a_line_with_both_numbers() -> None:
