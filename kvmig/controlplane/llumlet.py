@@ -319,13 +319,15 @@ class Llumlet:
         try:
             self._server.send(sender, message, frames)
         except TransportError as error:
-            log.warning("%s", error)
+            log.info("%s", error)
             self._front_lost(sender)
 
     def _front_lost(self, sender: bytes) -> None:
         gateway = self._fronts.leave(sender)
-        if gateway is not None:  # nobody hears these requests any more
-            self._abort(self._tracking.of(gateway))
+        request_ids = [] if gateway is None else self._tracking.of(gateway)
+        if request_ids:  # nobody hears them any more
+            log.warning("front end %s is gone, and its %d requests", gateway, len(request_ids))
+            self._abort(request_ids)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
