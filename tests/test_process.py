@@ -1,0 +1,54 @@
+"""What a process of kvmig's prints, and how it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *flags, "-c", script],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_kvmigs_warnings_are_shown_and_of_libraries_only_errors() -> None:
+    done = run(
+        "import logging\n"
+        "from kvmig.cli.process import quiet\n"
+        "quiet('i7')\n"
+        "logging.getLogger('library').warning('hush')\n"
+        "logging.getLogger('library').error('loud')\n"
+        "logging.getLogger('kvmig.some.part').warning('ours')\n"
+    )
+
+    assert [line.split(" ", 2)[2] for line in done.stderr.splitlines()] == [
+        "i7 ERROR loud",
+        "i7 WARNING ours",
+    ]
+
+
+WARN = (
+    "import warnings\n"
+    "from kvmig.cli.process import quiet\n"
+    "quiet('i7')\n"
+    "warnings.warn('some day', FutureWarning)\n"
+)
+
+
+def test_warnings_of_coming_changes_are_shown_to_who_asks_only() -> None:
+    assert run(WARN).stderr == ""
+    assert "some day" in run(WARN, "-W", "always").stderr
+
+
+def test_a_process_leaves_with_its_status_and_all_that_it_printed() -> None:
+    done = run(
+        "import atexit\n"
+        "from kvmig.cli.process import leave\n"
+        "atexit.register(print, 'torn down')\n"
+        "print('said', end='')\n"
+        "leave(3)\n"
+    )
+
+    assert (done.returncode, done.stdout) == (3, "said")
