@@ -77,7 +77,13 @@ def share_memory(
         for file in Path(args.model).glob(pattern)
     )
     return memory_flags(
-        argv, config.instances, len(gpu_ids), available_memory(), os.environ, weights
+        argv,
+        args.kv_cache_memory_bytes,
+        config.instances,
+        len(gpu_ids),
+        available_memory(),
+        os.environ,
+        weights,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import time
 from dataclasses import dataclass
@@ -69,3 +70,13 @@ class Footprint:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", self.port))
+
+
+def orphans() -> set[str]:
+    """Files of kvmig in shared memory that no process holds."""
+    found = set()
+    for path in SHM.glob("kvmig-*"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            found.add(path.name)
+    return found

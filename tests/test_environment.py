@@ -8,8 +8,9 @@ from kvmig.cli.environment import GIB, memory_flags
 from kvmig.ground.errors import ConfigError
 
 
-def on_cpu(*argv: str, instances: int = 2, available: int = 20 * GIB, **env: str) -> list[str]:
-    return memory_flags(["MODEL", *argv], instances, 0, available, env, weights=0)
+def on_cpu(*argv: str, kv_bytes: int | None = None, instances: int = 2, **env: str) -> list[str]:
+    """Of a machine with 20 GiB."""
+    return memory_flags(["MODEL", *argv], kv_bytes, instances, 0, 20 * GIB, env, weights=0)
 
 
 def test_cpu_instances_share_the_available_memory() -> None:
@@ -25,8 +26,7 @@ def test_a_number_of_blocks_is_no_word_about_memory() -> None:
 
 
 def test_the_users_own_share_stands() -> None:
-    assert on_cpu("--kv-cache-memory-bytes=1073741824") == []
-    assert on_cpu("--kv-cache-memory-bytes", "2g") == []
+    assert on_cpu(kv_bytes=GIB) == []
     assert on_cpu("--gpu-memory-utilization=0.1") == []
     assert on_cpu(VLLM_CPU_KVCACHE_SPACE="1") == []
 
@@ -38,9 +38,12 @@ def test_too_many_instances_are_refused_with_what_each_needs() -> None:
 
 def test_a_cache_larger_than_the_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="lower --instances or --kv-cache-memory-bytes"):
-        on_cpu("--kv-cache-memory-bytes", str(100 * GIB))
+        on_cpu(kv_bytes=100 * GIB)
+    with pytest.raises(ConfigError, match="each needs 101"):
+        on_cpu(VLLM_CPU_KVCACHE_SPACE="100")
 
 
 def test_instances_on_one_gpu_share_it() -> None:
-    assert memory_flags([], 2, 1, 0, {}, 0) == ["--gpu-memory-utilization", "0.450"]
-    assert memory_flags([], 2, 2, 0, {}, 0) == []
+    assert memory_flags([], None, 2, 1, 0, {}, 0) == ["--gpu-memory-utilization", "0.450"]
+    assert memory_flags([], None, 2, 2, 0, {}, 0) == []
+    assert memory_flags([], GIB, 2, 1, 0, {}, 0) == []

@@ -20,9 +20,6 @@ INSTANCE_OVERHEAD = GIB
 GPU_SHARE = 0.9
 """vLLM's default of --gpu-memory-utilization, shared by the instances of one GPU."""
 
-_KV_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
-"""Not --num-gpu-blocks-override: with it alone vLLM still wants its share of the memory free."""
-
 
 def gpus() -> list[str]:
     """Ids of the GPUs that may be used, empty on a CPU machine."""
@@ -67,6 +64,7 @@ def instance_environment(
 
 def memory_flags(
     argv: Sequence[str],
+    kv_bytes: int | None,
     instances: int,
     gpu_count: int,
     available: int,
@@ -75,18 +73,23 @@ def memory_flags(
 ) -> list[str]:
     """vLLM flags that share the machine's memory among instances; [] if the user said how.
 
-    weights: bytes of the model on disk. Raises ConfigError if there isn't enough.
+    A number of blocks (--num-gpu-blocks-override) says nothing about memory: with it alone
+    vLLM still wants its whole share free.
+
+    kv_bytes: --kv-cache-memory-bytes, if given; weights: bytes of the model on disk.
+    Raises ConfigError if there isn't enough.
     """
-    chosen = any(word.split("=")[0] in _KV_FLAGS for word in argv)
+    by_share = any(word.split("=")[0] == "--gpu-memory-utilization" for word in argv)
     if gpu_count:
         per_gpu = -(-instances // gpu_count)
-        if chosen or per_gpu == 1:
+        if by_share or kv_bytes is not None or per_gpu == 1:
             return []
         return ["--gpu-memory-utilization", f"{GPU_SHARE / per_gpu:.3f}"]
     fixed = INSTANCE_OVERHEAD + weights
-    kv = _asked_for(argv, environment)
+    space = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
+    kv = int(space) * GIB if kv_bytes is None and space.isdecimal() else kv_bytes
     if kv is None:
-        if chosen:
+        if by_share:
             return []
         spare = available - instances * fixed
         kv = min(CPU_KV_MOST, int(spare * CPU_KV_SHARE / instances))
@@ -101,16 +104,3 @@ def memory_flags(
             "--kv-cache-memory-bytes"
         )
     return flags
-
-
-def _asked_for(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
-    """Bytes of KV cache an instance that the user asked for in so many words."""
-    asked = None
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        name, _, value = word.partition("=")
-        if name == "--kv-cache-memory-bytes":  # the last one counts
-            asked = value or following
-    if asked is not None:
-        return int(asked) if asked.isdecimal() else None  # "2g": vLLM reads those
-    space = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
-    return int(space) * GIB if space.isdecimal() else None

@@ -29,13 +29,14 @@ def make_engine(argv: list[str]) -> ServingEngine:
     from kvmig.engines.vllm.config import engine_config, first_sentence
     from kvmig.engines.vllm.serving import ServingVllm
 
+    args = flags.parse(argv)
     try:
-        return ServingVllm(engine_config(flags.parse(argv)))
+        return ServingVllm(engine_config(args))
     except KvmigError:
         raise
     except Exception as error:
         # Whatever vLLM says about the model or the machine: the launcher prints it.
-        raise StartupError(first_sentence(error)) from error
+        raise StartupError(f"can't serve {args.model}: {first_sentence(error)}") from error
 
 
 async def run(launch: LlumletLaunch, descriptor: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 
 from vllm.config import VllmConfig
@@ -18,6 +19,8 @@ def engine_config(args: Namespace) -> VllmConfig:
     try:
         engine_args = AsyncEngineArgs.from_cli_args(args)
         return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"MODEL is {args.model}, and a file in it is broken: {error}") from error
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigError(first_sentence(error)) from error
 

@@ -43,6 +43,8 @@ def parse(argv: list[str]) -> Namespace:
     args = parser.parse_args(argv)
     if args.model_tag is not None:
         args.model = args.model_tag
+    elif not any(word.split("=")[0] in ("--model", "--config") for word in argv):
+        raise ConfigError("MODEL is missing, must be a folder with a config.json")
     try:
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:

@@ -1,0 +1,200 @@
+"""What a start with bad input says: one sentence, exit code 2, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.served import free_port
+from kvmig.models import BUNDLED
+from tests.leaks import orphans
+
+pytestmark = pytest.mark.engine
+
+MODEL = str(BUNDLED)
+TIMEOUT_S = 180.0
+QUICK = ("--enforce-eager", "--max-num-seqs=4", "--num-gpu-blocks-override=300")
+MARK = "KVMIG_TEST_RUN"
+"""In the environment of all that a start of ours starts."""
+
+EARLY = """
+import contextlib, io, json, sys
+from kvmig.serve import main
+for argv in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = main(argv)
+    print(json.dumps([code, said.getvalue()]), flush=True)
+"""
+"""Many starts that end before anything is started, with one import of vLLM."""
+
+REFUSED = [
+    (["no/such/folder"], "MODEL is no/such/folder, must be a folder with a config.json"),
+    ([], "MODEL is missing"),
+    ([MODEL, "--block-size", "abc"], "argument --block-size: invalid int value: 'abc'"),
+    ([MODEL, "--no-such-flag", "3"], "unrecognized arguments: --no-such-flag 3"),
+    ([MODEL, "--data-parallel-size", "2"], "use --instances N"),
+    ([MODEL, "--scheduler-cls", "a.b"], "--scheduler-cls can't be used"),
+    ([MODEL, "--kv-transfer-config", "{}"], "--kv-transfer-config can't be used"),
+    ([MODEL, "--port", "0", "--instances", "500"], "not enough memory for 500 instances"),
+    (
+        [MODEL, "--port", "0", "--kv-cache-memory-bytes", "9000g"],
+        "lower --instances or --kv-cache-memory-bytes",
+    ),
+    ([MODEL, "--port", "70000"], "--port 70000 on 127.0.0.1 can't be used"),
+    ([MODEL, "--host", "192.0.2.1"], "192.0.2.1 can't be used"),
+    ([MODEL, "--instances", "0"], "--instances is 0, must be 1 or more"),
+    ([MODEL, "--instances", "two"], "argument --instances: invalid int value: 'two'"),
+    ([MODEL, "--policy", "best"], "--policy is best, must be round-robin or"),
+    ([MODEL, "--transport", "ftp"], "--transport is ftp, must be auto or shm or tcp"),
+    ([MODEL, "--chunk-bytes", "1"], "--chunk-bytes is 1, must be 4096 or more"),
+]
+
+
+class Start:
+    """One `python -m kvmig.serve`, found again by its mark."""
+
+    def __init__(self, *flags: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.port = free_port()
+        self._orphans = orphans()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvmig.serve", *flags, "--port", str(self.port)],
+            env={**os.environ, MARK: self.mark},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def running(self) -> list[psutil.Process]:
+        """All processes of this start."""
+        found = []
+        for one in psutil.process_iter():
+            try:
+                if one.environ().get(MARK) == self.mark and one.status() != psutil.STATUS_ZOMBIE:
+                    found.append(one)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def child(self, instance: int) -> psutil.Process:
+        """A llumlet, as soon as it is there."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            found = [one for one in self.running() if "kvmig.cli.llumlet" in one.cmdline()]
+            if len(found) > instance:
+                return found[instance]
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def end(self) -> tuple[int, list[str]]:
+        """Exit code and what kvmig itself said; nothing is left."""
+        _, said = self.process.communicate(timeout=TIMEOUT_S)
+        assert self.running() == []
+        assert orphans() <= self._orphans
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", self.port))
+        assert "Traceback" not in said, said
+        return self.process.returncode, [
+            line for line in said.splitlines() if line.startswith("kvmig: ")
+        ]
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> list[tuple[int, str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY],
+        input=json.dumps([argv for argv, _ in REFUSED]),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    return [tuple(json.loads(line)) for line in lines]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)), ids=[wanted for _, wanted in REFUSED])
+def test_bad_input_is_answered_with_one_sentence(
+    verdicts: list[tuple[int, str]], case: int
+) -> None:
+    code, said = verdicts[case]
+
+    assert code == 2
+    assert said.startswith("kvmig: ")
+    assert said.count("\n") == 1, said
+    assert REFUSED[case][1] in said
+
+
+def test_help_shows_our_flags_by_group() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "kvmig.serve", "--help"],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+    ).stdout  # fmt: skip
+
+    for group in ("cluster:", "scheduler:", "migration:"):
+        assert f"\n{group}\n" in shown
+    for flag in ("--instances", "--policy", "--transport", "--chunk-ms", "--drain-timeout"):
+        assert flag in shown
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "kvmig.serve", MODEL, "--port", str(port)],
+            capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+
+    assert done.returncode == 2
+    assert f"--port {port} on 127.0.0.1 can't be used" in done.stderr
+    assert "Address already in use" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_does_not_load_ends_the_start(tmp_path: Path) -> None:
+    model = tmp_path / "broken"
+    shutil.copytree(BUNDLED, model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+    code, said = Start(str(model), *QUICK).end()
+
+    assert code == 2
+    assert f"can't serve {model}: " in said[-1]
+    assert said[-1].startswith("kvmig: instance i")
+    assert len(said) == 3, "two instances start, and one sentence"
+
+
+def test_an_instance_that_dies_while_starting_ends_the_start() -> None:
+    start = Start(MODEL, *QUICK)
+    start.child(1).kill()
+
+    code, said = start.end()
+
+    assert code == 2
+    assert "died while starting (killed by SIGKILL)" in said[-1]
+
+
+def test_a_signal_while_starting_ends_it() -> None:
+    start = Start(MODEL, *QUICK)
+    start.child(0)
+    start.process.send_signal(signal.SIGTERM)
+
+    code, said = start.end()
+
+    assert code == 0
+    assert all(line.endswith("starts") for line in said), said
