@@ -205,9 +205,8 @@ class Server:
         else:
             stop.cancel()
             self._exit_code = 1
-        grace = 0.1 if self._at_once.is_set() else GRACE_S
-        await self._router.abort(self._router.live())
-        await self._http.stop(grace)
+        self._router.give_up("the server stops")
+        await self._http.stop(GRACE_S)
         http.cancel()
         self._llm.shutdown()
         await self._router.close()

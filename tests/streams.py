@@ -75,6 +75,10 @@ def flat(logprobs: list[Any]) -> list[Any]:
     return tokens
 
 
+class StreamFailed(Exception):
+    """The server has ended the stream with an error object."""
+
+
 class Stream:
     """One streaming call; `answer` grows while it runs."""
 
@@ -107,7 +111,8 @@ class Stream:
                 if not data or data == "[DONE]":
                     continue
                 chunk = json.loads(data)
-                assert "error" not in chunk, chunk
+                if "error" in chunk:
+                    raise StreamFailed(chunk["error"])
                 self.answer.take(chunk)
                 self._grown.set()
         return self.answer
@@ -134,6 +139,20 @@ class Stream:
         """The whole answer."""
         async with asyncio.timeout(TIMEOUT_S):
             return await self.task
+
+
+def count_from(number: int, tokens: int, **fields: Any) -> dict[str, Any]:
+    """A completion that counts on from there."""
+    prompt = f"Count: {number:04d} {number + 1:04d}"
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    return {**body, **fields}
+
+
+def counted(answer: Answer, number: int) -> None:
+    """Assert that it did, whatever moved it meanwhile."""
+    text = answer.choices[0].text
+    numbers = range(number + 2, number + 3 + len(text) // 5)
+    assert text == "".join(f" {one % 10_000:04d}" for one in numbers)[: len(text)]
 
 
 async def sequences(served: Served, call_id: str) -> list[dict[str, Any]]:

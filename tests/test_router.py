@@ -195,6 +195,15 @@ async def test_an_abort_during_a_migration_goes_to_both_sides() -> None:
         assert await moving == told
 
 
+async def test_giving_up_ends_every_request_with_an_error_and_frees_it() -> None:
+    async with cluster() as it:
+        a = await it.submit()
+        it.router.give_up("the server stops")
+        assert it.front.failed == {"r": "the server stops"}
+        assert await a.hear() == AbortRequests(["r"])
+        assert it.router.live() == []
+
+
 async def test_who_still_runs_an_aborted_request_is_told_once() -> None:
     async with cluster() as it:
         a = await it.submit()

@@ -12,9 +12,10 @@ import pytest
 from bench.served import Served
 from tests.leaks import assert_server_is_empty
 from tests.streams import (
-    Answer,
     Stream,
     ask,
+    count_from,
+    counted,
     move,
     move_one,
     other,
@@ -27,19 +28,6 @@ pytestmark = pytest.mark.engine
 
 PATH = "/v1/completions"
 JSON = {"Content-Type": "application/json"}
-
-
-def count_from(number: int, tokens: int, **fields: Any) -> dict[str, Any]:
-    prompt = f"Count: {number:04d} {number + 1:04d}"
-    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-    return {**body, **fields}
-
-
-def counted(answer: Answer, number: int) -> None:
-    """Assert that it counts on from there, whatever moved it meanwhile."""
-    text = answer.choices[0].text
-    wanted = "".join(f" {n:04d}" for n in range(number + 2, number + 2 + len(text) // 5 + 1))
-    assert text == wanted[: len(text)]
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:

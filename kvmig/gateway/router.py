@@ -169,6 +169,10 @@ class Router:
         gone = [self._table.remove(request_id) for request_id in request_ids]
         self._abort([entry for entry in gone if entry is not None])
 
+    def give_up(self, reason: str) -> None:
+        """End all live requests: each client gets an error."""
+        self._give_up(list(self._table), reason)
+
     def live(self) -> list[str]:
         """Ids of all requests that have not ended."""
         return list(self._table.entries)

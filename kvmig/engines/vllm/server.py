@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -78,6 +79,8 @@ class ApiServer:
             server.should_exit = True
         _, late = await asyncio.wait([self._serving], timeout=grace_s)
         if late and server is not None:
+            # It then prints a traceback of its own cancellation.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             server.force_exit = True
             _, late = await asyncio.wait([self._serving], timeout=grace_s)
         if late:
