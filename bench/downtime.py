@@ -169,6 +169,9 @@ def summarise(samples: list[Sample]) -> tuple[dict[str, float], dict[str, report
         def gap(mode: str, prompt: int, here: list[Sample] = here) -> float:
             return median(s.gap_ms for s in here if (s.mode, s.prompt) == (mode, prompt))
 
+        def inter_token(prompt: int, here: list[Sample] = here) -> float:
+            return median(s.inter_token_ms for s in here if (s.mode, s.prompt) == ("live", prompt))
+
         live = [sample for sample in here if sample.mode == "live"]
         of = f"background_{background}"
         ratio, growth = f"live_over_inter_token_{of}", f"live_{long}_over_{short}_{of}"
@@ -176,6 +179,8 @@ def summarise(samples: list[Sample]) -> tuple[dict[str, float], dict[str, report
         summary |= {
             ratio: median(sample.ratio for sample in live),
             growth: gap("live", long) / gap("live", short),
+            # A step itself takes longer behind a longer prompt: so much of the growth is its.
+            f"inter_token_{long}_over_{short}_{of}": inter_token(long) / inter_token(short),
             recomputed: gap("recompute", long) / gap("live", long),
             f"blocking_over_live_{long}_{of}": gap("blocking", long) / gap("live", long),
             f"inter_token_ms_{of}": median(sample.inter_token_ms for sample in live),

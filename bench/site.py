@@ -58,7 +58,10 @@ class Site:
         """Where the stream runs now."""
         async with self._http.get(f"{self._served.url}/kvmig/v1/requests") as answer:
             rows = (await answer.json())["data"]
-        return str(next(row["instance"] for row in rows if row["call_id"] == stream.request_id))
+        places = [str(row["instance"]) for row in rows if row["call_id"] == stream.request_id]
+        if not places:
+            raise StreamFailed(f"call {stream.request_id} runs nowhere")
+        return places[0]
 
     async def other_than(self, stream: Stream) -> str:
         """The instance where the stream does not run now."""
