@@ -127,7 +127,7 @@ async def _migrate(site: Site, stream: Stream) -> dict[str, Any]:
 
 
 async def alone(servers: dict[str, Served], rounds: int, calls: int) -> list[Round]:
-    """Rounds of the same `calls` at each server; the first round finds caches cold and is dropped."""
+    """Rounds of the same calls at each server; the first finds caches cold and is dropped."""
     done: list[Round] = []
     names = list(servers)
     async with session() as http:
