@@ -12,13 +12,15 @@ from tests.leaks import Footprint, assert_server_is_empty
 
 NEVER_BY_ITSELF = "--migrate-below=-1000000"
 """The scheduler moves nothing, so that a test decides what moves."""
+PATIENT = ("--reply-timeout-ms=20000", "--lease-ms=60000")
+"""On a busy machine a migration takes its time, and a test is about how it ends."""
 
 
 @pytest.fixture(scope="session")
 def two_instances(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """kvmig.serve with two instances of the bundled model."""
     log = tmp_path_factory.mktemp("served") / "log"
-    flags = [*SMALL, "--instances=2", NEVER_BY_ITSELF, "--drain-timeout=5"]
+    flags = [*SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, "--drain-timeout=5"]
     with Served(flags, log=log) as served:
         yield served
         footprint = Footprint.of(served)

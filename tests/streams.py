@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import httpx
 from bench.served import Served
 
 TIMEOUT_S = 120.0
+TRIES = 5
 
 
 @dataclass
@@ -79,6 +81,11 @@ class StreamFailed(Exception):
     """The server has ended the stream with an error object."""
 
 
+class EndedEarly(AssertionError):
+    """The call was over before the test could move it (the client gets less of a busy machine
+    than the server)."""
+
+
 class Stream:
     """One streaming call; `answer` grows while it runs."""
 
@@ -127,7 +134,7 @@ class Stream:
             grown.cancel()
             assert done, "the stream stands still"
             if self.task in done:
-                raise AssertionError(f"it ended early: {self.task.result().tokens} tokens")
+                raise EndedEarly(f"at {self.task.result().tokens} of {tokens} tokens")
             self._grown.clear()
 
     async def leave(self) -> None:
@@ -164,6 +171,8 @@ async def sequences(served: Served, call_id: str) -> list[dict[str, Any]]:
 async def move(served: Served, stream: Stream) -> list[dict[str, Any]]:
     """Move every sequence of the call to the other instance; the reports."""
     rows = await sequences(served, stream.answer.request_id)
+    if len(rows) < max(1, len(stream.answer.choices)):
+        raise EndedEarly(stream.answer.request_id)
     return [await move_one(served, row) for row in rows]
 
 
@@ -180,7 +189,8 @@ async def row_of(
         for row in await sequences(served, stream.answer.request_id):
             if row["state"] == state and row["output_tokens"] >= output_tokens:
                 return row
-        assert not stream.task.done(), f"it ended before it was {state}"
+        if stream.task.done():
+            raise EndedEarly(f"before it was {state}")
         await asyncio.sleep(0.005)
 
 
@@ -200,6 +210,8 @@ async def ask(served: Served, request_id: str, destination: str) -> httpx.Respon
 async def move_one(served: Served, row: dict[str, Any]) -> dict[str, Any]:
     """Move one sequence to the other instance; the report."""
     answer = await ask(served, row["id"], other(row["instance"]))
+    if answer.status_code == 409 and "has finished" in answer.text:
+        raise EndedEarly(row["id"])
     assert answer.status_code == 200, answer.text
     report: dict[str, Any] = answer.json()
     return report
@@ -214,6 +226,15 @@ async def run_moved(
     served: Served, path: str, body: dict[str, Any], at: tuple[int, ...] = (40, 120)
 ) -> tuple[Answer, list[dict[str, Any]]]:
     """The call, moved to the other instance whenever it has grown to `at` tokens."""
+    for _ in range(TRIES):
+        with contextlib.suppress(EndedEarly):
+            return await _moved(served, path, body, at)
+    raise EndedEarly(f"{TRIES} times")
+
+
+async def _moved(
+    served: Served, path: str, body: dict[str, Any], at: tuple[int, ...]
+) -> tuple[Answer, list[dict[str, Any]]]:
     stream = Stream(served, path, body)
     reports: list[dict[str, Any]] = []
     for tokens in at:
@@ -239,6 +260,15 @@ async def run_whole_moved(
     served: Served, path: str, body: dict[str, Any], at: tuple[int, ...] = (40, 120)
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The call without streaming; all its sequences are moved at `at` output tokens."""
+    for _ in range(TRIES):
+        with contextlib.suppress(EndedEarly):
+            return await _whole_moved(served, path, body, at)
+    raise EndedEarly(f"{TRIES} times")
+
+
+async def _whole_moved(
+    served: Served, path: str, body: dict[str, Any], at: tuple[int, ...]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     call_id = f"whole-{uuid.uuid4().hex}"
     call = asyncio.create_task(run_whole(served, path, body, call_id))
     reports: list[dict[str, Any]] = []
@@ -247,7 +277,8 @@ async def run_whole_moved(
             rows = await sequences(served, call_id)
             if rows and all(row["output_tokens"] >= tokens for row in rows):
                 break
-            assert not call.done(), "it ended early"
+            if call.done():
+                raise EndedEarly(f"before it had {tokens} tokens")
             await asyncio.sleep(0.01)
         reports.extend([await move_one(served, row) for row in rows])
     return await call, reports

@@ -176,7 +176,7 @@ async def test_vllms_bench_serve_fails_no_request_while_they_move(
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (200, 0)
     assert result["total_output_tokens"] == 200 * 50
-    assert sum(report["state"] == "committed" for report in reports) > 20
+    assert sum(report["state"] == "committed" for report in reports) > 5
     assert {report["reason"] for report in reports} <= {"", "finished", "no_batch_slot"}
 
 

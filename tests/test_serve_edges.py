@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from bench.served import Served
 from tests.leaks import assert_server_is_empty
 from tests.streams import (
+    EndedEarly,
     Stream,
     ask,
     count_from,
@@ -98,12 +100,12 @@ async def test_a_storm_of_moves_changes_no_stream(served: Served) -> None:
 @pytest.mark.parametrize("seed", range(4))
 async def test_one_that_ends_while_it_moves_ends_right(served: Served, seed: int) -> None:
     chance = random.Random(seed)
-    for _ in range(6):
+    for _ in range(10):
         number, tokens = chance.randrange(0, 5000), chance.randrange(200, 300)
         stream = Stream(served, PATH, count_from(number, tokens))
-        row = await row_of(served, stream)
-        await stream.reach(tokens - chance.randrange(1, 60))
-        asked = await ask(served, row["id"], other(row["instance"]))
+        with contextlib.suppress(EndedEarly):
+            await stream.reach(tokens - chance.randrange(1, 60))
+        asked = await ask(served, stream.answer.request_id, chance.choice(["i0", "i1"]))
         answer = await stream.end()
 
         if asked.status_code == 200:
@@ -114,7 +116,8 @@ async def test_one_that_ends_while_it_moves_ends_right(served: Served, seed: int
             ), report
         else:
             assert asked.status_code in (404, 409), asked.text
-            assert "has finished" in error_of(asked)["message"]
+            message = error_of(asked)["message"]
+            assert "has finished" in message or "runs on instance" in message
         assert answer.usage is not None
         assert answer.usage["completion_tokens"] == tokens
         assert answer.choices[0].finish_reason == "length"
