@@ -22,8 +22,10 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,8 +38,8 @@ from bench.arrivals import intervals_ms, longest_ms, wait_for_ms
 from bench.client import Stream, StreamFailed, prompt_of, session
 from bench.models import NAMES, model_folder
 from bench.plots import draw_downtime
-from bench.served import Served
 from bench.site import SERVED_FLAGS, SETTLE, Site, all_up
+from kvmig.cli.served import Served
 
 PROMPTS = (128, 512, 1024, 2048, 3500)
 BACKGROUNDS = (0, 4)
@@ -47,6 +49,8 @@ AFTER = 8
 """Tokens that must come after a migration."""
 PARTS = ("drain", "tail_copy", "commit", "first_token")
 MODES = ("live", "blocking", "recompute")
+ATTEMPTS = 3
+"""Of one sample."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,16 @@ async def blocking(site: Site, cell: dict[str, Any]) -> list[Sample]:
         return [await moved(site, stream, {"mode": "blocking", **cell})]
 
 
+async def attempted(make: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
+    """Samples of one cell. A run that the machine's stalls have spoilt is said and made again."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return await make()
+        except StreamFailed as error:
+            report.say(f"again: {error}")
+    return await make()
+
+
 async def measure(
     sites: tuple[Served, Served], prompts: tuple[int, ...], runs: int
 ) -> list[Sample]:
@@ -152,8 +166,8 @@ async def measure(
         await blocking(blocked, warm_up)
         with report.progress() as bar:
             for cell in bar.track(cells, description="cells"):
-                samples += await live_and_recompute(staged, cell)
-                samples += await blocking(blocked, cell)
+                samples += await attempted(partial(live_and_recompute, staged, cell))
+                samples += await attempted(partial(blocking, blocked, cell))
     return samples
 
 

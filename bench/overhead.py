@@ -33,8 +33,8 @@ from bench import report
 from bench.arrivals import step_ms
 from bench.client import Stream, prompt_of, session
 from bench.models import NAMES, model_folder
-from bench.served import Served
 from bench.site import ENGINE_FLAGS, SERVED_FLAGS, SETTLE, Site, all_up
+from kvmig.cli.served import Served
 from kvmig.engines.vllm.flags import OFFLINE
 
 OTHERS = 4

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from bench.client import Stream, StreamFailed, prompt_of
-from bench.served import Served
+from kvmig.cli.served import Served
 
 SETTLE = 8
 """Tokens of a stream before anything of it is measured."""
@@ -49,7 +49,7 @@ class Site:
         self._served = served
         self._http = http
 
-    def stream(self, prompt: list[int], salt: str | None = None, max_tokens: int = 400) -> Stream:
+    def stream(self, prompt: list[int], salt: str | None = None, max_tokens: int = 1500) -> Stream:
         """A call, not sent yet."""
         served = self._served
         return Stream(self._http, served.url, served.model, prompt, max_tokens, salt)

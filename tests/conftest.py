@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.served import SMALL, Served
+from kvmig.cli.served import SMALL, Served
 from tests.leaks import Footprint, assert_server_is_empty
 
 NEVER_BY_ITSELF = "--migrate-below=-1000000"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.served import Served
+from kvmig.cli.served import Served
 
 PATIENCE_S = 10.0
 """Freed blocks show up with the next load report, aborts a moment after the client left."""

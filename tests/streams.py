@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from bench.served import Served
+from kvmig.cli.served import Served
 
 TIMEOUT_S = 120.0
 TRIES = 5

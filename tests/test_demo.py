@@ -9,11 +9,11 @@ import sys
 import pytest
 from rich.console import Console
 
-from bench.served import Served
 from kvmig.cli.demo.__main__ import main
 from kvmig.cli.demo.ledger import Ledger
 from kvmig.cli.demo.run import Shown, marks
 from kvmig.cli.demo.screen import Screen
+from kvmig.cli.served import Served
 
 
 def streamed(text: str, start: float = 0.0) -> Ledger:

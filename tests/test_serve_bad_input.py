@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.served import free_port
+from kvmig.cli.served import free_port
 from kvmig.models import BUNDLED
 from tests.leaks import orphans
 

@@ -16,7 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.served import Served
+from kvmig.cli.served import Served
 from tests.streams import ask, other
 
 pytestmark = pytest.mark.engine

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.served import Served
+from kvmig.cli.served import Served
 from tests.leaks import assert_server_is_empty
 from tests.streams import (
     EndedEarly,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.served import Served
+from kvmig.cli.served import Served
 from tests.streams import run_moved, run_unmoved, run_whole, run_whole_moved
 
 pytestmark = pytest.mark.engine

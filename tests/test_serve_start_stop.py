@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from bench.served import SMALL, Served
+from kvmig.cli.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.leaks import Footprint, assert_server_is_empty, orphans
 from tests.streams import Stream, StreamFailed, ask, count_from, counted, row_of, run_unmoved

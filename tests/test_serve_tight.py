@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.served import Served
+from kvmig.cli.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import (
