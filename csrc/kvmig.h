@@ -1,0 +1,130 @@
+/* The data plane's C ABI: copies of paged KV blocks, without torch.
+ *
+ * Two libraries have it: libkvmig_cpu (always built) and libkvmig_cuda (where nvcc is found).
+ * Raw pointers and integers only. In the CUDA library every array that a kernel reads
+ * (regions, ids, checksums) must be device-accessible: device memory or pinned host memory.
+ *
+ * Region: block b is the `run` bytes at base + b * block_stride. A block is one run of every
+ * region; its fused form is these runs one after the other.
+ *
+ * Checksum of a block: the sum over its 64-bit little-endian words w_i of
+ * mix64(w_i + (i + 1) * golden) mod 2^64, where mix64 is splitmix64's finaliser and i counts
+ * over the whole block. A run that is no multiple of 8 bytes is padded with zeros in its last
+ * word; counting goes on with the next run. A sum has no order, so any number of threads may
+ * split the words among them. It is of the bytes that were written.
+ *
+ * stream: a cudaStream_t; the call returns once the work is queued there. NULL on the CPU,
+ * where the call returns when the work is done.
+ * workers: CTAs of the grid on CUDA, threads on the CPU; 0 lets the library choose.
+ *
+ * Ids are trusted here; the Python face checks them. No destination byte may be another
+ * copy's source. Each function returns KVMIG_OK, KVMIG_BAD_ARGUMENT or KVMIG_UNSUPPORTED
+ * before anything is written, or KVMIG_CUDA_ERROR + cudaError_t.
+ */
+#ifndef KVMIG_H
+#define KVMIG_H
+
+#include <stdint.h>
+
+/* Raised with every change of this file that a caller could notice. */
+#define KVMIG_ABI_VERSION 2
+
+#define KVMIG_OK 0
+#define KVMIG_BAD_ARGUMENT 1
+#define KVMIG_UNSUPPORTED 2
+#define KVMIG_CUDA_ERROR 1000
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+int kvmig_abi_version(void);
+
+/* "cpu" or "cuda". */
+const char *kvmig_backend(void);
+
+typedef struct {
+    void *base;
+    int64_t block_stride;
+    int64_t run;
+} kvmig_region;
+
+/* Copies block src_ids[k] of `src` to block dst_ids[k] of `dst`, for k in [0, n): gather,
+ * scatter, or paged to paged, memory of a peer or of another process included.
+ * src, dst: [n_regions], with equal runs. checksums: [n] or NULL. */
+int kvmig_copy(const kvmig_region *src, const kvmig_region *dst, int64_t n_regions,
+               const int64_t *src_ids, const int64_t *dst_ids, int64_t n, uint64_t *checksums,
+               void *stream, int32_t workers);
+
+/* The same through the TMA's bulk copies (CUDA, sm_90 and later; base, stride and run
+ * multiples of 16), else KVMIG_UNSUPPORTED. */
+int kvmig_copy_tma(const kvmig_region *src, const kvmig_region *dst, int64_t n_regions,
+                   const int64_t *src_ids, const int64_t *dst_ids, int64_t n,
+                   uint64_t *checksums, void *stream, int32_t workers);
+
+/* The same through the copy engines in one batched driver call (CUDA 12.8 and later; regions and
+ * ids in host memory), else KVMIG_UNSUPPORTED. */
+int kvmig_copy_engine(const kvmig_region *src, const kvmig_region *dst, int64_t n_regions,
+                      const int64_t *src_ids, const int64_t *dst_ids, int64_t n, void *stream);
+
+/* checksums[k] of block ids[k] of `src`, for k in [0, n). */
+int kvmig_checksum(const kvmig_region *src, int64_t n_regions, const int64_t *ids, int64_t n,
+                   uint64_t *checksums, void *stream, int32_t workers);
+
+/* One region as a grid of rows: token t of head h of block b is the row at
+ * base + b * block_stride + t * token_stride + h * head_stride. */
+typedef struct {
+    void *base;
+    int64_t block_stride;
+    int64_t token_stride;
+    int64_t head_stride;
+} kvmig_grid;
+
+/* One end of a reshard. Token t of the sequence lies in block ids[t / block_tokens], at
+ * t % block_tokens; head h of the model is head h - first_head here. */
+typedef struct {
+    const kvmig_grid *grids; /* [n_regions] */
+    const int64_t *ids;
+    int32_t block_tokens;
+    int32_t first_head;
+} kvmig_shard;
+
+/* Copies rows of `row` bytes of heads [first_head, first_head + n_heads) and tokens
+ * [first_token, first_token + n_tokens), in every region, from `src` to `dst`. The ends may differ
+ * in block size, in which heads they hold (tensor-parallel size), and in the order of heads
+ * and tokens (NHD, HND): a rank of TP 2 takes from TP 1, or from two ranks of TP 3 by two calls. */
+int kvmig_reshard(const kvmig_shard *src, const kvmig_shard *dst, int64_t n_regions,
+                  int64_t first_token, int64_t n_tokens, int32_t first_head, int32_t n_heads,
+                  int64_t row, void *stream, int32_t workers);
+
+#define KVMIG_BF16 0
+#define KVMIG_FP16 1
+
+/* Rows of `width` 16-bit floats to float8 e4m3 (finite, round to nearest even, saturating),
+ * each row divided by its scale = max|x| / 448 (1 for a row of zeros). src: [rows, width]; packed: [rows, width]
+ * bytes; scales: [rows]. Lossy. */
+int kvmig_pack_fp8(const void *src, int32_t dtype, int64_t rows, int64_t width, uint8_t *packed,
+                   float *scales, void *stream, int32_t workers);
+
+/* The way back: dst[r, i] = packed[r, i] * scales[r], rounded to nearest even. */
+int kvmig_unpack_fp8(const uint8_t *packed, const float *scales, int32_t dtype, int64_t rows,
+                     int64_t width, void *dst, void *stream, int32_t workers);
+
+/* Memory of another process on this host. KVMIG_UNSUPPORTED on the CPU.
+ *
+ * cudaMalloc memory: a handle of its whole allocation, and where `pointer` lies in that. */
+#define KVMIG_IPC_HANDLE_BYTES 64
+int kvmig_ipc_export(void *pointer, uint8_t handle[KVMIG_IPC_HANDLE_BYTES], int64_t *offset);
+int kvmig_ipc_import(const uint8_t handle[KVMIG_IPC_HANDLE_BYTES], void **base);
+int kvmig_ipc_close(void *base);
+
+/* VMM memory (expandable segments, vLLM's cumem): a file descriptor of the mapping's handle. */
+int kvmig_vmm_export(void *pointer, int *descriptor, int64_t *size, int64_t *offset);
+int kvmig_vmm_import(int descriptor, int64_t size, int32_t device, void **base);
+int kvmig_vmm_close(void *base, int64_t size);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
