@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
@@ -17,6 +18,7 @@ from kvmig.kvtransfer.transports.base import Inbox, Staging
 from kvmig.kvtransfer.transports.select import Inboxes, open_offer, open_staging
 from kvmig.kvtransfer.transports.shm import ShmInbox, ShmStaging, sweep
 from kvmig.kvtransfer.transports.tcp import TcpStaging
+from kvmig.kvtransfer.wire import Frame
 
 CLUSTER = f"test{os.getpid()}"
 SIZE = 4096
@@ -64,10 +66,17 @@ def chunk(slot: int, nbytes: int) -> Chunk:
     return Chunk("m", stage=0, first=0, slot=slot, nbytes=nbytes, checksums=[])
 
 
-def send(staging: Staging, slot: int, inbox: Inbox, nbytes: int) -> memoryview:
-    payload = staging.payload(slot, nbytes)
-    wire_slot = slot if payload is None else PAYLOAD_SLOT
-    return inbox.view(chunk(wire_slot, nbytes), payload)
+async def send(staging: Staging, slot: int, inbox: Inbox, nbytes: int) -> memoryview:
+    sent: list[tuple[Chunk, bytes | memoryview | None]] = []
+
+    def announce(payload: Sequence[Frame] = (), number: int = 0) -> None:
+        wire_slot = PAYLOAD_SLOT if payload else slot
+        frame = memoryview(payload[0]) if payload else None
+        sent.append((replace(chunk(wire_slot, nbytes), number=number), frame))
+
+    await staging.channel(inbox.token).push(chunk(slot, nbytes), announce)
+    ((said, payload),) = sent
+    return await inbox.receive(said, payload)
 
 
 async def test_what_is_gathered_at_the_source_is_seen_at_the_destination(staging: Staging) -> None:
@@ -75,15 +84,15 @@ async def test_what_is_gathered_at_the_source_is_seen_at_the_destination(staging
     slots = [await staging.acquire(1.0) for _ in range(2)]
     for slot, text in zip(slots, (b"one", b"second"), strict=True):
         staging.buffer(slot)[: len(text)] = text
-    assert bytes(send(staging, slots[0], inbox, 3)) == b"one"
-    assert bytes(send(staging, slots[1], inbox, 6)) == b"second"
+    assert bytes(await send(staging, slots[0], inbox, 3)) == b"one"
+    assert bytes(await send(staging, slots[1], inbox, 6)) == b"second"
     inbox.close()
 
 
 async def test_the_destination_cannot_write_what_it_sees(staging: Staging) -> None:
     inbox = open_offer([staging.offer()])
     slot = await staging.acquire(1.0)
-    assert send(staging, slot, inbox, 8).readonly
+    assert (await send(staging, slot, inbox, 8)).readonly
     inbox.close()
 
 
@@ -140,7 +149,7 @@ async def test_a_view_in_use_outlives_close(shared: ShmStaging) -> None:
     inbox = ShmInbox(shared.offer())
     slot = await shared.acquire(1.0)
     shared.buffer(slot)[:4] = b"kept"
-    view = send(shared, slot, inbox, 4)
+    view = await send(shared, slot, inbox, 4)
     inbox.close()
     shared.close()
     assert bytes(view) == b"kept"
@@ -189,28 +198,28 @@ def test_a_file_of_another_size_is_not_mapped(shared: ShmStaging) -> None:
 
 
 @pytest.mark.parametrize(("slot", "nbytes"), [(2, 8), (-1, 8), (0, SIZE + 1), (0, -1)])
-def test_a_chunk_outside_the_shared_slots_is_the_peers_error(
+async def test_a_chunk_outside_the_shared_slots_is_the_peers_error(
     shared: ShmStaging, slot: int, nbytes: int
 ) -> None:
     inbox = ShmInbox(shared.offer())
     with pytest.raises(PeerError):
-        inbox.view(chunk(slot, nbytes), None)
+        await inbox.receive(chunk(slot, nbytes), None)
     inbox.close()
 
 
 @pytest.mark.parametrize("payload", [None, b"short"])
-def test_a_chunk_without_all_its_bytes_is_the_peers_error(payload: bytes | None) -> None:
+async def test_a_chunk_without_all_its_bytes_is_the_peers_error(payload: bytes | None) -> None:
     inbox = open_offer([Offer("tcp")])
     with pytest.raises(PeerError):
-        inbox.view(chunk(PAYLOAD_SLOT, 8), payload)
+        await inbox.receive(chunk(PAYLOAD_SLOT, 8), payload)
 
 
-def test_a_source_is_mapped_once_and_unmapped_after_its_end() -> None:
+async def test_a_source_is_mapped_once_and_unmapped_after_its_end() -> None:
     inboxes = Inboxes()
     first, second = (ShmStaging(CLUSTER, name, 1, SIZE) for name in "ab")
-    assert inboxes.open([first.offer()]) is inboxes.open([first.offer()])
+    assert await inboxes.open([first.offer()]) is await inboxes.open([first.offer()])
     first.close()
-    inboxes.open([second.offer()])
+    await inboxes.open([second.offer()])
     assert len(inboxes) == 1
     second.close()
     inboxes.close()
@@ -265,11 +274,11 @@ print(staging.offer().token, flush=True)
 sys.stdin.read()
 """
 DESTINATION = """
-import sys
+import asyncio, sys
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.shm import ShmInbox
 inbox = ShmInbox(Offer("shm", sys.argv[1]))
-view = inbox.view(Chunk("m", 0, 0, 0, 5, []), None)
+view = asyncio.run(inbox.receive(Chunk("m", 0, 0, 0, 5, []), None))
 print(bytes(view).decode(), flush=True)
 sys.stdin.read()
 """
@@ -318,11 +327,11 @@ async def test_a_killed_destination_leaves_nothing_and_the_source_goes_on(
     assert len(files()) == 1
     shared.release(slot)
     inbox = open_offer([shared.offer()])
-    assert bytes(inbox.view(chunk(slot, 5), None)) == b"hello"
+    assert bytes(await inbox.receive(chunk(slot, 5), None)) == b"hello"
     inbox.close()
 
 
-def test_a_killed_sources_file_is_swept_and_only_that(
+async def test_a_killed_sources_file_is_swept_and_only_that(
     spawn: Callable[..., Process], tmp_path: Path
 ) -> None:
     alive = ShmStaging(CLUSTER, "a", 1, SIZE, tmp_path)
@@ -330,11 +339,11 @@ def test_a_killed_sources_file_is_swept_and_only_that(
     inbox = ShmInbox(Offer("shm", first_line(source)), tmp_path)
     assert sweep(folder=tmp_path) == []
     kill(source)
-    assert bytes(inbox.view(chunk(0, 5), None)) == b"alive"
+    assert bytes(await inbox.receive(chunk(0, 5), None)) == b"alive"
     assert sweep(folder=tmp_path) == [file_of(inbox)]
     assert inbox.stale
     inbox.close()
-    assert [path.name for path in tmp_path.iterdir()] == [file_of(alive)]
+    assert os.listdir(tmp_path) == [file_of(alive)]  # noqa: PTH208
     alive.close()
 
 

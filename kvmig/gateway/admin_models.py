@@ -82,12 +82,22 @@ class MigrationBody(BaseModel):
     destination: str = Field(min_length=1, description="Id of an instance.")
 
 
+class StageParts(BaseModel):
+    """Where a stage's time went, milliseconds summed over its chunks, which may overlap."""
+
+    wait: float
+    gather: float
+    push: float
+    scatter: float
+
+
 class Stage(BaseModel):
     """One live copy stage."""
 
     blocks: int
     bytes: int
     ms: float
+    parts: StageParts
 
 
 class DowntimeParts(BaseModel):

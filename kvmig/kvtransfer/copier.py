@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from msgspec.structs import replace
 
 from kvmig.engines.base import Engine
 from kvmig.ground.clock import Clock
 from kvmig.ground.errors import MigrationRefused, TransportError
 from kvmig.kvtransfer.chunks import ChunkSizer, cut
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Message
-from kvmig.kvtransfer.transports.base import Staging
+from kvmig.kvtransfer.report import StageParts
+from kvmig.kvtransfer.throttle import Line
+from kvmig.kvtransfer.transports.base import Channel, Staging
 from kvmig.kvtransfer.wire import Frame
 
 Send = Callable[[Message, Sequence[Frame]], None]
@@ -30,6 +35,8 @@ class Copier:
         send: Send,
         timeout_s: float,
         clock: Clock,
+        channel: Channel,
+        line: Line,
     ) -> None:
         self._mid = mid
         self._engine = engine
@@ -38,8 +45,11 @@ class Copier:
         self._send = send
         self._timeout_s = timeout_s
         self._clock = clock
+        self._channel = channel
+        self._line = line
         self._spare: int | None = None
-        self._flying: deque[int] = deque()
+        self._flying: deque[tuple[int, StageParts]] = deque()
+        self._parts = StageParts()
         self.bytes = 0
 
     @property
@@ -48,54 +58,71 @@ class Copier:
         return self._staging.transport
 
     async def ready(self, stop: asyncio.Event) -> bool:
-        """Have a slot for the next chunk; False if `stop` is set.
+        """Have bandwidth and a slot for the next chunk; False if `stop` is set.
 
-        Raises MigrationRefused when the destination gives none back in time.
+        Raises MigrationRefused when there are none in time.
         """
         if stop.is_set() or self._spare is not None:
             return not stop.is_set()
-        waiting = asyncio.ensure_future(self._staging.acquire(self._timeout_s))
+        waiting = asyncio.ensure_future(self._prepare())
         stopped = asyncio.ensure_future(stop.wait())
         try:
             await asyncio.wait((waiting, stopped), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
-            if not waiting.done():
-                waiting.cancel()
-            elif waiting.exception() is None:
-                self._spare = waiting.result()
+            waiting.cancel()
         if waiting.done() and (error := waiting.exception()) is not None:
             if isinstance(error, TransportError):
                 raise MigrationRefused("timeout", str(error)) from error
             raise error
         return not stop.is_set()
 
+    async def _prepare(self) -> None:
+        started = self._clock()
+        await self._line.wait(self._sizer.blocks() * self._engine.layout.block_bytes)
+        self._spare = await self._staging.acquire(self._timeout_s)
+        self._parts.wait += (self._clock() - started) * 1e3
+
     async def send(self, stage: int, first: int, block_ids: Sequence[int]) -> None:
-        """Gather and send one chunk, in the slot that `ready` took."""
+        """Gather one chunk into the slot that `ready` took, and bring it there."""
         slot = self._spare
         if slot is None:
             raise ValueError("no slot: call ready first")
         nbytes = len(block_ids) * self._engine.layout.block_bytes
-        started = self._clock()
+        parts, started = self._parts, self._clock()
         async with asyncio.timeout(self._timeout_s):
             checksums = await self._engine.gather(block_ids, self._staging.buffer(slot)[:nbytes])
-        self._sizer.observe(nbytes, (self._clock() - started) * 1e3)
-        payload = self._staging.payload(slot, nbytes)
-        named = slot if payload is None else PAYLOAD_SLOT
-        chunk = Chunk(self._mid, stage, first, named, nbytes, checksums)
-        self._send(chunk, () if payload is None else (payload,))
+        gathered = self._clock()
+        self._sizer.observe(nbytes, (gathered - started) * 1e3)
+        self._line.use(nbytes)
         self._spare = None
-        self._flying.append(slot)
+        self._flying.append((slot, parts))
+        chunk = Chunk(self._mid, stage, first, slot, nbytes, checksums)
+        async with asyncio.timeout(self._timeout_s):
+            await self._channel.push(chunk, partial(self._announce, chunk))
+        parts.gather += (gathered - started) * 1e3
+        parts.push += (self._clock() - gathered) * 1e3
         self.bytes += nbytes
+
+    def _announce(self, chunk: Chunk, payload: Sequence[Frame] = (), number: int = 0) -> None:
+        slot = PAYLOAD_SLOT if payload else chunk.slot
+        self._send(replace(chunk, slot=slot, number=number), payload)
+
+    def end_stage(self) -> StageParts:
+        """Where the stage's time went; grows with what is still on its way."""
+        parts, self._parts = self._parts, StageParts()
+        return parts
 
     def cut(self, block_ids: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
         """Chunks of `block_ids` as (position of the first, ids)."""
         return cut(block_ids, self._sizer)
 
-    def done(self) -> None:
+    def done(self, scatter_ms: float = 0.0) -> None:
         """The destination has read a chunk. They come in order, so it is the oldest."""
         if self._flying:
-            self._staging.release(self._flying.popleft())
+            slot, parts = self._flying.popleft()
+            parts.scatter += scatter_ms
+            self._staging.release(slot)
 
     def close(self) -> None:
         """Give all slots back. A chunk still read over there will differ from its checksums."""
@@ -104,3 +131,4 @@ class Copier:
             self._spare = None
         while self._flying:
             self.done()
+        self._line.leave()

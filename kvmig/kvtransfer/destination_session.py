@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from kvmig.engines.base import Engine, Export, Tail
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
@@ -21,7 +23,7 @@ from kvmig.kvtransfer import destination_machine as do
 from kvmig.kvtransfer.compat import fingerprint
 from kvmig.kvtransfer.copier import Send
 from kvmig.kvtransfer.destination_machine import Action, DestinationMachine
-from kvmig.kvtransfer.messages import Abort, Chunk, Commit, FirstToken, Message, Reserve
+from kvmig.kvtransfer.messages import Abort, Chunk, Commit, FirstToken, Message, Reserve, Reserved
 from kvmig.kvtransfer.transports.base import Inbox
 from kvmig.kvtransfer.transports.select import Inboxes
 
@@ -198,7 +200,7 @@ class DestinationSession:
         if self.opening.model != ours:
             raise MigrationRefused("incompatible", f"{self.opening.model}; here: {ours}")
         try:
-            self._inbox = self._inboxes.open(self.opening.offers)
+            self._inbox = await self._bounded(self._inboxes.open(self.opening.offers))
         except TransportError as error:
             raise MigrationRefused("incompatible", str(error)) from error
         hit_blocks = await self._bounded(self._engine.reserve(export))
@@ -214,7 +216,7 @@ class DestinationSession:
         began, end = self._clock(), chunk.first + count
         if end > len(self._blocks):
             await self._grow(end * layout.block_tokens)
-        fused = self._inbox.view(chunk, payload[0] if payload else None)
+        fused = await self._bounded(self._inbox.receive(chunk, payload[0] if payload else None))
         checksums = await self._bounded(
             self._engine.scatter(self._blocks[chunk.first : end], fused)
         )
@@ -236,6 +238,8 @@ class DestinationSession:
         return self.machine.committed((self._committed_at - began) * 1e3)
 
     def _answer(self, message: Message) -> None:
+        if isinstance(message, Reserved) and message.stage == 0 and self._inbox is not None:
+            message = msgspec.structs.replace(message, token=self._inbox.token)
         try:
             self._send(message, ())
         except TransportError as error:

@@ -59,6 +59,8 @@ class Reserved(Message, frozen=True, tag=True):
     stage: int
     hit_blocks: int
     transport: str
+    token: str = ""
+    """What the source needs to push into the destination's buffers (stage 0 only)."""
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -81,6 +83,8 @@ class Chunk(Message, frozen=True, tag=True):
     slot: int
     nbytes: int
     checksums: list[int]
+    number: int = 0
+    """Which push of the transport brings the bytes, where it needs to know."""
 
 
 class ChunkDone(Message, frozen=True, tag=True):

@@ -15,6 +15,7 @@ Reason = Literal[
     "already_migrating",
     "no_blocks",
     "no_batch_slot",
+    "busy",
     "unsupported",
     "incompatible",
     "corrupt",
@@ -27,12 +28,26 @@ Reason = Literal[
 """Why a migration ended as it did; empty when it committed."""
 
 
+class StageParts(msgspec.Struct):
+    """Where a stage's time went, milliseconds summed over its chunks, which may overlap.
+
+    wait: for a free staging slot and for bandwidth; gather: out of the source's cache;
+    push: to the destination, as far as the source's side of it; scatter: into its cache.
+    """
+
+    wait: float = 0.0
+    gather: float = 0.0
+    push: float = 0.0
+    scatter: float = 0.0
+
+
 class StageReport(msgspec.Struct, frozen=True):
     """One live copy stage."""
 
     blocks: int
     bytes: int
     ms: float
+    parts: StageParts = msgspec.field(default_factory=StageParts)
 
 
 class Downtime(msgspec.Struct, frozen=True):

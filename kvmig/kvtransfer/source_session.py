@@ -35,6 +35,7 @@ from kvmig.kvtransfer.messages import (
 )
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.source_machine import Action, S, SourceMachine
+from kvmig.kvtransfer.throttle import UNLIMITED, Throttle
 from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.kvtransfer.transports.base import Staging
 
@@ -60,6 +61,7 @@ class SourceSession:
         resolve: Resolve,
         on_moved: Callable[[Move], None],
         clock: Clock = monotonic,
+        throttle: Throttle = UNLIMITED,
     ) -> None:
         """`stagings`: by transport's name, the best first; all are offered.
 
@@ -75,6 +77,7 @@ class SourceSession:
         self._resolve = resolve
         self._on_moved = on_moved
         self._clock = clock
+        self._throttle = throttle
         self._mailbox = Mailbox(self._feed)
         self._undone: list[Action] = []
         self._copier: Copier | None = None
@@ -90,9 +93,9 @@ class SourceSession:
     def deliver(self, event: Event) -> None:
         """A message of this migration, or what happened here."""
         match event:
-            case ChunkDone():
+            case ChunkDone(scatter_ms=scatter_ms):
                 if self._copier is not None:
-                    self._copier.done()
+                    self._copier.done(scatter_ms)
             case FirstToken(ms=ms):
                 if not self._first_token.done():
                     self._first_token.set_result(ms)
@@ -221,7 +224,8 @@ class SourceSession:
                 return stop
             await copier.send(action.stage, action.first + offset, block_ids)
         size = len(action.block_ids)
-        self._timeline.stage(size, size * self._engine.layout.block_bytes, started)
+        nbytes = size * self._engine.layout.block_bytes
+        self._timeline.stage(size, nbytes, started, copier.end_stage())
         return self.machine.copied()
 
     async def _suspend(self, sent: int) -> list[Action]:
@@ -336,6 +340,8 @@ class SourceSession:
             self._send,
             self._timeout_s,
             self._clock,
+            staging.channel(answer.token),
+            self._throttle.line(self.move.mid, self.move.destination),
         )
 
     # -- helpers

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from kvmig.ground.clock import Clock
-from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
+from kvmig.kvtransfer.report import Downtime, MigrationReport, StageParts, StageReport
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,9 +42,9 @@ class Timeline:
         """Seconds."""
         return self._clock()
 
-    def stage(self, blocks: int, nbytes: int, since: float) -> None:
-        """A live stage of `blocks` ended."""
-        self._stages.append(StageReport(blocks, nbytes, (self._clock() - since) * 1e3))
+    def stage(self, blocks: int, nbytes: int, since: float, parts: StageParts) -> None:
+        """A live stage of `blocks` ended; `parts` may still grow until the report."""
+        self._stages.append(StageReport(blocks, nbytes, (self._clock() - since) * 1e3, parts))
 
     def pause(self) -> None:
         """The pause begins, goes over to its next part, or (the fourth time) ends."""

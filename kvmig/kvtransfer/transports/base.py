@@ -1,120 +1,138 @@
-"""The transport port: staging buffers at the source, a view of them at the destination.
+"""The transport port: `Staging` at the source, `Inbox` at the destination, `Channel` between.
 
-The source gathers a chunk into a slot and sends a `Chunk`. Either the destination
-sees the slot's memory (`payload` is None and `Chunk.slot` is the slot), or the
-bytes travel with the message (`payload` is the frame and `Chunk.slot` is
-PAYLOAD_SLOT). Either way the slot stays the chunk's until `ChunkDone`, or until
-the migration is given up: a destination that still reads a reused slot finds
-that the checksums differ.
+The source gathers a chunk into a slot, and a channel brings it to one destination:
+
+- the destination sees the slot's memory (shared memory), or
+- the bytes travel with the chunk's message (TCP): `Chunk.slot` is then PAYLOAD_SLOT, or
+- they are pushed into the slot of the same number in the inbox (NIXL, Gloo, NCCL, CUDA IPC).
+  `Inbox.token` says where that is; `Chunk.number` tells one push from another.
+
+The slot stays the chunk's until `ChunkDone`, or until the migration is given up: a
+destination that still reads a reused slot finds that the checksums differ.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
 
-from kvmig.ground.errors import TransportError
+from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.transports.pool import SlotPool
+from kvmig.kvtransfer.wire import Frame
 
-CLOSED = -1
-"""Stands in the queue of free slots after close, to wake everyone who waits."""
+
+class Announce(Protocol):
+    """Send the chunk's message, at once. Raises TransportError if the peer is gone."""
+
+    def __call__(self, payload: Sequence[Frame] = (), number: int = 0) -> None: ...
 
 
-class Staging(ABC):
+class Channel(ABC):
+    """The way from a staging pool to one inbox; serves all migrations between the two."""
+
+    broken = False
+    """Whether it can't be used any more: the next migration gets another."""
+
+    @abstractmethod
+    async def push(self, chunk: Chunk, announce: Announce) -> None:
+        """Bring the chunk, gathered into slot `chunk.slot`, to the inbox; announces it once.
+
+        Raises TransportError if that fails.
+        """
+
+    def close(self) -> None:
+        """Free what it holds. Idempotent."""
+        return
+
+
+class Staging(SlotPool, ABC):
     """A bounded pool of buffers that serves all migrations out of an instance.
 
-    One event loop uses it; `buffer`'s memory may be written by other threads.
-    slots: buffers; slot_bytes: bytes of one; offset: where slot 0 starts in `memory`.
+    One event loop uses it; a buffer's memory may be written by other threads.
     """
 
     transport: str
 
-    def __init__(self, memory: mmap.mmap, slots: int, slot_bytes: int, offset: int = 0) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        """slots: buffers; slot_bytes: bytes of one."""
+        super().__init__(slots)
         self.slot_bytes = slot_bytes
-        self._memory = memory
-        self._offset = offset
-        self._free: asyncio.Queue[int] = asyncio.Queue()
-        self._held: set[int] = set()
-        self._closed = False
-        for slot in range(slots):
-            self._free.put_nowait(slot)
+        self._channels: dict[str, Channel] = {}
 
-    @property
-    def held(self) -> int:
-        """Slots that are acquired now: 0 when no migration is under way."""
-        return len(self._held)
-
-    async def acquire(self, timeout_s: float) -> int:
-        """Take a slot, waiting for one to be released.
-
-        Raises TransportError after `timeout_s`, or when the pool is closed.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                slot = await self._free.get()
-        except TimeoutError:
-            raise TransportError(
-                f"no free staging slot of {self.slots} within {timeout_s:g} s"
-            ) from None
-        if slot == CLOSED:
-            self._free.put_nowait(CLOSED)
-            raise TransportError("the staging pool is closed")
-        self._held.add(slot)
-        return slot
-
+    @abstractmethod
     def buffer(self, slot: int) -> memoryview:
-        """The slot's memory [slot_bytes], writable. Don't keep it after `release`."""
-        self._check(slot)
-        start = self._offset + slot * self.slot_bytes
-        return memoryview(self._memory)[start : start + self.slot_bytes]
+        """The slot's memory [slot_bytes], writable. Don't keep it after `release`.
 
-    def release(self, slot: int) -> None:
-        """Give an acquired slot back; after `close` it does nothing."""
-        if self._closed:
-            return
-        self._check(slot)
-        self._held.remove(slot)
-        self._free.put_nowait(slot)
-
-    def close(self) -> None:
-        """Free the memory (with the last view of it) and fail everyone who waits. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._held.clear()
-        while not self._free.empty():
-            self._free.get_nowait()
-        self._free.put_nowait(CLOSED)
-        unmap(self._memory)
+        Raises ValueError if the slot is not acquired.
+        """
 
     @abstractmethod
     def offer(self) -> Offer:
         """What the destination needs to try this transport."""
 
-    @abstractmethod
-    def payload(self, slot: int, nbytes: int) -> memoryview | None:
-        """The first `nbytes` of the slot as a message frame; None when they don't travel so."""
+    def channel(self, token: str) -> Channel:
+        """The way to the inbox whose token this is, made at the first call.
 
-    def _check(self, slot: int) -> None:
+        Raises TransportError if it can't be had.
+        """
         if self._closed:
             raise TransportError("the staging pool is closed")
-        if slot not in self._held:
-            raise ValueError(f"staging slot {slot} is not acquired")
+        known = self._channels.get(token)
+        if known is not None and known.broken:
+            self._channels.pop(token).close()
+            known = None
+        if known is None:
+            known = self._channels[token] = self._connect(token)
+        return known
+
+    @abstractmethod
+    def _connect(self, token: str) -> Channel:
+        """A new channel."""
+
+    def close(self) -> None:
+        """Close the channels and fail everyone who waits. Idempotent."""
+        while self._channels:
+            self._channels.popitem()[1].close()
+        super().close()
+
+
+class HostStaging(Staging):
+    """Slots in a mapping of this process, from `offset` on."""
+
+    def __init__(self, memory: mmap.mmap, slots: int, slot_bytes: int, offset: int = 0) -> None:
+        super().__init__(slots, slot_bytes)
+        self._memory = memory
+        self._offset = offset
+
+    def buffer(self, slot: int) -> memoryview:
+        """A part of the mapping."""
+        self.check(slot)
+        start = self._offset + slot * self.slot_bytes
+        return memoryview(self._memory)[start : start + self.slot_bytes]
+
+    def close(self) -> None:
+        """Free the memory, with the last view of it."""
+        super().close()
+        unmap(self._memory)
 
 
 class Inbox(ABC):
-    """The destination's view of one source's staging buffers; serves all migrations from it."""
+    """What one source's chunks come into; serves all migrations from it."""
 
     transport: str
+    token = ""
+    """What the source needs to push into it."""
 
     @abstractmethod
-    def view(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
+    async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
         """The chunk's bytes [chunk.nbytes], read-only, valid until its ChunkDone is sent.
 
-        Raises PeerError when slot, size or payload can't be what the source offered.
+        Raises PeerError when slot, size or payload can't be what the source offered,
+        TransportError when the bytes don't come.
         """
 
     @property
@@ -124,7 +142,17 @@ class Inbox(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free what was mapped (with the last view of it). Idempotent."""
+        """Free what it holds (with the last view of it). Idempotent."""
+
+
+def check_slot(
+    chunk: Chunk, payload: bytes | memoryview | None, slots: int, slot_bytes: int
+) -> None:
+    """Raises PeerError unless the chunk, which came without bytes, is in one of these slots."""
+    if payload is not None or not 0 <= chunk.slot < slots:
+        raise PeerError(f"chunk in slot {chunk.slot} of {slots}")
+    if not 0 <= chunk.nbytes <= slot_bytes:
+        raise PeerError(f"{chunk.nbytes} bytes in a slot of {slot_bytes}")
 
 
 def unmap(memory: mmap.mmap) -> None:

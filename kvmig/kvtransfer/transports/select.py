@@ -76,7 +76,7 @@ class Inboxes:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, offers: Sequence[Offer]) -> Inbox:
+    async def open(self, offers: Sequence[Offer]) -> Inbox:
         """The inbox for these offers. Raises TransportError if none works."""
         self._drop_stale()
         key = tuple(offers)

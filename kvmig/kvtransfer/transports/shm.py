@@ -21,9 +21,16 @@ from pathlib import Path
 
 import msgspec
 
-from kvmig.ground.errors import PeerError, TransportError
+from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.messages import Chunk, Offer
-from kvmig.kvtransfer.transports.base import Inbox, Staging, unmap
+from kvmig.kvtransfer.transports.base import (
+    Announce,
+    Channel,
+    HostStaging,
+    Inbox,
+    check_slot,
+    unmap,
+)
 
 NAME = "shm"
 FOLDER = Path("/dev/shm")
@@ -42,7 +49,7 @@ class Token(msgspec.Struct, frozen=True):
     slot_bytes: int
 
 
-class ShmStaging(Staging):
+class ShmStaging(HostStaging):
     """Slots in a file of this process's own, gone at `close`."""
 
     transport = NAME
@@ -75,8 +82,8 @@ class ShmStaging(Staging):
         """The file's name and nonce."""
         return Offer(NAME, msgspec.json.encode(self._token).decode())
 
-    def payload(self, slot: int, nbytes: int) -> None:
-        """Nothing: the destination reads the slot itself."""
+    def _connect(self, token: str) -> Channel:
+        return ShmChannel()
 
     def close(self) -> None:
         """Remove the file; memory that the destination still maps goes when it lets go."""
@@ -87,6 +94,14 @@ class ShmStaging(Staging):
     def _remove(self) -> None:
         self._path.unlink(missing_ok=True)
         os.close(self._lock)
+
+
+class ShmChannel(Channel):
+    """Moves nothing: the destination reads the slot itself."""
+
+    async def push(self, chunk: Chunk, announce: Announce) -> None:
+        """It is there already."""
+        announce()
 
 
 class ShmInbox(Inbox):
@@ -108,14 +123,11 @@ class ShmInbox(Inbox):
         """Whether the source has removed its file, or somebody did after its death."""
         return self._closed or os.fstat(self._file).st_nlink == 0
 
-    def view(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
+    async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
         """The chunk in its slot."""
         if self._closed:
             raise TransportError("the source's shared memory was given up")
-        if payload is not None or not 0 <= chunk.slot < self._token.slots:
-            raise PeerError(f"chunk in slot {chunk.slot} of {self._token.slots} of shared memory")
-        if not 0 <= chunk.nbytes <= self._token.slot_bytes:
-            raise PeerError(f"{chunk.nbytes} bytes in a slot of {self._token.slot_bytes}")
+        check_slot(chunk, payload, self._token.slots, self._token.slot_bytes)
         start = mmap.PAGESIZE + chunk.slot * self._token.slot_bytes
         return memoryview(self._memory)[start : start + chunk.nbytes]
 

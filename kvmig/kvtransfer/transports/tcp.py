@@ -6,12 +6,12 @@ import mmap
 
 from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
-from kvmig.kvtransfer.transports.base import Inbox, Staging
+from kvmig.kvtransfer.transports.base import Announce, Channel, HostStaging, Inbox
 
 NAME = "tcp"
 
 
-class TcpStaging(Staging):
+class TcpStaging(HostStaging):
     """Slots in private memory, which costs nothing until it is used."""
 
     transport = NAME
@@ -23,9 +23,19 @@ class TcpStaging(Staging):
         """Nothing to try: who got the offer has the socket."""
         return Offer(NAME)
 
-    def payload(self, slot: int, nbytes: int) -> memoryview:
-        """The slot's first bytes; the socket may read them until the chunk is done."""
-        return self.buffer(slot)[:nbytes]
+    def _connect(self, token: str) -> Channel:
+        return TcpChannel(self)
+
+
+class TcpChannel(Channel):
+    """Sends the slot's first bytes; the socket may read them until the chunk is done."""
+
+    def __init__(self, staging: TcpStaging) -> None:
+        self._staging = staging
+
+    async def push(self, chunk: Chunk, announce: Announce) -> None:
+        """With the message."""
+        announce((self._staging.buffer(chunk.slot)[: chunk.nbytes],))
 
 
 class TcpInbox(Inbox):
@@ -34,7 +44,7 @@ class TcpInbox(Inbox):
     transport = NAME
     stale = False
 
-    def view(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
+    async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
         """The payload."""
         if payload is None or chunk.slot != PAYLOAD_SLOT:
             raise PeerError("chunk without its bytes")
