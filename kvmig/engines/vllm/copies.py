@@ -1,0 +1,72 @@
+"""Copies between a KV cache in this process's memory and a buffer of fused blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvmig.engines.vllm.units import UnitMap
+from kvmig.ground.layout import KVLayout, fused
+from kvmig.kernels.copy import address_of, checksum_fused, copy_blocks
+
+
+class Copies(Protocol):
+    """What `BlockMemory` runs on its thread: ids [n], a buffer [n * block_bytes], n checksums."""
+
+    def gather(self, ids: Sequence[int], out: memoryview) -> list[int]:
+        """From the cache to the buffer."""
+        ...
+
+    def scatter(self, ids: Sequence[int], data: memoryview) -> list[int]:
+        """From the buffer to the cache."""
+        ...
+
+
+class WholeBlocks:
+    """Blocks as the engine keeps them."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+
+    def gather(self, ids: Sequence[int], out: memoryview) -> list[int]:
+        layout, n = self._layout, len(ids)
+        target = fused(address_of(out), layout)
+        return copy_blocks(layout.regions, target, ids, range(n), layout.num_blocks, n)
+
+    def scatter(self, ids: Sequence[int], data: memoryview) -> list[int]:
+        layout, n = self._layout, len(ids)
+        source = fused(address_of(data), layout)
+        return copy_blocks(source, layout.regions, range(n), ids, n, layout.num_blocks)
+
+
+class InUnits:
+    """Units that engines of other shapes understand, see `units`."""
+
+    def __init__(self, units: UnitMap) -> None:
+        self._units = units
+
+    def gather(self, ids: Sequence[int], out: memoryview) -> list[int]:
+        for one in self._units.gather(ids, address_of(out)):
+            copy_blocks(
+                one.cache,
+                one.buffer,
+                one.cache_ids.tolist(),
+                one.buffer_ids.tolist(),
+                one.cache_blocks,
+                one.buffer_blocks,
+                checksums=False,
+            )
+        return checksum_fused(out, self._units.unit_bytes)
+
+    def scatter(self, ids: Sequence[int], data: memoryview) -> list[int]:
+        for one in self._units.scatter(ids, address_of(data)):
+            copy_blocks(
+                one.buffer,
+                one.cache,
+                one.buffer_ids.tolist(),
+                one.cache_ids.tolist(),
+                one.buffer_blocks,
+                one.cache_blocks,
+                checksums=False,
+            )
+        return checksum_fused(data, self._units.unit_bytes)

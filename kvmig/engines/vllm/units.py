@@ -1,0 +1,206 @@
+"""Parts of KV blocks that engines of different block or tensor-parallel size can exchange.
+
+A unit is all that the model keeps for `tokens` tokens in a row: layer by layer, in a layer
+head by head in the model's order, in a head strip by strip (see `strips`). Units of both
+ends are the same bytes, however many workers hold the heads there and however many
+tokens are in a block.
+
+Unit u of a request lies in its block u // per_block, so unit ids are
+`block id * per_block + place in the block`.
+
+Example: blocks of 64 tokens, units of 32. A request in blocks [7, 3] has units [14, 15, 6, 7];
+an engine with blocks of 32 has it in four blocks, which are its units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmig.engines.vllm.cache_shape import LayerCache, RankCache, kernel_blocks
+from kvmig.engines.vllm.strips import GRAIN, Strips, strips_of
+from kvmig.ground.errors import ConfigError, UnsupportedLayout
+from kvmig.ground.layout import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """How a request's blocks are counted where requests move: `per_block` units each."""
+
+    tokens: int
+    per_block: int = 1
+
+    def ids(self, block_ids: Sequence[int]) -> list[int]:
+        """Of all units of these blocks, in order."""
+        if self.per_block == 1:
+            return list(block_ids)
+        n = self.per_block
+        return [unit for block in block_ids for unit in range(block * n, block * n + n)]
+
+
+def units_of(block_tokens: int, unit_tokens: int) -> Units:
+    """`unit_tokens` 0: a unit is a block. Raises ConfigError if they don't fill a block."""
+    if not unit_tokens:
+        return Units(block_tokens)
+    if block_tokens % unit_tokens:
+        raise ConfigError(
+            f"--block-size is {block_tokens}, must be a multiple of {unit_tokens}:"
+            " instances exchange that many tokens at a time"
+        )
+    return Units(unit_tokens, block_tokens // unit_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One call of the copy kernel: pieces `cache_ids` of `cache` are `buffer_ids` of `buffer`."""
+
+    cache: tuple[Region, ...]
+    cache_ids: NDArray[np.int64]
+    cache_blocks: int
+    buffer: tuple[Region, ...]
+    buffer_ids: NDArray[np.int64]
+    buffer_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """All strips of one width: a region a layer and head, cut in pieces of one unit's tokens."""
+
+    strips: Strips
+    piece: int
+    """Bytes of one strip in one unit."""
+    copies: tuple[tuple[Region, ...], ...]
+    """Regions of each copy of the heads; pieces follow each other from the first block on."""
+    kernel_block: int
+    """Pieces from one kernel block to the next."""
+    strip: int
+    """Pieces from one strip to the next."""
+    in_head: int
+    """Bytes of a head's unit before these strips."""
+
+
+class UnitMap:
+    """Where the units of one engine lie.
+
+    ranks: the workers' caches as this process sees them; heads: all KV heads of the model.
+    A worker has an equal share of the heads, or there are copies of each (vLLM does so
+    when there are more workers than heads). Raises UnsupportedLayout.
+    """
+
+    def __init__(
+        self, ranks: Sequence[RankCache], heads: int, num_blocks: int, units: Units, order: str = ""
+    ) -> None:
+        first = _common(ranks, heads, order)
+        self._units = units
+        self._heads = heads
+        self._layers = len(ranks[0].layers)
+        self._split = kernel_blocks(first, num_blocks)
+        self._blocks = first.shape[0]
+        tokens, strips = first.shape[2], strips_of(first)
+        if tokens % units.tokens or units.tokens % GRAIN[first.attention]:
+            raise UnsupportedLayout(
+                f"units of {units.tokens} tokens in attention's blocks of {tokens}"
+            )
+        self._in_kernel_block = tokens // units.tokens
+        self._head_bytes = units.tokens * sum(one.token_bytes for one in strips)
+        self.unit_bytes = self._layers * heads * self._head_bytes
+        self._parts = [
+            _part(ranks, heads, units.tokens, strips, index) for index in range(len(strips))
+        ]
+
+    @property
+    def wire_regions(self) -> tuple[Region, ...]:
+        """One unit, fused: one run a layer and head, as both ends must have them."""
+        head = self._head_bytes
+        return tuple(
+            Region(index * head, self.unit_bytes, head)
+            for index in range(self._layers * self._heads)
+        )
+
+    def gather(self, unit_ids: Sequence[int], address: int) -> Iterator[Pass]:
+        """Copies from the cache to the buffer at `address`, [n units] fused."""
+        for part in self._parts:
+            yield self._pass(part, part.copies[0], unit_ids, address)
+
+    def scatter(self, unit_ids: Sequence[int], address: int) -> Iterator[Pass]:
+        """Copies from the buffer to the cache, into each copy of the heads."""
+        for part in self._parts:
+            for regions in part.copies:
+                yield self._pass(part, regions, unit_ids, address)
+
+    def _pass(
+        self, part: _Part, regions: tuple[Region, ...], unit_ids: Sequence[int], address: int
+    ) -> Pass:
+        strips = np.arange(part.strips.count, dtype=np.int64)
+        block, place = np.divmod(np.asarray(unit_ids, np.int64), self._units.per_block)
+        split, place = np.divmod(place, self._in_kernel_block)
+        at = (block * self._split + split) * part.kernel_block + place
+        cache_ids = (at[:, None] + strips * part.strip).ravel()
+        unit = self.unit_bytes // part.piece
+        buffer_ids = (np.arange(len(at))[:, None] * unit + strips).ravel()
+        buffer = tuple(
+            Region(address + index * self._head_bytes + part.in_head, part.piece, part.piece)
+            for index in range(len(regions))
+        )
+        blocks = self._blocks * part.kernel_block
+        return Pass(regions, cache_ids, blocks, buffer, buffer_ids, len(at) * unit)
+
+
+def _part(
+    ranks: Sequence[RankCache], heads: int, tokens: int, strips: Sequence[Strips], index: int
+) -> _Part:
+    layer = ranks[0].layers[0]
+    this, before = strips[index], sum(one.token_bytes for one in strips[:index])
+    piece, held = tokens * this.width, layer.shape[1]
+    if layer.strides[0] % piece or tokens * sum(one.token_bytes for one in strips) % piece:
+        raise UnsupportedLayout(
+            f"KV blocks are {layer.strides[0]} bytes apart, no multiple of {piece}"
+        )
+    copies = len(ranks) * held // heads
+
+    def regions(copy: int) -> tuple[Region, ...]:
+        return tuple(
+            Region(
+                ranks[head // held * copies + copy].layers[number].address
+                + head % held * layer.strides[1]
+                + layer.shape[2] * before,
+                piece,
+                piece,
+            )
+            for number in range(len(ranks[0].layers))
+            for head in range(heads)
+        )
+
+    return _Part(
+        strips=this,
+        piece=piece,
+        copies=tuple(regions(copy) for copy in range(copies)),
+        kernel_block=layer.strides[0] // piece,
+        strip=layer.shape[2] // tokens,
+        in_head=tokens * before,
+    )
+
+
+def _common(ranks: Sequence[RankCache], heads: int, order: str) -> LayerCache:
+    """A layer that all others are like. Raises UnsupportedLayout if they differ."""
+    first = ranks[0].layers[0]
+    like = {
+        (one.shape, one.strides, one.dtype, one.attention) for rank in ranks for one in rank.layers
+    }
+    if len(like) > 1 or len({len(rank.layers) for rank in ranks}) > 1:
+        raise UnsupportedLayout(
+            "layers differ in their KV caches: their blocks can't be cut in units"
+        )
+    _, held, tokens, content = first.shape
+    _, head_stride, token_stride, stride = first.strides
+    row = content * first.itemsize
+    if (token_stride, stride) != (row, first.itemsize) or (
+        held > 1 and head_stride != tokens * row
+    ):
+        raise UnsupportedLayout(f"KV layout {order}: a head's tokens are not one run of bytes")
+    if len(ranks) * held % heads:
+        raise UnsupportedLayout(f"{len(ranks)} workers with {held} of {heads} KV heads each")
+    return first
