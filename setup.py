@@ -1,4 +1,7 @@
-"""Builds the copy library into the package; everything else is in pyproject.toml."""
+"""Builds the kernel libraries into the package; everything else is in pyproject.toml.
+
+The CPU's always; the GPU's where there are nvcc and an NVIDIA GPU, or as KVMIG_CUDA=1 or 0 says.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,28 @@ sys.path.insert(0, str(ROOT))
 from kvmig.ground.errors import KernelUnavailable  # noqa: E402
 from kvmig.kernels import build  # noqa: E402
 
+FOLDER = "kvmig.kernels._lib"
+
 
 class BuildKernels(build_ext):
-    """Compiles csrc to a plain shared library, which belongs to no Python version."""
+    """Compiles csrc to plain shared libraries, which belong to no Python version."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """kvmig.kernels._lib.libkvmig_copy -> kvmig/kernels/_lib/libkvmig_copy.so."""
+        """kvmig.kernels._lib.libkvmig_cpu -> kvmig/kernels/_lib/libkvmig_cpu.so."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile; `ext` is optional, so without a compiler the install goes on."""
+        """Compile; where `ext` is optional, the install goes on without a compiler."""
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
+        recipe = next(one for one in RECIPES if ext.name == f"{FOLDER}.{one.name}")
         try:
-            build.compile_library(output)
+            build.compile_library(output, recipe)
         except KernelUnavailable as error:
             raise CompileError(str(error)) from error
 
     def copy_extensions_to_source(self) -> None:
-        """An editable install puts the library beside the sources, where git keeps no folder."""
+        """An editable install puts the libraries beside the sources; git keeps no such folder."""
         Path("kvmig/kernels/_lib").mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
@@ -47,14 +53,19 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+def extension(recipe: build.Recipe, optional: bool) -> Extension:
+    """One library, with paths from the root as setuptools wants them."""
+    return Extension(
+        f"{FOLDER}.{recipe.name}",
+        sources=[f"csrc/{path.name}" for path in recipe.sources],
+        depends=[f"csrc/{path.name}" for path in recipe.headers],
+        optional=optional,
+    )
+
+
+RECIPES = [build.cpu(), *([build.cuda()] if build.wants_cuda() else [])]
+
 setup(
-    ext_modules=[
-        Extension(
-            "kvmig.kernels._lib.libkvmig_copy",
-            sources=["csrc/copy_cpu.cpp"],
-            depends=["csrc/kvmig_copy.h"],
-            optional=True,
-        )
-    ],
+    ext_modules=[extension(recipe, optional=True) for recipe in RECIPES],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": Wheel},
 )

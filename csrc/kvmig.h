@@ -24,7 +24,15 @@
 #ifndef KVMIG_H
 #define KVMIG_H
 
+#ifdef __CUDACC_RTC__ /* NVRTC has no such header */
+typedef signed int int32_t;
+typedef signed long int64_t;
+typedef unsigned char uint8_t;
+typedef unsigned int uint32_t;
+typedef unsigned long uint64_t;
+#else
 #include <stdint.h>
+#endif
 
 /* Raised with every change of this file that a caller could notice. */
 #define KVMIG_ABI_VERSION 2
@@ -36,6 +44,9 @@
 
 #ifdef __cplusplus
 extern "C" {
+#endif
+#if defined(__GNUC__) && !defined(__CUDACC_RTC__)
+#pragma GCC visibility push(default) /* and nothing else is exported */
 #endif
 
 int kvmig_abi_version(void);
@@ -56,14 +67,14 @@ int kvmig_copy(const kvmig_region *src, const kvmig_region *dst, int64_t n_regio
                const int64_t *src_ids, const int64_t *dst_ids, int64_t n, uint64_t *checksums,
                void *stream, int32_t workers);
 
-/* The same through the TMA's bulk copies (CUDA, sm_90 and later; base, stride and run
- * multiples of 16), else KVMIG_UNSUPPORTED. */
+/* The same through the TMA's bulk copies (CUDA, sm_90 and later), else KVMIG_UNSUPPORTED. Base,
+ * stride and run of every region are multiples of 16, which the caller has checked. */
 int kvmig_copy_tma(const kvmig_region *src, const kvmig_region *dst, int64_t n_regions,
                    const int64_t *src_ids, const int64_t *dst_ids, int64_t n,
                    uint64_t *checksums, void *stream, int32_t workers);
 
 /* The same through the copy engines in one batched driver call (CUDA 12.8 and later; regions and
- * ids in host memory), else KVMIG_UNSUPPORTED. */
+ * ids in host memory; `stream` is not the default one), else KVMIG_UNSUPPORTED. */
 int kvmig_copy_engine(const kvmig_region *src, const kvmig_region *dst, int64_t n_regions,
                       const int64_t *src_ids, const int64_t *dst_ids, int64_t n, void *stream);
 
@@ -101,8 +112,8 @@ int kvmig_reshard(const kvmig_shard *src, const kvmig_shard *dst, int64_t n_regi
 #define KVMIG_FP16 1
 
 /* Rows of `width` 16-bit floats to float8 e4m3 (finite, round to nearest even, saturating),
- * each row divided by its scale = max|x| / 448 (1 for a row of zeros). src: [rows, width]; packed: [rows, width]
- * bytes; scales: [rows]. Lossy. */
+ * each row divided by its scale = max|x| / 448 (1 for a row of zeros). src: [rows, width];
+ * packed: [rows, width] bytes; scales: [rows]. Lossy. */
 int kvmig_pack_fp8(const void *src, int32_t dtype, int64_t rows, int64_t width, uint8_t *packed,
                    float *scales, void *stream, int32_t workers);
 
@@ -123,6 +134,9 @@ int kvmig_vmm_export(void *pointer, int *descriptor, int64_t *size, int64_t *off
 int kvmig_vmm_import(int descriptor, int64_t size, int32_t device, void **base);
 int kvmig_vmm_close(void *base, int64_t size);
 
+#if defined(__GNUC__) && !defined(__CUDACC_RTC__)
+#pragma GCC visibility pop
+#endif
 #ifdef __cplusplus
 }
 #endif

@@ -1,4 +1,4 @@
-"""Compiles csrc into the copy library: in setup.py, or once per user at first use."""
+"""Compiles csrc to the kernel libraries: in setup.py, or once per user at first use."""
 
 from __future__ import annotations
 
@@ -14,17 +14,56 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvmig.ground.errors import KernelUnavailable
 
 CSRC = Path(__file__).parent / "csrc"
-SOURCES = (CSRC / "copy_cpu.cpp",)
-HEADERS = (CSRC / "kvmig_copy.h",)
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-Wall", "-Wextra")
-TIMEOUT_S = 120.0
+SOURCES = tuple(sorted(CSRC.glob("*_cpu.cpp")))
+HEADERS = tuple(sorted(CSRC.glob("*.h")))
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
+CUDA_SOURCES = tuple(sorted(CSRC.glob("*.cu")))
+CUDA_HEADERS = (CSRC / "kvmig.h", *sorted(CSRC.glob("*.cuh")))
+CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra")
+CUDA_TARGETS = ("sm_80", "sm_90", "sm_100")
+"""GPUs to compile for, and PTX of the last of them that nvcc knows, for those to come."""
+TIMEOUT_S = 300.0
 """Longest wait for the compiler, and for another process that compiles."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one library is made. `compiler` gives the command to which files are added.
+
+    Raises KernelUnavailable there if it isn't installed.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+    headers: tuple[Path, ...]
+    compiler: Callable[[], list[str]]
+    link: tuple[str, ...] = ()
+
+    def fingerprint(self, command: list[str]) -> str:
+        """Differs when the library that sources and flags give would differ."""
+        digest = hashlib.sha256(repr((command, self.link, platform.machine())).encode())
+        for path in (*self.headers, *self.sources):
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+def cpu() -> Recipe:
+    """libkvmig_cpu."""
+    return Recipe("libkvmig_cpu", SOURCES, HEADERS, lambda: [*compiler(), *FLAGS])
+
+
+def cuda() -> Recipe:
+    """libkvmig_cuda. CUDA's run-time library is part of it, so any driver new enough will do."""
+    link = ("-cudart", "static", "-Xlinker", "--exclude-libs,ALL")
+    return Recipe("libkvmig_cuda", CUDA_SOURCES, CUDA_HEADERS, cuda_compiler, link)
 
 
 def compiler() -> list[str]:
@@ -37,33 +76,81 @@ def compiler() -> list[str]:
     raise KernelUnavailable("no C++ compiler found (looked for $CXX, g++, c++, clang++)")
 
 
-def compile_library(output: Path) -> None:
-    """Build the library at `output`; whoever looks there sees all of it or none.
+def nvcc() -> str:
+    """$CUDA_HOME's nvcc, the one on the path, or that of the usual folder."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))
+    looked = [str(Path(home, "bin")) for home in homes if home]
+    for folder in (*looked, None, "/usr/local/cuda/bin"):
+        if found := shutil.which("nvcc", path=folder):
+            return found
+    raise KernelUnavailable("no nvcc found (looked in $CUDA_HOME, on the path, /usr/local/cuda)")
+
+
+def cuda_compiler() -> list[str]:
+    """nvcc with its flags, for those of CUDA_TARGETS that it knows."""
+    path = nvcc()
+    known = run([path, "--list-gpu-code"]).split()
+    targets = [target for target in CUDA_TARGETS if target in known]
+    if not targets:
+        raise KernelUnavailable(f"{path} compiles for none of {', '.join(CUDA_TARGETS)}")
+    architectures = [target.replace("sm_", "compute_") for target in targets]
+    pairs = [*zip(architectures, targets, strict=True), (architectures[-1], architectures[-1])]
+    options = [f"-gencode=arch={architecture},code={code}" for architecture, code in pairs]
+    return [path, *CUDA_FLAGS, *options]
+
+
+def wants_cuda() -> bool:
+    """Whether an installation compiles the CUDA library: KVMIG_CUDA=1 or 0 says so.
+
+    Else it does where there are both nvcc and an NVIDIA GPU. Raises KernelUnavailable for
+    another value, and for 1 without nvcc.
+    """
+    match os.environ.get("KVMIG_CUDA", ""):
+        case "0":
+            return False
+        case "1":
+            nvcc()
+            return True
+        case "":
+            try:
+                nvcc()
+            except KernelUnavailable:
+                return False
+            return Path("/dev/nvidiactl").exists()
+        case other:
+            raise KernelUnavailable(f"KVMIG_CUDA={other} is neither 0 nor 1")
+
+
+def compile_library(output: Path, recipe: Recipe | None = None) -> None:
+    """Build a library (cpu's) at `output`; whoever looks there sees all of it or none.
 
     Raises KernelUnavailable with the compiler's own words.
     """
+    recipe = recipe or cpu()
+    command = recipe.compiler()
     with tempfile.TemporaryDirectory(prefix=".building-", dir=output.parent) as work:
         draft = Path(work) / "draft.so"
-        compile_command = [*compiler(), *FLAGS]
         if ninja := shutil.which("ninja"):
-            Path(work, "build.ninja").write_text(ninja_file(compile_command, draft))
+            Path(work, "build.ninja").write_text(ninja_file(recipe, command, draft))
             run([ninja, "-C", work])
         else:
-            run([*compile_command, "-shared", *map(str, SOURCES), "-o", str(draft)])
+            sources = map(str, recipe.sources)
+            run([*command, "-shared", *recipe.link, *sources, "-o", str(draft)])
         draft.replace(output)
 
 
-def ninja_file(compile_command: list[str], output: Path) -> str:
+def ninja_file(recipe: Recipe, command: list[str], output: Path) -> str:
     """One object a source, compiled side by side, and the library from all of them."""
-    command = shlex.join(compile_command).replace("$", "$$")
-    objects = [f"{source.stem}.o" for source in SOURCES]
+    compiling = shlex.join(command).replace("$", "$$")
+    linking = shlex.join([*command, "-shared", *recipe.link]).replace("$", "$$")
+    objects = [f"{source.stem}.o" for source in recipe.sources]
     return "\n".join(
         (
-            f"rule compile\n  command = {command} -c $in -o $out",
-            f"rule link\n  command = {command} -shared $in -o $out",
+            f"rule compile\n  command = {compiling} -c $in -o $out",
+            f"rule link\n  command = {linking} $in -o $out",
             *(
                 f"build {target}: compile {_ninja_path(source)}"
-                for target, source in zip(objects, SOURCES, strict=True)
+                for target, source in zip(objects, recipe.sources, strict=True)
             ),
             f"build {_ninja_path(output)}: link {' '.join(objects)}",
             "",
@@ -75,8 +162,8 @@ def _ninja_path(path: Path) -> str:
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
-def run(command: list[str]) -> None:
-    """Run a build command; raises KernelUnavailable with its output if it fails."""
+def run(command: list[str]) -> str:
+    """What a build command prints; raises KernelUnavailable with its output if it fails."""
     try:
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S
@@ -85,31 +172,25 @@ def run(command: list[str]) -> None:
         raise KernelUnavailable(f"{command[0]}: {error}") from error
     if done.returncode:
         raise KernelUnavailable(f"{command[0]} failed: {(done.stdout + done.stderr).strip()}")
+    return done.stdout
 
 
-def cached_library() -> Path:
-    """The library that belongs to these sources, from the user's cache; built if missing.
+def cached_library(recipe: Recipe | None = None) -> Path:
+    """The library (cpu's) of these sources from the user's cache; built if missing.
 
     Raises KernelUnavailable.
     """
+    recipe = recipe or cpu()
     try:
         folder = cache_folder()
-        library = folder / f"libkvmig_copy-{fingerprint()}.so"
+        library = folder / f"{recipe.name}-{recipe.fingerprint(recipe.compiler())}.so"
         if not library.exists():
             with lock(folder / "lock"):
                 if not library.exists():
-                    compile_library(library)
+                    compile_library(library, recipe)
     except OSError as error:
-        raise KernelUnavailable(f"can't build the copy library: {error}") from error
+        raise KernelUnavailable(f"can't build {recipe.name}: {error}") from error
     return library
-
-
-def fingerprint() -> str:
-    """Differs when the library that the sources give would differ."""
-    digest = hashlib.sha256(repr((FLAGS, platform.machine())).encode())
-    for path in (*HEADERS, *SOURCES):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def cache_folder() -> Path:

@@ -1,0 +1,120 @@
+// Copies through a ring in shared memory: the TMA fills and empties its stages, ordered by one
+// thread, while the CTA's other warps sum what lies there.
+#ifndef KVMIG_COPY_TMA_CUH
+#define KVMIG_COPY_TMA_CUH
+
+#include "pieces.cuh"
+#include "ptx.cuh"
+
+namespace kvmig {
+
+constexpr int kStageBytes = 32 * 1024;
+constexpr int kStages = 6;
+constexpr int kDraining = 2;  // stages whose stores may still be reading; the others load
+constexpr int kSummingWarps = 4;
+constexpr int kTmaThreads = kWarp * (1 + kSummingWarps);
+
+struct Stage {
+    unsigned char *to;
+    int64_t block, first_word;
+    int bytes;
+    Barrier filled, summed;
+};
+
+struct Ring {
+    alignas(128) unsigned char data[kStages][kStageBytes];
+    Stage stages[kStages];
+};
+
+// How often stage i % kStages was used before item i, as the parity that a wait asks for.
+__device__ inline uint32_t parity(int64_t i) { return static_cast<uint32_t>(i / kStages % 2); }
+
+// One thread. Item i + kStages - kDraining is loaded when the store of item i - kDraining has
+// left the stage that both use.
+template <bool kSums>
+__device__ inline void move_pieces(Ring &ring, Pieces<kStageBytes> &piece, int64_t count) {
+    int64_t loaded = 0;
+    const auto load_next = [&] {
+        const int s = static_cast<int>(loaded % kStages);
+        Stage &stage = ring.stages[s];
+        if (kSums && loaded >= kStages) barrier_wait(&stage.summed, parity(loaded - kStages));
+        stage.to = piece.to();
+        stage.block = piece.block();
+        stage.first_word = piece.first_word();
+        stage.bytes = piece.bytes();
+        const uint32_t bytes = static_cast<uint32_t>(stage.bytes);
+        barrier_arrive_expecting(&stage.filled, bytes);
+        bulk_load(ring.data[s], piece.from(), bytes, &stage.filled);
+        piece.next();
+        ++loaded;
+    };
+    while (loaded < count && loaded < kStages - kDraining) load_next();
+    for (int64_t i = 0; i < count; ++i) {
+        const int s = static_cast<int>(i % kStages);
+        barrier_wait(&ring.stages[s].filled, parity(i));
+        bulk_store(ring.stages[s].to, ring.data[s],
+                   static_cast<uint32_t>(ring.stages[s].bytes));
+        if (loaded == count) continue;
+        bulk_wait_read<kDraining>();
+        load_next();
+    }
+    bulk_wait_written();
+}
+
+__device__ inline void sum_stages(Ring &ring, int64_t count, uint64_t *checksums) {
+    const int first = static_cast<int>(threadIdx.x) - kWarp;
+    BlockSum sum(checksums);
+    for (int64_t i = 0; i < count; ++i) {
+        const int s = static_cast<int>(i % kStages);
+        Stage &stage = ring.stages[s];
+        barrier_wait(&stage.filled, parity(i));
+        sum.enter(stage.block);
+        const Vector *held = reinterpret_cast<const Vector *>(ring.data[s]);
+        const uint64_t bias = word_bias(stage.first_word);
+        const int vectors = stage.bytes / kVector;
+#pragma unroll 4
+        for (int v = first; v < vectors; v += kWarp * kSummingWarps)
+            sum.add(sum_vector(held[v], bias + 2 * kGolden * v));
+        __syncwarp();
+        if (lane() == 0) barrier_arrive(&stage.summed);
+    }
+    sum.enter(-1);
+}
+
+template <bool kSums>
+__device__ inline void pass_ring(const Copies &copies) {
+    extern __shared__ __align__(128) unsigned char kvmig_shared[];
+    Ring &ring = *reinterpret_cast<Ring *>(kvmig_shared);
+    if (threadIdx.x == 0) {
+        for (Stage &stage : ring.stages) {
+            barrier_init(&stage.filled, 1);
+            barrier_init(&stage.summed, kSummingWarps);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    Pieces<kStageBytes> piece(copies, gridDim.x, blockIdx.x);
+    const int64_t count = piece.left();
+    if (threadIdx.x == 0)
+        move_pieces<kSums>(ring, piece, count);
+    else if (kSums && threadIdx.x >= kWarp)
+        sum_stages(ring, count, copies.checksums);
+}
+
+}  // namespace kvmig
+
+// Empty below sm_90, where kvmig_copy_tma doesn't launch it.
+extern "C" __global__ void __launch_bounds__(kvmig::kTmaThreads)
+    kvmig_copy_tma_kernel(const kvmig_region *src, const kvmig_region *dst, int64_t n_regions,
+                          const int64_t *src_ids, const int64_t *dst_ids, int64_t n,
+                          uint64_t *checksums) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    const kvmig::Copies copies{src, dst, n_regions, src_ids, dst_ids, n, checksums};
+    if (checksums)
+        kvmig::pass_ring<true>(copies);
+    else
+        kvmig::pass_ring<false>(copies);
+#endif
+}
+
+#endif

@@ -1,0 +1,141 @@
+"""What one call of a GPU kernel needs besides the blocks: its tables and ids there, its
+checksums back.
+
+A call's memory is a pinned half, which the host writes and reads, and a device half, which the
+kernel does. It is used again when the call is done, which an event tells.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmig.kernels.face import DONE_TIMEOUT_S
+
+SMALLEST = 1 << 12
+_SPIN_S = 200e-6
+_POLL_S = 50e-6
+
+
+class Device(Protocol):
+    """The part of `driver.Driver` that is used here."""
+
+    def allocate(self, nbytes: int) -> int: ...
+    def free(self, address: int) -> None: ...
+    def allocate_pinned(self, nbytes: int) -> int: ...
+    def free_pinned(self, address: int) -> None: ...
+    def upload(self, device: int, pinned: int, nbytes: int, stream: int) -> None: ...
+    def download(self, pinned: int, device: int, nbytes: int, stream: int) -> None: ...
+    def new_event(self) -> int: ...
+    def record(self, event: int, stream: int) -> None: ...
+    def happened(self, event: int) -> bool: ...
+    def destroy_event(self, event: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallMemory:
+    """`nbytes` at each of two addresses, and the event of the call's end."""
+
+    nbytes: int
+    pinned: int
+    device: int
+    event: int
+
+
+class Queued:
+    """A call on its way: a `face.Pending`."""
+
+    def __init__(self, pool: CallMemoryPool, memory: CallMemory, sums_at: int, count: int) -> None:
+        self._pool = pool
+        self._memory: CallMemory | None = memory
+        self._sums_at = sums_at
+        self._checksums = [0] * count
+
+    def done(self) -> bool:
+        """Raises KvmigError if the device failed."""
+        with self._pool.lock:
+            return self.settle()
+
+    def settle(self) -> bool:
+        """The same, called with the pool's lock held: when it is done, its memory goes back."""
+        if self._memory is None:
+            return True
+        if not self._pool.happened(self._memory):
+            return False
+        if count := len(self._checksums):
+            at = self._memory.pinned + self._sums_at
+            self._checksums = list((ctypes.c_uint64 * count).from_address(at))
+        self._pool.give_back(self._memory)
+        self._memory = None
+        return True
+
+    def wait(self, timeout_s: float = DONE_TIMEOUT_S) -> list[int]:
+        """Raises TimeoutError, and KvmigError if the device failed."""
+        start = time.monotonic()
+        while not self.done():
+            spent = time.monotonic() - start
+            if spent > timeout_s:
+                raise TimeoutError(f"queued copies are not done after {timeout_s:g} s")
+            time.sleep(0 if spent < _SPIN_S else _POLL_S)
+        return self._checksums
+
+
+class CallMemoryPool:
+    """As much memory as calls were ever in flight at once."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: list[CallMemory] = []
+        self._flying: list[Queued] = []
+        self.lock = threading.Lock()
+
+    def take(self, nbytes: int) -> CallMemory:
+        """At least `nbytes`, of a call that is over or new. Raises KvmigError."""
+        with self.lock:
+            self._flying = [call for call in self._flying if not call.settle()]
+            for memory in sorted(self._free, key=lambda one: one.nbytes):
+                if memory.nbytes >= nbytes:
+                    self._free.remove(memory)
+                    return memory
+        return self._make(max(SMALLEST, 1 << (nbytes - 1).bit_length()))
+
+    def fly(self, memory: CallMemory, stream: int, sums_at: int = 0, count: int = 0) -> Queued:
+        """What is queued on `stream` now is the call that uses `memory`."""
+        self._device.record(memory.event, stream)
+        call = Queued(self, memory, sums_at, count)
+        with self.lock:
+            self._flying.append(call)
+        return call
+
+    def happened(self, memory: CallMemory) -> bool:
+        return self._device.happened(memory.event)
+
+    def give_back(self, memory: CallMemory) -> None:
+        """Called with the lock held."""
+        self._free.append(memory)
+
+    def close(self) -> None:
+        """Free what no call uses. Raises KvmigError."""
+        with self.lock:
+            self._flying = [call for call in self._flying if not call.settle()]
+            while self._free:
+                memory = self._free.pop()
+                self._device.destroy_event(memory.event)
+                self._device.free_pinned(memory.pinned)
+                self._device.free(memory.device)
+
+    def _make(self, nbytes: int) -> CallMemory:
+        pinned = self._device.allocate_pinned(nbytes)
+        try:
+            device = self._device.allocate(nbytes)
+            try:
+                return CallMemory(nbytes, pinned, device, self._device.new_event())
+            except BaseException:
+                self._device.free(device)
+                raise
+        except BaseException:
+            self._device.free_pinned(pinned)
+            raise

@@ -1,0 +1,100 @@
+"""The compiled CUDA library (csrc/*.cu) through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvmig.ground.errors import KernelUnavailable
+from kvmig.ground.layout import Region
+from kvmig.kernels import abi, build, face
+from kvmig.kernels.driver import Driver, current_device
+from kvmig.kernels.face import Ids
+from kvmig.kernels.gpu import GpuKernels
+
+PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cuda.so"
+"""Where setup.py puts the library."""
+
+NO_DEVICE = (35, 100)
+"""cudaErrorInsufficientDriver, which is also that of no driver, and cudaErrorNoDevice."""
+
+log = logging.getLogger(__name__)
+
+
+def check(status: int) -> None:
+    """`abi.check`, but KernelUnavailable where the reason is that there is no GPU."""
+    if status - abi.CUDA_ERROR in NO_DEVICE:
+        raise KernelUnavailable(f"no NVIDIA GPU can be used (CUDA error {status - abi.CUDA_ERROR})")
+    abi.check(status)
+
+
+class Library:
+    """A `gpu.Launcher`: the library's own launches."""
+
+    name = "cuda"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def copy(self, *arguments: int) -> None:
+        check(self._library.kvmig_copy(*arguments))
+
+    def copy_tma(self, *arguments: int) -> None:
+        check(self._library.kvmig_copy_tma(*arguments))
+
+    def checksum(self, *arguments: int) -> None:
+        check(self._library.kvmig_checksum(*arguments))
+
+    def reshard(self, *arguments: int) -> None:
+        ends = (abi.CShard(*arguments[at : at + 4]) for at in (0, 4))
+        pointers = (ctypes.byref(end) for end in ends)
+        check(self._library.kvmig_reshard(*pointers, *arguments[8:]))
+
+    def pack_fp8(self, *arguments: int) -> None:
+        check(self._library.kvmig_pack_fp8(*arguments))
+
+    def unpack_fp8(self, *arguments: int) -> None:
+        check(self._library.kvmig_unpack_fp8(*arguments))
+
+
+def load(device: face.Device) -> GpuKernels:
+    """The kernels on the calling thread's GPU (else the first). Raises KernelUnavailable."""
+    if device != "cuda":
+        raise KernelUnavailable(f"the CUDA library is not for memory of the {device}")
+    return on(current_device())
+
+
+@functools.cache
+def on(ordinal: int) -> GpuKernels:
+    """The kernels on one GPU of this process. Raises KernelUnavailable."""
+    return GpuKernels(Library(library()), Driver(ordinal))
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The one that was installed; if there is none that fits, one built for this user by nvcc.
+
+    Raises KernelUnavailable.
+    """
+    if PACKAGED.exists():
+        try:
+            return abi.load(PACKAGED, "cuda")
+        except KernelUnavailable as error:
+            log.info("building the CUDA library anew: %s", error)
+    return abi.load(build.cached_library(build.cuda()), "cuda")
+
+
+def copy_engine(
+    src: Sequence[Region], dst: Sequence[Region], src_ids: Ids, dst_ids: Ids, stream: int
+) -> None:
+    """Queue `face.Kernels.copy` without checksums on the copy engines, which use no SM.
+
+    `stream` is not the default one. The blocks may also lie in pinned host memory. Raises
+    KernelUnavailable below CUDA 12.8, ValueError, KvmigError.
+    """
+    tables = abi.region_table(src), abi.region_table(dst)
+    numbers = src_ids.ctypes.data, dst_ids.ctypes.data, len(src_ids)
+    check(library().kvmig_copy_engine(*tables, len(src), *numbers, stream))

@@ -1,0 +1,171 @@
+"""NVIDIA's driver through ctypes: the memory, events and streams that the kernels' callers need.
+
+Neither torch nor CUDA's run-time library is loaded. Everything happens in a device's primary
+context, which torch and CuPy use as well. Errors of calls are KvmigError with the driver's words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+
+from kvmig.ground.errors import KernelUnavailable, KvmigError
+
+LIBRARY = "libcuda.so.1"
+NOT_READY = 600
+_EVENT_WITHOUT_TIMING = 2
+_STREAM_NON_BLOCKING = 1
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
+_PORTABLE = 1  # pinned for every context
+
+
+class Driver:
+    """The calls on one device; from any thread. Raises KernelUnavailable if there is none."""
+
+    def __init__(self, device: int = 0) -> None:
+        self._library = _initialised()
+        self._device, context = c_int(), c_void_p()
+        self._call("cuDeviceGet", byref(self._device), c_int(device))
+        self._call("cuDevicePrimaryCtxRetain", byref(context), self._device)
+        self._context = context
+        self.ordinal = device
+
+    def enter(self) -> None:
+        """Make the device's context the calling thread's, for calls that launch on it."""
+        self._call("cuCtxSetCurrent", self._context)
+
+    @functools.cached_property
+    def multiprocessors(self) -> int:
+        """SMs."""
+        return self._attribute(_MULTIPROCESSORS)
+
+    @functools.cached_property
+    def capability(self) -> tuple[int, int]:
+        """As in sm_90: (9, 0)."""
+        return self._attribute(_COMPUTE_CAPABILITY_MAJOR), self._attribute(
+            _COMPUTE_CAPABILITY_MINOR
+        )
+
+    def allocate(self, nbytes: int) -> int:
+        """Address of device memory."""
+        address = c_void_p()
+        self.enter()
+        self._call("cuMemAlloc_v2", byref(address), c_size_t(nbytes))
+        return int(address.value or 0)
+
+    def free(self, address: int) -> None:
+        """Waits for the device."""
+        self.enter()
+        self._call("cuMemFree_v2", c_void_p(address))
+
+    def allocate_pinned(self, nbytes: int) -> int:
+        """Address of host memory that the device copies from and to without a stop."""
+        address = c_void_p()
+        self.enter()
+        self._call("cuMemHostAlloc", byref(address), c_size_t(nbytes), c_uint(_PORTABLE))
+        return int(address.value or 0)
+
+    def free_pinned(self, address: int) -> None:
+        self.enter()
+        self._call("cuMemFreeHost", c_void_p(address))
+
+    def upload(self, device: int, pinned: int, nbytes: int, stream: int) -> None:
+        """Queue a copy to device memory."""
+        self._call("cuMemcpyHtoDAsync_v2", *_copy(device, pinned, nbytes, stream))
+
+    def download(self, pinned: int, device: int, nbytes: int, stream: int) -> None:
+        """Queue a copy from device memory."""
+        self._call("cuMemcpyDtoHAsync_v2", *_copy(pinned, device, nbytes, stream))
+
+    def clear(self, device: int, nbytes: int, stream: int) -> None:
+        """Queue zeros."""
+        zeros = c_void_p(device), ctypes.c_ubyte(0), c_size_t(nbytes), c_void_p(stream)
+        self._call("cuMemsetD8Async", *zeros)
+
+    def new_event(self) -> int:
+        event = c_void_p()
+        self.enter()
+        self._call("cuEventCreate", byref(event), c_uint(_EVENT_WITHOUT_TIMING))
+        return int(event.value or 0)
+
+    def record(self, event: int, stream: int) -> None:
+        """The event happens when the stream has done what is queued now."""
+        self._call("cuEventRecord", c_void_p(event), c_void_p(stream))
+
+    def happened(self, event: int) -> bool:
+        """Raises KvmigError if the device failed meanwhile."""
+        status = self._library.cuEventQuery(c_void_p(event))
+        if status == NOT_READY:
+            return False
+        self._check("cuEventQuery", status)
+        return True
+
+    def destroy_event(self, event: int) -> None:
+        self._call("cuEventDestroy_v2", c_void_p(event))
+
+    def stream_priorities(self) -> tuple[int, int]:
+        """(lowest, highest): a lower number is a higher priority."""
+        lowest, highest = c_int(), c_int()
+        self.enter()
+        self._call("cuCtxGetStreamPriorityRange", byref(lowest), byref(highest))
+        return lowest.value, highest.value
+
+    def new_stream(self, priority: int = 0) -> int:
+        """A stream that doesn't wait for the default one."""
+        stream = c_void_p()
+        self.enter()
+        flags = c_uint(_STREAM_NON_BLOCKING)
+        self._call("cuStreamCreateWithPriority", byref(stream), flags, c_int(priority))
+        return int(stream.value or 0)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy_v2", c_void_p(stream))
+
+    def _attribute(self, number: int) -> int:
+        value = c_int()
+        self._call("cuDeviceGetAttribute", byref(value), c_int(number), self._device)
+        return value.value
+
+    def _call(self, name: str, *arguments: object) -> None:
+        self._check(name, getattr(self._library, name)(*arguments))
+
+    def _check(self, name: str, status: int) -> None:
+        if status:
+            raise KvmigError(f"{name}: {_words(self._library, status)}")
+
+
+def version() -> int:
+    """CUDA's version that the driver is for, as 13000 for 13.0. Raises KernelUnavailable."""
+    found = c_int()
+    library = _initialised()
+    if status := library.cuDriverGetVersion(byref(found)):
+        raise KernelUnavailable(f"no version of the driver: {_words(library, status)}")
+    return found.value
+
+
+def current_device() -> int:
+    """The device of the calling thread's context; 0 if it has none. Raises KernelUnavailable."""
+    library, device = _initialised(), c_int()
+    return 0 if library.cuCtxGetDevice(byref(device)) else device.value
+
+
+@functools.cache
+def _initialised() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise KernelUnavailable(f"no NVIDIA driver: {error}") from error
+    if status := library.cuInit(c_uint(0)):
+        raise KernelUnavailable(f"no NVIDIA GPU can be used: {_words(library, status)}")
+    return library
+
+
+def _words(library: ctypes.CDLL, status: int) -> str:
+    text = c_char_p()
+    library.cuGetErrorString(c_int(status), byref(text))
+    return f"{(text.value or b'unknown error').decode()} (CUDA error {status})"
+
+
+def _copy(to: int, source: int, nbytes: int, stream: int) -> tuple[object, ...]:
+    return c_void_p(to), c_void_p(source), c_size_t(nbytes), c_void_p(stream)

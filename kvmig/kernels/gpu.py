@@ -1,0 +1,220 @@
+"""The kernels' face on a GPU: puts tables and ids on the device, launches, and tells the end.
+
+What launches is the compiled library (`cuda`) or CuPy (`nvrtc`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+from kvmig.ground.errors import KernelUnavailable
+from kvmig.ground.layout import Region
+from kvmig.kernels import abi, call_memory, face
+from kvmig.kernels.call_memory import CallMemoryPool
+from kvmig.kernels.face import Finished, Grid, Half, Ids, Pending, Shard
+
+_SUM_BYTES = 8
+
+
+class Device(call_memory.Device, Protocol):
+    """The part of `driver.Driver` that is used here."""
+
+    def enter(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """The functions of csrc/kvmig.h that launch, with their arguments as integers; a shard of
+    `reshard` is four (grids, ids, block_tokens, first_head).
+
+    They raise ValueError, KernelUnavailable or KvmigError, as `abi.check` does.
+    """
+
+    @property
+    def name(self) -> str: ...
+    def copy(self, *arguments: int) -> None: ...
+    def copy_tma(self, *arguments: int) -> None: ...
+    def checksum(self, *arguments: int) -> None: ...
+    def reshard(self, *arguments: int) -> None: ...
+    def pack_fp8(self, *arguments: int) -> None: ...
+    def unpack_fp8(self, *arguments: int) -> None: ...
+
+
+class GpuKernels:
+    """`face.Kernels` on one GPU; from any thread, each on streams of its own."""
+
+    device: face.Device = "cuda"
+
+    def __init__(self, launcher: Launcher, device: Device) -> None:
+        self._launcher = launcher
+        self._device = device
+        self._pool = CallMemoryPool(device)
+
+    @property
+    def name(self) -> str:
+        return self._launcher.name
+
+    def copy(
+        self,
+        src: Sequence[Region],
+        dst: Sequence[Region],
+        src_ids: Ids,
+        dst_ids: Ids,
+        *,
+        checksums: bool,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Pending:
+        ends = src, dst, src_ids, dst_ids
+        return self._copy(self._launcher.copy, *ends, checksums, stream, workers)
+
+    def copy_tma(
+        self,
+        src: Sequence[Region],
+        dst: Sequence[Region],
+        src_ids: Ids,
+        dst_ids: Ids,
+        *,
+        checksums: bool,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Pending:
+        """`copy` through the TMA. Raises KernelUnavailable below sm_90, and where a base, stride
+        or run is no multiple of 16."""
+        for region in (*src, *dst):
+            if (region.base | region.block_stride | region.run) % 16:
+                raise KernelUnavailable(
+                    f"{region} is not on 16-byte boundaries, as the TMA wants it"
+                )
+        ends = src, dst, src_ids, dst_ids
+        return self._copy(self._launcher.copy_tma, *ends, checksums, stream, workers)
+
+    def checksum(
+        self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
+    ) -> Pending:
+        n = len(ids)
+
+        def launch(table: int, numbers: int, sums: int) -> None:
+            self._launcher.checksum(table, len(src), numbers, n, sums, stream, workers)
+
+        if not n or not src:
+            return Finished([0] * n)
+        return self._queue([_regions(tuple(src)), ids.tobytes()], n, stream, launch)
+
+    def reshard(
+        self,
+        src: Shard,
+        dst: Shard,
+        tokens: range,
+        heads: range,
+        row: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Pending:
+        def launch(*addresses: int) -> None:
+            src_grids, src_ids, dst_grids, dst_ids, _ = addresses
+            self._launcher.reshard(
+                *(src_grids, src_ids, src.block_tokens, src.first_head),
+                *(dst_grids, dst_ids, dst.block_tokens, dst.first_head),
+                *(len(src.grids), tokens.start, len(tokens), heads.start, len(heads)),
+                *(row, stream, workers),
+            )
+
+        if not (src.grids and tokens and heads and row):
+            return Finished([])
+        ends = [_grids(tuple(src.grids)), src.ids.tobytes()]
+        ends += [_grids(tuple(dst.grids)), dst.ids.tobytes()]
+        return self._queue(ends, 0, stream, launch)
+
+    def pack_fp8(
+        self,
+        src: int,
+        dtype: Half,
+        rows: int,
+        width: int,
+        packed: int,
+        scales: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Pending:
+        arguments = src, dtype, rows, width, packed, scales, stream, workers
+        return self._queue([], 0, stream, lambda _: self._launcher.pack_fp8(*arguments))
+
+    def unpack_fp8(
+        self,
+        packed: int,
+        scales: int,
+        dtype: Half,
+        rows: int,
+        width: int,
+        dst: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Pending:
+        arguments = packed, scales, dtype, rows, width, dst, stream, workers
+        return self._queue([], 0, stream, lambda _: self._launcher.unpack_fp8(*arguments))
+
+    def close(self) -> None:
+        """Free the memory of calls that are done. Raises KvmigError."""
+        self._pool.close()
+
+    def _copy(
+        self,
+        kernel: Callable[..., None],
+        src: Sequence[Region],
+        dst: Sequence[Region],
+        src_ids: Ids,
+        dst_ids: Ids,
+        checksums: bool,
+        stream: int,
+        workers: int,
+    ) -> Pending:
+        n = len(src_ids)
+
+        def launch(*addresses: int) -> None:
+            src_table, dst_table, src_numbers, dst_numbers, sums = addresses
+            tables = src_table, dst_table, len(src)
+            kernel(*tables, src_numbers, dst_numbers, n, sums, stream, workers)
+
+        if not n or not src:
+            return Finished([0] * n if checksums else [])
+        tables = [_regions(tuple(src)), _regions(tuple(dst))]
+        parts = [*tables, src_ids.tobytes(), dst_ids.tobytes()]
+        return self._queue(parts, n if checksums else 0, stream, launch)
+
+    def _queue(
+        self, parts: Sequence[bytes], count: int, stream: int, launch: Callable[..., None]
+    ) -> Pending:
+        """Upload `parts`, launch with their addresses and that of `count` checksums (0 for none),
+        and bring the checksums back."""
+        self._device.enter()
+        *offsets, sums_at = accumulate(map(len, parts), initial=0)
+        memory = self._pool.take(sums_at + count * _SUM_BYTES)
+        try:
+            if parts:
+                ctypes.memmove(memory.pinned, b"".join(parts), sums_at)
+                self._device.upload(memory.device, memory.pinned, sums_at, stream)
+            sums = memory.device + sums_at if count else 0
+            launch(*(memory.device + offset for offset in offsets), sums)
+            if count:
+                back = memory.pinned + sums_at, memory.device + sums_at
+                self._device.download(*back, count * _SUM_BYTES, stream)
+        finally:  # after a failure too: what was queued may still use the memory
+            call = self._pool.fly(memory, stream, sums_at, count)
+        return call
+
+
+@functools.lru_cache(maxsize=256)
+def _regions(regions: tuple[Region, ...]) -> bytes:
+    return bytes(abi.region_table(regions))
+
+
+@functools.lru_cache(maxsize=256)
+def _grids(grids: tuple[Grid, ...]) -> bytes:
+    return bytes(abi.grid_table(grids))

@@ -1,0 +1,265 @@
+"""What nvcc makes of csrc/*.cu: its targets, machine code, symbols; and when it is asked to."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvmig.ground.errors import KernelUnavailable
+from kvmig.ground.layout import Region
+from kvmig.kernels import abi, build, cuda, ipc, nvrtc
+
+KERNELS = sorted([*nvrtc.GEOMETRY, "kvmig_copy_tma_kernel"])
+VECTOR_KERNELS = ["kvmig_copy_kernel", "kvmig_copy_sum_kernel", "kvmig_reshard_kernel"]
+TARGETS = pytest.mark.parametrize("target", build.CUDA_TARGETS)
+
+Code = dict[tuple[str, str], str]
+"""Machine code by target and kernel."""
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    try:
+        build.nvcc()
+    except KernelUnavailable as error:
+        pytest.skip(str(error))
+    return build.cached_library(build.cuda())
+
+
+def cuobjdump() -> str:
+    """That of CUDA's toolkit, or of Triton's wheel; both find nvdisasm beside themselves."""
+    folders = [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    spec = importlib.util.find_spec("triton")
+    if spec and spec.origin:
+        folders.append(str(Path(spec.origin).parent / "backends" / "nvidia" / "bin"))
+    found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
+    if not found or not shutil.which("nvdisasm", path=str(Path(found).parent)):
+        pytest.skip("neither CUDA's toolkit here nor Triton has cuobjdump and nvdisasm")
+    return found
+
+
+def output(*command: str, path: str = "") -> str:
+    env = os.environ | {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def code(library: Path) -> Code:
+    tool = cuobjdump()
+    found: Code = {}
+    target = ""
+    dump = output(tool, "-sass", str(library), path=str(Path(tool).parent))
+    for part in re.split(r"(?m)^(?=arch = |\s*Function : )", dump):
+        if part.startswith("arch = "):
+            target = part.split()[2]
+        elif part.strip().startswith("Function : "):
+            found[target, part.split()[2]] = part
+    return found
+
+
+@TARGETS
+def test_every_kernel_is_compiled_for_the_target(code: Code, target: str) -> None:
+    assert sorted(name for where, name in code if where == target) == KERNELS
+
+
+def test_gpus_to_come_get_ptx(library: Path) -> None:
+    assert build.CUDA_TARGETS[-1] in output(cuobjdump(), "--list-ptx", str(library))
+
+
+@TARGETS
+def test_no_kernel_spills_registers(code: Code, target: str) -> None:
+    local = {name: re.findall(r"\b(?:LDL|STL)\b", code[target, name]) for name in KERNELS}
+    assert local == {name: [] for name in KERNELS}
+
+
+@TARGETS
+@pytest.mark.parametrize("kernel", VECTOR_KERNELS)
+def test_blocks_are_loaded_and_stored_by_128_bits(code: Code, target: str, kernel: str) -> None:
+    assert re.search(r"\bLDG\.\S*\b128\b", code[target, kernel])
+    assert re.search(r"\bSTG\.\S*\b128\b", code[target, kernel])
+
+
+@TARGETS
+def test_all_loads_of_a_piece_are_under_way_before_its_first_store(code: Code, target: str) -> None:
+    text = code[target, "kvmig_copy_kernel"]
+    wide = re.findall(r"\b(LDG|STG)\.\S*\b128\b", text)
+    assert "LDG" * 8 in "".join(wide)
+
+
+@pytest.mark.parametrize("target", build.CUDA_TARGETS[1:])
+def test_the_tma_moves_by_bulk_copies_in_both_directions(code: Code, target: str) -> None:
+    text = code[target, "kvmig_copy_tma_kernel"]
+    assert "UBLKCP.S.G" in text
+    assert "UBLKCP.G.S" in text
+
+
+def test_the_library_exports_what_the_header_declares_and_nothing_else(library: Path) -> None:
+    if not shutil.which("nm"):
+        pytest.skip("nm is not installed")
+    header = (build.CSRC / "kvmig.h").read_text()
+    declared = set(re.findall(r"^(?:int|const char \*)\s*(kvmig_\w+)\(", header, re.MULTILINE))
+    symbols = output("nm", "-D", "--defined-only", str(library)).splitlines()
+    exported = {line.split()[2] for line in symbols if not line.split()[2].startswith("_Z")}
+    assert exported == declared == {*abi.PROTOTYPES, "kvmig_abi_version", "kvmig_backend"}
+
+
+def test_the_library_loads_where_no_gpu_is(library: Path) -> None:
+    assert abi.load(library, "cuda").kvmig_backend() == b"cuda"
+
+
+def test_it_is_not_taken_for_the_cpus(library: Path) -> None:
+    with pytest.raises(KernelUnavailable, match="is for cuda, not for cpu"):
+        abi.load(library, "cpu")
+
+
+@pytest.fixture
+def bare(library: Path, monkeypatch: pytest.MonkeyPatch) -> cuda.Library:
+    """The library's launches on a machine without a GPU."""
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("there is a GPU here")
+    loaded = abi.load(library, "cuda")
+    monkeypatch.setattr(cuda, "library", lambda: loaded)
+    return cuda.Library(loaded)
+
+
+def test_calls_without_a_gpu_say_so(bare: cuda.Library) -> None:
+    for call in (bare.copy, bare.copy_tma):
+        with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
+            call(8, 8, 1, 8, 8, 1, 0, 0, 0)
+    with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
+        bare.checksum(8, 1, 8, 1, 8, 0, 0)
+    with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
+        bare.reshard(8, 8, 16, 0, 8, 8, 16, 0, 1, 0, 1, 0, 1, 16, 0, 0)
+    with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
+        bare.pack_fp8(8, 0, 1, 1, 8, 8, 0, 0)
+
+
+def test_memory_cannot_be_shared_without_a_gpu(bare: cuda.Library) -> None:
+    for call in (
+        lambda: ipc.export_ipc(4096),
+        lambda: ipc.import_ipc(ipc.IpcHandle(bytes(64), 0)),
+        lambda: ipc.close_ipc(4096),
+        lambda: ipc.export_vmm(4096),
+        lambda: ipc.import_vmm(0, 1 << 21),
+        lambda: ipc.close_vmm(4096, 1 << 21),
+    ):
+        with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
+            call()
+
+
+def test_the_copy_engine_checks_its_arguments_before_it_looks_for_a_gpu(
+    bare: cuda.Library,
+) -> None:
+    ids = np.zeros(1, np.int64)
+    one, other = [Region(4096, 16, 16)], [Region(8192, 16, 16)]
+    cuda.copy_engine(one, other, ids[:0], ids[:0], stream=1)
+    for src, dst, stream in ((one, [Region(8192, 16, 8)], 1), (one, other, 0)):
+        with pytest.raises(ValueError, match="refused"):
+            cuda.copy_engine(src, dst, ids, ids, stream)
+    with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
+        cuda.copy_engine(one, other, ids, ids, stream=1)
+
+
+# -- when it is built
+
+
+@pytest.fixture
+def no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+
+
+def test_without_nvcc_the_places_are_named(no_nvcc: None) -> None:
+    with pytest.raises(KernelUnavailable, match=r"no nvcc found \(looked in \$CUDA_HOME"):
+        build.cuda().compiler()
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("0", False), ("", False)])
+def test_an_installation_without_nvcc_builds_for_the_cpu_only(
+    no_nvcc: None, monkeypatch: pytest.MonkeyPatch, value: str, wanted: bool
+) -> None:
+    monkeypatch.setenv("KVMIG_CUDA", value)
+    assert build.wants_cuda() is wanted
+
+
+def test_an_installation_that_must_have_cuda_fails_without_nvcc(
+    no_nvcc: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVMIG_CUDA", "1")
+    with pytest.raises(KernelUnavailable, match="no nvcc found"):
+        build.wants_cuda()
+
+
+def test_another_word_for_whether_to_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMIG_CUDA", "yes")
+    with pytest.raises(KernelUnavailable, match="KVMIG_CUDA=yes is neither 0 nor 1"):
+        build.wants_cuda()
+
+
+@pytest.fixture
+def old_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvcc that knows no target after sm_90."""
+    path = tmp_path / "bin" / "nvcc"
+    path.parent.mkdir()
+    path.write_text("#!/bin/sh\necho sm_75; echo sm_80; echo sm_90\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    return path
+
+
+def test_an_older_nvcc_compiles_for_the_targets_that_it_knows(old_nvcc: Path) -> None:
+    command = build.cuda_compiler()
+    assert command[0] == str(old_nvcc)
+    assert [word for word in command if "gencode" in word] == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
+
+
+def test_another_set_of_targets_is_another_library(old_nvcc: Path) -> None:
+    recipe = build.cuda()
+    command = recipe.compiler()
+    assert recipe.fingerprint(command) != recipe.fingerprint(command[:-1])
+
+
+# -- NVRTC
+
+
+def test_nvrtc_gets_the_kernels_without_any_other_header() -> None:
+    """NVRTC has none of the host's, but for what kvmig.h keeps from it."""
+    waiting, seen = list(nvrtc.HEADERS), set[str]()
+    while waiting:
+        name = waiting.pop()
+        text = (build.CSRC / name).read_text()
+        if name not in seen and name != "kvmig.h":
+            assert "#include <" not in text, name
+            waiting += re.findall(r'#include "(.+)"', text)
+        seen.add(name)
+    defined = "".join((build.CSRC / name).read_text() for name in seen)
+    assert [name for name in nvrtc.GEOMETRY if f"{name}(" not in defined] == []
+
+
+def test_nvrtc_launches_as_the_library_does() -> None:
+    assert {*nvrtc.constants()} == {
+        f"{family}{what}"
+        for family in ("Copy", "Reshard", "Fp8")
+        for what in ("Threads", "CtasPerSm")
+    }
+
+
+def test_a_changed_header_is_another_source_for_cupys_cache() -> None:
+    head, *includes = nvrtc.source().splitlines()
+    assert re.fullmatch(r"// [0-9a-f]{16}", head)
+    assert includes == [f'#include "{name}"' for name in nvrtc.HEADERS]

@@ -1,0 +1,219 @@
+"""The CUDA kernels themselves, run on the CPU (tests/emulated_cuda.py), against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmig.ground.layout import Region
+from kvmig.kernels.copy import start_copy
+from kvmig.kernels.face import Grid, Half, Kernels, Pending, Shard
+from kvmig.kernels.gpu import GpuKernels
+from kvmig.kernels.layouts import row_bytes
+from kvmig.kernels.reshard import start_reshard
+from tests.emulated_cuda import kernels
+from tests.kernel_backends import ORACLE
+from tests.poisoned import Cache, caches, make_cache
+from tests.test_kernels_fp8 import finite, pack, unpack
+from tests.test_kernels_reshard import Rank, cases
+
+WORKERS = st.sampled_from([0, 1, 3])
+
+
+@pytest.fixture(scope="module")
+def emulated() -> GpuKernels:
+    return kernels()
+
+
+def check_copy(
+    by: Kernels, source: Cache, target: Cache, source_ids: list[int], target_ids: list[int],
+    workers: int,
+) -> None:  # fmt: skip
+    """Every byte of the target's memory, and the checksums."""
+    expected, before = target.memory.copy(), source.memory.copy()
+    for source_id, target_id in zip(source_ids, target_ids, strict=True):
+        target.with_block(expected, target_id, source.block(source_id))
+    sums = start_copy(
+        by,
+        *(source.layout.regions, target.layout.regions, source_ids, target_ids),
+        *(source.layout.num_blocks, target.layout.num_blocks),
+        workers=workers,
+    ).wait()
+    assert np.array_equal(target.memory, expected)
+    assert np.array_equal(source.memory, before)
+    ids = np.array(source_ids, np.int64)
+    assert sums == ORACLE.checksum(source.layout.regions, ids).wait()
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=caches(), workers=WORKERS)
+def test_a_copy_writes_the_blocks_and_touches_nothing_else(
+    emulated: GpuKernels, case: tuple[Cache, Cache, list[int], list[int]], workers: int
+) -> None:
+    check_copy(emulated, *case, workers)
+
+
+@pytest.mark.parametrize("gap", [0, 16, 8, 4, 2, 1])
+def test_every_width_of_access_copies_runs_of_many_pieces(emulated: GpuKernels, gap: int) -> None:
+    runs = [65536, 4096, 4096 + 16, 30000]
+    source, target = (make_cache(seed, runs, [gap] * 4, 4) for seed in (1, 2))
+    check_copy(emulated, source, target, [3, 0, 3], [0, 1, 2], 3)
+
+
+def test_runs_are_found_among_many_regions_and_empty_ones(emulated: GpuKernels) -> None:
+    runs = [16 * (number % 5) for number in range(75)]
+    source, target = (make_cache(seed, runs, [0] * 75, 6) for seed in (1, 2))
+    check_copy(emulated, source, target, [5, 4, 0], [0, 3, 5], 3)
+
+
+def test_a_copy_without_checksums_copies(emulated: GpuKernels) -> None:
+    source, target = (make_cache(seed, [8192, 48], [8, 0], 3) for seed in (1, 2))
+    ends = source.layout.regions, target.layout.regions
+    assert start_copy(emulated, *ends, [2], [1], 3, 3, checksums=False).wait() == []
+    assert target.block(1) == source.block(2)
+
+
+@settings(deadline=None, max_examples=20)
+@given(case=caches(), workers=WORKERS)
+def test_checksums_are_those_of_the_reference(
+    emulated: GpuKernels, case: tuple[Cache, Cache, list[int], list[int]], workers: int
+) -> None:
+    source, _, ids, _ = case
+    numbers = np.array(ids, np.int64)
+    wanted = ORACLE.checksum(source.layout.regions, numbers).wait()
+    assert emulated.checksum(source.layout.regions, numbers, workers=workers).wait() == wanted
+
+
+def aligned(cache: Cache) -> tuple[Region, ...]:
+    """Its regions, all on 16-byte boundaries. NumPy's memory begins on one."""
+    assert all((r.base | r.block_stride | r.run) % 16 == 0 for r in cache.layout.regions)
+    return cache.layout.regions
+
+
+def copy_tma(
+    by: GpuKernels, source: Cache, target: Cache, source_ids: list[int], target_ids: list[int],
+    checksums: bool, workers: int,
+) -> Pending:  # fmt: skip
+    ends = aligned(source), aligned(target)
+    ids = np.array(source_ids, np.int64), np.array(target_ids, np.int64)
+    return by.copy_tma(*ends, *ids, checksums=checksums, workers=workers)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    runs=st.lists(st.sampled_from([0, 16, 48, 18432, 32768, 65536 + 16]), max_size=5),
+    n=st.integers(0, 6),
+    workers=WORKERS,
+    checksums=st.booleans(),
+)
+def test_the_ring_of_the_tma_copies_and_sums(
+    emulated: GpuKernels, runs: list[int], n: int, workers: int, checksums: bool
+) -> None:
+    """Its bulk copies happen late and at random: a stage given up too early would be noticed."""
+    source, target = (make_cache(seed, runs, [16] * len(runs), 6) for seed in (1, 2))
+    source_ids, target_ids = [5, 4, 4, 1, 0, 3][:n], [0, 1, 2, 3, 4, 5][:n]
+    expected = target.memory.copy()
+    for source_id, target_id in zip(source_ids, target_ids, strict=True):
+        target.with_block(expected, target_id, source.block(source_id))
+    ends = source, target, source_ids, target_ids
+    sums = copy_tma(emulated, *ends, checksums, workers).wait()
+    assert np.array_equal(target.memory, expected)
+    wanted = ORACLE.checksum(source.layout.regions, np.array(source_ids, np.int64)).wait()
+    assert sums == (wanted if checksums else [])
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=cases(), workers=WORKERS)
+def test_a_reshard_writes_what_the_reference_writes(
+    emulated: GpuKernels, case: tuple[list[Rank], list[Rank], range], workers: int
+) -> None:
+    sources, targets, tokens = case
+    random = np.random.default_rng(1)
+    row = row_bytes(sources[0].group, split=True)
+    for source in sources:
+        source.memory[:] = random.integers(0, 256, source.memory.shape, np.uint8)
+        for target in targets:
+            heads = range(
+                max(source.heads.start, target.heads.start),
+                min(source.heads.stop, target.heads.stop),
+            )
+            if not heads:
+                continue
+            written = []
+            for by in (ORACLE, emulated):
+                target.memory[:] = 0x5A
+                start_reshard(
+                    by, source.shard, target.shard, tokens, heads, row,
+                    src_end=source.end, dst_end=target.end, workers=workers,
+                ).wait()  # fmt: skip
+                written.append(target.memory.copy())
+            assert np.array_equal(written[0], written[1])
+
+
+@pytest.mark.parametrize("row", [1152, 512, 40, 6])
+def test_rows_of_every_size_are_resharded(emulated: GpuKernels, row: int) -> None:
+    """More vectors than lanes, as many, some and a rest, and less than one."""
+    written = []
+    source = np.random.default_rng(1).integers(0, 256, 5 * 8 * 3 * row, np.uint8)
+    for by in (ORACLE, emulated):
+        target = np.full_like(source, 0x5A)
+        ids = np.array([4, 1, 2], np.int64)
+        nhd = Grid(source.ctypes.data, 24 * row, 3 * row, row)
+        hnd = Grid(target.ctypes.data, 24 * row, row, 8 * row)
+        by.reshard(
+            Shard([nhd], ids, 8), Shard([hnd], ids[::-1].copy(), 8), range(3, 22), range(3), row
+        ).wait()
+        written.append(target)
+    assert np.array_equal(written[0], written[1])
+
+
+@pytest.mark.parametrize("half", list(Half))
+@pytest.mark.parametrize("width", [1, 7, 64, 128, 576])
+def test_values_are_packed_and_unpacked_as_by_the_reference(
+    emulated: GpuKernels, half: Half, width: int
+) -> None:
+    any_bits = np.random.default_rng(width).integers(0, 1 << 16, 41 * width, np.uint16)
+    values = finite(any_bits, half).view(np.uint8)
+    wanted = pack(ORACLE, values, half, width)
+    packed = pack(emulated, values, half, width, 1)
+    assert [one.tolist() for one in packed] == [one.tolist() for one in wanted]
+    back = unpack(emulated, *packed, half, width)
+    assert np.array_equal(back, unpack(ORACLE, *wanted, half, width))
+
+
+@pytest.mark.parametrize("half", list(Half))
+def test_every_finite_half_is_rounded_as_by_the_reference(emulated: GpuKernels, half: Half) -> None:
+    """Beside 448, so that the scale is 1 for all that are not larger."""
+    most = np.uint16(0x43E0 if half is Half.BF16 else 0x5F00)
+    halves = finite(np.arange(1 << 16, dtype=np.uint32).astype(np.uint16), half)
+    rows = np.stack([halves, np.full_like(halves, most)], axis=1).copy()
+    values = rows.view(np.uint8).reshape(-1)
+    packed, scales = pack(emulated, values, half, 2)
+    wanted_packed, wanted_scales = pack(ORACLE, values, half, 2)
+    assert np.array_equal(packed, wanted_packed)
+    assert np.array_equal(scales, wanted_scales)
+
+
+@pytest.mark.parametrize("half", list(Half))
+def test_every_code_is_unpacked_as_by_the_reference(emulated: GpuKernels, half: Half) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    packed = codes[(codes & 0x7F) != 0x7F].copy()
+    scales = np.array([0.37], np.float32).view(np.uint8)
+    back = unpack(emulated, packed, scales, half, len(packed))
+    assert np.array_equal(back, unpack(ORACLE, packed, scales, half, len(packed)))
+
+
+def test_the_c_functions_refuse_what_makes_no_sense(emulated: GpuKernels) -> None:
+    launcher = emulated._launcher
+    with pytest.raises(ValueError, match="refused"):
+        launcher.copy(0, 0, -1, 0, 0, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="refused"):
+        launcher.copy(0, 0, 1, 0, 0, 1, 0, 0, 0)
+    with pytest.raises(ValueError, match="refused"):
+        launcher.checksum(0, 0, 0, 1, 0, 0, 0)
+    with pytest.raises(ValueError, match="refused"):
+        launcher.reshard(8, 8, 0, 0, 8, 8, 16, 0, 1, 0, 1, 0, 1, 16, 0, 0)
+    with pytest.raises(ValueError, match="refused"):
+        launcher.pack_fp8(8, 2, 1, 1, 8, 8, 0, 0)
