@@ -1,77 +1,26 @@
 from __future__ import annotations
 
-import logging
-import re
-import shutil
-import stat
-import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import KVLayout, Region, fused
-from kvmig.kernels import build, copy, native, reference
-from kvmig.kernels.copy import Backend, address_of, checksum_fused, copy_blocks
+from kvmig.kernels.copy import address_of, checksum_fused, copy_blocks, start_copy
+from kvmig.kernels.select import VARIABLE
+from tests.kernel_backends import BACKENDS, ORACLE, WORKERS, loaded
+from tests.poisoned import Cache, caches, make_cache
 
-POISON = 0xA5
-ROOT = Path(__file__).parents[1]
-
-
-@dataclass
-class Cache:
-    """An engine's memory: random blocks, and poison between and around them."""
-
-    memory: NDArray[np.uint8]
-    layout: KVLayout
-
-    def block(self, number: int) -> bytes:
-        """One block, fused."""
-        start = self.memory.ctypes.data
-        runs = ((r.base - start + number * r.block_stride, r.run) for r in self.layout.regions)
-        return b"".join(self.memory[at : at + run].tobytes() for at, run in runs)
+Case = tuple[Cache, Cache, list[int], list[int]]
 
 
-def make_cache(seed: int, runs: list[int], gaps: list[int], blocks: int) -> Cache:
-    """One region a run; a gap after each block, and before each region."""
-    size = sum(gap + blocks * (run + gap) for run, gap in zip(runs, gaps, strict=True))
-    memory = np.full(size + 1, POISON, np.uint8)
-    random = np.random.default_rng(seed)
-    regions: list[Region] = []
-    offset = 0
-    for run, gap in zip(runs, gaps, strict=True):
-        offset += gap
-        regions.append(Region(memory.ctypes.data + offset, run + gap, run))
-        for _ in range(blocks):
-            memory[offset : offset + run] = random.integers(0, 256, run, np.uint8)
-            offset += run + gap
-    return Cache(memory, KVLayout(tuple(regions), blocks, 16))
-
-
-@st.composite
-def caches(draw: st.DrawFn) -> tuple[Cache, Cache, list[int], list[int]]:
-    """Two caches of the same runs, ids in the first, and as many different ones in the second."""
-    runs = draw(st.lists(st.integers(1, 70) | st.sampled_from([4096, 8191, 20000]), max_size=4))
-    sizes = (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
-    gaps = st.lists(st.integers(0, 17), min_size=len(runs), max_size=len(runs))
-    seeds = st.integers(0, 1 << 30)
-    source, target = (make_cache(draw(seeds), runs, draw(gaps), size) for size in sizes)
-    target_ids = draw(st.lists(st.integers(0, sizes[1] - 1), unique=True))
-    source_ids = [draw(st.integers(0, sizes[0] - 1)) for _ in target_ids]
-    return source, target, source_ids, target_ids
-
-
-@pytest.fixture(params=["native", "numpy"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    chosen: Backend = native.load() if request.param == "native" else reference
-    monkeypatch.setattr(copy, "backend", lambda: chosen)
-    return chosen
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels that the checked functions use."""
+    name = str(request.param)
+    loaded(name)
+    monkeypatch.setenv(VARIABLE, name)
+    return name
 
 
 @pytest.fixture
@@ -85,56 +34,61 @@ def move(source: Cache, target: Cache, source_ids: list[int], target_ids: list[i
     return copy_blocks(*regions, source_ids, target_ids, *blocks)
 
 
-@given(caches())
-def test_gather_then_scatter_is_identity_and_touches_nothing_else(
-    case: tuple[Cache, Cache, list[int], list[int]],
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@settings(deadline=None, max_examples=50)  # torch starts slowly on a busy machine
+@given(case=caches())
+def test_a_copy_writes_the_blocks_and_touches_nothing_else(
+    backend_name: str, workers: int, case: Case
 ) -> None:
     source, target, source_ids, target_ids = case
-    source_before, expected = source.memory.copy(), target.memory.copy()
-    n = len(source_ids)
-    guard = 64
-    buffer = bytearray([POISON]) * (n * source.layout.block_bytes + 2 * guard)
-    staged = fused(address_of(buffer) + guard, source.layout)
-
-    places = list(range(n))
-    gathered = copy_blocks(
-        source.layout.regions, staged, source_ids, places, source.layout.num_blocks, n
-    )
-    inner = bytes(buffer[guard:-guard])
-    assert inner == b"".join(source.block(number) for number in source_ids)
-    assert buffer[:guard] == buffer[-guard:] == bytearray([POISON]) * guard
-
-    scattered = copy_blocks(
-        staged, target.layout.regions, places, target_ids, n, target.layout.num_blocks
-    )
-    assert scattered == gathered
-    start = target.memory.ctypes.data
+    source_before = source.memory.copy()
+    expected = target.memory.copy()
     for source_id, target_id in zip(source_ids, target_ids, strict=True):
-        taken = 0
-        for region in target.layout.regions:
-            at = region.base - start + target_id * region.block_stride
-            run = source.block(source_id)[taken : taken + region.run]
-            expected[at : at + region.run] = np.frombuffer(run, np.uint8)
-            taken += region.run
+        target.with_block(expected, target_id, source.block(source_id))
+    sums = start_copy(
+        loaded(backend_name),
+        *(source.layout.regions, target.layout.regions, source_ids, target_ids),
+        *(source.layout.num_blocks, target.layout.num_blocks),
+        workers=workers,
+    ).wait()
     assert np.array_equal(target.memory, expected)
     assert np.array_equal(source.memory, source_before)
+    ids = np.array(source_ids, np.int64)
+    assert sums == ORACLE.checksum(source.layout.regions, ids).wait()
 
 
-@given(caches())
-def test_native_equals_the_reference_bit_for_bit(
-    case: tuple[Cache, Cache, list[int], list[int]],
-) -> None:
-    source, target, source_ids, target_ids = case
-    ids = np.array(source_ids, np.int64), np.array(target_ids, np.int64)
-    regions = source.layout.regions, target.layout.regions
-    before = target.memory.copy()
-    sums = reference.copy(*regions, *ids, checksums=True)
+@settings(deadline=None)
+@given(case=caches())
+def test_a_scatter_undoes_a_gather(case: Case) -> None:
+    source, _, ids, places = case
+    n, layout = len(ids), source.layout
+    buffer = np.zeros(n * layout.block_bytes + 1, np.uint8)
+    staged = fused(buffer.ctypes.data, layout)
+    gathered = copy_blocks(layout.regions, staged, ids, range(n), layout.num_blocks, n)
+    assert buffer[:-1].tobytes() == b"".join(source.block(number) for number in ids)
+    target = make_cache(3, [region.run for region in layout.regions], [3] * len(layout.regions), 9)
+    regions = target.layout.regions
+    assert copy_blocks(staged, regions, range(n), places, n, 9) == gathered
+    assert [target.block(place) for place in places] == [source.block(number) for number in ids]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("shift", [0, 8, 4])
+def test_copies_past_the_caches_are_the_same(workers: int, shift: int) -> None:
+    """Ten megabytes, of runs that fill whole vectors, and of others; in and out of line."""
+    runs = [65536, 18432 + 8, 30001]
+    source, target = make_cache(1, runs, [shift] * 3, 100), make_cache(2, runs, [0] * 3, 101)
     expected = target.memory.copy()
-    target.memory[:] = before
-    library = native.load()
-    assert library.copy(*regions, *ids, checksums=True) == sums
+    ids = np.random.default_rng(0).permutation(100)
+    for source_id, target_id in zip(ids, range(1, 101), strict=True):
+        target.with_block(expected, target_id, source.block(source_id))
+    sums = copy_blocks(
+        *(source.layout.regions, target.layout.regions, ids.tolist(), range(1, 101), 100, 101),
+        workers=workers,
+    )
     assert np.array_equal(target.memory, expected)
-    assert library.checksum(regions[0], ids[0]) == sums
+    assert sums == ORACLE.checksum(source.layout.regions, ids).wait()
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0), st.integers(1, 255))
@@ -149,7 +103,7 @@ def test_words_that_change_places_change_the_checksum() -> None:
     assert checksum_fused(first + second, 16) != checksum_fused(second + first, 16)
 
 
-def test_the_checksum_is_the_one_of_the_header(backend: Backend) -> None:
+def test_the_checksum_is_the_one_of_the_header(backend: str) -> None:
     """Worked by hand for the words 1 and 0x0203, so that no other build may differ."""
 
     def mix64(z: int) -> int:
@@ -164,7 +118,7 @@ def test_the_checksum_is_the_one_of_the_header(backend: Backend) -> None:
 
 
 def test_checksums_of_a_copy_are_those_of_the_fused_buffer(
-    backend: Backend, pair: tuple[Cache, Cache]
+    backend: str, pair: tuple[Cache, Cache]
 ) -> None:
     source, target = pair
     sums = move(source, target, [3, 0], [1, 2])
@@ -173,7 +127,7 @@ def test_checksums_of_a_copy_are_those_of_the_fused_buffer(
 
 
 def test_a_copy_without_checksums_returns_none_and_copies(
-    backend: Backend, pair: tuple[Cache, Cache]
+    backend: str, pair: tuple[Cache, Cache]
 ) -> None:
     source, target = pair
     regions = source.layout.regions, target.layout.regions
@@ -181,7 +135,7 @@ def test_a_copy_without_checksums_returns_none_and_copies(
     assert target.block(0) == source.block(2)
 
 
-def test_no_blocks_and_no_regions_are_fine(backend: Backend, pair: tuple[Cache, Cache]) -> None:
+def test_no_blocks_and_no_regions_are_fine(backend: str, pair: tuple[Cache, Cache]) -> None:
     assert move(*pair, [], []) == []
     assert copy_blocks([], [], [0, 1], [1, 0], 2, 2) == [0, 0]
     assert checksum_fused(b"", 8) == []
@@ -194,7 +148,9 @@ def test_no_blocks_and_no_regions_are_fine(backend: Backend, pair: tuple[Cache, 
         ([0, -1], [0, 1], r"source block -1 is outside"),
         ([0, 1], [0, 4], r"destination block 4 is outside 0..3"),
         ([0, 1], [0], r"2 source ids, but 1 destination ids"),
-        ([0, 1], [2, 2], r"destination block is named twice"),
+        ([0, 1], [2, 2], r"destination block 2 is named twice"),
+        ([0.5], [1], r"source block ids are float64, not integers"),
+        ([[0, 1]], [0, 1], r"source block ids have 2 dimensions, not one"),
     ],
 )
 def test_ids_that_do_not_fit_are_refused_before_anything_is_written(
@@ -214,6 +170,25 @@ def test_regions_that_differ_are_refused(pair: tuple[Cache, Cache]) -> None:
             copy_blocks(pair[0].layout.regions, target, [0], [0], 4, 4)
 
 
+@pytest.mark.parametrize(
+    ("region", "message"),
+    [
+        (Region(0, 8, 8), r"region 0 begins at address 0"),
+        (Region(4096, 8, -8), r"region 0 has a run of -8 bytes"),
+        (Region(4096, 7, 8), r"runs of 8 bytes overlap at a block stride of 7"),
+    ],
+)
+def test_regions_that_can_not_be_are_refused(region: Region, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        copy_blocks([region], [region], [0], [1], 2, 2)
+
+
+def test_less_than_no_workers_are_refused(pair: tuple[Cache, Cache]) -> None:
+    regions = pair[0].layout.regions, pair[1].layout.regions
+    with pytest.raises(ValueError, match="workers is -1"):
+        copy_blocks(*regions, [0], [0], 4, 4, workers=-1)
+
+
 @pytest.mark.parametrize("block_bytes", [0, 7])
 def test_a_buffer_of_no_whole_blocks_is_refused(block_bytes: int) -> None:
     with pytest.raises(ValueError, match="no whole number of blocks"):
@@ -225,134 +200,9 @@ def test_a_read_only_view_can_be_read() -> None:
     assert checksum_fused(view, 8) == checksum_fused(bytearray(view), 8)
 
 
-def test_the_library_refuses_runs_that_differ_even_without_our_checks(
-    pair: tuple[Cache, Cache],
-) -> None:
-    source, target = pair[0].layout.regions, pair[1].layout.regions
-    zero = np.zeros(1, np.int64)
-    with pytest.raises(ValueError, match="refused"):
-        native.load().copy(source, target[::-1], zero, zero, checksums=True)
-
-
-# -- building and loading
-
-
-@pytest.fixture
-def uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """No packaged library, and an empty cache of this test's own."""
-    monkeypatch.setattr(native, "PACKAGED", tmp_path / "none.so")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    copy.backend.cache_clear()
-    yield tmp_path / "cache" / "kvmig"
-    copy.backend.cache_clear()
-
-
-def test_the_versions_of_header_and_loader_agree() -> None:
-    header = (ROOT / "csrc" / "kvmig_copy.h").read_text()
-    (version,) = re.findall(r"#define KVMIG_ABI_VERSION (\d+)", header)
-    assert int(version) == native.ABI_VERSION
-
-
-def test_a_missing_library_is_built_once_into_the_users_cache(uninstalled: Path) -> None:
-    native.load()
-    (library,) = uninstalled.glob("*.so")
-    assert stat.S_IMODE(uninstalled.stat().st_mode) == 0o700
-    built = library.stat().st_mtime_ns
-    native.load()
-    assert library.stat().st_mtime_ns == built
-    assert {path.name for path in uninstalled.iterdir()} == {library.name, "lock"}
-
-
-@pytest.mark.parametrize("tool", ["ninja", None])
-def test_it_is_built_with_and_without_ninja(
-    uninstalled: Path, monkeypatch: pytest.MonkeyPatch, tool: str | None
-) -> None:
-    found = shutil.which
-    if tool and not found(tool):
-        pytest.skip("ninja is not installed")
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == "ninja" else found(name))
-    if tool:
-        monkeypatch.setattr(shutil, "which", found)
-    native.load()
-
-
-def test_a_library_of_another_version_is_not_used(
-    uninstalled: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "PACKAGED", build.cached_library())
-    monkeypatch.setattr(native, "ABI_VERSION", native.ABI_VERSION + 1)
-    with pytest.raises(KernelUnavailable, match=r"has ABI version 1, not 2"):
-        native.load()
-
-
-def test_a_damaged_library_is_built_anew(
-    uninstalled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    damaged = tmp_path / "damaged.so"
-    damaged.write_bytes(b"not a library")
-    monkeypatch.setattr(native, "PACKAGED", damaged)
-    native.load()
-    assert list(uninstalled.glob("*.so"))
-
-
-def test_without_a_compiler_numpy_does_it_and_one_warning_says_so(
-    uninstalled: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    pair: tuple[Cache, Cache],
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(uninstalled))
-    source, target = pair
-    for _ in range(2):
-        move(source, target, [0], [0])
-    assert target.block(0) == source.block(0)
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert ["no C++ compiler" in record.getMessage() for record in warnings] == [True]
-
-
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
-    uninstalled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("#error no luck today\n")
-    monkeypatch.setattr(build, "SOURCES", (broken,))
-    with pytest.raises(KernelUnavailable, match="no luck today"):
-        native.load()
-    assert [path.name for path in uninstalled.iterdir()] == ["lock"]
-
-
-def test_a_build_that_somebody_else_keeps_locked_is_given_up(
-    uninstalled: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "TIMEOUT_S", 0.1)
-    lock = build.cache_folder() / "lock"
-    with build.lock(lock), pytest.raises(KernelUnavailable, match="locked by another build"):
-        native.load()
-
-
-def test_a_cache_that_others_may_write_is_refused(uninstalled: Path) -> None:
-    uninstalled.mkdir(parents=True)
-    uninstalled.chmod(0o777)
-    with pytest.raises(KernelUnavailable, match="writable by nobody else"):
-        native.load()
-
-
-def test_the_library_is_clean_under_the_sanitizers(tmp_path: Path) -> None:
-    """A small C++ driver: odd sizes at the very ends of heap blocks."""
-    if not shutil.which("g++"):
-        pytest.skip("g++ is not installed")
-    flags = ["-std=c++17", "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
-    empty = tmp_path / "empty.cpp"
-    empty.write_text("int main() {}\n")
-    probe = ["g++", *flags, str(empty), "-o", str(tmp_path / "probe")]
-    if subprocess.run(probe, check=False, capture_output=True, timeout=60).returncode:
-        pytest.skip("g++ has no sanitizer runtime here")
-    driver = ROOT / "tests" / "native" / "copy_driver.cpp"
-    program = str(tmp_path / "driver")
-    sources = [str(driver), *map(str, build.SOURCES)]
-    subprocess.run(
-        ["g++", *flags, f"-I{build.CSRC}", *sources, "-o", program], check=True, timeout=120
-    )
-    done = subprocess.run([program], check=False, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_layout_of_its_own_block_size_is_gathered_where_it_is_asked_for(backend: str) -> None:
+    memory = np.arange(32, dtype=np.uint8)
+    layout = KVLayout((Region(memory.ctypes.data, 8, 8),), 4, 16)
+    buffer = bytearray(16)
+    copy_blocks(layout.regions, fused(address_of(buffer), layout), [3, 1], [0, 1], 4, 2)
+    assert bytes(buffer) == memory[24:32].tobytes() + memory[8:16].tobytes()

@@ -1,4 +1,4 @@
-"""Copies of KV blocks between regions of one machine's memory, with a checksum a block.
+"""Copies of KV blocks between regions of one device's memory, with a checksum a block.
 
 Gather is a copy from the engine's regions to those of a buffer (`ground.layout.fused`),
 scatter the other way round.
@@ -12,50 +12,23 @@ Example: move blocks 7 and 3 into the first two places of `buffer`, and one back
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import Region
-from kvmig.kernels import native, reference
+from kvmig.kernels import checks
+from kvmig.kernels.arrays import address_of, memory_of
+from kvmig.kernels.face import Ids, Kernels, Pending
+from kvmig.kernels.select import kernels
 
-Buffer = bytes | bytearray | memoryview
-
-log = logging.getLogger(__name__)
-
-
-class Backend(Protocol):
-    """What does the work once the arguments are checked: `native.Native` or `reference`."""
-
-    def copy(
-        self,
-        src: Sequence[Region],
-        dst: Sequence[Region],
-        src_ids: NDArray[np.int64],
-        dst_ids: NDArray[np.int64],
-        checksums: bool,
-    ) -> list[int]:
-        """Copy blocks and return their checksums, or an empty list."""
-        ...
-
-    def checksum(self, src: Sequence[Region], ids: NDArray[np.int64]) -> list[int]:
-        """The blocks' checksums."""
-        ...
+__all__ = ["address_of", "backend", "checksum_fused", "copy_blocks", "start_copy"]
 
 
-@functools.cache
-def backend() -> Backend:
-    """The fastest backend here. The first call may compile for some seconds: make it at start."""
-    try:
-        return native.load()
-    except KernelUnavailable as error:
-        log.warning("KV blocks are copied by numpy, which is several times slower: %s", error)
-        return reference
+def backend() -> Kernels:
+    """The kernels for memory of the host. The first call may compile: make it at start."""
+    return kernels("cpu")
 
 
 def copy_blocks(
@@ -66,48 +39,59 @@ def copy_blocks(
     src_blocks: int,
     dst_blocks: int,
     checksums: bool = True,
+    workers: int = 0,
 ) -> list[int]:
+    """`start_copy` on the host, to its end: n checksums, or [] without `checksums`."""
+    return start_copy(
+        backend(),
+        *(src, dst, src_ids, dst_ids, src_blocks, dst_blocks),
+        checksums=checksums,
+        workers=workers,
+    ).wait()
+
+
+def start_copy(
+    by: Kernels,
+    src: Sequence[Region],
+    dst: Sequence[Region],
+    src_ids: Sequence[int] | Ids,
+    dst_ids: Sequence[int] | Ids,
+    src_blocks: int,
+    dst_blocks: int,
+    *,
+    checksums: bool = True,
+    stream: int = 0,
+    workers: int = 0,
+) -> Pending:
     """Copy block `src_ids[k]` of `src` to block `dst_ids[k]` of `dst`, for every k < n.
 
-    src, dst: as many regions, with equal runs, of `src_blocks` and `dst_blocks` blocks;
-    no written byte may be another copy's source. Returns n checksums of what was written
-    (csrc/kvmig_copy.h), or an empty list without `checksums`. Runs without the GIL.
+    src, dst: as many regions, with equal runs, of `src_blocks` and `dst_blocks` blocks, in
+    memory of `by.device`; no written byte may be another copy's source. The checksums [n] are
+    of what was written (csrc/kvmig.h). Runs without the GIL; `stream` and `workers` as in `face`.
     Raises ValueError before anything is written if the arguments don't fit.
     """
-    if [region.run for region in src] != [region.run for region in dst]:
-        raise ValueError("source and destination differ in their regions' number or runs")
-    if len(src_ids) != len(dst_ids):
-        raise ValueError(f"{len(src_ids)} source ids, but {len(dst_ids)} destination ids")
-    sources = _checked(src_ids, src_blocks, "source")
-    targets = _checked(dst_ids, dst_blocks, "destination")
-    if len(np.unique(targets)) != len(targets):
-        raise ValueError("a destination block is named twice")
-    return backend().copy(src, dst, sources, targets, checksums)
+    checks.same_runs(src, dst)
+    checks.real_memory(src, "source")
+    checks.real_memory(dst, "destination")
+    sources = checks.block_ids(src_ids, src_blocks, "source")
+    targets = checks.block_ids(dst_ids, dst_blocks, "destination")
+    checks.same_length(sources, targets)
+    checks.written_once(targets)
+    checks.worker_count(workers)
+    return by.copy(src, dst, sources, targets, checksums=checksums, stream=stream, workers=workers)
 
 
-def checksum_fused(buffer: Buffer, block_bytes: int) -> list[int]:
-    """Checksums [n] of the n blocks of `block_bytes` that fill `buffer`.
+def checksum_fused(buffer: Any, block_bytes: int) -> list[int]:
+    """Checksums [n] of the n blocks of `block_bytes` that fill `buffer` (any contiguous array).
 
     Equal to those of `copy_blocks` when every run is a multiple of 8 bytes.
     Raises ValueError if the buffer doesn't hold whole blocks.
     """
-    nbytes = memoryview(buffer).nbytes
-    if block_bytes <= 0 or nbytes % block_bytes:
-        raise ValueError(f"{nbytes} bytes are no whole number of blocks of {block_bytes}")
-    if not nbytes:
+    memory = memory_of(buffer)
+    if block_bytes <= 0 or memory.nbytes % block_bytes:
+        raise ValueError(f"{memory.nbytes} bytes are no whole number of blocks of {block_bytes}")
+    if not memory.nbytes:
         return []
-    region = Region(address_of(buffer), block_bytes, block_bytes)
-    return backend().checksum([region], np.arange(nbytes // block_bytes, dtype=np.int64))
-
-
-def address_of(buffer: Buffer) -> int:
-    """Where a contiguous buffer's bytes begin; read-only ones too. Keep the buffer alive."""
-    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
-
-
-def _checked(ids: Sequence[int], blocks: int, side: str) -> NDArray[np.int64]:
-    checked = np.asarray(ids, np.int64)
-    wrong = checked[(checked < 0) | (checked >= blocks)]
-    if len(wrong):
-        raise ValueError(f"{side} block {wrong[0]} is outside 0..{blocks - 1}")
-    return checked
+    region = Region(memory.address, block_bytes, block_bytes)
+    ids = np.arange(memory.nbytes // block_bytes, dtype=np.int64)
+    return kernels(memory.device).checksum([region], ids).wait()

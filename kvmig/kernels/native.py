@@ -1,4 +1,4 @@
-"""The compiled copy library (csrc/kvmig_copy.h) through ctypes; calls run without the GIL."""
+"""The C++ twin (csrc/*_cpu.cpp) through ctypes; calls run without the GIL."""
 
 from __future__ import annotations
 
@@ -8,81 +8,121 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import Region
-from kvmig.kernels import build
+from kvmig.kernels import abi, build
+from kvmig.kernels.face import Device, Finished, Half, Ids, Shard
 
-ABI_VERSION = 1
-"""KVMIG_ABI_VERSION of the header that this file was written for."""
-PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_copy.so"
+PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cpu.so"
 """Where setup.py puts the library."""
 
 log = logging.getLogger(__name__)
 
 
-class _CRegion(ctypes.Structure):
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("block_stride", ctypes.c_int64),
-        ("run", ctypes.c_int64),
-    )
-
-
 class Native:
     """One loaded library. Raises KernelUnavailable if it can't be used."""
 
+    name = "cpu"
+    device: Device = "cpu"
+
     def __init__(self, path: Path) -> None:
-        try:
-            library = ctypes.CDLL(str(path))
-            version = library.kvmig_abi_version()
-        except (OSError, AttributeError) as error:
-            raise KernelUnavailable(f"can't load {path}: {error}") from error
-        if version != ABI_VERSION:
-            raise KernelUnavailable(f"{path} has ABI version {version}, not {ABI_VERSION}")
-        regions, numbers = ctypes.POINTER(_CRegion), ctypes.c_void_p
-        self._copy = library.kvmig_copy
-        self._copy.argtypes = (
-            *(regions, regions, ctypes.c_int64),
-            *(numbers, numbers, ctypes.c_int64, numbers),
-        )
-        self._checksum = library.kvmig_checksum
-        self._checksum.argtypes = (regions, ctypes.c_int64, numbers, ctypes.c_int64, numbers)
+        self._library = abi.load(path, "cpu")
 
     def copy(
         self,
         src: Sequence[Region],
         dst: Sequence[Region],
-        src_ids: NDArray[np.int64],
-        dst_ids: NDArray[np.int64],
+        src_ids: Ids,
+        dst_ids: Ids,
+        *,
         checksums: bool,
-    ) -> list[int]:
-        """Copy blocks `src_ids` [n] to `dst_ids` [n]; returns n checksums, or none."""
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Finished:
         sums = np.empty(len(src_ids) if checksums else 0, np.uint64)
-        status = self._copy(
-            *(_regions(src), _regions(dst), len(src)),
+        status = self._library.kvmig_copy(
+            *(abi.region_table(src), abi.region_table(dst), len(src)),
             *(src_ids.ctypes.data, dst_ids.ctypes.data, len(src_ids)),
-            sums.ctypes.data if checksums else None,
+            *(sums.ctypes.data if checksums else None, None, workers),
         )
-        _check(status)
-        return sums.tolist()
+        abi.check(status)
+        return Finished(sums.tolist())
 
-    def checksum(self, src: Sequence[Region], ids: NDArray[np.int64]) -> list[int]:
-        """Checksums [n] of blocks `ids` [n]."""
+    def checksum(
+        self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
+    ) -> Finished:
         sums = np.empty(len(ids), np.uint64)
-        status = self._checksum(
-            *(_regions(src), len(src)), *(ids.ctypes.data, len(ids)), sums.ctypes.data
+        status = self._library.kvmig_checksum(
+            *(abi.region_table(src), len(src), ids.ctypes.data, len(ids)),
+            *(sums.ctypes.data, None, workers),
         )
-        _check(status)
-        return sums.tolist()
+        abi.check(status)
+        return Finished(sums.tolist())
+
+    def reshard(
+        self,
+        src: Shard,
+        dst: Shard,
+        tokens: range,
+        heads: range,
+        row: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Finished:
+        tables = abi.grid_table(src.grids), abi.grid_table(dst.grids)
+        ends = (_end(shard, table) for shard, table in zip((src, dst), tables, strict=True))
+        status = self._library.kvmig_reshard(
+            *(ctypes.byref(end) for end in ends),
+            *(len(src.grids), tokens.start, len(tokens), heads.start, len(heads)),
+            *(row, None, workers),
+        )
+        abi.check(status)
+        return Finished([])
+
+    def pack_fp8(
+        self,
+        src: int,
+        dtype: Half,
+        rows: int,
+        width: int,
+        packed: int,
+        scales: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Finished:
+        abi.check(
+            self._library.kvmig_pack_fp8(src, dtype, rows, width, packed, scales, None, workers)
+        )
+        return Finished([])
+
+    def unpack_fp8(
+        self,
+        packed: int,
+        scales: int,
+        dtype: Half,
+        rows: int,
+        width: int,
+        dst: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Finished:
+        abi.check(
+            self._library.kvmig_unpack_fp8(packed, scales, dtype, rows, width, dst, None, workers)
+        )
+        return Finished([])
 
 
-def load() -> Native:
+def load(device: Device = "cpu") -> Native:
     """The library that was installed; if there is none that fits, one built for this user.
 
     Raises KernelUnavailable.
     """
+    if device != "cpu":
+        raise KernelUnavailable(f"the C++ kernels can't reach the memory of {device}")
     if PACKAGED.exists():
         try:
             return Native(PACKAGED)
@@ -91,10 +131,7 @@ def load() -> Native:
     return Native(build.cached_library())
 
 
-def _regions(regions: Sequence[Region]) -> ctypes.Array[_CRegion]:
-    return (_CRegion * len(regions))(*(_CRegion(r.base, r.block_stride, r.run) for r in regions))
-
-
-def _check(status: int) -> None:
-    if status:
-        raise ValueError(f"the copy library refused its arguments (status {status})")
+def _end(shard: Shard, table: ctypes.Array[abi.CGrid]) -> abi.CShard:
+    return abi.CShard(
+        ctypes.addressof(table), shard.ids.ctypes.data, shard.block_tokens, shard.first_head
+    )

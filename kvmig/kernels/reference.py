@@ -1,60 +1,206 @@
-"""What the kernels must do, in numpy: the oracle of their tests, and what runs without them."""
+"""What the kernels must do, in plain torch: the oracle of their tests, and what runs without them.
+
+Everything is done when a call returns, on a GPU too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 
+from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import Region
+from kvmig.kernels.face import Device, Finished, Grid, Half, Ids, Shard
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
-
-
-def copy(
-    src: Sequence[Region],
-    dst: Sequence[Region],
-    src_ids: NDArray[np.int64],
-    dst_ids: NDArray[np.int64],
-    checksums: bool,
-) -> list[int]:
-    """Copy blocks `src_ids` [n] to `dst_ids` [n]; returns n checksums, or none if not wanted."""
-    for source, target in zip(src, dst, strict=True):
-        _runs(target, dst_ids)[dst_ids] = _runs(source, src_ids)[src_ids]
-    return checksum(dst, dst_ids) if checksums else []
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_MAX = 448.0
+"""Largest float8 e4m3."""
+_DTYPES = {Half.BF16: torch.bfloat16, Half.FP16: torch.float16}
 
 
-def checksum(src: Sequence[Region], ids: NDArray[np.int64]) -> list[int]:
-    """Checksums [n] of blocks `ids` [n], as csrc/kvmig_copy.h defines them."""
-    total = np.zeros(len(ids), np.uint64)
-    first = 0
-    for region in src:
-        count = -(-region.run // 8)
-        padded = np.zeros((len(ids), count * 8), np.uint8)
-        padded[:, : region.run] = _runs(region, ids)[ids]
-        index = np.arange(first + 1, first + count + 1, dtype=np.uint64)
-        total += _mix64(padded.view("<u8") + index * _GOLDEN).sum(axis=1, dtype=np.uint64)
-        first += count
-    return [int(value) for value in total]
+class Reference:
+    """Plain torch on one device."""
+
+    name = "reference"
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def copy(
+        self,
+        src: Sequence[Region],
+        dst: Sequence[Region],
+        src_ids: Ids,
+        dst_ids: Ids,
+        *,
+        checksums: bool,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Finished:
+        with self._queue(stream):
+            sources, targets = (torch.from_numpy(ids).to(self.device) for ids in (src_ids, dst_ids))
+            for one, other in zip(src, dst, strict=True):
+                self._runs(other, dst_ids)[targets] = self._runs(one, src_ids)[sources]
+            return Finished(self._sums(dst, dst_ids) if checksums else [])
+
+    def checksum(
+        self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
+    ) -> Finished:
+        with self._queue(stream):
+            return Finished(self._sums(src, ids))
+
+    def reshard(
+        self,
+        src: Shard,
+        dst: Shard,
+        tokens: range,
+        heads: range,
+        row: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Finished:
+        with self._queue(stream):
+            for one, other in zip(src.grids, dst.grids, strict=True):
+                for token in tokens:
+                    rows = self._rows(one, src, token, heads, row)
+                    self._rows(other, dst, token, heads, row).copy_(rows)
+            return Finished([])
+
+    def pack_fp8(
+        self,
+        src: int,
+        dtype: Half,
+        rows: int,
+        width: int,
+        packed: int,
+        scales: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Finished:
+        with self._queue(stream):
+            values = self._halves(src, dtype, rows, width).float()
+            most = values.abs().amax(1, keepdim=True) if width else values.new_zeros(rows, 1)
+            by = torch.where(most == 0, 1.0, most / _MAX)
+            bounded = (values / by).clamp(-_MAX, _MAX)
+            codes = bounded.to(torch.float8_e4m3fn).view(torch.uint8)
+            self._bytes(packed, rows * width).view(rows, width).copy_(codes)
+            self._bytes(scales, rows * 4).view(torch.float32).copy_(by[:, 0])
+            return Finished([])
+
+    def unpack_fp8(
+        self,
+        packed: int,
+        scales: int,
+        dtype: Half,
+        rows: int,
+        width: int,
+        dst: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Finished:
+        with self._queue(stream):
+            codes = self._bytes(packed, rows * width).view(rows, width).view(torch.float8_e4m3fn)
+            by = self._bytes(scales, rows * 4).view(torch.float32)
+            values = (codes.float() * by[:, None]).to(_DTYPES[dtype])
+            self._halves(dst, dtype, rows, width).copy_(values)
+            return Finished([])
+
+    def _sums(self, regions: Sequence[Region], ids: Ids) -> list[int]:
+        """Checksums [n] as csrc/kvmig.h defines them; int64 wraps as uint64 does."""
+        total = torch.zeros(len(ids), dtype=torch.int64, device=self.device)
+        blocks = torch.from_numpy(ids).to(self.device)
+        first = 0
+        for region in regions:
+            if not (region.run and len(ids)):
+                continue
+            count = -(-region.run // 8)
+            padded = torch.zeros((len(ids), count * 8), dtype=torch.uint8, device=self.device)
+            padded[:, : region.run] = self._runs(region, ids)[blocks]
+            index = torch.arange(first + 1, first + count + 1, device=self.device)
+            total += _mix64(padded.view(torch.int64) + index * _signed(_GOLDEN)).sum(1)
+            first += count
+        return [value % 2**64 for value in total.tolist()]
+
+    def _runs(self, region: Region, ids: Ids) -> torch.Tensor:
+        """The region's memory [largest id + 1, run], not a copy."""
+        blocks = int(ids.max()) + 1 if len(ids) else 0
+        if not blocks or not region.run:
+            return torch.zeros((blocks, region.run), dtype=torch.uint8, device=self.device)
+        memory = self._bytes(region.base, (blocks - 1) * region.block_stride + region.run)
+        return memory.as_strided((blocks, region.run), (region.block_stride, 1))
+
+    def _rows(self, grid: Grid, shard: Shard, token: int, heads: range, row: int) -> torch.Tensor:
+        """The rows [heads, row] of one token, not a copy."""
+        block, place = divmod(token, shard.block_tokens)
+        offset = int(shard.ids[block]) * grid.block_stride + place * grid.token_stride
+        first = (heads.start - shard.first_head) * grid.head_stride
+        size = (len(heads) - 1) * grid.head_stride + row if heads and row else 0
+        memory = self._bytes(grid.base + offset + first, size)
+        return memory.as_strided((len(heads), row), (grid.head_stride, 1))
+
+    def _halves(self, address: int, dtype: Half, rows: int, width: int) -> torch.Tensor:
+        return self._bytes(address, rows * width * 2).view(_DTYPES[dtype]).view(rows, width)
+
+    def _bytes(self, address: int, nbytes: int) -> torch.Tensor:
+        """Memory as uint8 [nbytes], not a copy."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        if self.device == "cuda":
+            return torch.as_tensor(_CudaBytes(address, nbytes), device="cuda")
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    @contextlib.contextmanager
+    def _queue(self, stream: int) -> Iterator[None]:
+        """Work goes to `stream`, and is done when the block is left."""
+        if self.device == "cpu":
+            yield
+            return
+        queue = torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()
+        with torch.cuda.stream(queue):
+            yield
+        queue.synchronize()
 
 
-def _mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+class _CudaBytes:
+    """Memory of a GPU as torch takes it in."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def load(device: Device) -> Reference:
+    """Raises KernelUnavailable if torch can't use the device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise KernelUnavailable("torch sees no GPU")
+    return Reference(device)
+
+
+def _mix64(z: torch.Tensor) -> torch.Tensor:
     """splitmix64's finaliser, element by element."""
-    z = (z ^ (z >> np.uint64(30))) * _FIRST
-    z = (z ^ (z >> np.uint64(27))) * _SECOND
-    return z ^ (z >> np.uint64(31))
+    z = (z ^ _shifted(z, 30)) * _signed(_FIRST)
+    z = (z ^ _shifted(z, 27)) * _signed(_SECOND)
+    return z ^ _shifted(z, 31)
 
 
-def _runs(region: Region, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The region's memory [largest id + 1, run], not a copy."""
-    blocks = int(ids.max()) + 1 if len(ids) else 0
-    if not blocks or not region.run:
-        return np.zeros((blocks, region.run), np.uint8)
-    nbytes = (blocks - 1) * region.block_stride + region.run
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(region.base))
-    strides = (region.block_stride, 1)
-    return np.lib.stride_tricks.as_strided(memory, (blocks, region.run), strides)
+def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, with zeros from the left."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same bits."""
+    return word - 2**64 if word >= 2**63 else word

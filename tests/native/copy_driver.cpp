@@ -1,15 +1,26 @@
 // Gathers and scatters with odd sizes, each buffer exactly as large as its bytes, so that a
 // sanitizer sees any access outside. Ends with 0 when every byte and checksum is right.
 
-#include "kvmig_copy.h"
+#include "kvmig.h"
+#include "run_cpu.h"
 
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <vector>
 
 namespace {
 
 using Bytes = std::unique_ptr<unsigned char[]>;
+
+Bytes random_bytes(std::size_t size, unsigned seed) {
+    Bytes bytes(new unsigned char[size]);
+    for (std::size_t i = 0; i < size; ++i) {
+        seed = seed * 1664525u + 1013904223u;
+        bytes[i] = static_cast<unsigned char>(seed >> 24);
+    }
+    return bytes;
+}
 
 struct Cache {
     std::vector<Bytes> memory;
@@ -19,34 +30,54 @@ struct Cache {
 Cache make(const std::vector<int64_t> &runs, int64_t blocks, unsigned seed) {
     Cache cache;
     for (const int64_t run : runs) {
-        const auto size = static_cast<std::size_t>(run * blocks);
-        Bytes bytes(new unsigned char[size]);
-        for (std::size_t i = 0; i < size; ++i) {
-            seed = seed * 1664525u + 1013904223u;
-            bytes[i] = static_cast<unsigned char>(seed >> 24);
-        }
+        Bytes bytes = random_bytes(static_cast<std::size_t>(run * blocks), seed);
         cache.regions.push_back({bytes.get(), run, run});
         cache.memory.push_back(std::move(bytes));
     }
     return cache;
 }
 
-bool moved(const std::vector<int64_t> &runs) {
+bool moved(const std::vector<int64_t> &runs, int32_t workers) {
     Cache source = make(runs, 5, 1), target = make(runs, 3, 2);
     const auto n_regions = static_cast<int64_t>(runs.size());
     const int64_t from[] = {4, 0, 4}, to[] = {0, 2, 1};
     uint64_t written[3], read[3];
-    if (kvmig_copy(source.regions.data(), target.regions.data(), n_regions, from, to, 3, written))
+    if (kvmig_copy(source.regions.data(), target.regions.data(), n_regions, from, to, 3, written,
+                   nullptr, workers))
         return false;
-    if (kvmig_checksum(source.regions.data(), n_regions, from, 3, read)) return false;
+    if (kvmig_checksum(source.regions.data(), n_regions, from, 3, read, nullptr, workers))
+        return false;
     for (int k = 0; k < 3; ++k) {
         if (written[k] != read[k]) return false;
         for (std::size_t r = 0; r < runs.size(); ++r)
-            for (int64_t i = 0; i < runs[r]; ++i)
-                if (source.memory[r][static_cast<std::size_t>(from[k] * runs[r] + i)] !=
-                    target.memory[r][static_cast<std::size_t>(to[k] * runs[r] + i)])
-                    return false;
+            if (std::memcmp(source.memory[r].get() + from[k] * runs[r],
+                            target.memory[r].get() + to[k] * runs[r],
+                            static_cast<std::size_t>(runs[r])))
+                return false;
     }
+    return true;
+}
+
+// Every form of the loops that this CPU can run, against the portable one.
+bool loops_agree(int64_t size, int64_t shift) {
+    using namespace kvmig;
+    const auto bytes = static_cast<std::size_t>(size);
+    const Bytes source = random_bytes(bytes, 3);
+    const auto room = static_cast<std::size_t>(size + shift);
+    const Run summed{nullptr, source.get(), size, 5, source.get()};
+    const uint64_t sum = run_kernels(Isa::kPortable, false).sum(summed);
+    for (int isa = 0; isa <= static_cast<int>(best_isa()); ++isa)
+        for (const bool streaming : {false, true}) {
+            const RunKernels kernels = run_kernels(static_cast<Isa>(isa), streaming);
+            const Bytes one(new unsigned char[room]()), other(new unsigned char[room]());
+            kernels.copy({one.get() + shift, source.get(), size, 5, source.get()});
+            const uint64_t written =
+                kernels.copy_sum({other.get() + shift, source.get(), size, 5, source.get()});
+            fence();
+            if (written != sum || kernels.sum(summed) != sum) return false;
+            for (const unsigned char *copy : {one.get(), other.get()})
+                if (std::memcmp(copy + shift, source.get(), bytes)) return false;
+        }
     return true;
 }
 
@@ -54,11 +85,19 @@ bool moved(const std::vector<int64_t> &runs) {
 
 int main() {
     const std::vector<std::vector<int64_t>> cases = {
-        {}, {1}, {7}, {8}, {9, 63, 64}, {65, 1, 4096}, {8191, 8192, 8193}, {30001}};
+        {},           {1},          {7},           {8},    {9, 63, 64}, {65, 1, 4096},
+        {8191, 8192}, {0, 8193, 0}, {30001, 9999}, {4 << 20, 100}};
     for (const auto &runs : cases)
-        if (!moved(runs)) {
-            std::fprintf(stderr, "a copy of %zu regions is wrong\n", runs.size());
-            return 1;
-        }
+        for (const int32_t workers : {0, 1, 2, 3})
+            if (!moved(runs, workers)) {
+                std::fprintf(stderr, "a copy of %zu regions is wrong\n", runs.size());
+                return 1;
+            }
+    for (const int64_t size : {0, 1, 8, 31, 64, 100, 4096, 10007})
+        for (const int64_t shift : {0, 3, 8, 40, 64})
+            if (!loops_agree(size, shift)) {
+                std::fprintf(stderr, "loops differ at %d bytes\n", static_cast<int>(size));
+                return 1;
+            }
     return 0;
 }

@@ -1,0 +1,108 @@
+"""The C ABI of csrc/kvmig.h in ctypes: structures, prototypes, versions and errors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+from kvmig.ground.errors import KernelUnavailable, KvmigError
+from kvmig.ground.layout import Region
+from kvmig.kernels.face import Device, Grid
+
+ABI_VERSION = 2
+"""KVMIG_ABI_VERSION of the header that these declarations were written for."""
+
+OK, BAD_ARGUMENT, UNSUPPORTED, CUDA_ERROR = 0, 1, 2, 1000
+
+
+class CRegion(ctypes.Structure):
+    """kvmig_region."""
+
+    _fields_ = (("base", c_void_p), ("block_stride", c_int64), ("run", c_int64))
+
+
+class CGrid(ctypes.Structure):
+    """kvmig_grid."""
+
+    _fields_ = (
+        ("base", c_void_p),
+        ("block_stride", c_int64),
+        ("token_stride", c_int64),
+        ("head_stride", c_int64),
+    )
+
+
+class CShard(ctypes.Structure):
+    """kvmig_shard; `grids` and `ids` are addresses."""
+
+    _fields_ = (
+        ("grids", c_void_p),
+        ("ids", c_void_p),
+        ("block_tokens", c_int32),
+        ("first_head", c_int32),
+    )
+
+
+_COPY = (*(c_void_p, c_void_p, c_int64), *(c_void_p, c_void_p, c_int64))
+_QUEUE = (c_void_p, c_int32)
+PROTOTYPES: dict[str, tuple[type, ...]] = {
+    "kvmig_copy": (*_COPY, c_void_p, *_QUEUE),
+    "kvmig_copy_tma": (*_COPY, c_void_p, *_QUEUE),
+    "kvmig_copy_engine": (*_COPY, c_void_p),
+    "kvmig_checksum": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, *_QUEUE),
+    "kvmig_reshard": (
+        *(c_void_p, c_void_p, c_int64),
+        *(c_int64, c_int64, c_int32, c_int32, c_int64, *_QUEUE),
+    ),
+    "kvmig_pack_fp8": (c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p, *_QUEUE),
+    "kvmig_unpack_fp8": (c_void_p, c_void_p, c_int32, c_int64, c_int64, c_void_p, *_QUEUE),
+    "kvmig_ipc_export": (c_void_p, c_void_p, c_void_p),
+    "kvmig_ipc_import": (c_void_p, c_void_p),
+    "kvmig_ipc_close": (c_void_p,),
+    "kvmig_vmm_export": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "kvmig_vmm_import": (c_int, c_int64, c_int32, c_void_p),
+    "kvmig_vmm_close": (c_void_p, c_int64),
+}
+"""Arguments of every function that returns a status."""
+
+
+def load(path: Path, device: Device) -> ctypes.CDLL:
+    """The library at `path`, declared. Raises KernelUnavailable if it isn't one for `device`."""
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.kvmig_abi_version()
+        if version != ABI_VERSION:
+            raise KernelUnavailable(f"{path} has ABI version {version}, not {ABI_VERSION}")
+        library.kvmig_backend.restype = ctypes.c_char_p
+        found = library.kvmig_backend().decode()
+        if found != device:
+            raise KernelUnavailable(f"{path} is for {found}, not for {device}")
+        for name, arguments in PROTOTYPES.items():
+            getattr(library, name).argtypes = arguments
+    except (OSError, AttributeError) as error:
+        raise KernelUnavailable(f"can't load {path}: {error}") from error
+    return library
+
+
+def check(status: int) -> None:
+    """Turn a status into an exception: ValueError, KernelUnavailable or KvmigError."""
+    if status == OK:
+        return
+    if status == BAD_ARGUMENT:
+        raise ValueError("the kernel library refused its arguments")
+    if status == UNSUPPORTED:
+        raise KernelUnavailable("the kernel library can't do this on this device")
+    raise KvmigError(f"CUDA error {status - CUDA_ERROR} in the kernel library")
+
+
+def region_table(regions: Sequence[Region]) -> ctypes.Array[CRegion]:
+    """[n_regions] in host memory."""
+    return (CRegion * len(regions))(*(CRegion(r.base, r.block_stride, r.run) for r in regions))
+
+
+def grid_table(grids: Sequence[Grid]) -> ctypes.Array[CGrid]:
+    """[n_regions] in host memory."""
+    rows = (CGrid(g.base, g.block_stride, g.token_stride, g.head_stride) for g in grids)
+    return (CGrid * len(grids))(*rows)

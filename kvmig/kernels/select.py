@@ -1,0 +1,78 @@
+"""Which implementation copies on a device: the fastest there is, or the one that is asked for.
+
+Every implementation is a module with `load(device) -> Kernels`, which raises KernelUnavailable
+where it can't run, and is imported only when its turn has come.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+
+from kvmig.ground.errors import ConfigError, KernelUnavailable
+from kvmig.kernels.face import Device, Kernels
+
+VARIABLE = "KVMIG_KERNELS"
+MODULES = {
+    "cuda": "kvmig.kernels.cuda",
+    "nvrtc": "kvmig.kernels.nvrtc",
+    "triton": "kvmig.kernels.triton_kernels",
+    "cpu": "kvmig.kernels.native",
+    "reference": "kvmig.kernels.reference",
+}
+ORDER: dict[Device, tuple[str, ...]] = {
+    "cuda": ("cuda", "nvrtc", "triton", "reference"),
+    "cpu": ("cpu", "reference"),
+}
+"""Fastest first."""
+
+log = logging.getLogger(__name__)
+
+
+def kernels(device: Device) -> Kernels:
+    """The kernels for memory of `device`; the first call may compile, so make it at start.
+
+    $KVMIG_KERNELS forces one of MODULES wherever it can be: one of the GPU only leaves memory of
+    the host to the host's. Raises ConfigError for a name that isn't there, and KernelUnavailable
+    with the reason if it can't run here.
+    """
+    return _chosen(device, os.environ.get(VARIABLE, ""))
+
+
+@functools.cache
+def _chosen(device: Device, forced: str) -> Kernels:
+    if not forced:
+        return _fastest(device)
+    if forced not in MODULES:
+        raise ConfigError(f"{VARIABLE}={forced} is not one of {', '.join(MODULES)}")
+    try:
+        if device == "cpu" and forced not in (*ORDER["cpu"], "triton"):
+            load(forced, "cuda")
+            return _fastest("cpu")
+        return load(forced, device)
+    except KernelUnavailable as error:
+        raise KernelUnavailable(f"{VARIABLE}={forced}: {error}") from error
+
+
+def _fastest(device: Device) -> Kernels:
+    *fast, last = ORDER[device]
+    reasons: list[str] = []
+    for name in fast:
+        try:
+            return load(name, device)
+        except KernelUnavailable as error:
+            reasons.append(f"{name}: {error}")
+    log.warning("KV blocks are copied by torch, which is several times slower: %s", reasons)
+    return load(last, device)
+
+
+def load(name: str, device: Device) -> Kernels:
+    """The implementation of that name. Raises KernelUnavailable if it can't run here."""
+    try:
+        module = importlib.import_module(MODULES[name])
+    except ImportError as error:
+        raise KernelUnavailable(f"{name} can't be imported: {error}") from error
+    loaded: Kernels = module.load(device)
+    return loaded
