@@ -1,0 +1,237 @@
+"""The kernels in Triton: for a GPU without nvcc; on the CPU under TRITON_INTERPRET=1, for tests.
+
+Nothing else imports this module before it is chosen: it loads torch and Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from kvmig.ground.errors import KernelUnavailable
+from kvmig.ground.layout import Region
+from kvmig.kernels import triton_copy, triton_fp8, triton_reshard
+from kvmig.kernels.face import Device, Finished, Half, Ids, Pending, Shard
+from kvmig.kernels.triton_launch import Launcher, alignment, power_of_two
+
+COPY_TILE = 32 << 10
+"""Bytes that a CTA has under way: a KV run of most models in one to a few tiles."""
+SMALL_TILE = 512
+LANES = 4096
+"""Most elements of a tile, where they are narrower than 8 bytes."""
+RESHARD_LANES = 2048
+FP8_LANES = 4096
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+"""No multiplication and addition in one rounding: the results are defined bit by bit."""
+UNITS = {16: tl.uint64, 8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
+"""What is loaded at an alignment; two 64-bit lanes side by side make a 128-bit load."""
+
+
+class TritonKernels:
+    """`face.Kernels`. Raises KernelUnavailable where Triton has nothing to run on."""
+
+    name = "triton"
+
+    def __init__(self, device: Device = "cuda") -> None:
+        interpreted = triton.knobs.runtime.interpret
+        if device == "cpu" and not interpreted:
+            raise KernelUnavailable("Triton runs on the CPU only under TRITON_INTERPRET=1")
+        if device == "cuda" and interpreted:
+            raise KernelUnavailable("TRITON_INTERPRET=1 keeps Triton off the GPU")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise KernelUnavailable("torch finds no GPU that Triton could run on")
+        self.device: Device = device
+        on = torch.device("cpu")
+        if device == "cuda":
+            on = torch.device("cuda", torch.cuda.current_device())
+        self._launcher = Launcher(on)
+
+    def copy(
+        self,
+        src: Sequence[Region],
+        dst: Sequence[Region],
+        src_ids: Ids,
+        dst_ids: Ids,
+        *,
+        checksums: bool,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Pending:
+        """See `face.Kernels`."""
+        return self._copy(src, dst, (src_ids, dst_ids), True, checksums, stream, workers)
+
+    def checksum(
+        self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
+    ) -> Pending:
+        """See `face.Kernels`."""
+        return self._copy(src, src, (ids,), False, True, stream, workers)
+
+    def _copy(
+        self,
+        src: Sequence[Region],
+        dst: Sequence[Region],
+        ids: tuple[Ids, ...],
+        writes: bool,
+        checksums: bool,
+        stream: int,
+        workers: int,
+    ) -> Pending:
+        n = len(ids[0])
+        longest = max((region.run for region in src), default=0)
+        if not n or not longest:
+            return Finished([0] * n if checksums else [])
+        aligned = alignment(
+            number for r in (*src, *dst) for number in (r.base, r.block_stride, r.run)
+        )
+        unit = UNITS[aligned]
+        tile = max(min(power_of_two(longest), COPY_TILE, LANES * _size(unit)), SMALL_TILE)
+        tiles = -(-longest // tile)
+        items = n * len(src) * tiles
+        with self._launcher.on(stream):
+            table = self._launcher.upload(_region_table(src, dst), *ids)
+            sums = self._launcher.sums(n if checksums else 0)
+            triton_copy.copy_kernel[self._launcher.grid(workers, items)](
+                *(table, sums.view(torch.uint64), items, n, len(src), tiles),
+                tile=tile,
+                unit=unit,
+                align=aligned,
+                writes=writes,
+                sums=checksums,
+                **OPTIONS,
+            )
+            return self._launcher.pending(sums if checksums else None)
+
+    def reshard(
+        self,
+        src: Shard,
+        dst: Shard,
+        tokens: range,
+        heads: range,
+        row: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Pending:
+        """See `face.Kernels`."""
+        if not (src.grids and len(tokens) and len(heads) and row):
+            return Finished([])
+        table = np.array(
+            [
+                [end.base, end.block_stride, end.token_stride, end.head_stride]
+                for pair in zip(src.grids, dst.grids, strict=True)
+                for end in pair
+            ],
+            np.int64,
+        )
+        aligned = alignment([row, *table.ravel().tolist()])
+        unit = UNITS[aligned]
+        piece = min(row & -row, RESHARD_LANES * _size(unit))
+        rows = RESHARD_LANES * _size(unit) // piece
+        tiles = -(-len(tokens) * (row // piece) // rows)
+        items = len(src.grids) * len(heads) * tiles
+        with self._launcher.on(stream):
+            triton_reshard.reshard_kernel[self._launcher.grid(workers, items)](
+                self._launcher.upload(table, src.ids, dst.ids),
+                *(items, len(src.grids), len(heads), tiles, len(src.ids)),
+                *(tokens.start, len(tokens)),
+                *(heads.start - src.first_head, heads.start - dst.first_head),
+                src_block_tokens=src.block_tokens,
+                dst_block_tokens=dst.block_tokens,
+                pieces=row // piece,
+                piece=piece,
+                rows=rows,
+                unit=unit,
+                align=aligned,
+                **OPTIONS,
+            )
+            return self._launcher.pending()
+
+    def pack_fp8(
+        self,
+        src: int,
+        dtype: Half,
+        rows: int,
+        width: int,
+        packed: int,
+        scales: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Pending:
+        """See `face.Kernels`."""
+        return self._fp8(
+            triton_fp8.pack_kernel, src, packed, scales, dtype, rows, width, stream, workers
+        )
+
+    def unpack_fp8(
+        self,
+        packed: int,
+        scales: int,
+        dtype: Half,
+        rows: int,
+        width: int,
+        dst: int,
+        *,
+        stream: int = 0,
+        workers: int = 0,
+    ) -> Pending:
+        """See `face.Kernels`."""
+        return self._fp8(
+            triton_fp8.unpack_kernel, dst, packed, scales, dtype, rows, width, stream, workers
+        )
+
+    def _fp8(
+        self,
+        kernel: Any,
+        halves: int,
+        packed: int,
+        scales: int,
+        dtype: Half,
+        rows: int,
+        width: int,
+        stream: int,
+        workers: int,
+    ) -> Pending:
+        if not rows:
+            return Finished([])
+        columns = power_of_two(width)
+        tile = max(FP8_LANES // columns, 1)
+        with self._launcher.on(stream):
+            kernel[self._launcher.grid(workers, -(-rows // tile))](
+                *(halves, packed, scales, rows),
+                width=width,
+                columns=columns,
+                tile=tile,
+                bf16=dtype == Half.BF16,
+                half_align=alignment((halves, 2 * width)),
+                packed_align=alignment((packed, width)),
+                **OPTIONS,
+            )
+            return self._launcher.pending()
+
+
+def _region_table(src: Sequence[Region], dst: Sequence[Region]) -> NDArray[np.int64]:
+    """[n_regions, triton_copy.COLUMNS]."""
+    rows: list[tuple[int, ...]] = []
+    first_word = 0
+    for source, target in zip(src, dst, strict=True):
+        ends = (source.base, source.block_stride, target.base, target.block_stride)
+        rows.append((*ends, source.run, first_word))
+        first_word += -(-source.run // 8)
+    return np.array(rows, np.int64)
+
+
+def _size(unit: tl.tensor) -> int:
+    """Bytes of a Triton type."""
+    return int(unit.primitive_bitwidth) // 8
+
+
+def load(device: Device) -> TritonKernels:
+    """Raises KernelUnavailable where Triton has nothing to run on."""
+    return TritonKernels(device)
