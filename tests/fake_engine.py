@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from kvmig.engines.base import EngineLoad, Export, RequestState, Stage, Tail
+from kvmig.engines.base import EngineLoad, Export, OnTokens, RequestState, Stage, Tail
 from kvmig.ground.errors import MigrationRefused, RequestGone
 from kvmig.ground.layout import KVLayout, Region
 
@@ -31,6 +31,8 @@ class Request:
     prompt: int
     blocks: list[int] = field(default_factory=list)
     suspended: bool = False
+    decoding: asyncio.Task[None] | None = None
+    """Its steps since a fork."""
 
 
 def kv(tokens: Sequence[int], position: int) -> bytes:
@@ -48,10 +50,13 @@ class FakeEngine:
     """`before` runs at the start of each call, with the method's name: to fail or to wait there;
     `on_started` when a request that came begins to decode.
 
-    steps: tokens that each following request decodes at every export, stage and suspend.
+    steps: tokens that each request that leaves decodes at every stage and suspend; after a
+    fork it decodes one a millisecond.
     """
 
-    def __init__(self, num_blocks: int = 200, steps: int = 1, hits: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int = 200, steps: int = 1, hits: int = 0, can_follow: bool = False
+    ) -> None:
         self.layout = KVLayout(
             (Region(0, BLOCK_BYTES, BLOCK_BYTES),), num_blocks, BLOCK_TOKENS, "m"
         )
@@ -59,7 +64,9 @@ class FakeEngine:
         self.free = list(range(num_blocks))
         self.running: dict[str, Request] = {}
         self.reserved: dict[str, Request] = {}
-        self.followed: set[str] = set()
+        self.leaving: set[str] = set()
+        self.following: dict[str, Request] = {}
+        self.can_follow = can_follow
         self.steps = steps
         self.hits = hits
         self.calls: list[str] = []
@@ -104,8 +111,9 @@ class FakeEngine:
         suspended = any(request.suspended for request in self.running.values())
         return (
             not self.reserved
+            and not self.following
             and not suspended
-            and not self.followed
+            and not self.leaving
             and held + len(self.free) == self.layout.num_blocks
             and len(set(self.free)) == len(self.free)
         )
@@ -122,7 +130,7 @@ class FakeEngine:
     async def export(self, request_id: str) -> Export:
         await self._enter("export")
         request = self._live(request_id)
-        self.followed.add(request_id)
+        self.leaving.add(request_id)
         payload = msgspec.msgpack.encode((request.tokens, request.prompt))
         return Export(request_id, len(request.tokens), [payload])
 
@@ -131,13 +139,30 @@ class FakeEngine:
         request = self._live(request_id)
         self.decode(request, self.steps)
         full = (len(request.tokens) - 1) // BLOCK_TOKENS
-        return Stage(request.blocks[sent:full], len(request.tokens))
+        return Stage(request.blocks[sent:full], len(request.tokens), decoding=True)
+
+    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
+        await self._enter("fork")
+        request = self._live(request_id)
+
+        async def steps() -> None:
+            while request_id in self.running and not request.suspended:
+                self.decode(request, 1)
+                on_tokens(request.tokens[-1:])
+                await asyncio.sleep(0.001)
+
+        fork = self._tail(request, sent)
+        request.decoding = asyncio.create_task(steps())
+        return fork
 
     async def suspend(self, request_id: str, sent: int) -> Tail:
         await self._enter("suspend")
         request = self._live(request_id)
         self.decode(request, self.steps)
         request.suspended = True
+        return self._tail(request, sent)
+
+    def _tail(self, request: Request, sent: int) -> Tail:
         used = -(-(len(request.tokens) - 1) // BLOCK_TOKENS)
         state = msgspec.msgpack.encode(request.tokens)
         outputs = len(request.tokens) - request.prompt
@@ -145,13 +170,13 @@ class FakeEngine:
 
     async def resume(self, request_id: str) -> None:
         await self._enter("resume")
-        self.followed.discard(request_id)
+        self.leaving.discard(request_id)
         if request_id in self.running:
             self.running[request_id].suspended = False
 
     async def release(self, request_id: str) -> None:
         await self._enter("release")
-        self.followed.discard(request_id)
+        self.leaving.discard(request_id)
         if request_id in self.running and self.running[request_id].suspended:
             self.end(request_id)
 
@@ -182,10 +207,39 @@ class FakeEngine:
             request.blocks.append(self.free.pop(0))
         return list(request.blocks)
 
+    async def follow(self, request_id: str, fork: Tail) -> int:
+        await self._enter("follow")
+        request = self.following[request_id] = self.reserved.pop(request_id)
+        request.tokens = msgspec.msgpack.decode(fork.state)
+        return 0
+
+    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> int:
+        await self._enter("extend")
+        request = self.following.get(request_id)
+        if request is None:
+            raise MigrationRefused("unknown_request", request_id)
+        assert start == len(request.tokens) - request.prompt
+        self._compute(request, [*request.tokens, *token_ids])
+        return 0
+
+    def _compute(self, request: Request, tokens: list[int]) -> None:
+        """A follower's step: the KV of what came since, up to the last token but one."""
+        known, request.tokens = len(request.tokens), tokens
+        while len(request.blocks) * BLOCK_TOKENS < len(tokens):
+            request.blocks.append(self.free.pop(0))
+        for position in range(known - 1, len(tokens) - 1):
+            start = self._address(request, position)
+            self.memory[start : start + TOKEN_BYTES] = kv(tokens, position)
+
     async def commit(self, request_id: str, tail: Tail) -> None:
         await self._enter("commit")
-        request = self.reserved.pop(request_id)
-        request.tokens = msgspec.msgpack.decode(tail.state)
+        tokens = msgspec.msgpack.decode(tail.state)
+        if request_id in self.following:
+            request = self.following.pop(request_id)
+            self._compute(request, tokens)
+        else:
+            request = self.reserved.pop(request_id)
+            request.tokens = tokens
         for position in range(len(request.tokens) - 1):
             start = self._address(request, position)
             came = bytes(self.memory[start : start + TOKEN_BYTES])
@@ -195,7 +249,7 @@ class FakeEngine:
 
     async def cancel(self, request_id: str) -> None:
         await self._enter("cancel")
-        request = self.reserved.pop(request_id, None)
+        request = self.reserved.pop(request_id, None) or self.following.pop(request_id, None)
         if request is not None:
             self.free += request.blocks
 
@@ -219,7 +273,7 @@ class FakeEngine:
     def _live(self, request_id: str) -> Request:
         request = self.running.get(request_id)
         if request is None:
-            self.followed.discard(request_id)
+            self.leaving.discard(request_id)
             raise RequestGone("unknown_request", request_id)
         return request
 

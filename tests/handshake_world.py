@@ -22,16 +22,21 @@ from kvmig.kvtransfer.messages import (
     Chunk,
     Commit,
     Committed,
+    Follow,
+    Following,
     Message,
     Refused,
     Reserve,
     Reserved,
+    Tokens,
 )
 from kvmig.kvtransfer.source_machine import SourceMachine
 
 EXPORT = base.Export("r", 8, [])
 TAIL = Tail([13], 11, 1, b"")
 COMMIT = Commit("m", "r", 1, TAIL, 3)
+SAID = 2
+"""Tokens messages that a source sends at most."""
 
 
 @dataclass
@@ -39,6 +44,8 @@ class World:
     """faults: messages that may still be lost or doubled."""
 
     faults: int
+    can_follow: bool = False
+    said: int = 0
     source: SourceMachine = field(default_factory=lambda: SourceMachine("m", max_stages=8))
     destination: DestinationMachine = field(default_factory=lambda: DestinationMachine("m"))
     to_destination: list[Message] = field(default_factory=list)
@@ -53,6 +60,8 @@ class World:
     """The front end takes no token of the new epoch any more."""
     orphaned: bool = False
     """The front end is gone."""
+    extending: int = 0
+    """Tokens on their way into the destination's engine."""
 
     def __post_init__(self) -> None:
         self._here(self.source.start())
@@ -110,7 +119,11 @@ class World:
                 moves.append(self._ask_destination)
         else:
             moves += [self._succeed_here, partial(self._here_failed, "error")]
-        if self.doing_here is None or asking or isinstance(self.doing_here, here.Copy):
+        if (
+            self.doing_here is None
+            or asking
+            or isinstance(self.doing_here, here.Copy | here.SendFork)
+        ):
             if self.to_source:
                 moves.append(self._hear_here)
             if self.may_cancel:
@@ -120,7 +133,7 @@ class World:
     def _moves_there(self) -> list[Callable[[], None]]:
         if self.doing_there is not None:
             return [self._succeed_there, self._fail_there]
-        moves: list[Callable[[], None]] = []
+        moves: list[Callable[[], None]] = [self._extended] if self.extending else []
         if self.to_destination:
             moves.append(self._hear_there)
         if self.destination.state is not there.S.NEW and not self.destination.ended:
@@ -172,8 +185,10 @@ class World:
     def _hear_here(self) -> None:
         machine = self.source
         match self.to_source.pop(0):
-            case Reserved(stage=stage, hit_blocks=hit) if machine.expects(stage):
-                self._here(machine.reserved(hit))
+            case Reserved(stage=stage, hit_blocks=hit, can_follow=can) if machine.expects(stage):
+                self._here(machine.reserved(hit, can))
+            case Following(computing=computing):
+                self._go_on(machine.followed(computing, 0.0, 1.0))
             case Refused(reason=reason):
                 self._here(machine.refused(reason))
             case Aborted():
@@ -199,15 +214,22 @@ class World:
             case here.Export():
                 self._here(machine.exported(8))
             case here.Check(sent):
-                self._here(machine.checked(Stage([11, 12][sent:], 9)))
+                self._here(machine.checked(Stage([11, 12][sent:], 9, decoding=True)))
             case here.Copy(stage, first, ids):
                 self._say(Chunk("m", stage, first, 0, 0, [0] * len(ids)))
                 self._here(machine.copied())
+            case here.Fork():
+                self._here(machine.forked(TAIL))
+            case here.SendFork(first):
+                self._say(Chunk("m", 9, first, 0, 0, [0]))
+                self._say(Follow("m", TAIL, first + 1))
+                self._here(machine.fork_sent(1))
             case here.Suspend():
                 self.at_source = "suspended"
                 self._here(machine.suspended(TAIL))
-            case here.SendTail(first):
-                self._say(Chunk("m", 9, first, 0, 0, [0]))
+            case here.SendTail(first, tail):
+                if tail.block_ids:
+                    self._say(Chunk("m", 9, first, 0, 0, [0]))
                 self._say(COMMIT)
                 self._here(machine.commit_sent())
 
@@ -226,6 +248,10 @@ class World:
                     self._say(COMMIT)
                 case here.SendAbort(reason):
                     self._say(Abort("m", reason))
+                case here.Listen():
+                    if self.said < SAID:
+                        self.said += 1
+                        self._say(Tokens("m", self.said, [7]))
                 case here.Resume():
                     assert self.at_source != "gone"
                     self.at_source = "running"
@@ -248,6 +274,10 @@ class World:
                 self._there(machine.reserve(message))
             case Chunk() as message:
                 self._there(machine.chunk(message))
+            case Follow() as message:
+                self._there(machine.follow(message))
+            case Tokens() as message:
+                self._there(machine.tokens(message))
             case Commit() as message:
                 self._there(machine.commit(message))
             case Abort():
@@ -261,12 +291,18 @@ class World:
         match self.doing_there:
             case there.ReserveBlocks():
                 self.at_destination = "reserved"
-                self._there(machine.reserved(0, "tcp"))
+                self._there(machine.reserved(0, "tcp", self.can_follow))
             case there.Scatter(chunk):
                 self._there(machine.scattered(chunk, 0.0))
+            case there.RunBehind():
+                self._there(machine.joined(5, 0.0))
             case there.RunRequest():
                 self.at_destination = "running"
                 self._there(machine.committed(0.0))
+
+    def _extended(self) -> None:
+        self.extending -= 1
+        self._there(self.destination.extended(1, 0.0))
 
     def _fail_there(self) -> None:
         self._there(self.destination.failed("error"))
@@ -278,6 +314,8 @@ class World:
                 case there.Answer(message):
                     if self.connected:
                         self.to_source.append(message)
+                case there.Extend():
+                    self.extending += 1
                 case there.FreeBlocks():
                     assert self.at_destination != "running"
                     self.at_destination = "nothing"

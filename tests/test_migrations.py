@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -21,34 +20,8 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
-from tests.fake_cluster import Drop, cluster, until
+from tests.fake_cluster import cluster, dropping, failing, until
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
-
-
-def dropping(kind: type[Message], times: int = 1) -> Drop:
-    """Loses the first messages of a kind."""
-    left = [times]
-
-    def drop(message: Message) -> bool:
-        if not isinstance(message, kind) or left[0] == 0:
-            return False
-        left[0] -= 1
-        return True
-
-    return drop
-
-
-def failing(method: str, error: Exception, after: int = 0) -> Callable[[str], Awaitable[None]]:
-    """The engine raises at a method's call, once `after` earlier ones went well."""
-    left = [after]
-
-    async def before(called: str) -> None:
-        if called == method:
-            left[0] -= 1
-            if left[0] < 0:
-                raise error
-
-    return before
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -57,10 +57,12 @@ class Stage(msgspec.Struct, frozen=True):
     """Full blocks of the request after the first `sent`, in order. They don't change any more."""
     num_tokens: int
     """Tokens of the request now: the destination must hold as many, and one block spare."""
+    decoding: bool = False
+    """Its prompt is computed: it gets a token each step."""
 
 
 class Tail(msgspec.Struct, frozen=True):
-    """What is left of a suspended request: it runs nowhere until commit or resume."""
+    """The rest of a request, between two steps: of one that was suspended, or of a fork."""
 
     block_ids: list[int]
     """The request's remaining blocks after the first `sent`, the last one usually part full."""
@@ -68,6 +70,10 @@ class Tail(msgspec.Struct, frozen=True):
     num_output_tokens: int
     state: bytes
     """The adapter's own: tokens since the export, sampling state."""
+
+
+OnTokens = Callable[[list[int]], None]
+"""What each step gave one request: one token id, or several."""
 
 
 class Engine(Protocol):
@@ -81,6 +87,8 @@ class Engine(Protocol):
     """
 
     layout: KVLayout
+    can_follow: bool
+    """Whether `follow` works here."""
 
     # -- what it holds
     def load(self) -> EngineLoad:
@@ -98,6 +106,14 @@ class Engine(Protocol):
 
     async def stage(self, request_id: str, sent: int) -> Stage:
         """Post-check the request and name the full blocks after the first `sent`."""
+        ...
+
+    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
+        """Describe the rest of a decoding request, which runs on. Its KV doesn't change any more.
+
+        on_tokens: called on the event loop with what each later step gives it, until the
+        request is suspended, resumed or gone.
+        """
         ...
 
     async def suspend(self, request_id: str, sent: int) -> Tail:
@@ -121,12 +137,28 @@ class Engine(Protocol):
         """Hold at least `num_tokens` tokens and one block spare; all block ids, in order."""
         ...
 
+    async def follow(self, request_id: str, fork: Tail) -> int:
+        """Compute the reserved request's KV behind the source from the next step on.
+
+        All blocks of `fork` are there. It is never sampled from: the last known token is
+        left uncomputed. It takes part in the engine's steps as a request that runs here.
+        Returns how many tokens the next step computes.
+        """
+        ...
+
+    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> int:
+        """More output tokens of a following request, the `start`th and on; some may be known.
+
+        Returns, at a step boundary, how many tokens the next step computes: 0 if none begins.
+        """
+        ...
+
     async def commit(self, request_id: str, tail: Tail) -> None:
-        """Run the reserved request from the tail's state at the next step boundary."""
+        """Run the reserved or following request from the tail's state at the next boundary."""
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """Free a reservation. Unknown ids are ignored."""
+        """Free a reservation, or end its following. Unknown ids are ignored."""
         ...
 
     # -- memory

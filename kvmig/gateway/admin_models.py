@@ -122,6 +122,10 @@ class Migration(BaseModel):
     transport: str
     hit_blocks: int = Field(description="Found in the destination's prefix cache, not sent.")
     stages: list[Stage]
+    followed: int | None = Field(
+        description="Steps that the destination computed along before the switch; "
+        "null when the rest was copied in the pause."
+    )
     tail_blocks: int
     output_tokens: int | None = Field(
         description="Tokens that the source put out; the next one is the destination's. "

@@ -1,6 +1,7 @@
 """The destination's half of the handshake: pure, messages and results in, actions out.
 
-It never runs a request before Commit and never gives one up after it. When it has
+It never runs a request before Commit and never gives one up after it; before, it may let
+the engine compute along with the source (Follow, Tokens). When it has
 ended it stays as a tombstone: it answers late and repeated messages the same way,
 so a lost answer can be asked for again, and a cancelled migration can't commit.
 """
@@ -19,10 +20,13 @@ from kvmig.kvtransfer.messages import (
     ChunkDone,
     Commit,
     Committed,
+    Follow,
+    Following,
     Message,
     Refused,
     Reserve,
     Reserved,
+    Tokens,
 )
 
 
@@ -33,6 +37,8 @@ class S(StrEnum):
     RESERVING = auto()
     RECEIVING = auto()
     SCATTERING = auto()
+    JOINING = auto()
+    FOLLOWING = auto()
     COMMITTING = auto()
     COMMITTED = auto()
     CANCELLED = auto()
@@ -45,6 +51,10 @@ class E(StrEnum):
     RESERVED = auto()
     CHUNK = auto()
     SCATTERED = auto()
+    FOLLOW = auto()
+    JOINED = auto()
+    TOKENS = auto()
+    EXTENDED = auto()
     COMMIT = auto()
     COMMITTED = auto()
     FAILED = auto()
@@ -55,7 +65,9 @@ class E(StrEnum):
     """The lease ran out, the client left, or the instance stops."""
 
 
-_LATE = (E.RESERVE, E.CHUNK, E.COMMIT, E.ABORT, E.FENCE, E.CANCEL)
+_LATE = (
+    E.RESERVE, E.CHUNK, E.FOLLOW, E.TOKENS, E.EXTENDED, E.COMMIT, E.ABORT, E.FENCE, E.CANCEL,
+)  # fmt: skip
 """What may still come when the machine has ended."""
 
 
@@ -72,6 +84,20 @@ class Scatter:
     """Copy the chunk into the request's blocks and compare checksums."""
 
     chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class RunBehind:
+    """Let the engine follow the source."""
+
+    fork: Tail
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Hand tokens to the engine that follows; nobody waits for that."""
+
+    tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +119,7 @@ class Answer:
     message: Message
 
 
-Action = ReserveBlocks | Scatter | RunRequest | FreeBlocks | Answer
+Action = ReserveBlocks | Scatter | RunBehind | Extend | RunRequest | FreeBlocks | Answer
 
 
 class DestinationMachine(Machine):
@@ -103,6 +129,8 @@ class DestinationMachine(Machine):
         S.NEW: {
             E.RESERVE: S.RESERVING,
             E.CHUNK: S.NEW,
+            E.FOLLOW: S.NEW,
+            E.TOKENS: S.NEW,
             E.COMMIT: S.CANCELLED,
             E.FAILED: S.CANCELLED,
             E.ABORT: S.CANCELLED,
@@ -113,6 +141,7 @@ class DestinationMachine(Machine):
         S.RECEIVING: {
             E.RESERVE: S.RESERVING,
             E.CHUNK: S.SCATTERING,
+            E.FOLLOW: S.JOINING,
             E.COMMIT: S.COMMITTING,
             E.FAILED: S.CANCELLED,
             E.ABORT: S.CANCELLED,
@@ -120,6 +149,19 @@ class DestinationMachine(Machine):
             E.CANCEL: S.CANCELLED,
         },
         S.SCATTERING: {E.SCATTERED: S.RECEIVING, E.FAILED: S.CANCELLED, E.CANCEL: S.CANCELLED},
+        S.JOINING: {E.JOINED: S.FOLLOWING, E.FAILED: S.CANCELLED, E.CANCEL: S.CANCELLED},
+        S.FOLLOWING: {
+            E.RESERVE: S.FOLLOWING,
+            E.CHUNK: S.FOLLOWING,
+            E.FOLLOW: S.FOLLOWING,
+            E.TOKENS: S.FOLLOWING,
+            E.EXTENDED: S.FOLLOWING,
+            E.COMMIT: S.COMMITTING,
+            E.FAILED: S.CANCELLED,
+            E.ABORT: S.CANCELLED,
+            E.FENCE: S.CANCELLED,
+            E.CANCEL: S.CANCELLED,
+        },
         S.COMMITTING: {E.COMMITTED: S.COMMITTED, E.FAILED: S.CANCELLED},
         S.COMMITTED: dict.fromkeys(_LATE, S.COMMITTED),
         S.CANCELLED: dict.fromkeys(_LATE, S.CANCELLED),
@@ -130,6 +172,7 @@ class DestinationMachine(Machine):
         self._stage = 0
         self._hit = 0
         self._transport = ""
+        self._can_follow = False
         self._opened = False
         self._answer: Message = Aborted(mid)
         """What a repeated Reserve or Commit gets once the machine has ended."""
@@ -151,6 +194,8 @@ class DestinationMachine(Machine):
         self.go(E.RESERVE)
         if self.ended:
             return [Answer(self._answer)]
+        if self.state is S.FOLLOWING:
+            return []  # said twice
         self._stage = message.stage
         return [ReserveBlocks(message.export if opening else None, message.num_tokens)]
 
@@ -161,9 +206,23 @@ class DestinationMachine(Machine):
         self.go(E.CHUNK)
         return [Scatter(message)] if self.state is S.SCATTERING else []
 
+    def follow(self, message: Follow) -> list[Action]:
+        """All is here but what the source computes from now on."""
+        if self.state is S.RECEIVING and message.blocks != self.received:
+            return self.failed("error", f"{self.received} of {message.blocks} blocks came")
+        self.go(E.FOLLOW)
+        return [RunBehind(message.fork)] if self.state is S.JOINING else []
+
+    def tokens(self, message: Tokens) -> list[Action]:
+        """What the source has put out since."""
+        if self.state is S.RECEIVING:
+            return self.failed("error", "tokens before Follow")
+        self.go(E.TOKENS)
+        return [Extend(message)] if self.state is S.FOLLOWING else []
+
     def commit(self, message: Commit) -> list[Action]:
         """Run the request, once; a repeated Commit gets the first one's answer."""
-        if self.state is S.RECEIVING and message.blocks != self.received:
+        if self.state in (S.RECEIVING, S.FOLLOWING) and message.blocks != self.received:
             return self.failed("error", f"{self.received} of {message.blocks} blocks came")
         unknown = self.state is S.NEW
         self.go(E.COMMIT)
@@ -188,20 +247,35 @@ class DestinationMachine(Machine):
 
     # -- results and what else happens here
 
-    def reserved(self, hit_blocks: int = 0, transport: str = "") -> list[Action]:
+    def reserved(
+        self, hit_blocks: int = 0, transport: str = "", can_follow: bool = False
+    ) -> list[Action]:
         """The engine holds the blocks; the arguments count when it is the first stage."""
         self.go(E.RESERVED)
         if not self._opened:
             self._opened = True
             self._hit = self.received = hit_blocks
             self._transport = transport
-        return [Answer(Reserved(self.key, self._stage, self._hit, self._transport))]
+            self._can_follow = can_follow
+        return [
+            Answer(Reserved(self.key, self._stage, self._hit, self._transport, self._can_follow))
+        ]
 
     def scattered(self, chunk: Chunk, ms: float) -> list[Action]:
         """The chunk is in its blocks, and the checksums agree."""
         self.go(E.SCATTERED)
         self.received = max(self.received, chunk.first + len(chunk.checksums))
         return [Answer(ChunkDone(self.key, chunk.slot, ms))]
+
+    def joined(self, computing: int, ms: float) -> list[Action]:
+        """The engine follows; its next step computes `computing` tokens."""
+        self.go(E.JOINED)
+        return [Answer(Following(self.key, computing, ms))]
+
+    def extended(self, computing: int, ms: float) -> list[Action]:
+        """Tokens reached the engine."""
+        self.go(E.EXTENDED)
+        return [] if self.ended else [Answer(Following(self.key, computing, ms))]
 
     def committed(self, ms: float) -> list[Action]:
         """The engine has the request in its queue: this is never undone."""

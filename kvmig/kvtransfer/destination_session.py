@@ -23,7 +23,17 @@ from kvmig.kvtransfer import destination_machine as do
 from kvmig.kvtransfer.compat import fingerprint
 from kvmig.kvtransfer.copier import Send
 from kvmig.kvtransfer.destination_machine import Action, DestinationMachine
-from kvmig.kvtransfer.messages import Abort, Chunk, Commit, FirstToken, Message, Reserve, Reserved
+from kvmig.kvtransfer.messages import (
+    Abort,
+    Chunk,
+    Commit,
+    FirstToken,
+    Follow,
+    Message,
+    Reserve,
+    Reserved,
+    Tokens,
+)
 from kvmig.kvtransfer.transports.base import Inbox
 from kvmig.kvtransfer.transports.select import Inboxes
 
@@ -46,7 +56,16 @@ class Fence:
     answer: asyncio.Future[bool]
 
 
-Event = Message | Cancel | Fence
+@dataclass(frozen=True, slots=True)
+class Extended:
+    """Tokens reached the engine that follows, or could not."""
+
+    computing: int
+    ms: float
+    error: Exception | None = None
+
+
+Event = Message | Cancel | Fence | Extended
 
 
 class DestinationSession:
@@ -81,6 +100,7 @@ class DestinationSession:
         self._inbox: Inbox | None = None
         self._blocks: list[int] = []
         self._committed_at = 0.0
+        self._extending: set[asyncio.Task[None]] = set()
         self.deliver(reserve)
 
     @property
@@ -122,6 +142,8 @@ class DestinationSession:
             await self._rest()
 
     async def _rest(self) -> None:
+        if self._extending:
+            await asyncio.wait(self._extending)
         while not self._events.empty():
             event, payload = self._events.get_nowait()
             if self.machine.ended:
@@ -148,6 +170,14 @@ class DestinationSession:
                 return machine.reserve(event)
             case Chunk():
                 return machine.chunk(event)
+            case Follow():
+                return machine.follow(event)
+            case Tokens():
+                return machine.tokens(event)
+            case Extended(computing, ms, None):
+                return machine.extended(computing, ms)
+            case Extended(error=error):
+                return self._not_extended(error)
             case Commit():
                 return machine.commit(event)
             case Abort():
@@ -187,6 +217,15 @@ class DestinationSession:
                 return await self._open(export)
             case do.Scatter(chunk):
                 return await self._scatter(chunk, payload)
+            case do.RunBehind(fork):
+                began = self._clock()
+                computing = await self._bounded(self._engine.follow(self.request_id, fork))
+                return self.machine.joined(computing, (self._clock() - began) * 1e3)
+            case do.Extend(tokens):
+                # Not waited for: tokens that come during one step go into the next together.
+                task = asyncio.create_task(self._extend(tokens))
+                self._extending.add(task)
+                task.add_done_callback(self._extending.discard)
             case do.RunRequest(tail):
                 return await self._commit(tail)
             case do.FreeBlocks():
@@ -204,7 +243,7 @@ class DestinationSession:
         except TransportError as error:
             raise MigrationRefused("incompatible", str(error)) from error
         hit_blocks = await self._bounded(self._engine.reserve(export))
-        return self.machine.reserved(hit_blocks, self._inbox.transport)
+        return self.machine.reserved(hit_blocks, self._inbox.transport, self._engine.can_follow)
 
     async def _grow(self, num_tokens: int) -> None:
         self._blocks = await self._bounded(self._engine.grow(self.request_id, num_tokens))
@@ -224,6 +263,27 @@ class DestinationSession:
             if sent != came:
                 raise MigrationRefused("corrupt", f"block {chunk.first + index} came changed")
         return self.machine.scattered(chunk, (self._clock() - began) * 1e3)
+
+    async def _extend(self, tokens: Tokens) -> None:
+        began = self._clock()
+        try:
+            computing = await self._bounded(
+                self._engine.extend(self.request_id, tokens.start, tokens.token_ids)
+            )
+        except (KvmigError, TimeoutError) as error:
+            self.deliver(Extended(0, 0.0, error))
+        except Exception as error:
+            log.exception("%s: handing tokens over failed", self.machine.key)
+            self.deliver(Extended(0, 0.0, error))
+        else:
+            self.deliver(Extended(computing, (self._clock() - began) * 1e3))
+
+    def _not_extended(self, error: Exception | None) -> list[Action]:
+        if self.machine.ended:
+            return []  # it was cancelled or committed meanwhile, which the engine did first
+        if isinstance(error, MigrationRefused):
+            return self.machine.failed(error.reason, error.detail)
+        return self.machine.failed("timeout" if isinstance(error, TimeoutError) else "error")
 
     async def _commit(self, tail: Tail) -> list[Action]:
         began = self._clock()

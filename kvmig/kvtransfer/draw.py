@@ -21,7 +21,7 @@ from kvmig.kvtransfer.source_machine import SourceMachine
 
 INK, GREY = "#1f2933", "#52606d"
 BLUE, GREEN, AMBER = ("#e6f0fb", "#2f6db5"), ("#e5f5ea", "#2e8b57"), ("#fdf1dc", "#b7791f")
-WIDTH, HEIGHT, LINE = 1280, 880, 15
+WIDTH, HEIGHT, LINE = 1280, 1050, 15
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,26 @@ SOURCE: dict[StrEnum, Box] = {
     Here.RESERVING_STAGE: Box(460, 300, 170),
     Here.COPYING: Box(460, 390, 170),
     Here.RESERVING_TAIL: Box(190, 390, 160),
-    Here.SUSPENDING: Box(190, 475, 160),
-    Here.SENDING_TAIL: Box(190, 560, 160),
-    Here.COMMITTING: Box(190, 670, 160),
-    Here.RESOLVING: Box(415, 670, 130),
-    Here.COMMITTED: Box(190, 830, 160, colour=GREEN),
-    Here.ABORTED: Box(510, 830, 230, colour=AMBER),
+    Here.FORKING: Box(460, 475, 170),
+    Here.SENDING_FORK: Box(460, 560, 170),
+    Here.FOLLOWED: Box(460, 650, 150),
+    Here.SUSPENDING: Box(190, 650, 160),
+    Here.SENDING_TAIL: Box(190, 735, 160),
+    Here.COMMITTING: Box(190, 840, 160),
+    Here.RESOLVING: Box(415, 840, 130),
+    Here.COMMITTED: Box(190, 1000, 160, colour=GREEN),
+    Here.ABORTED: Box(510, 1000, 230, colour=AMBER),
 }
 DESTINATION: dict[StrEnum, Box] = {
     There.NEW: Box(890, 130),
     There.RESERVING: Box(890, 255),
     There.RECEIVING: Box(890, 400),
-    There.SCATTERING: Box(745, 530),
-    There.COMMITTING: Box(890, 670),
-    There.COMMITTED: Box(890, 830, colour=GREEN),
-    There.CANCELLED: Box(1180, 430, 130, 640, colour=AMBER),
+    There.SCATTERING: Box(745, 500),
+    There.JOINING: Box(960, 590, 120),
+    There.FOLLOWING: Box(960, 715, 120),
+    There.COMMITTING: Box(845, 840),
+    There.COMMITTED: Box(845, 1000, colour=GREEN),
+    There.CANCELLED: Box(1190, 515, 120, 810, colour=AMBER),
 }
 FRAMED = list(Here)[: list(Here).index(Here.COMMITTING)]
 """States of the source whose ways to ABORTED are drawn as one."""
@@ -73,13 +78,16 @@ LABELS: dict[tuple[StrEnum, StrEnum], float] = {
     (Here.COMMITTING, Here.ABORTED): 0.76,
     (Here.RESOLVING, Here.COMMITTED): 0.76,
     (Here.RESOLVING, Here.ABORTED): 0.35,
-    (There.RECEIVING, There.COMMITTING): 0.72,
-    (There.SCATTERING, There.CANCELLED): 0.82,
+    (There.RECEIVING, There.COMMITTING): 0.45,
+    (There.SCATTERING, There.CANCELLED): 0.86,
+    (There.JOINING, There.CANCELLED): 0.5,
 }
 """How far along its arrow a label stands, where it isn't the middle."""
 LOOPS: dict[StrEnum, str] = {
     Here.COMMITTING: "left",
     Here.RESOLVING: "right",
+    Here.FOLLOWED: "right",
+    There.FOLLOWING: "left",
     There.COMMITTED: "left",
     There.CANCELLED: "below",
     There.NEW: "left",
@@ -181,11 +189,11 @@ def frame(table: Table) -> str:
         raise ValueError("the framed states don't have the same ways to be aborted")
     common = [event for event in table[FRAMED[0]] if event in ways[0]]
     return (
-        '<rect x="60" y="90" width="550" height="510" rx="12" fill="#f8fafc" stroke="#8a94a3"'
+        '<rect x="60" y="90" width="550" height="680" rx="12" fill="#f8fafc" stroke="#8a94a3"'
         ' stroke-dasharray="6 4"/>'
-        + line([(595, 600), (595, 810)])
-        + text(595, 622, [", ".join(common)])
-        + text(594, 584, ["the request runs on here, whatever goes wrong"], "end")
+        + line([(595, 770), (595, 980)])
+        + text(595, 792, [", ".join(common)])
+        + text(594, 758, ["the request runs on here, whatever goes wrong"], "end")
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from kvmig.engines.base import Export, Tail
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when a message changes in a way that an older peer would misread."""
 
 
@@ -59,6 +59,8 @@ class Reserved(Message, frozen=True, tag=True):
     stage: int
     hit_blocks: int
     transport: str
+    can_follow: bool = False
+    """Whether the destination takes Follow (stage 0 only)."""
     token: str = ""
     """What the source needs to push into the destination's buffers (stage 0 only)."""
 
@@ -93,6 +95,32 @@ class ChunkDone(Message, frozen=True, tag=True):
     mid: str
     slot: int
     scatter_ms: float
+
+
+class Follow(Message, frozen=True, tag=True):
+    """Source: all blocks of the fork are sent; compute what comes after behind me."""
+
+    mid: str
+    fork: Tail
+    blocks: int
+    """As in Commit."""
+
+
+class Tokens(Message, frozen=True, tag=True):
+    """Source: the request's output tokens `start` and on."""
+
+    mid: str
+    start: int
+    token_ids: list[int]
+
+
+class Following(Message, frozen=True, tag=True):
+    """Destination: the tokens reached the engine, `wait_ms` after they came."""
+
+    mid: str
+    computing: int
+    """Tokens that the step which begins now computes; 0: none begins."""
+    wait_ms: float
 
 
 class Commit(Message, frozen=True, tag=True):
@@ -141,6 +169,9 @@ PeerMessage = (
     | Refused
     | Chunk
     | ChunkDone
+    | Follow
+    | Tokens
+    | Following
     | Commit
     | Committed
     | FirstToken

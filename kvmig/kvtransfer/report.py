@@ -79,6 +79,8 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     hit_blocks: int = 0
     """Blocks that the destination's prefix cache held: not sent."""
     stages: list[StageReport] = []
+    followed: int | None = None
+    """Steps that the destination computed along before the switch; None: it took the tail."""
     tail_blocks: int = 0
     output_tokens: int | None = None
     """Tokens that the source put out; the next one is the destination's. None: never suspended."""

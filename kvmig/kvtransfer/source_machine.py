@@ -1,7 +1,9 @@
 """The source's half of the handshake: pure, events in, actions out.
 
 Before each stage blocks are pre-allocated (Reserve), after each the request is
-checked again. Until Commit is sent every failure leaves the request running here.
+checked again. A destination that can follow then computes along: the rest of the request
+is sent while it runs on, and its tokens as they come, until both ends are in step.
+Until Commit is sent every failure leaves the request running here.
 After it only the destination's word, or the arbiter's, decides.
 """
 
@@ -11,9 +13,11 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import ClassVar
 
+from msgspec import structs
+
 from kvmig.engines.base import Stage, Tail
 from kvmig.kvtransfer.machine import Machine, Table
-from kvmig.kvtransfer.stages import enough
+from kvmig.kvtransfer.stages import enough, in_step
 
 COMMIT_SENDS = 3
 """Times that Commit is sent before the arbiter is asked."""
@@ -28,6 +32,9 @@ class S(StrEnum):
     RESERVING_STAGE = auto()
     COPYING = auto()
     RESERVING_TAIL = auto()
+    FORKING = auto()
+    SENDING_FORK = auto()
+    FOLLOWED = auto()
     SUSPENDING = auto()
     SENDING_TAIL = auto()
     COMMITTING = auto()
@@ -46,6 +53,13 @@ class E(StrEnum):
     ENOUGH = auto()
     """The request is fine and the rest is small enough for the tail."""
     COPIED = auto()
+    FORK = auto()
+    """The destination holds blocks for the rest, and can follow."""
+    FORKED = auto()
+    FORK_SENT = auto()
+    BEHIND = auto()
+    """The destination follows, but not in step yet."""
+    IN_STEP = auto()
     SUSPENDED = auto()
     COMMIT_SENT = auto()
     COMMITTED = auto()
@@ -97,6 +111,26 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """Describe the rest after the first `sent` blocks; the request runs on."""
+
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendFork:
+    """Gather and send the rest, Follow right behind, and from then on each step's tokens."""
+
+    first: int
+    fork: Tail
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Wait for the next answer of the destination that follows."""
+
+
+@dataclass(frozen=True, slots=True)
 class Suspend:
     """Take the request out of the batch."""
 
@@ -139,8 +173,8 @@ class SendAbort:
 
 
 Action = (
-    Export | SendReserve | Check | Copy | Suspend | SendTail | SendCommit | AskArbiter
-    | Resume | Release | SendAbort
+    Export | SendReserve | Check | Copy | Fork | SendFork | Listen | Suspend | SendTail
+    | SendCommit | AskArbiter | Resume | Release | SendAbort
 )  # fmt: skip
 
 
@@ -153,7 +187,10 @@ class SourceMachine(Machine):
         S.CHECKING: _until_commit(E.MORE, S.RESERVING_STAGE) | {E.ENOUGH: S.RESERVING_TAIL},
         S.RESERVING_STAGE: _until_commit(E.RESERVED, S.COPYING),
         S.COPYING: _until_commit(E.COPIED, S.CHECKING),
-        S.RESERVING_TAIL: _until_commit(E.RESERVED, S.SUSPENDING),
+        S.RESERVING_TAIL: _until_commit(E.RESERVED, S.SUSPENDING) | {E.FORK: S.FORKING},
+        S.FORKING: _until_commit(E.FORKED, S.SENDING_FORK),
+        S.SENDING_FORK: _until_commit(E.FORK_SENT, S.FOLLOWED),
+        S.FOLLOWED: _until_commit(E.IN_STEP, S.SUSPENDING) | {E.BEHIND: S.FOLLOWED},
         S.SUSPENDING: _until_commit(E.SUSPENDED, S.SENDING_TAIL),
         S.SENDING_TAIL: _until_commit(E.COMMIT_SENT, S.COMMITTING),
         S.COMMITTING: {
@@ -177,16 +214,20 @@ class SourceMachine(Machine):
         S.ABORTED: {},
     }
 
-    def __init__(self, key: str, max_stages: int) -> None:
-        """`max_stages`: live stages before the tail is forced."""
+    def __init__(self, key: str, max_stages: int, follow: bool = True) -> None:
+        """`max_stages`: live stages before the tail is forced; follow: if both ends can."""
         super().__init__(key, S.EXPORTING)
         self._max_stages = max_stages
+        self._follow = follow and max_stages > 0
+        self._answers = 0
         self._commits = 0
         self._plan = Stage([], 0)
         self.stage = 0
         """The stage of the last Reserve."""
         self.sent = 0
         """Blocks that the destination has or was sent."""
+        self.forked_there = False
+        """Whether the destination was told to follow."""
         self.cancelled = ""
         """Why the client's side gave up, if it did."""
         self.reason = ""
@@ -210,12 +251,16 @@ class SourceMachine(Machine):
         self.go(E.EXPORTED)
         return [SendReserve(0, num_tokens)]
 
-    def reserved(self, hit_blocks: int) -> list[Action]:
-        """The destination holds blocks for `self.stage`."""
+    def reserved(self, hit_blocks: int, can_follow: bool = False) -> list[Action]:
+        """The destination holds blocks for `self.stage`; the arguments count for stage 0."""
         before = self.state
+        if before is S.RESERVING_TAIL and self._follow and self._plan.decoding:
+            self.go(E.FORK)
+            return [Fork(self.sent)]
         self.go(E.RESERVED)
         if before is S.RESERVING:
             self.sent = hit_blocks
+            self._follow = self._follow and can_follow
             return [Check(self.sent)]
         if before is S.RESERVING_STAGE:
             return [Copy(self.stage, self.sent, tuple(self._plan.block_ids))]
@@ -235,10 +280,35 @@ class SourceMachine(Machine):
         self.sent += len(self._plan.block_ids)
         return [Check(self.sent)]
 
+    def forked(self, fork: Tail) -> list[Action]:
+        """The rest of the request, as it was just now."""
+        self.go(E.FORKED)
+        return [SendFork(self.sent, fork)]
+
+    def fork_sent(self, blocks: int) -> list[Action]:
+        """The rest and Follow are on their way."""
+        self.go(E.FORK_SENT)
+        self.sent += blocks
+        self.forked_there = True
+        return [Listen()]
+
+    def followed(self, computing: int, wait_ms: float, step_ms: float) -> list[Action]:
+        """The destination took tokens, see `stages.in_step`."""
+        if self.state is not S.FOLLOWED:
+            return []  # decided already
+        self._answers += 1
+        if in_step(self._answers, computing, wait_ms, step_ms):
+            self.go(E.IN_STEP)
+            return [Suspend(self.sent)]
+        self.go(E.BEHIND)
+        return [Listen()]
+
     def suspended(self, tail: Tail) -> list[Action]:
-        """The request runs nowhere from here on."""
+        """The request runs nowhere from here on. A follower computes the rest itself."""
         self.go(E.SUSPENDED)
-        return [SendTail(self.sent, tail)]
+        return [
+            SendTail(self.sent, structs.replace(tail, block_ids=[]) if self.forked_there else tail)
+        ]
 
     def commit_sent(self) -> list[Action]:
         """Tail and Commit are on their way: the point of no return."""

@@ -13,3 +13,24 @@ def enough(full_blocks: int, stage: int, max_stages: int) -> bool:
     last block goes with the tail. With `max_stages` 0 all blocks go with it.
     """
     return full_blocks <= TAIL_BLOCKS or stage >= max_stages
+
+
+FOLLOW_LEAST, FOLLOW_MOST = 3, 16
+"""Answers of a following destination before which one that computes is not in step, and after
+which the request is switched, come what may."""
+NEAR = 0.2
+"""Of a step: a destination that takes tokens so soon after they came is in step."""
+
+
+def in_step(answers: int, computing: int, wait_ms: float, step_ms: float) -> bool:
+    """Whether to switch to a following destination now.
+
+    The client waits for the destination's next step, and for what is left of the one that runs
+    there when the last token comes. If none runs (`computing` 0) that is nothing. If other
+    requests run there, it is about what the token before waited: as long as steps take equally
+    long at both ends it stays the same; if they don't, a better moment comes.
+    """
+    if answers >= FOLLOW_MOST:
+        return True
+    near = wait_ms <= NEAR * step_ms
+    return near and (computing == 0 or (computing <= 2 and answers >= FOLLOW_LEAST))

@@ -34,6 +34,7 @@ class Timeline:
         self._pause: list[float] = []
         self.transport = ""
         self.hit_blocks = 0
+        self.followed: int | None = None
         self.tail_blocks = 0
         self.output_tokens: int | None = None
         self.bytes = 0
@@ -82,6 +83,7 @@ class Timeline:
             transport=self.transport,
             hit_blocks=self.hit_blocks,
             stages=self._stages,
+            followed=self.followed,
             tail_blocks=self.tail_blocks,
             output_tokens=self.output_tokens,
             bytes=self.bytes,

@@ -1,0 +1,144 @@
+"""Following, by table: how both machines come to it, and out of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmig.engines import base
+from kvmig.engines.base import Stage, Tail
+from kvmig.kvtransfer import destination_machine as destination
+from kvmig.kvtransfer import source_machine as source
+from kvmig.kvtransfer.destination_machine import Answer, DestinationMachine, FreeBlocks
+from kvmig.kvtransfer.messages import (
+    Chunk,
+    Commit,
+    Follow,
+    Following,
+    Refused,
+    Reserve,
+    Tokens,
+)
+from kvmig.kvtransfer.source_machine import Resume, SendAbort, SourceMachine
+from kvmig.kvtransfer.stages import FOLLOW_LEAST, FOLLOW_MOST, in_step
+
+FORK = Tail([9], 33, 3, b"")
+TAIL = Tail([9, 10], 37, 7, b"")
+
+
+def source_before_the_tail(max_stages: int = 8, decoding: bool = True) -> SourceMachine:
+    machine = SourceMachine("m", max_stages)
+    machine.exported(30)
+    machine.reserved(1, can_follow=True)
+    machine.checked(Stage([4], 31, decoding))
+    return machine
+
+
+def followed_source() -> SourceMachine:
+    machine = source_before_the_tail()
+    machine.reserved(0)
+    machine.forked(FORK)
+    machine.fork_sent(1)
+    return machine
+
+
+def following_destination() -> DestinationMachine:
+    machine = DestinationMachine("m")
+    machine.reserve(Reserve("m", "r", 1, 0, 30, export=base.Export("r", 30, [])))
+    machine.reserved(0, "tcp", can_follow=True)
+    machine.chunk(Chunk("m", 0, 0, 2, 1, [0]))
+    machine.scattered(Chunk("m", 0, 0, 2, 1, [0]), 0.1)
+    machine.follow(Follow("m", FORK, 1))
+    machine.joined(5, 0.1)
+    return machine
+
+
+def test_the_source_forks_sends_listens_and_suspends_without_a_tail() -> None:
+    machine = source_before_the_tail()
+    assert machine.reserved(0) == [source.Fork(sent=1)]
+    assert machine.forked(FORK) == [source.SendFork(1, FORK)]
+    assert machine.fork_sent(1) == [source.Listen()]
+    assert machine.followed(5, 9.0, 10.0) == [source.Listen()]
+    assert machine.followed(0, 0.5, 10.0) == [source.Suspend(sent=2)]
+    assert machine.suspended(TAIL) == [source.SendTail(2, Tail([], 37, 7, b""))]
+
+
+def test_an_answer_after_the_decision_changes_nothing() -> None:
+    machine = followed_source()
+    machine.followed(0, 0.0, 10.0)
+    assert machine.followed(0, 0.0, 10.0) == []
+    assert machine.state is source.S.SUSPENDING
+
+
+def test_a_request_that_does_not_decode_is_not_followed() -> None:
+    assert source_before_the_tail(decoding=False).reserved(0) == [source.Suspend(1)]
+
+
+def test_without_live_stages_nothing_is_followed() -> None:
+    assert source_before_the_tail(max_stages=0).reserved(0) == [source.Suspend(1)]
+
+
+@pytest.mark.parametrize("state", [source.S.FORKING, source.S.SENDING_FORK, source.S.FOLLOWED])
+def test_until_the_switch_every_end_leaves_the_request_here(state: source.S) -> None:
+    def at() -> SourceMachine:
+        machine = source_before_the_tail()
+        machine.reserved(0)
+        if state is not source.S.FORKING:
+            machine.forked(FORK)
+        if state is source.S.FOLLOWED:
+            machine.fork_sent(1)
+        assert machine.state is state
+        return machine
+
+    assert at().failed("finished") == [Resume(), SendAbort("finished")]
+    assert at().cancel("shutdown") == [Resume(), SendAbort("shutdown")]
+    assert at().refused("preempted") == [Resume()]
+
+
+def test_the_destination_joins_extends_and_commits() -> None:
+    machine = following_destination()
+    tokens = Tokens("m", 3, [7])
+    assert machine.tokens(tokens) == [destination.Extend(tokens)]
+    assert machine.extended(1, 0.4) == [Answer(Following("m", 1, 0.4))]
+    assert machine.commit(Commit("m", "r", 1, TAIL, 1)) == [destination.RunRequest(TAIL)]
+
+
+def test_the_destination_follows_only_when_all_blocks_are_there() -> None:
+    machine = DestinationMachine("m")
+    machine.reserve(Reserve("m", "r", 1, 0, 30, export=base.Export("r", 30, [])))
+    machine.reserved(0, "tcp", can_follow=True)
+    actions = machine.follow(Follow("m", FORK, 1))
+    assert actions == [FreeBlocks(), Answer(Refused("m", "error", "0 of 1 blocks came"))]
+
+
+def test_a_follower_takes_no_more_blocks() -> None:
+    machine = following_destination()
+    assert machine.chunk(Chunk("m", 0, 0, 2, 1, [0])) == []
+    assert machine.state is destination.S.FOLLOWING
+
+
+@pytest.mark.parametrize("end", ["abort", "fence", "lease", "failed"])
+def test_a_follower_that_is_given_up_is_freed(end: str) -> None:
+    machine = following_destination()
+    actions = {
+        "abort": machine.abort,
+        "fence": machine.fence,
+        "lease": lambda: machine.cancel("timeout"),
+        "failed": lambda: machine.failed("preempted"),
+    }[end]()
+    assert actions[0] == FreeBlocks()
+    assert machine.extended(0, 0.0) == []
+
+
+def test_a_destination_that_rests_is_in_step_as_soon_as_it_answers_soon() -> None:
+    assert in_step(1, computing=0, wait_ms=1.0, step_ms=10.0)
+    assert not in_step(1, computing=0, wait_ms=3.0, step_ms=10.0)
+
+
+def test_one_that_computes_is_in_step_once_that_is_no_accident() -> None:
+    assert not in_step(1, computing=1, wait_ms=1.0, step_ms=10.0)
+    assert in_step(FOLLOW_LEAST, computing=1, wait_ms=1.0, step_ms=10.0)
+    assert not in_step(FOLLOW_LEAST, computing=9, wait_ms=1.0, step_ms=10.0)
+
+
+def test_following_has_an_end() -> None:
+    assert in_step(FOLLOW_MOST, computing=9, wait_ms=99.0, step_ms=10.0)

@@ -1,0 +1,164 @@
+"""Migrations to a destination that follows: whole ones, and everything that can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvmig.ground.errors import MigrationRefused, RequestGone
+from kvmig.kvtransfer.messages import Follow, Following, Message, Tokens
+from tests.fake_cluster import cluster, dropping, failing, until
+from tests.fake_engine import FakeEngine
+
+
+def followed(destination: FakeEngine | None = None) -> FakeEngine:
+    """Both ends of these migrations can follow."""
+    engine = destination or FakeEngine()
+    engine.can_follow = True
+    return engine
+
+
+async def test_a_request_is_switched_to_the_destination_that_followed_it() -> None:
+    async with cluster(source=followed(), destination=followed()) as them:
+        report = await them.move()
+        assert (report.state, them.owners()) == ("committed", "b")
+        assert report.followed is not None
+        assert report.tail_blocks == 0
+        assert [stage.blocks for stage in report.stages] == [11, 1]
+        assert report.downtime_ms is not None
+        assert "follow" in them.b.engine.calls
+
+
+@pytest.mark.parametrize("end", ["source", "destination"])
+async def test_an_engine_that_can_not_follow_gets_the_tail(end: str) -> None:
+    engines = {"source": followed(), "destination": followed()}
+    engines[end].can_follow = False
+    async with cluster(**engines) as them:
+        report = await them.move()
+        assert (report.state, report.followed) == ("committed", None)
+        assert report.tail_blocks > 0
+
+
+async def test_following_can_be_turned_off() -> None:
+    async with cluster(source=followed(), destination=followed(), follow=False) as them:
+        assert (await them.move()).followed is None
+
+
+async def test_a_destination_that_is_never_in_step_is_switched_to_all_the_same() -> None:
+    async with cluster(source=followed(), destination=followed()) as them:
+
+        async def slow(method: str) -> None:
+            if method == "extend":
+                await asyncio.sleep(0.005)
+
+        them.b.engine.before = slow
+        report = await them.move()
+        assert (report.state, them.owners()) == ("committed", "b")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RequestGone("preempted"), "preempted"), (RuntimeError("a bug"), "error")],
+)
+async def test_a_source_that_fails_to_fork_keeps_the_request(error: Exception, reason: str) -> None:
+    async with cluster(source=followed(), destination=followed()) as them:
+        them.a.engine.before = failing("fork", error)
+        report = await them.move()
+        assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
+
+
+@pytest.mark.parametrize("method", ["follow", "extend", "commit"])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(MigrationRefused("preempted"), "preempted"), (OSError("a bug"), "error")],
+)
+async def test_a_follower_that_fails_leaves_the_request_at_the_source(
+    method: str, error: Exception, reason: str
+) -> None:
+    async with cluster(source=followed(), destination=followed()) as them:
+        them.b.engine.before = failing(method, error)
+        report = await them.move()
+        assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
+        assert them.b.committing == {}
+
+
+@pytest.mark.parametrize("kind", [Follow, Tokens, Following])
+async def test_a_lost_message_leaves_the_request_in_one_place(kind: type[Message]) -> None:
+    async with cluster(
+        source=followed(), destination=followed(), timeout_ms=60, lease_ms=200
+    ) as them:
+        them.a.drop, them.b.drop = dropping(kind), dropping(kind)
+        report = await them.move()
+        assert them.owners() == ("b" if report.state == "committed" else "a")
+        await asyncio.sleep(0.25)  # the lease of what the source could not take back
+
+
+@pytest.mark.parametrize("method", ["fork", "follow", "extend"])
+async def test_a_client_that_leaves_leaves_nothing(method: str) -> None:
+    async with cluster(source=followed(), destination=followed(), timeout_ms=300) as them:
+        engine = them.a.engine if method == "fork" else them.b.engine
+
+        async def leave(called: str) -> None:
+            if called == method:
+                engine.before = engine._nothing
+                them.a.engine.end("r")
+                them.a.migrations.cancel_request("r", "aborted_by_client")
+
+        engine.before = leave
+        assert (await them.move()).state == "aborted"
+        assert them.owners() == ""
+
+
+@pytest.mark.parametrize("method", ["fork", "follow", "extend"])
+@pytest.mark.parametrize("side", ["a", "b"])
+async def test_shutdown_gives_the_migration_up(method: str, side: str) -> None:
+    async with cluster(
+        source=followed(), destination=followed(), timeout_ms=200, lease_ms=300
+    ) as them:
+        engine = them.a.engine if method == "fork" else them.b.engine
+        closing: list[asyncio.Task[None]] = []
+
+        async def stop(called: str) -> None:
+            if called == method and not closing:
+                node = them.a if side == "a" else them.b
+                closing.append(asyncio.create_task(node.migrations.close(1.0)))
+                await asyncio.sleep(0.005)
+
+        engine.before = stop
+        report = await them.move()
+        await asyncio.gather(*closing)
+        assert (report.state, report.reason, them.owners()) == ("aborted", "shutdown", "a")
+
+
+@pytest.mark.parametrize("method", ["fork", "follow", "extend"])
+async def test_an_engine_that_hangs_is_given_up_and_frees_everything(method: str) -> None:
+    async with cluster(
+        source=followed(), destination=followed(), timeout_ms=60, lease_ms=150
+    ) as them:
+        engine = them.a.engine if method == "fork" else them.b.engine
+
+        async def hang(called: str) -> None:
+            if called == method:
+                await asyncio.sleep(0.3)
+
+        engine.before = hang
+        report = await them.move()
+        assert (report.state, report.reason, them.owners()) == ("aborted", "timeout", "a")
+
+
+async def test_a_follower_that_dies_is_noticed_and_the_request_stays() -> None:
+    async with cluster(
+        source=followed(), destination=followed(), timeout_ms=5000, lease_ms=6000
+    ) as them:
+
+        async def never(method: str) -> None:
+            if method == "extend":
+                await asyncio.sleep(60)
+
+        them.b.engine.before = never
+        moving = asyncio.create_task(them.move())
+        await until(lambda: "extend" in them.b.engine.calls)
+        them.b.die()
+        report = await moving
+        assert (report.reason, them.owners()) == ("peer_lost", "a")
