@@ -45,7 +45,8 @@ class Reference:
         with self._queue(stream):
             sources, targets = (torch.from_numpy(ids).to(self.device) for ids in (src_ids, dst_ids))
             for one, other in zip(src, dst, strict=True):
-                self._runs(other, dst_ids)[targets] = self._runs(one, src_ids)[sources]
+                runs = self._runs(one, src_ids).index_select(0, sources)
+                self._runs(other, dst_ids).index_copy_(0, targets, runs)
             return Finished(self._sums(dst, dst_ids) if checksums else [])
 
     def checksum(
@@ -123,7 +124,7 @@ class Reference:
                 continue
             count = -(-region.run // 8)
             padded = torch.zeros((len(ids), count * 8), dtype=torch.uint8, device=self.device)
-            padded[:, : region.run] = self._runs(region, ids)[blocks]
+            padded[:, : region.run] = self._runs(region, ids).index_select(0, blocks)
             index = torch.arange(first + 1, first + count + 1, device=self.device)
             total += _mix64(padded.view(torch.int64) + index * _signed(_GOLDEN)).sum(1)
             first += count
