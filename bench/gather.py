@@ -3,8 +3,11 @@
 Gigabytes a second of gathered bytes. In each round all implementations and the plain copy of as
 many bytes (memcpy with as many threads; on a GPU device to device) follow one another, and ratios
 are of one round: a machine that is slower for a while is so for all. Buffers are many times as
-large as the caches. The figures are the least of all shapes and orders of ids. torch's
-index_select copies a layer to a place of its own: its output isn't fused yet.
+large as the caches. The figures are the least of all shapes and orders of ids.
+
+torch: index_select of each layer, then joined, as one would do it without kernels. In place:
+each straight to its part of the buffer (`out=`). That copies run by run as ours does, though
+without checksums, so both reach what memory allows: there is no target beside it.
 """
 
 from __future__ import annotations
