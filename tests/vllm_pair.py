@@ -4,7 +4,6 @@ them. (vLLM's CPU attention has one scratch buffer a process, so nothing may run
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 import warnings
@@ -40,18 +39,25 @@ class Output:
     finish_reason: Any = None
 
 
+def remembered(worker: Any) -> list[str]:
+    """Requests that a worker knows; runs there."""
+    return list(worker.model_runner.requests)
+
+
 class Side:
     """One engine, with what its clients got."""
 
-    def __init__(self, async_scheduling: bool) -> None:
+    def __init__(
+        self, async_scheduling: bool, own_flags: Sequence[str] = (), unit_tokens: int = 0
+    ) -> None:
         from kvmig.engines.vllm import flags
         from kvmig.engines.vllm.config import engine_config
         from kvmig.engines.vllm.serving import ServingVllm
 
-        config = engine_config(flags.parse([str(BUNDLED), *FLAGS]))
+        config = engine_config(flags.parse([str(BUNDLED), *FLAGS, *own_flags]))
         # vLLM's CPU platform turns it off; the machinery is the same as on a GPU.
         config.scheduler_config.async_scheduling = async_scheduling
-        self.engine = ServingVllm(config)
+        self.engine = ServingVllm(config, unit_tokens=unit_tokens)
         self.core = self.engine._core
         self.core.process_input_queue_block = False
 
@@ -89,14 +95,22 @@ class Side:
 class Pair:
     """Engines `a` and `b`, and everything that their requests gave, in order of arrival."""
 
-    def __init__(self, async_scheduling: bool) -> None:
+    def __init__(
+        self,
+        async_scheduling: bool,
+        a_flags: Sequence[str] = (),
+        b_flags: Sequence[str] = (),
+        unit_tokens: int = 0,
+    ) -> None:
         os.environ.update(ENVIRONMENT)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from kvmig.engines.vllm import flags
 
             flags.set_environment()
-            self.a, self.b = Side(async_scheduling), Side(async_scheduling)
+            self.a, self.b = (
+                Side(async_scheduling, own, unit_tokens) for own in (a_flags, b_flags)
+            )
         self.outputs: dict[str, Output] = {}
 
     def begin(self) -> None:
@@ -215,6 +229,35 @@ class Pair:
         await self.done(source.engine.release(request_id))
         return hit
 
+    async def fork(self, source: Side, to: Side, request_id: str) -> list[int]:
+        """All of a migration up to following; what the source puts out from then on."""
+        export = await self.done(source.engine.export(request_id))
+        sent = await self.done(to.engine.reserve(export))
+        sent = await self.copy_stage(source, to, request_id, sent)
+        assert (await self.done(source.engine.stage(request_id, sent))).decoding
+        said: list[int] = []
+        fork = await self.done(source.engine.fork(request_id, sent, said.extend))
+        blocks = await self.done(to.engine.grow(request_id, fork.num_tokens))
+        end = sent + len(fork.block_ids)
+        await self.copy(source, to, fork.block_ids, blocks[sent:end])
+        await self.done(to.engine.follow(request_id, fork))
+        return said
+
+    async def extend(self, to: Side, request_id: str, said: list[int]) -> int:
+        """Hand over what was said since; how much of the older is not computed yet."""
+        start = len(self.outputs[request_id].tokens) - len(said)
+        left = await self.done(to.engine.extend(request_id, start, said))
+        said.clear()
+        return left
+
+    async def switch(self, source: Side, to: Side, request_id: str) -> None:
+        """From following to running there."""
+        tail = await self.suspend(source, request_id, 10**6)
+        assert tail.block_ids == []
+        to.engine.assign(request_id, 1)
+        await self.done(to.engine.commit(request_id, tail))
+        await self.done(source.engine.release(request_id))
+
     async def idle(self) -> None:
         """Step until neither engine has anything to do."""
         for _ in range(PATIENCE):
@@ -234,12 +277,10 @@ class Pair:
             assert side.engine._destination.reserved() == 0
             assert side.engine._source._leaving == {}
             assert side.used_blocks == 0
-            worker = side.core.model_executor.driver_worker.worker
-            assert worker.model_runner.requests == {}
+            assert not any(side.core.model_executor.collective_rpc(remembered))
 
     def close(self) -> None:
         for side in (self.a, self.b):
             side.engine._memory.close()
             side.engine._builder.shutdown()
-            with contextlib.suppress(AttributeError):
-                side.core.structured_output_manager.clear_backend()
+            side.core.shutdown()

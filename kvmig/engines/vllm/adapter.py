@@ -13,7 +13,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from kvmig.engines.base import EngineLoad, Export, RequestState, Stage, Tail
+from kvmig.engines.base import EngineLoad, Export, OnTokens, RequestState, Stage, Tail
+from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.destination import Destination
 from kvmig.engines.vllm.load import engine_load, request_states
@@ -38,20 +39,22 @@ class VllmEngine:
     Made before the core runs.
     """
 
-    def __init__(self, core: StepCore) -> None:
+    def __init__(self, core: StepCore, unit_tokens: int = 0) -> None:
+        """unit_tokens: see `BlockMemory`."""
         scheduler = core.scheduler
         assert isinstance(scheduler, Scheduler)
         self._core = core
         self._scheduler = scheduler
-        self._memory = BlockMemory(core.vllm_config, scheduler)
-        self._source = Source(core)
-        self._destination = Destination(core)
+        self._memory = BlockMemory(core, unit_tokens)
+        self._source = Source(core, self._memory.units)
+        self._destination = Destination(core, self._memory.units)
         self._submitted: dict[str, list[bytes]] = {}
         # Building a request hashes its blocks and feeds its grammar: not on the engine's thread.
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="kvmig-build")
-        self._load = engine_load(scheduler)
+        self._load = engine_load(scheduler, self._memory.units)
         self._load_at = 0.0
         self.layout = self._memory.layout
+        self.can_follow = runner.can_extend(core)
         core.between_steps = self.between_steps
 
     def assign(self, request_id: str, client: int) -> None:
@@ -61,10 +64,11 @@ class VllmEngine:
     def between_steps(self) -> None:
         """On the engine's thread, after each step and each call."""
         self._source.between_steps()
+        self._destination.between_steps()
         now = time.monotonic()
         # After its last step an idle engine takes none that would renew the snapshot.
         if now - self._load_at >= _LOAD_PERIOD_S or not self._scheduler.running:
-            self._load, self._load_at = engine_load(self._scheduler), now
+            self._load, self._load_at = engine_load(self._scheduler, self._memory.units), now
 
     # -- what it holds
 
@@ -73,14 +77,19 @@ class VllmEngine:
 
     async def requests(self) -> list[RequestState]:
         return await self._on_engine(
-            lambda: request_states(self._scheduler, self._source.is_suspended)
+            lambda: request_states(
+                self._scheduler,
+                self._memory.units,
+                self._source.is_suspended,
+                self._destination.is_arriving,
+            )
         )
 
     # -- source
 
     async def export(self, request_id: str) -> Export:
         frames = self._submitted.get(request_id)
-        if frames is None:
+        if frames is None or self._destination.is_arriving(request_id):
             raise MigrationRefused("unknown_request", f"request {request_id} is not here")
         if self._core.vllm_config.speculative_config is not None:
             raise MigrationRefused("unsupported", "speculative decoding")
@@ -95,6 +104,14 @@ class VllmEngine:
 
     async def stage(self, request_id: str, sent: int) -> Stage:
         return await self._on_engine(lambda: self._source.stage(request_id, sent))
+
+    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
+        loop = asyncio.get_running_loop()
+
+        def tell(token_ids: list[int]) -> None:
+            loop.call_soon_threadsafe(on_tokens, token_ids)
+
+        return await self._on_engine(lambda: self._source.fork(request_id, sent, tell))
 
     async def suspend(self, request_id: str, sent: int) -> Tail:
         loop = asyncio.get_running_loop()
@@ -137,6 +154,13 @@ class VllmEngine:
 
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:
         return await self._on_engine(lambda: self._destination.grow(request_id, num_tokens))
+
+    async def follow(self, request_id: str, fork: Tail) -> int:
+        progress = decode_progress(fork.state)
+        return await self._on_engine(lambda: self._destination.follow(request_id, progress))
+
+    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> int:
+        return await self._on_engine(lambda: self._destination.extend(request_id, start, token_ids))
 
     async def commit(self, request_id: str, tail: Tail) -> None:
         progress = decode_progress(tail.state)

@@ -14,7 +14,8 @@ from kvmig.ground.errors import ConfigError
 
 def engine_config(args: Namespace) -> VllmConfig:
     """vLLM's own checks; ConfigError with their first sentence."""
-    args.distributed_executor_backend = "uni"
+    # Several workers are processes of their own; a single one runs in the engine's.
+    args.distributed_executor_backend = "uni" if args.tensor_parallel_size == 1 else "mp"
     args.use_tqdm_on_load = False  # the bars of several instances would overwrite each other
     try:
         engine_args = AsyncEngineArgs.from_cli_args(args)

@@ -19,6 +19,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.executor import Executor
 
 from kvmig.engines.vllm import runner
+from kvmig.ground.leftovers import remove, shared_by
 
 T = TypeVar("T")
 Deliver = Callable[[int, EngineCoreOutputs], None]
@@ -70,6 +71,9 @@ class StepCore(EngineCoreProc):
             self.scheduler.defer_block_free = True
         runner.keep_cpu_generators_from_chunks(self)
         self._thread: threading.Thread | None = None
+        # Of several workers; a single one is this process.
+        workers = getattr(self.model_executor, "workers", ())
+        self._shared = shared_by(worker.proc.pid for worker in workers)
 
     def _on_fail(self) -> None:
         self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
@@ -127,6 +131,11 @@ class StepCore(EngineCoreProc):
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
         return True
+
+    def shutdown(self) -> None:
+        """End the workers, and remove what one that was killed has left."""
+        super().shutdown()
+        remove(self._shared)
 
     # -- on the engine's thread
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -9,8 +10,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 
-from kvmig.engines.vllm import runner
+from kvmig.engines.vllm import follower, runner
 from kvmig.engines.vllm.payload import Progress
+from kvmig.engines.vllm.units import Units
 from kvmig.ground.errors import MigrationRefused
 
 
@@ -21,13 +23,17 @@ class Arriving:
     request: Request
     exported: Progress
     has_blocks: bool = False
+    following: bool = False
+    lost: str = ""
+    """Why it can't follow any more."""
 
 
 class Destination:
     """Reserves blocks for requests of other engines, and runs them after the commit."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, units: Units) -> None:
         self._core = core
+        self._units = units
         self._arriving: dict[str, Arriving] = {}
 
     @property
@@ -46,7 +52,7 @@ class Destination:
             raise MigrationRefused("already_migrating", f"{request_id} is here already")
         if request.num_tokens > scheduler.max_model_len:
             raise MigrationRefused("incompatible", f"{request.num_tokens} tokens are too long")
-        if len(scheduler.running) + len(self._arriving) >= scheduler.max_num_active_reqs:
+        if len(scheduler.running) + self._to_come() >= scheduler.max_num_active_reqs:
             raise MigrationRefused("no_batch_slot", f"{len(scheduler.running)} requests run")
         self._arriving[request_id] = arriving = Arriving(request, exported)
         if exported.num_computed_tokens == 0:
@@ -80,29 +86,61 @@ class Destination:
         if grown is None:
             raise MigrationRefused("no_blocks", f"no room for {limit} tokens")
         arriving.has_blocks = True
-        return self._block_ids(request_id)
+        return self._units.ids(self._block_ids(request_id))
+
+    def follow(self, request_id: str, fork: Progress) -> int:
+        """Compute its KV from here on as tokens come; the blocks hold the fork's already.
+
+        Returns how many tokens the next step computes.
+        """
+        arriving = self._known(request_id)
+        scheduler, request = self._scheduler, arriving.request
+        self._append(request, fork.output_token_ids)
+        self._check_room(request_id, fork.num_computed_tokens)
+        self._enter(request, fork.num_computed_tokens)
+        arriving.following = True
+        block_ids = scheduler.kv_cache_manager.get_block_ids(request_id)
+        scheduler.kv_cache_manager.cache_blocks(request, fork.num_computed_tokens)
+        runner.register(self._core, request, block_ids, fork.generator)
+        request.status = RequestStatus.RUNNING
+        follower.hold_back(request)
+        return self._schedule(request)
+
+    def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> int:
+        """More output tokens of a follower; returns how many the next step computes."""
+        request = self._following(request_id).request
+        if start > request.num_output_tokens:
+            raise MigrationRefused("error", f"token {start} after {request.num_output_tokens}")
+        self._learn(request, token_ids[request.num_output_tokens - start :])
+        return self._schedule(request)
+
+    def between_steps(self) -> None:
+        """Followers that have nothing to compute wait outside the batch; look for lost ones."""
+        for request_id, arriving in self._arriving.items():
+            if not arriving.following:
+                continue
+            request = arriving.request
+            if request.is_finished() or request.status != RequestStatus.RUNNING:
+                arriving.lost = "finished" if request.is_finished() else "preempted"
+                self._leave(request_id, arriving)
+            else:
+                self._schedule(request)
 
     def commit(self, request_id: str, tail: Progress, generator: bytes | None) -> None:
         """Run the request from here on; the blocks hold `tail.num_computed_tokens` tokens."""
         arriving = self._known(request_id)
+        if arriving.following or arriving.lost:
+            self._switch(request_id, tail, generator)
+            return
         scheduler, request = self._scheduler, arriving.request
         computed = tail.num_computed_tokens
-        manager = self._core.structured_output_manager
-        for token in tail.output_token_ids:
-            request.append_output_token_ids(token)
-            if request.use_structured_output and not manager.accept_tokens(request, [token]):
-                raise MigrationRefused("error", f"the grammar refuses token {token}")
+        self._append(request, tail.output_token_ids)
         request.prefill_stats = _prefill_stats(request, tail)
-        if computed and len(self._block_ids(request_id)) * scheduler.block_size < computed:
-            raise MigrationRefused("no_blocks", f"{computed} tokens were never reserved")
+        self._check_room(request_id, computed)
         if not computed and arriving.has_blocks:
             scheduler.kv_cache_manager.free(request)  # it will be admitted like any other
         del self._arriving[request_id]
-        # A pending notice of an earlier stay would delete the state that starts now.
-        scheduler.finished_req_ids.discard(request_id)
-        scheduler.prev_step_scheduled_req_ids.discard(request_id)
-        request.num_computed_tokens = computed
-        scheduler.requests[request_id] = request
+        self._enter(request, computed)
         try:
             if computed:
                 scheduler.kv_cache_manager.cache_blocks(request, computed)
@@ -118,12 +156,89 @@ class Destination:
     def cancel(self, request_id: str) -> None:
         """Free a reservation."""
         arriving = self._arriving.pop(request_id, None)
-        if arriving is not None and arriving.has_blocks:
+        if arriving is None:
+            return
+        if arriving.following:
+            self._leave(request_id, arriving)
+        elif arriving.has_blocks:
             self._scheduler.kv_cache_manager.free(arriving.request)
 
     def reserved(self) -> int:
         """Requests that hold a reservation now."""
         return len(self._arriving)
+
+    def is_arriving(self, request_id: str) -> bool:
+        """Whether the request runs elsewhere still."""
+        return request_id in self._arriving
+
+    def _switch(self, request_id: str, tail: Progress, generator: bytes | None) -> None:
+        """From following to running: the next step computes what is left, and samples."""
+        arriving = self._following(request_id)
+        request = arriving.request
+        known = list(request.output_token_ids)[len(arriving.exported.output_token_ids) :]
+        if known != tail.output_token_ids[: len(known)]:
+            raise MigrationRefused("error", "the source put out other tokens than it said")
+        self._learn(request, tail.output_token_ids[len(known) :])
+        request.prefill_stats = _prefill_stats(request, tail)
+        runner.set_generator(self._core, request, generator)
+        follower.let_go(request)
+        del self._arriving[request_id]
+        if request not in self._scheduler.running:
+            self._scheduler.running.insert(0, request)
+
+    def _learn(self, request: Request, token_ids: Sequence[int]) -> None:
+        self._append(request, token_ids)
+        runner.extend(self._core, request, token_ids)
+
+    def _append(self, request: Request, token_ids: Sequence[int]) -> None:
+        manager = self._core.structured_output_manager
+        for token in token_ids:
+            request.append_output_token_ids(token)
+            if request.use_structured_output and not manager.accept_tokens(request, [token]):
+                raise MigrationRefused("error", f"the grammar refuses token {token}")
+
+    def _check_room(self, request_id: str, computed: int) -> None:
+        if computed and len(self._block_ids(request_id)) * self._scheduler.block_size < computed:
+            raise MigrationRefused("no_blocks", f"{computed} tokens were never reserved")
+
+    def _enter(self, request: Request, computed: int) -> None:
+        """The scheduler knows the request from here on."""
+        scheduler, request_id = self._scheduler, request.request_id
+        # A pending notice of an earlier stay would delete the state that starts now.
+        scheduler.finished_req_ids.discard(request_id)
+        scheduler.prev_step_scheduled_req_ids.discard(request_id)
+        request.num_computed_tokens = computed
+        scheduler.requests[request_id] = request
+
+    def _schedule(self, request: Request) -> int:
+        """In front, where preemption comes last, if a step is worth it; tokens it computes."""
+        running = self._scheduler.running
+        behind, runs = follower.behind(request), request in running
+        others = len(running) > runs
+        wanted = behind >= follower.ENOUGH or (behind > 0 and others)
+        if wanted and not runs:
+            running.insert(0, request)
+        elif runs and not wanted:
+            running.remove(request)
+        return behind if wanted else 0
+
+    def _leave(self, request_id: str, arriving: Arriving) -> None:
+        """Out of the scheduler, with the blocks."""
+        follower.let_go(arriving.request)
+        self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        arriving.following = arriving.has_blocks = False
+
+    def _following(self, request_id: str) -> Arriving:
+        arriving = self._known(request_id)
+        if not arriving.following:
+            lost = arriving.lost or "error"
+            raise MigrationRefused(lost, f"{request_id} does not follow here")
+        return arriving
+
+    def _to_come(self) -> int:
+        """Arriving requests that are not among the running ones."""
+        running = set(self._scheduler.running)
+        return sum(one.request not in running for one in self._arriving.values())
 
     def _start(self, request: Request, generator: bytes | None) -> None:
         scheduler = self._scheduler
@@ -171,7 +286,7 @@ class Destination:
         if grown is None:
             raise MigrationRefused("no_blocks", f"no room for {wanted} tokens")
         arriving.has_blocks = True
-        return hit_tokens // scheduler.block_size
+        return hit_tokens // self._units.tokens
 
     def _known(self, request_id: str) -> Arriving:
         arriving = self._arriving.get(request_id)

@@ -75,13 +75,19 @@ def refuse_conflicts(args: Namespace) -> None:
             "--kv-transfer-config can't be used: kvmig moves KV blocks itself, use --transport",
         ),
         (
-            args.tensor_parallel_size > 1 or args.pipeline_parallel_size > 1,
-            "tensor and pipeline parallelism are not supported yet: use one device an instance",
+            args.pipeline_parallel_size > 1,
+            f"--pipeline-parallel-size {args.pipeline_parallel_size} can't be used:"
+            " use --tensor-parallel-size",
         ),
         (
-            args.distributed_executor_backend not in (None, "uni"),
+            max(args.decode_context_parallel_size, args.prefill_context_parallel_size) > 1,
+            "context parallelism can't be used: it spreads a block's tokens over workers",
+        ),
+        (args.nnodes > 1, f"--nnodes {args.nnodes} can't be used: an instance runs on one host"),
+        (
+            args.distributed_executor_backend not in (None, "uni", "mp"),
             f"--distributed-executor-backend {args.distributed_executor_backend} can't be used:"
-            " an instance runs in its llumlet's process, leave it out",
+            " an instance runs on its llumlet's host, leave it out",
         ),
         (
             (args.api_server_count or 1) > 1,

@@ -1,4 +1,4 @@
-"""What an engine holds, read between two steps."""
+"""What an engine holds, read between two steps; blocks are those of `Units`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from kvmig.engines.base import EngineLoad, RequestState
+from kvmig.engines.vllm.units import Units
 
 
-def engine_load(scheduler: Scheduler) -> EngineLoad:
+def engine_load(scheduler: Scheduler, units: Units) -> EngineLoad:
     """Blocks and counts. O(waiting requests)."""
     pool = scheduler.kv_cache_manager.block_pool
     total = pool.num_gpu_blocks - 1  # one is vLLM's null block
-    demands = [_demand(scheduler, request) for request in scheduler.waiting]
-    demands += [_demand(scheduler, request) for request in scheduler.kv_holding_waiting]
+    waiting = (*scheduler.waiting, *scheduler.kv_holding_waiting)
+    demands = [_demand(scheduler, request) * units.per_block for request in waiting]
     return EngineLoad(
-        total_blocks=total,
-        used_blocks=total - pool.get_num_free_blocks(),
+        total_blocks=total * units.per_block,
+        used_blocks=(total - pool.get_num_free_blocks()) * units.per_block,
         running=len(scheduler.running),
         waiting=len(demands),
         head_blocks=demands[0] if demands else 0,
@@ -26,11 +27,18 @@ def engine_load(scheduler: Scheduler) -> EngineLoad:
     )
 
 
-def request_states(scheduler: Scheduler, is_suspended: Callable[[str], bool]) -> list[RequestState]:
-    """Every request that the scheduler knows."""
+def request_states(
+    scheduler: Scheduler,
+    units: Units,
+    is_suspended: Callable[[str], bool],
+    is_arriving: Callable[[str], bool],
+) -> list[RequestState]:
+    """Every request that the scheduler knows, but for those that run elsewhere still."""
     running = {request.request_id for request in scheduler.running}
     states: list[RequestState] = []
     for request_id, request in scheduler.requests.items():
+        if is_arriving(request_id):
+            continue
         if is_suspended(request_id):
             state = "suspended"
         else:
@@ -42,7 +50,7 @@ def request_states(scheduler: Scheduler, is_suspended: Callable[[str], bool]) ->
                 state=state,
                 tokens=request.num_tokens,
                 output_tokens=request.num_output_tokens,
-                blocks=len(block_ids),
+                blocks=len(block_ids) * units.per_block,
                 priority=request.priority,
             )
         )
@@ -50,5 +58,5 @@ def request_states(scheduler: Scheduler, is_suspended: Callable[[str], bool]) ->
 
 
 def _demand(scheduler: Scheduler, request: Request) -> int:
-    """Blocks that admitting a waiting request takes."""
+    """The scheduler's blocks that admitting a waiting request takes."""
     return -(-request.num_tokens // scheduler.block_size)

@@ -23,10 +23,17 @@ _WARM_UP_TIMEOUT_S = 300.0
 class ServingVllm(VllmEngine):
     """Implements `kvmig.engines.base.ServingEngine`."""
 
-    def __init__(self, config: VllmConfig, log_stats: bool = True) -> None:
-        """Load the model and take the KV cache: minutes. vLLM's own errors pass through."""
+    def __init__(self, config: VllmConfig, log_stats: bool = True, unit_tokens: int = 0) -> None:
+        """Load the model and take the KV cache: minutes. vLLM's own errors pass through.
+
+        unit_tokens: of what is exchanged with other instances; 0: an engine's own block.
+        """
         core = StepCore(config, Executor.get_class(config), log_stats, self._deliver)
-        super().__init__(core)
+        try:
+            super().__init__(core, unit_tokens)
+        except BaseException:
+            core.shutdown()  # workers are processes of their own
+            raise
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_outputs: OnOutputs = lambda client, emitted, frames: None
         self._on_call_done: OnCallDone = lambda client, call_id, error, frames: None

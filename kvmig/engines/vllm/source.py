@@ -9,9 +9,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from kvmig.engines.base import Stage, Tail
+from kvmig.engines.base import OnTokens, Stage, Tail
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.payload import Progress, encode_progress
+from kvmig.engines.vllm.units import Units
 from kvmig.ground.errors import MigrationRefused, RequestGone
 
 _QUEUED = (
@@ -30,13 +31,17 @@ class Leaving:
     exported_outputs: int
     suspended: bool = False
     on_drained: Callable[[], None] | None = None
+    on_tokens: OnTokens | None = None
+    told: int = 0
+    """Output tokens that `on_tokens` heard of."""
 
 
 class Source:
     """Exports, stages, suspends and gives up requests of one engine."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, units: Units) -> None:
         self._core = core
+        self._units = units
         self._leaving: dict[str, Leaving] = {}
 
     @property
@@ -58,14 +63,21 @@ class Source:
         """The full blocks after the first `sent`: no step writes them any more."""
         request = self._checked(request_id).request
         safe = request.num_computed_tokens - request.num_in_flight_tokens
-        full = max(0, safe) // self._scheduler.block_size
-        return Stage(self._block_ids(request_id)[sent:full], request.num_tokens)
+        full = max(0, safe) // self._units.tokens
+        decoding = request.status == RequestStatus.RUNNING and not request.is_prefill_chunk
+        return Stage(self._block_ids(request_id)[sent:full], request.num_tokens, decoding)
+
+    def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
+        """The rest of the request as it is now; `on_tokens` hears of what comes, on this thread."""
+        leaving = self._checked(request_id)
+        leaving.on_tokens, leaving.told = on_tokens, leaving.request.num_output_tokens
+        return self._tail(request_id, sent)
 
     def suspend(self, request_id: str, sent: int, done: Callable[[Tail | Exception], None]) -> None:
         """Take the request out of the batch; `done` gets its tail once no step holds it."""
         leaving = self._checked(request_id)
         request, scheduler = leaving.request, self._scheduler
-        leaving.suspended = True
+        leaving.suspended, leaving.on_tokens = True, None
         if request.status == RequestStatus.RUNNING:
             scheduler.running.remove(request)
         else:
@@ -83,9 +95,12 @@ class Source:
             leaving.on_drained = drained
 
     def between_steps(self) -> None:
-        """Finish suspensions whose last step has returned (async scheduling)."""
+        """Tell of new tokens; finish suspensions whose last step has returned (async)."""
         for leaving in list(self._leaving.values()):
             request = leaving.request
+            if leaving.on_tokens and request.num_output_tokens > leaving.told:
+                leaving.on_tokens(list(request.output_token_ids[leaving.told :]))
+                leaving.told = request.num_output_tokens
             if leaving.on_drained and (request.num_in_flight_tokens == 0 or request.is_finished()):
                 finish, leaving.on_drained = leaving.on_drained, None
                 finish()
@@ -118,7 +133,8 @@ class Source:
     def _tail(self, request_id: str, sent: int) -> Tail:
         leaving = self._checked(request_id)
         request = leaving.request
-        used = -(-request.num_computed_tokens // self._scheduler.block_size)
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        used = -(-computed // self._units.tokens)
         progress = self._progress(request, leaving.exported_outputs)
         return Tail(
             block_ids=self._block_ids(request_id)[sent:used],
@@ -131,7 +147,7 @@ class Source:
         stats = request.prefill_stats
         return Progress(
             output_token_ids=list(request.output_token_ids[since:]),
-            num_computed_tokens=request.num_computed_tokens,
+            num_computed_tokens=request.num_computed_tokens - request.num_in_flight_tokens,
             prefilled=stats is None,
             cached_tokens=0 if stats is None else stats.num_cached_tokens,
             generator=runner.generator_state(self._core, request.request_id),
@@ -139,7 +155,7 @@ class Source:
 
     def _block_ids(self, request_id: str) -> list[int]:
         (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
-        return list(block_ids)
+        return self._units.ids(block_ids)
 
     def _live(self, request_id: str) -> Request:
         request = self._scheduler.requests.get(request_id)

@@ -1,0 +1,98 @@
+"""What a worker's model runner V1 remembers of requests; runs in the workers.
+
+Each function is sent to all workers by `collective_rpc` and gets vLLM's worker first. They
+remember the same, since each of them samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+
+def generator_state(worker: Any, request_id: str) -> bytes | None:
+    """State of the request's seeded generator, None if it has none."""
+    state = worker.model_runner.requests.get(request_id)
+    if state is None or state.generator is None:
+        return None
+    return bytes(state.generator.get_state().numpy().tobytes())
+
+
+def register(worker: Any, request: CachedRequestState, generator: bytes | None) -> None:
+    """Know the request as if it had run here all along."""
+    runner = worker.model_runner
+    # Its row from an earlier stay here would be taken for the current one.
+    if request.req_id in runner.input_batch.req_id_to_index:
+        with torch.inference_mode():  # as in a step: some of its tensors were made in one
+            runner.input_batch.remove_request(request.req_id)
+    request.generator = _generator(runner.device, request, generator)
+    runner.requests[request.req_id] = request
+
+
+def extend(worker: Any, request_id: str, end: int, token_ids: Sequence[int]) -> None:
+    """Learn output tokens that were not sampled here, the last ones of the request's `end`."""
+    runner = worker.model_runner
+    runner.requests[request_id].output_token_ids.extend(token_ids)
+    batch = runner.input_batch
+    row = batch.req_id_to_index.get(request_id)
+    if row is None:
+        return  # its row is made from what was extended
+    start = end - len(token_ids)
+    batch.token_ids_cpu[row, start:end] = token_ids
+    batch.is_token_ids[row, start:end] = True
+    batch.num_tokens_no_spec[row] = end
+
+
+def set_generator(worker: Any, request_id: str, state: bytes | None) -> None:
+    """Give a registered request the seeded generator's state; None: it starts anew."""
+    runner = worker.model_runner
+    request = runner.requests[request_id]
+    request.generator = _generator(runner.device, request, state)
+    row = runner.input_batch.req_id_to_index.get(request_id)
+    if row is not None and request.generator is not None:
+        runner.input_batch.generators[row] = request.generator
+
+
+def keep_cpu_generators_from_chunks(worker: Any) -> None:
+    """Let a seeded request's prompt be computed in chunks on a CPU.
+
+    After a chunk vLLM throws the sampled token away and winds the generator back by its
+    offset, which generators of a CPU don't have: the engine dies of it (0.32). Here such
+    rows are sampled without their generator, so that there is nothing to wind back.
+    """
+    runner = worker.model_runner
+    if runner.device.type != "cpu":
+        return
+    sample_tokens = runner.sample_tokens
+
+    def sample(*args: Any, **options: Any) -> Any:
+        batch = runner.input_batch
+        thrown_away = numpy.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0]
+        kept = {
+            row: batch.generators.pop(row)
+            for row in map(int, thrown_away)
+            if row in batch.generators
+        }
+        try:
+            return sample_tokens(*args, **options)
+        finally:
+            batch.generators.update(kept)
+
+    runner.sample_tokens = sample
+
+
+def _generator(
+    device: torch.device, request: CachedRequestState, state: bytes | None
+) -> torch.Generator | None:
+    params = request.sampling_params
+    if params is None or params.seed is None:
+        return None
+    generator = torch.Generator(device=device)
+    generator.manual_seed(params.seed)
+    if state is not None:
+        generator.set_state(torch.from_numpy(numpy.frombuffer(state, dtype=numpy.uint8).copy()))
+    return generator

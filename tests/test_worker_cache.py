@@ -1,0 +1,121 @@
+"""A worker's KV cache, moved into memory that another process maps."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvmig.engines.vllm.worker_cache import describe_cache, share_cache
+from kvmig.ground.errors import UnsupportedLayout
+
+NAMES = ["first", "second", "shares the first's"]
+
+
+def a_worker(rank: int = 0) -> Any:
+    """Two layers of [5 blocks, 2 heads, 4 tokens, 8] in one allocation, as vLLM makes them."""
+    whole = torch.zeros(2 * 5 * 2 * 4 * 8 * 2, dtype=torch.int8)
+    layers = list(whole.view(torch.bfloat16).view(2, 5, 2, 4, 8))
+    caches = dict(zip(NAMES, [*layers, layers[0]], strict=True))
+    context = {name: SimpleNamespace(kv_cache=cache, isa="vec") for name, cache in caches.items()}
+    compilation = SimpleNamespace(static_forward_context=context)
+    return SimpleNamespace(
+        rank=rank,
+        vllm_config=SimpleNamespace(compilation_config=compilation),
+        model_runner=SimpleNamespace(kv_caches=layers),
+    )
+
+
+def caches(worker: Any) -> list[torch.Tensor]:
+    context = worker.vllm_config.compilation_config.static_forward_context
+    return [context[name].kv_cache for name in NAMES]
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """Memory without a name."""
+    file = os.memfd_create("test")
+    yield file
+    os.close(file)
+
+
+def path_of(file: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{file}"
+
+
+def test_a_cache_is_described_by_where_each_layer_lies() -> None:
+    worker = a_worker()
+
+    told = describe_cache(worker, NAMES)
+
+    first, second = told.layers
+    assert (first.shape, first.strides, first.itemsize) == ((5, 2, 4, 8), (128, 64, 16, 2), 2)
+    assert second.address - first.address == 5 * 128
+    assert (told.address, told.nbytes) == (first.address, 2 * 5 * 128)
+    assert (first.dtype, first.attention) == ("torch.bfloat16", "vec")
+
+
+def test_all_that_see_the_cache_see_it_where_it_was_moved(memory: int) -> None:
+    worker = a_worker(rank=1)
+
+    told = share_cache(worker, NAMES, ["no such file", path_of(memory)])
+
+    with mmap.mmap(memory, told.nbytes) as mapped:
+        first, second, shared = caches(worker)
+        assert first is shared
+        assert worker.model_runner.kv_caches[0] is first
+        assert worker.model_runner.kv_caches[1] is second
+        first[3, 1] = 1.5
+        second[4, 0] = 2.5
+        seen = torch.frombuffer(bytearray(mapped), dtype=torch.bfloat16).view(2, 5, 2, 4, 8)
+        assert (seen[0, 3, 1] == 1.5).all()
+        assert (seen[1, 4, 0] == 2.5).all()
+        assert int((seen != 0).sum()) == 64
+        mapped[:2] = torch.tensor([4.5], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    assert shared[0, 0, 0, 0] == 4.5
+
+
+def test_a_mapping_has_the_layers_at_the_same_distances(memory: int) -> None:
+    told = share_cache(a_worker(), NAMES, [path_of(memory)])
+
+    elsewhere = told.mapped_at(1 << 40)
+
+    assert [one.address - (1 << 40) for one in elsewhere.layers] == [0, 5 * 128]
+
+
+def test_memory_that_somebody_else_still_sees_is_not_moved_in_silence(memory: int) -> None:
+    worker = a_worker()
+    kept = caches(worker)[1][2:]
+
+    with pytest.raises(UnsupportedLayout, match="tensors of the worker still use"):
+        share_cache(worker, NAMES, [path_of(memory)])
+
+    assert kept.shape[0] == 3
+
+
+def test_no_room_for_the_cache_is_an_error_before_the_first_step() -> None:
+    with pytest.raises(OSError, match=r"\[Errno"):
+        share_cache(a_worker(), NAMES, ["/dev/full"])
+
+
+def test_a_cache_in_several_allocations_is_refused() -> None:
+    worker = a_worker()
+    context = worker.vllm_config.compilation_config.static_forward_context
+    context["second"].kv_cache = torch.zeros(5, 2, 4, 8, dtype=torch.bfloat16)
+
+    with pytest.raises(UnsupportedLayout, match="several allocations"):
+        describe_cache(worker, NAMES)
+
+
+def test_a_cache_that_is_no_tensor_is_refused_by_its_layer() -> None:
+    worker = a_worker()
+    context = worker.vllm_config.compilation_config.static_forward_context
+    context["second"].kv_cache = [torch.zeros(1)]
+
+    with pytest.raises(UnsupportedLayout, match="layer second keeps its KV cache in list"):
+        describe_cache(worker, NAMES)
