@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvmig.engines.base import Engine, Export, Tail
+from kvmig.engines.base import Engine, Export, Pace, Tail
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
@@ -58,14 +58,20 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Extended:
-    """Tokens reached the engine that follows, or could not."""
+    """Tokens reached the engine that follows."""
 
-    computing: int
+    pace: Pace
     ms: float
-    error: Exception | None = None
 
 
-Event = Message | Cancel | Fence | Extended
+@dataclass(frozen=True, slots=True)
+class NotExtended:
+    """Tokens could not be handed over."""
+
+    error: Exception
+
+
+Event = Message | Cancel | Fence | Extended | NotExtended
 
 
 class DestinationSession:
@@ -174,9 +180,9 @@ class DestinationSession:
                 return machine.follow(event)
             case Tokens():
                 return machine.tokens(event)
-            case Extended(computing, ms, None):
-                return machine.extended(computing, ms)
-            case Extended(error=error):
+            case Extended(pace, ms):
+                return machine.extended(pace, ms)
+            case NotExtended(error):
                 return self._not_extended(error)
             case Commit():
                 return machine.commit(event)
@@ -219,8 +225,8 @@ class DestinationSession:
                 return await self._scatter(chunk, payload)
             case do.RunBehind(fork):
                 began = self._clock()
-                computing = await self._bounded(self._engine.follow(self.request_id, fork))
-                return self.machine.joined(computing, (self._clock() - began) * 1e3)
+                pace = await self._bounded(self._engine.follow(self.request_id, fork))
+                return self.machine.joined(pace, (self._clock() - began) * 1e3)
             case do.Extend(tokens):
                 # Not waited for: tokens that come during one step go into the next together.
                 task = asyncio.create_task(self._extend(tokens))
@@ -267,18 +273,18 @@ class DestinationSession:
     async def _extend(self, tokens: Tokens) -> None:
         began = self._clock()
         try:
-            computing = await self._bounded(
+            pace = await self._bounded(
                 self._engine.extend(self.request_id, tokens.start, tokens.token_ids)
             )
         except (KvmigError, TimeoutError) as error:
-            self.deliver(Extended(0, 0.0, error))
+            self.deliver(NotExtended(error))
         except Exception as error:
             log.exception("%s: handing tokens over failed", self.machine.key)
-            self.deliver(Extended(0, 0.0, error))
+            self.deliver(NotExtended(error))
         else:
-            self.deliver(Extended(computing, (self._clock() - began) * 1e3))
+            self.deliver(Extended(pace, (self._clock() - began) * 1e3))
 
-    def _not_extended(self, error: Exception | None) -> list[Action]:
+    def _not_extended(self, error: Exception) -> list[Action]:
         if self.machine.ended:
             return []  # it was cancelled or committed meanwhile, which the engine did first
         if isinstance(error, MigrationRefused):

@@ -25,7 +25,9 @@ from kvmig.kvtransfer.wire import MAX_FRAME, Codec, Frame
 HIGH_WATER = 10_000
 """Messages queued to one peer; one more is an error, not more memory."""
 HEARTBEAT_MS = 1000
-HEARTBEAT_TIMEOUT_MS = 5000
+HEARTBEAT_TIMEOUT_MS = 10_000
+"""As long as a silent instance is waited for: a machine may stall for seconds. A process that
+dies is noticed at once, by its connection."""
 LINGER_MS = 100
 """What is still queued at close gets this long to leave."""
 
