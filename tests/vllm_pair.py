@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvmig.engines.base import Emitted, Frame, Tail
+from kvmig.engines.base import Emitted, Frame, Pace, Tail
 from kvmig.models import BUNDLED
 
 T = TypeVar("T")
@@ -243,12 +243,12 @@ class Pair:
         await self.done(to.engine.follow(request_id, fork))
         return said
 
-    async def extend(self, to: Side, request_id: str, said: list[int]) -> int:
-        """Hand over what was said since; how much of the older is not computed yet."""
+    async def extend(self, to: Side, request_id: str, said: list[int]) -> Pace:
+        """Hand over what was said since."""
         start = len(self.outputs[request_id].tokens) - len(said)
-        left = await self.done(to.engine.extend(request_id, start, said))
+        pace = await self.done(to.engine.extend(request_id, start, said))
         said.clear()
-        return left
+        return pace
 
     async def switch(self, source: Side, to: Side, request_id: str) -> None:
         """From following to running there."""
