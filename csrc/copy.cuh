@@ -20,6 +20,7 @@ __device__ inline void pass_piece(const Pieces<kPieceBytes> &piece, BlockSum &su
     const int bytes = piece.bytes(), vectors = bytes / kVector, rest = bytes % kVector;
     const uint64_t bias = kSums ? word_bias(piece.first_word()) : 0;
 
+#pragma unroll 1
     for (int first = lane(); first < vectors; first += kWarp * kBatch) {
         Vector held[kBatch];
 #pragma unroll

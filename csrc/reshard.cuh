@@ -45,6 +45,7 @@ __device__ inline void move_rows(const Side &src, const kvmig_grid &source, cons
     while (lanes < vectors && lanes < kWarp) lanes *= 2;
     const int per_step = kWarp / lanes, place = lane() % lanes;
 
+#pragma unroll 1
     for (int32_t r = first + lane() / lanes; r < last; r += per_step * kRowsInFlight) {
         const unsigned char *from[kRowsInFlight];
         unsigned char *to[kRowsInFlight];
@@ -56,6 +57,7 @@ __device__ inline void move_rows(const Side &src, const kvmig_grid &source, cons
                 from[i] = src.row(source, token, head);
                 to[i] = dst.row(target, token, head);
             }
+#pragma unroll 1
         for (int v = place; v < vectors; v += lanes) {
             Vector held[kRowsInFlight];
 #pragma unroll

@@ -72,6 +72,7 @@ __device__ inline void store_vector(unsigned char *to, Vector value) {
 // Fewer bytes than a vector: the rest of it is zeros.
 __device__ inline Vector load_bytes(const unsigned char *from, int count) {
     Vector value{0, 0};
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
         const unsigned long long byte = __ldcs(from + i);
         if (i < 8)
@@ -83,6 +84,7 @@ __device__ inline Vector load_bytes(const unsigned char *from, int count) {
 }
 
 __device__ inline void store_bytes(unsigned char *to, Vector value, int count) {
+#pragma unroll 1
     for (int i = 0; i < count; ++i)
         __stcs(to + i, static_cast<unsigned char>(i < 8 ? value.x >> (8 * i)
                                                         : value.y >> (8 * (i - 8))));

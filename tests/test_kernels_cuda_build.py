@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import importlib.util
 import os
 import re
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +252,38 @@ def test_nvrtc_gets_the_kernels_without_any_other_header() -> None:
         seen.add(name)
     defined = "".join((build.CSRC / name).read_text() for name in seen)
     assert [name for name in nvrtc.GEOMETRY if f"{name}(" not in defined] == []
+
+
+class Nvrtc:
+    """NVRTC's own library, where one is installed. CuPy would need a GPU to call it."""
+
+    def __init__(self) -> None:
+        folders = [Path(folder, "nvidia") for folder in sys.path if folder]
+        packaged = [path for folder in folders for path in folder.glob("*/lib/libnvrtc.so.*")]
+        name = str(packaged[0]) if packaged else ctypes.util.find_library("nvrtc")
+        if name is None:
+            pytest.skip("NVRTC is not installed")
+        self._library = ctypes.CDLL(name)
+
+    def compile(self, source: str, options: tuple[str, ...]) -> str:
+        """What it says; empty if it compiled without a warning."""
+        program, size = ctypes.c_void_p(), ctypes.c_size_t()
+        library, words = self._library, [option.encode() for option in options]
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None
+        )
+        library.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*words))
+        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetProgramLog(program, log)
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+        return log.value.decode()
+
+
+@TARGETS
+def test_nvrtc_compiles_the_kernels(target: str) -> None:
+    options = (*nvrtc.options(), f"--gpu-architecture={target}")
+    assert Nvrtc().compile(nvrtc.source(), options) == ""
 
 
 def test_nvrtc_launches_as_the_library_does() -> None:

@@ -1,7 +1,8 @@
 """NVIDIA's driver through ctypes: the memory, events and streams that the kernels' callers need.
 
 Neither torch nor CUDA's run-time library is loaded. Everything happens in a device's primary
-context, which torch and CuPy use as well. Errors of calls are KvmigError with the driver's words.
+context, which torch and CuPy use as well, and which stays the calling thread's. Errors of calls
+are KvmigError with the driver's words.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Driver:
         self.ordinal = device
 
     def enter(self) -> None:
-        """Make the device's context the calling thread's, for calls that launch on it."""
+        """Make the device's context the calling thread's; what queues work there needs that."""
         self._call("cuCtxSetCurrent", self._context)
 
     @functools.cached_property
@@ -95,6 +96,7 @@ class Driver:
 
     def happened(self, event: int) -> bool:
         """Raises KvmigError if the device failed meanwhile."""
+        self.enter()
         status = self._library.cuEventQuery(c_void_p(event))
         if status == NOT_READY:
             return False
@@ -102,6 +104,7 @@ class Driver:
         return True
 
     def destroy_event(self, event: int) -> None:
+        self.enter()
         self._call("cuEventDestroy_v2", c_void_p(event))
 
     def stream_priorities(self) -> tuple[int, int]:
@@ -120,6 +123,7 @@ class Driver:
         return int(stream.value or 0)
 
     def destroy_stream(self, stream: int) -> None:
+        self.enter()
         self._call("cuStreamDestroy_v2", c_void_p(stream))
 
     def _attribute(self, number: int) -> int:

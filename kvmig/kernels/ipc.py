@@ -2,7 +2,8 @@
 
 Memory of cudaMalloc goes by a handle of 64 bytes; memory of virtual memory management (torch's
 expandable segments, vLLM's sleep mode) by a file descriptor, which a Unix socket carries.
-All functions raise KvmigError with CUDA's error, and KernelUnavailable without library or GPU.
+A mapping is on the calling thread's GPU (`driver.Driver.enter`). All functions raise KvmigError
+with CUDA's error, and KernelUnavailable without library or GPU.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def source() -> str:
 
 def options() -> tuple[str, ...]:
     """For NVRTC."""
-    return ("-std=c++17", f"-I{build.CSRC.resolve()}")
+    return ("-std=c++17", "-default-device", f"-I{build.CSRC.resolve()}")
 
 
 @functools.cache

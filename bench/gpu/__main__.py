@@ -1,0 +1,127 @@
+"""Runs the parts one after the other, each in a process of its own that may take only so long.
+
+A part that fails is noted, and the next goes on. Exit status: 0 if all passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.gpu.device import note_gpu
+from bench.report import Result, begin, dumps, say, table
+
+TAIL_LINES = 15
+FILE = "gpu.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`python -m bench.gpu.NAME`, and the longest it may take."""
+
+    name: str
+    seconds: float
+
+
+PARTS = (
+    Part("ceilings", 80),
+    Part("correctness", 60),
+    Part("sanitizer", 105),
+    Part("gather", 120),
+    Part("links", 35),
+    Part("downtime", 70),
+    Part("interference", 60),
+)
+"""530 s at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a part went; the end of what it printed if it failed."""
+
+    name: str
+    status: str
+    seconds: float
+    tail: str = ""
+
+
+def command(part: Part, out: Path, arguments: list[str]) -> list[str]:
+    """Of its process."""
+    file = out / f"gpu_{part.name}.json"
+    return [sys.executable, "-m", f"bench.gpu.{part.name}", "--out", str(file), *arguments]
+
+
+def run(part: Part, out: Path, arguments: list[str]) -> Outcome:
+    """One part; when its time is over, all of its processes are killed."""
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command(part, out, arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=part.seconds)
+        status = "passed" if process.returncode == 0 else f"failed ({process.returncode})"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        status = f"killed after {part.seconds:g} s"
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    print(printed, flush=True)
+    tail = "" if status == "passed" else "\n".join(printed.splitlines()[-TAIL_LINES:])
+    return Outcome(part.name, status, time.monotonic() - start, tail)
+
+
+def record(result: Result, outcomes: list[Outcome], out: Path) -> None:
+    """Written anew after each part, so that an end from outside loses no part."""
+    result.summary = {
+        "parts_passed": float(sum(outcome.status == "passed" for outcome in outcomes)),
+        "seconds": round(sum(outcome.seconds for outcome in outcomes), 1),
+    }
+    result.samples = [
+        {"part": one.name, "status": one.status, "seconds": round(one.seconds, 1), "tail": one.tail}
+        for one in outcomes
+    ]
+    (out / FILE).write_text(dumps(result))
+
+
+def main(arguments: list[str] | None = None, parts: tuple[Part, ...] = PARTS) -> int:
+    parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), metavar="FOLDER")
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it work at all?")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in parts], metavar="PART")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    passed_on = ["--device", options.device, *(["--quick"] if options.quick else [])]
+    chosen = [part for part in parts if not options.only or part.name in options.only]
+
+    result = begin("gpu", {"parts": [part.name for part in chosen], "device": options.device})
+    note_gpu(result)
+    result.targets = {"parts_passed": {"min": len(chosen)}}
+    outcomes: list[Outcome] = []
+    for part in chosen:
+        say(f"== {part.name} (at most {part.seconds:g} s)")
+        outcomes.append(run(part, options.out, passed_on))
+        record(result, outcomes, options.out)
+    rows = [(one.name, one.status, f"{one.seconds:.0f}") for one in outcomes]
+    Console().print(table("gpu", ("part", "", "seconds"), rows))
+    return 0 if all(one.status == "passed" for one in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

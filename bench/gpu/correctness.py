@@ -1,0 +1,200 @@
+"""Every kernel against the reference on the host: blocks at random in poisoned memory, runs and
+gaps of all widths of access, resharding between all orders, packing; all bytes are compared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from bench.gpu.device import POISON, Site, Way, note_gpu, options_of
+from bench.report import begin, finish, say
+from kvmig.ground.errors import KernelUnavailable, KvmigError
+from kvmig.ground.layout import Region
+from kvmig.kernels.face import Half, Ids, Kernels, Shard
+from kvmig.kernels.layouts import ORDERS, CacheGroup, grids, row_bytes
+from kvmig.kernels.reference import Reference
+
+GUARD = 4096
+RUNS = (
+    (64,), (48, 0, 16), (4096, 4096), (18432,) * 5, (65536 + 16, 30000), (1, 7, 63, 4095),
+    (16,) * 70, (131072,), (40000,) * 3,
+)  # fmt: skip
+GAPS = (0, 16, 8, 4, 2, 1)
+WORKERS = (0, 1, 3)
+BLOCKS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The same bytes on the device and on the host, where the reference works on them."""
+
+    device: torch.Tensor
+    host: torch.Tensor
+
+    def differ(self) -> bool:
+        return not torch.equal(self.device.cpu(), self.host)
+
+    @property
+    def shift(self) -> int:
+        """From an address on the host to the same byte's on the device."""
+        return self.device.data_ptr() - self.host.data_ptr()
+
+
+def memory(site: Site, nbytes: int, poison: bool) -> Memory:
+    """`nbytes` between guards."""
+    whole = site.memory(nbytes + 2 * GUARD, POISON if poison else None)
+    return Memory(whole, whole.cpu().clone())
+
+
+def regions(place: Memory, runs: tuple[int, ...], gap: int) -> tuple[tuple[Region, ...], ...]:
+    """On the device and on the host; a block's gap follows each run."""
+    made: list[list[Region]] = []
+    for start in (place.device.data_ptr(), place.host.data_ptr()):
+        at = start + GUARD
+        made.append([])
+        for run in runs:
+            made[-1].append(Region(at, run + gap, run))
+            at += BLOCKS * (run + gap)
+    return tuple(map(tuple, made))
+
+
+def check_copy(site: Site, way: Way, runs: tuple[int, ...], gap: int, workers: int) -> str:
+    """What is wrong, or nothing."""
+    nbytes = sum(BLOCKS * (run + gap) for run in runs)
+    source, target = memory(site, nbytes, poison=False), memory(site, nbytes, poison=True)
+    (src, host_src), (dst, host_dst) = regions(source, runs, gap), regions(target, runs, gap)
+    src_ids, dst_ids = (np.array(ids, np.int64) for ids in ([5, 0, 5, 3], [1, 0, 4, 2]))
+    site.settle()
+    ids = src_ids, dst_ids
+    sums = way.copy(
+        src, dst, src_ids, dst_ids, checksums=way.summing, stream=site.stream, workers=workers
+    ).wait()
+    site.settle()
+    wanted = Reference("cpu").copy(host_src, host_dst, *ids, checksums=way.summing).wait()
+    return _compared(target, sums, wanted)
+
+
+def _compared(target: Memory, sums: list[int], wanted: list[int]) -> str:
+    wrong = ["bytes"] * target.differ() + ["checksums"] * (sums != wanted)
+    return " and ".join(wrong)
+
+
+def shard(order: str, block_tokens: int, ids: Ids) -> tuple[CacheGroup, Shard]:
+    """Two layers of four heads of 64 values of two bytes, at address 0."""
+    heads, halves = (4, 64) if "H" in order else (1, 0)
+    group = CacheGroup(
+        order, (0,), layers=2, blocks=len(ids) + 1, heads=heads, block_tokens=block_tokens,
+        head_size=64, head_size_v=halves, itemsize=2,
+    )  # fmt: skip
+    return group, Shard(grids(group, split=bool(halves)), ids, block_tokens)
+
+
+def moved(made: Shard, base: int) -> Shard:
+    """At an address."""
+    return replace(made, grids=[replace(grid, base=grid.base + base) for grid in made.grids])
+
+
+def check_reshard(site: Site, kernels: Kernels, order: str, to: str, workers: int) -> str:
+    src_group, src = shard(order, 16, np.array([2, 0, 3], np.int64))
+    dst_group, dst = shard(to, 8, np.array([0, 5, 2, 1, 4], np.int64))
+    source = memory(site, src_group.page_bytes * src_group.blocks * 2, poison=False)
+    target = memory(site, dst_group.page_bytes * dst_group.blocks * 2, poison=True)
+    row = row_bytes(src_group, split=bool(src_group.head_size_v))
+    tokens, heads = range(3, 38), range(int(src_group.heads > 1), src_group.heads)
+    starts = source.host.data_ptr() + GUARD, target.host.data_ptr() + GUARD
+    Reference("cpu").reshard(
+        moved(src, starts[0]), moved(dst, starts[1]), tokens, heads, row
+    ).wait()
+    site.settle()
+    ends = moved(src, starts[0] + source.shift), moved(dst, starts[1] + target.shift)
+    kernels.reshard(*ends, tokens, heads, row, stream=site.stream, workers=workers).wait()
+    return _compared(target, [], [])
+
+
+def check_fp8(site: Site, kernels: Kernels, half: Half, width: int, workers: int) -> str:
+    rows = 37
+    type_ = torch.bfloat16 if half is Half.BF16 else torch.float16
+    values = torch.randn(rows, width).mul(8).to(type_).to(site.device)
+    packed, back = memory(site, rows * width, poison=True), memory(site, 2 * rows * width, True)
+    scales = memory(site, 4 * rows, poison=True)
+    site.settle()
+    sides: list[tuple[Kernels, torch.Tensor, int]] = [
+        (Reference("cpu"), values.cpu(), 0),
+        (kernels, values, site.stream),
+    ]
+    for by, tensor, stream in sides:
+        codes, factors, wide = (
+            (one.device if by is kernels else one.host).data_ptr() + GUARD
+            for one in (packed, scales, back)
+        )
+        how = {"stream": stream, "workers": workers}
+        by.pack_fp8(tensor.data_ptr(), half, rows, width, codes, factors, **how).wait()
+        by.unpack_fp8(codes, factors, half, rows, width, wide, **how).wait()
+    names = {"codes": packed, "scales": scales, "values": back}
+    return " and ".join(name for name, one in names.items() if one.differ())
+
+
+Check = tuple[str, Callable[[], str]]
+"""A name, and what says what is wrong."""
+
+
+def copy_checks(site: Site, way: Way, quick: bool) -> Iterator[Check]:
+    for runs in RUNS[:5] if quick else RUNS:
+        for gap in GAPS[:3] if quick else GAPS:
+            for workers in WORKERS[1:2] if quick else WORKERS:
+                name = f"copy of {runs[0]} x {len(runs)}, gap {gap}, workers {workers}"
+                yield name, partial(check_copy, site, way, runs, gap, workers)
+
+
+def other_checks(site: Site, kernels: Kernels, quick: bool) -> Iterator[Check]:
+    headed = [order for order in ORDERS if "H" in order]
+    pairs = [(a, b) for a in headed for b in headed] + [("LBNC", "BLNC"), ("BLNC", "LBNC")]
+    for order, to in pairs[:2] if quick else pairs:
+        name = f"reshard of {order} to {to}"
+        yield name, partial(check_reshard, site, kernels, order, to, 0)
+    for half in Half:
+        for width in (64, 65) if quick else (1, 64, 65, 128, 192, 576):
+            name = f"fp8 of {half.name}, width {width}"
+            yield name, partial(check_fp8, site, kernels, half, width, 0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = options_of(__doc__, arguments)
+    result = begin("gpu correctness", {"device": options.device, "quick": options.quick})
+    note_gpu(result)
+    site = Site(options.device, options.only)
+    for name, check in all_checks(site, options.quick):
+        try:
+            wrong = check()
+        except KernelUnavailable:
+            continue  # what the TMA doesn't take
+        except (KvmigError, RuntimeError, ValueError, TimeoutError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        result.samples.append({"check": name, "wrong": wrong})
+        if wrong:
+            say(f"{name}: {wrong}")
+    result.summary = {
+        "checks": float(len(result.samples)),
+        "wrong": float(sum(bool(sample["wrong"]) for sample in result.samples)),
+    }
+    result.targets = {"wrong": {"max": 0}}
+    return finish(result, options) or int(result.summary["wrong"] > 0)
+
+
+def all_checks(site: Site, quick: bool) -> Iterator[Check]:
+    """Of all kernels and ways to copy, by name."""
+    for way in site.ways():
+        for name, check in copy_checks(site, way, quick):
+            yield f"{way.name}: {name}", check
+    for kernels in site.kernels().values():
+        for name, check in other_checks(site, kernels, quick):
+            yield f"{kernels.name}: {name}", check
+
+
+if __name__ == "__main__":
+    sys.exit(main())

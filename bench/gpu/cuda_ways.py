@@ -1,0 +1,39 @@
+"""The CUDA library's copies that are not in every implementation's face."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bench.gpu.device import Way
+from kvmig.ground.layout import Region
+from kvmig.kernels import cuda
+from kvmig.kernels.driver import Driver
+from kvmig.kernels.face import Finished, Ids, Kernels, Pending
+from kvmig.kernels.gpu import GpuKernels
+
+HOPPER = (9, 0)
+
+
+def tma(kernels: Kernels) -> Iterator[Way]:
+    """Copies through the TMA, where the GPU has one."""
+    if isinstance(kernels, GpuKernels) and Driver().capability >= HOPPER:
+        yield Way("cuda-tma", kernels.copy_tma)
+
+
+def engine() -> Way:
+    """The copy engines, without checksums."""
+
+    def copy(
+        src: tuple[Region, ...],
+        dst: tuple[Region, ...],
+        src_ids: Ids,
+        dst_ids: Ids,
+        *,
+        checksums: bool,
+        stream: int,
+        workers: int,
+    ) -> Pending:
+        cuda.copy_engine(src, dst, src_ids, dst_ids, stream)
+        return Finished([])
+
+    return Way("engine", copy, capped=False, summing=False)

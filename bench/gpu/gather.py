@@ -1,0 +1,198 @@
+"""GB/s of payload at which paged blocks are gathered into a fused buffer, past every cache: each
+way to copy, by shape, order of ids, CTAs, with checksums and without; beside one large copy."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from bench.gpu.device import Site, Way, note_gpu, options_of
+from bench.gpu.shapes import SHAPES, Shape, ids
+from bench.report import Result, begin, finish, say, table
+from kvmig.ground.errors import KvmigError
+from kvmig.ground.layout import Region
+from kvmig.kernels.face import Ids
+
+WORKERS = (0, 1, 2, 4, 8, 16, 32, 64, 132)
+ORDERS = ("random", "contiguous")
+MOST_S = 100.0
+"""The sweep stops by itself, so that its figures are kept."""
+TARGETS = {65536: 0.90, 18432: 0.85}
+"""Least share of the copy ceiling, by bytes of a run."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One figure of the sweep."""
+
+    shape: Shape
+    order: str
+    way: Way
+    workers: int
+    checksums: bool
+
+
+def cases(ways: list[Way], most: int) -> Iterator[Case]:
+    """Way by way, in their order. No more workers than `most`, the device's."""
+    counts = sorted({count for count in WORKERS if count <= most})
+    for way, shape, order in product(ways, SHAPES, ORDERS):
+        for workers in counts if way.capped else (0,):
+            for checksums in (True, False) if way.summing else (False,):
+                yield Case(shape, order, way, workers, checksums)
+
+
+class Memory:
+    """A pool of paged blocks, and a buffer for some of them."""
+
+    def __init__(self, site: Site, pool: int, payload: int) -> None:
+        self._site = site
+        self.pool = site.memory(pool)
+        self.buffer = site.memory(payload, 0)
+
+    def gather(self, case: Case) -> tuple[Region, ...]:
+        """Queue one gather; returns the source's regions."""
+        src, dst, numbers, places = self.arguments(case)
+        case.way.copy(
+            src, dst, numbers, places,
+            checksums=case.checksums, stream=self._site.stream, workers=case.workers,
+        )  # fmt: skip
+        return src
+
+    def arguments(self, case: Case) -> tuple[tuple[Region, ...], tuple[Region, ...], Ids, Ids]:
+        shape = case.shape
+        blocks = shape.blocks(self.pool.numel())
+        n = min(blocks, shape.blocks(self.buffer.numel()))
+        layout = shape.layout(self.pool.data_ptr(), blocks)
+        staged = shape.staged(self.buffer.data_ptr())
+        return layout.regions, staged, ids(case.order, n, blocks), ids("contiguous", n, n)
+
+    def right(self, case: Case) -> bool:
+        """Whether the buffer holds the blocks that the case asks for."""
+        _, _, numbers, places = self.arguments(case)
+        shape, n = case.shape, len(places)
+        blocks = shape.blocks(self.pool.numel())
+        paged = self.pool[: blocks * shape.block_bytes].view(shape.regions, blocks, shape.run)
+        held = self.buffer[: n * shape.block_bytes].view(n, shape.regions, shape.run)
+        some = sorted({0, n // 2, n - 1})
+        chosen = torch.from_numpy(numbers[some]).to(self.pool.device)
+        return torch.equal(held[some], paged[:, chosen].transpose(0, 1))
+
+
+def index_select(site: Site, memory: Memory, case: Case) -> float:
+    """Seconds of torch's own gather of the same blocks, a call a layer."""
+    _, _, numbers, _ = memory.arguments(case)
+    shape, blocks = case.shape, case.shape.blocks(memory.pool.numel())
+    words = memory.pool[: blocks * shape.block_bytes].view(torch.int64)
+    paged = words.view(shape.regions, blocks, shape.run // 8)
+    chosen = torch.from_numpy(numbers).to(memory.pool.device)
+    out = memory.buffer[: len(numbers) * shape.block_bytes].view(torch.int64)
+    held = out.view(shape.regions, len(numbers), shape.run // 8)
+
+    def work() -> None:
+        for layer, into in zip(paged, held, strict=True):
+            torch.index_select(layer, 0, chosen, out=into)
+
+    with site.queue():
+        return site.seconds(work)
+
+
+def measure(site: Site, memory: Memory, case: Case) -> dict[str, Any]:
+    """One sample. `gb_s` is there if the copy ran and was right."""
+    sample: dict[str, Any] = {
+        "shape": case.shape.name, "run": case.shape.run, "ids": case.order,
+        "way": case.way.name, "workers": case.workers, "checksums": case.checksums,
+    }  # fmt: skip
+    n = len(memory.arguments(case)[2])
+    memory.buffer.zero_()
+    site.settle()
+    try:
+        seconds = site.seconds(lambda: memory.gather(case))
+        site.settle()
+        if memory.right(case):
+            sample["gb_s"] = n * case.shape.block_bytes / seconds / 1e9
+        else:
+            sample["wrong"] = "the buffer holds other bytes"
+    except (KvmigError, RuntimeError, ValueError) as error:
+        sample["wrong"] = f"{type(error).__name__}: {error}"
+    if "wrong" in sample:
+        say(str(sample))
+    return sample
+
+
+def summarise(result: Result, ceiling: float) -> None:
+    """The best share of the ceiling for each run that has a target; wrong samples."""
+    result.summary["device_copy_gb_s"] = ceiling
+    for run, least in TARGETS.items():
+        for summed, name in ((True, "checked"), (False, "plain")):
+            best = max(
+                (
+                    sample["gb_s"]
+                    for sample in result.samples
+                    if sample.get("run") == run
+                    and sample.get("ids") == "random"
+                    and sample.get("checksums") is summed
+                    and "gb_s" in sample
+                    and sample["way"] != "index_select"
+                ),
+                default=0.0,
+            )
+            figure = f"gather_{run // 1024}kb_{name}_share"
+            result.summary[figure] = best / ceiling
+            result.targets[figure] = {"min": least}
+    result.summary["wrong"] = float(sum("wrong" in sample for sample in result.samples))
+    result.targets["wrong"] = {"max": 0}
+
+
+def best_by_way(result: Result) -> list[tuple[object, ...]]:
+    """Rows: shape, way, best GB/s with checksums and without, of random ids."""
+    rows: list[tuple[object, ...]] = []
+    samples = [s for s in result.samples if s.get("ids") == "random" and "gb_s" in s]
+    for shape, way in dict.fromkeys((s["shape"], s["way"]) for s in samples):
+        here = [s for s in samples if (s["shape"], s["way"]) == (shape, way)]
+        best = [
+            max((s["gb_s"] for s in here if s["checksums"] is summed), default="")
+            for summed in (True, False)
+        ]
+        rows.append((f"{shape}: {way}", *best))
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = options_of(__doc__, arguments)
+    pool, payload = (16 << 20, 8 << 20) if options.quick else (4 * GIB, GIB)
+    result = begin("gpu gather", {"pool_bytes": pool, "payload_bytes": payload})
+    note_gpu(result)
+    start = time.monotonic()
+    site = Site(options.device, options.only)
+    ways = site.ways()
+    ceiling = site.copy_ceiling(payload)
+    memory = Memory(site, pool, payload)
+    torch_way = Way("index_select", ways[0].copy, capped=False, summing=False)
+    for shape, order in product(SHAPES, ORDERS):
+        case = Case(shape, order, torch_way, 0, False)
+        n = len(memory.arguments(case)[2])
+        gb_s = n * shape.block_bytes / index_select(site, memory, case) / 1e9
+        result.samples.append(
+            {"shape": shape.name, "run": shape.run, "ids": order, "way": "index_select",
+             "workers": 0, "checksums": False, "gb_s": gb_s}
+        )  # fmt: skip
+    for case in cases(ways, site.multiprocessors):
+        if time.monotonic() - start > MOST_S:
+            result.samples.append({"stopped": f"after {MOST_S:g} s"})
+            say(f"stopped after {MOST_S:g} s")
+            break
+        result.samples.append(measure(site, memory, case))
+    summarise(result, ceiling)
+    columns = ("random ids", "GB/s with checksums", "GB/s without")
+    return finish(result, options, [table("best of all CTA counts", columns, best_by_way(result))])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""bench/gpu without a GPU: its parts at small sizes on the host, and the run as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.gpu import __main__ as run_all
+from bench.gpu import ceilings, correctness, downtime, gather, interference, links, sanitizer
+from bench.gpu.device import Copy, Site, Way
+from bench.gpu.shapes import SHAPES, Shape, ids
+from bench.report import begin
+from kvmig.ground.errors import KvmigError, TransportError
+from kvmig.ground.layout import Region
+from kvmig.kernels.face import Finished, Ids, Pending
+from kvmig.kernels.select import kernels
+
+ROOT = Path(__file__).parents[1]
+CPU = ["--device", "cpu", "--quick"]
+
+
+def document(file: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(file.read_text())
+    assert {"name", "machine", "versions", "date", "summary", "targets", "samples"} <= {*loaded}
+    assert all(isinstance(value, (int, float)) for value in loaded["summary"].values())
+    return loaded
+
+
+def result_of(part: Any, tmp_path: Path, *more: str) -> dict[str, Any]:
+    file = tmp_path / "result.json"
+    assert part.main([*CPU, "--out", str(file), *more]) == 0
+    return document(file)
+
+
+# -- the parts
+
+
+def test_the_ceilings_are_measured(tmp_path: Path) -> None:
+    summary = result_of(ceilings, tmp_path)["summary"]
+    assert {"cpu_load_s", "device_copy_gb_s", "bf16_matmul_tflops"} == {*summary}
+
+
+def test_the_checks_pass(tmp_path: Path) -> None:
+    summary = result_of(correctness, tmp_path)["summary"]
+    assert summary["wrong"] == 0
+    assert summary["checks"] > 15
+
+
+def forgetful(copy: Copy) -> Way:
+    """Copies all blocks but the last."""
+
+    def copy_fewer(
+        src: tuple[Region, ...],
+        dst: tuple[Region, ...],
+        src_ids: Ids,
+        dst_ids: Ids,
+        *,
+        checksums: bool,
+        stream: int,
+        workers: int,
+    ) -> Pending:
+        fewer = src_ids[:-1].copy(), dst_ids[:-1].copy()
+        return copy(src, dst, *fewer, checksums=checksums, stream=stream, workers=workers)
+
+    return Way("forgetful", copy_fewer)
+
+
+def test_a_copy_that_leaves_something_out_is_found_by_the_checks() -> None:
+    way = forgetful(kernels("cpu").copy)
+    assert correctness.check_copy(Site("cpu"), way, (48, 16), 0, 1) == "bytes and checksums"
+
+
+def test_a_copy_that_leaves_something_out_has_no_figure() -> None:
+    site = Site("cpu")
+    memory = gather.Memory(site, 1 << 16, 1 << 15)
+    case = gather.Case(Shape("small", 64, 2), "random", forgetful(kernels("cpu").copy), 1, True)
+    sample = gather.measure(site, memory, case)
+    assert sample["wrong"] == "the buffer holds other bytes"
+    assert "gb_s" not in sample
+
+
+def test_a_copy_that_fails_is_noted_and_the_sweep_goes_on() -> None:
+    def broken(*_: object, **__: object) -> Pending:
+        raise KvmigError("out of luck")
+
+    site = Site("cpu")
+    memory = gather.Memory(site, 1 << 16, 1 << 15)
+    case = gather.Case(Shape("small", 64, 2), "random", Way("broken", broken), 1, True)
+    assert gather.measure(site, memory, case)["wrong"] == "KvmigError: out of luck"
+
+
+def test_the_sweep_asks_for_no_more_ctas_than_the_device_has() -> None:
+    def copy(*_: object, **__: object) -> Pending:
+        return Finished([])
+
+    ways = [Way("a", copy), Way("b", copy, capped=False, summing=False)]
+    found = list(gather.cases(ways, most=8))
+    assert {case.workers for case in found if case.way.name == "a"} == {0, 1, 2, 4, 8}
+    assert {(case.workers, case.checksums) for case in found if case.way.name == "b"} == {
+        (0, False)
+    }
+    assert len(found) == len(SHAPES) * 2 * (5 * 2 + 1)
+
+
+def test_the_gather_sweep_runs_and_names_its_targets(tmp_path: Path) -> None:
+    loaded = result_of(gather, tmp_path)
+    assert {"gather_64kb_checked_share", "gather_18kb_plain_share"} <= {*loaded["targets"]}
+    assert loaded["summary"]["wrong"] == 0
+    assert {sample["way"] for sample in loaded["samples"]} == {"index_select", "cpu"}
+
+
+def test_a_sweep_without_figures_misses_its_targets() -> None:
+    result = begin("gpu gather", {})
+    gather.summarise(result, ceiling=1000.0)
+    assert result.summary["gather_64kb_checked_share"] == 0
+
+
+def test_the_links_are_measured(tmp_path: Path) -> None:
+    summary = result_of(links, tmp_path)["summary"]
+    assert min(summary.values()) > 0
+
+
+def test_the_pause_is_measured_between_two_processes(tmp_path: Path) -> None:
+    loaded = result_of(downtime, tmp_path)
+    assert [sample["tokens"] for sample in loaded["samples"]] == [256, 1024]
+    assert loaded["summary"]["live_ms_median"] > 0
+
+
+def move_from_a_source_that_dies() -> None:
+    with downtime.pair(Site("cpu"), Shape("small", 64, 2), 8, 4096) as destination:
+        destination._link.send("nothing that it understands")
+        destination.move(ids("random", 8, 8), np.arange(8))
+
+
+def test_a_source_that_dies_ends_the_measurement(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((TransportError, EOFError, OSError)):
+        move_from_a_source_that_dies()
+    assert "ValueError" in capfd.readouterr().err
+
+
+def test_steps_are_measured_beside_copies(tmp_path: Path) -> None:
+    loaded = result_of(interference, tmp_path)
+    assert [sample["workers"] for sample in loaded["samples"]] == [1, 2]
+    assert loaded["summary"]["least_slowdown"] > 0
+
+
+def test_a_background_that_fails_says_so() -> None:
+    def broken() -> None:
+        raise KvmigError("out of luck")
+
+    background = interference.Background(broken, 1)
+    with pytest.raises(KvmigError, match="out of luck"), background:
+        background._thread.join(10)
+
+
+# -- the sanitizer
+
+
+@pytest.mark.parametrize(
+    ("printed", "count"),
+    [
+        ("========= ERROR SUMMARY: 0 errors\n", 0),
+        ("========= ERROR SUMMARY: 3 errors\n", 3),
+        ("========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)\n", 2),
+        ("Device not supported\n", None),
+    ],
+)
+def test_the_sanitizers_summary_is_understood(printed: str, count: int | None) -> None:
+    assert sanitizer.errors(printed) == count
+
+
+def test_a_sanitizer_that_hangs_is_given_up() -> None:
+    count, tail = sanitizer.check([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
+    assert count is None
+    assert "timed out" in tail
+
+
+def test_without_the_sanitizer_the_part_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sanitizer, "found", lambda: None)
+    (sample,) = result_of(sanitizer, tmp_path)["samples"]
+    assert sample == {"reason": "compute-sanitizer is not installed"}
+
+
+# -- the run
+
+
+def test_the_script_is_correct_bash() -> None:
+    subprocess.run(["bash", "-n", str(ROOT / "bench" / "gpu.sh")], check=True, timeout=10)
+    assert os.access(ROOT / "bench" / "gpu.sh", os.X_OK)
+
+
+def test_all_parts_together_take_less_than_nine_minutes() -> None:
+    assert sum(part.seconds for part in run_all.PARTS) < 540
+
+
+def test_every_part_is_a_program() -> None:
+    for part in run_all.PARTS:
+        assert (ROOT / "bench" / "gpu" / f"{part.name}.py").exists()
+
+
+PROGRAMS = {
+    "good": "print('fine')",
+    "bad": "import sys; print('out of luck'); sys.exit(3)",
+    "endless": "import subprocess, sys; print('x', flush=True);"
+    "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])",
+}
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> tuple[run_all.Part, ...]:
+    def command(part: run_all.Part, out: Path, arguments: list[str]) -> list[str]:
+        return [sys.executable, "-c", PROGRAMS[part.name]]
+
+    monkeypatch.setattr(run_all, "command", command)
+    return run_all.Part("bad", 60), run_all.Part("endless", 1), run_all.Part("good", 60)
+
+
+def test_a_part_that_fails_or_hangs_is_noted_and_the_next_goes_on(
+    tmp_path: Path, programs: tuple[run_all.Part, ...]
+) -> None:
+    assert run_all.main(["--out", str(tmp_path), "--device", "cpu"], programs) == 1
+    loaded = document(tmp_path / run_all.FILE)
+    assert [sample["status"] for sample in loaded["samples"]] == [
+        "failed (3)",
+        "killed after 1 s",
+        "passed",
+    ]
+    assert loaded["samples"][0]["tail"] == "out of luck"
+    assert loaded["summary"]["parts_passed"] == 1
+
+
+def test_one_part_alone_can_be_run(tmp_path: Path, programs: tuple[run_all.Part, ...]) -> None:
+    assert run_all.main(["--out", str(tmp_path), "--only", "good"], programs) == 0
+    (sample,) = document(tmp_path / run_all.FILE)["samples"]
+    assert (sample["part"], sample["status"]) == ("good", "passed")
+
+
+def test_the_script_runs_a_part_from_anywhere(tmp_path: Path) -> None:
+    if not shutil.which("bash"):
+        pytest.skip("bash is not installed")
+    script = str(ROOT / "bench" / "gpu.sh")
+    env = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
+    done = subprocess.run(
+        [script, *CPU, "--only", "ceilings"], cwd=tmp_path, env=env, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert document(tmp_path / "out" / "gpu_ceilings.json")["name"] == "gpu ceilings"
