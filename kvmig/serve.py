@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from kvmig.cli import flags as kvmig_flags
@@ -19,6 +20,7 @@ from kvmig.cli.cluster import Cluster
 from kvmig.cli.environment import available_memory, gpus, memory_flags
 from kvmig.cli.port import take_port
 from kvmig.cli.process import leave, quiet
+from kvmig.cli.shapes import InstanceShape, own_flags, shapes_of, unit_tokens
 from kvmig.engines.vllm import flags as vllm_flags
 from kvmig.engines.vllm.version import check_version
 from kvmig.gateway.gate import GateState
@@ -45,14 +47,17 @@ def main(argv: Sequence[str]) -> int:
         vllm_flags.set_environment()
         gpu_ids = gpus()
         args = vllm_flags.parse(rest)
+        own = own_flags(config.instance_flags, config.instances)
+        shapes = shapes_of(args, rest, own, config.instances, vllm_flags.parse)
+        config = in_units(config, unit_tokens(shapes))
         sock = take_port(args.host, args.port)
     except KvmigError as error:
         say(str(error))
         return 2
     with sock:
         try:
-            rest = [*rest, *share_memory(args, rest, config, gpu_ids)]
-            return uvloop.run(Server(config, args, rest, gpu_ids, sock).run())
+            rest = [*rest, *share_memory(args, rest, shapes, gpu_ids)]
+            return uvloop.run(Server(config, args, rest, shapes, gpu_ids, sock).run())
         except KvmigError as error:
             say(str(error))
             return 2
@@ -67,10 +72,16 @@ def show_help(what: str) -> int:
     return 0
 
 
+def in_units(config: ClusterConfig, tokens: int) -> ClusterConfig:
+    """Let instances exchange units of so many tokens; 0: blocks."""
+    migration = msgspec.structs.replace(config.migration, unit_tokens=tokens)
+    return msgspec.structs.replace(config, migration=migration)
+
+
 def share_memory(
-    args: Namespace, argv: list[str], config: ClusterConfig, gpu_ids: Sequence[str]
+    args: Namespace, argv: list[str], shapes: Sequence[InstanceShape], gpu_ids: Sequence[str]
 ) -> list[str]:
-    """vLLM flags for one instance's share of this machine. Raises ConfigError."""
+    """vLLM flags for one worker's share of this machine. Raises ConfigError."""
     weights = sum(
         file.stat().st_size
         for pattern in ("*.safetensors", "*.bin", "*.pt")
@@ -79,7 +90,7 @@ def share_memory(
     return memory_flags(
         argv,
         args.kv_cache_memory_bytes,
-        config.instances,
+        [shape.workers for shape in shapes],
         len(gpu_ids),
         available_memory(),
         os.environ,
@@ -95,6 +106,7 @@ class Server:
         config: ClusterConfig,
         args: Namespace,
         engine_argv: list[str],
+        shapes: Sequence[InstanceShape],
         gpu_ids: Sequence[str],
         sock: socket.socket,
     ) -> None:
@@ -103,7 +115,7 @@ class Server:
         self._args = args
         self._sock = sock
         self._gate = GateState()
-        self._cluster = Cluster(config, secret, engine_argv, gpu_ids)
+        self._cluster = Cluster(config, secret, engine_argv, shapes, gpu_ids)
         self._secret = secret
         self._engine_argv = engine_argv
         self._stop = asyncio.Event()
@@ -173,7 +185,9 @@ class Server:
         ready = [await router.add_instance(one.instance, one.endpoint) for one in members]
         vllm_config.cache_config.num_gpu_blocks = 0
         apply_ready(vllm_config, ready)
-        router.block_tokens = vllm_config.cache_config.block_size
+        # What instances report in, see `engines.vllm.load`.
+        exchanged = self._config.migration.unit_tokens
+        router.block_tokens = exchanged or vllm_config.cache_config.block_size
         self._llm = RoutedLLM(
             vllm_config,
             router,

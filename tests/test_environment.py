@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from kvmig.cli.environment import GIB, memory_flags
+from kvmig.cli.environment import GIB, instance_environment, memory_flags
 from kvmig.ground.errors import ConfigError
 
 
-def on_cpu(*argv: str, kv_bytes: int | None = None, instances: int = 2, **env: str) -> list[str]:
+def on_cpu(
+    *argv: str, kv_bytes: int | None = None, workers: Sequence[int] = (1, 1), **env: str
+) -> list[str]:
     """Of a machine with 20 GiB."""
-    return memory_flags(["MODEL", *argv], kv_bytes, instances, 0, 20 * GIB, env, weights=0)
+    return memory_flags(["MODEL", *argv], kv_bytes, workers, 0, 20 * GIB, env, weights=0)
 
 
 def test_cpu_instances_share_the_available_memory() -> None:
@@ -33,7 +37,7 @@ def test_the_users_own_share_stands() -> None:
 
 def test_too_many_instances_are_refused_with_what_each_needs() -> None:
     with pytest.raises(ConfigError, match=r"50 instances: each needs 1\.1 GiB"):
-        on_cpu(instances=50)
+        on_cpu(workers=[1] * 50)
 
 
 def test_a_cache_larger_than_the_machine_is_refused() -> None:
@@ -44,6 +48,27 @@ def test_a_cache_larger_than_the_machine_is_refused() -> None:
 
 
 def test_instances_on_one_gpu_share_it() -> None:
-    assert memory_flags([], None, 2, 1, 0, {}, 0) == ["--gpu-memory-utilization", "0.450"]
-    assert memory_flags([], None, 2, 2, 0, {}, 0) == []
-    assert memory_flags([], GIB, 2, 1, 0, {}, 0) == []
+    assert memory_flags([], None, [1, 1], 1, 0, {}, 0) == ["--gpu-memory-utilization", "0.450"]
+    assert memory_flags([], None, [1, 1], 2, 0, {}, 0) == []
+    assert memory_flags([], GIB, [1, 1], 1, 0, {}, 0) == []
+
+
+def test_each_worker_of_an_instance_takes_its_share_of_memory() -> None:
+    _, value = on_cpu(workers=[2, 1])
+
+    assert 3 * int(value) + 4 * GIB <= 20 * GIB  # two workers have a third process above them
+
+
+def test_workers_share_the_cores() -> None:
+    environment = instance_environment(1, [1, 2, 1], 8, [], {})
+
+    assert environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_each_worker_has_a_gpu_until_there_are_no_more() -> None:
+    visible = [
+        instance_environment(index, [1, 2, 1], 8, ["4", "5", "6"], {})["CUDA_VISIBLE_DEVICES"]
+        for index in range(3)
+    ]
+
+    assert visible == ["4", "5,6", "4"]

@@ -19,12 +19,11 @@ UNIT = 32
 """The smallest block of vLLM's CPU attention."""
 OTHER_SHAPES = {
     "blocks of 64": ("--block-size=64",),
-    "two workers": ("--tensor-parallel-size=2",),
     "two workers and blocks of 96": ("--tensor-parallel-size=2", "--block-size=96"),
 }
 
 
-@pytest.fixture(scope="module", params=OTHER_SHAPES.values(), ids=OTHER_SHAPES)
+@pytest.fixture(scope="module", params=OTHER_SHAPES.values(), ids=list(OTHER_SHAPES))
 def engines(request: pytest.FixtureRequest) -> Iterator[Pair]:
     exact = ("--dtype=float32",)
     pair = Pair(False, exact, (*exact, *request.param), UNIT)

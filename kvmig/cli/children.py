@@ -13,6 +13,7 @@ import msgspec
 
 from kvmig.cli.launch import Announcement
 from kvmig.ground.errors import StartupError
+from kvmig.ground.leftovers import Files, of_session, remove, shared_by
 
 KILL_AFTER_S = 5.0
 """Between asking a child to end and ending it."""
@@ -25,6 +26,7 @@ class Child:
         self.name = name
         self._process = process
         self._announced = announced
+        self._shared: Files = {}
 
     @classmethod
     async def start(
@@ -72,6 +74,7 @@ class Child:
         answer = msgspec.json.decode(line, type=Announcement)
         if answer.failed:
             raise StartupError(f"{self.name}: {answer.failed}")
+        self._shared = shared_by(of_session(self._process.pid))
         return answer.endpoint
 
     async def ended(self) -> str:
@@ -80,6 +83,7 @@ class Child:
 
     async def stop(self, timeout_s: float = KILL_AFTER_S) -> None:
         """Ask it to end, then end it and all that it started."""
+        self._shared |= shared_by(of_session(self._process.pid))
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -91,6 +95,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
+        remove(self._shared)
         if self._process.stdin is not None:
             self._process.stdin.close()
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from kvmig.cli.children import Child
 from kvmig.cli.environment import instance_environment
 from kvmig.cli.launch import LlumletLaunch
+from kvmig.cli.shapes import InstanceShape, instance_name
 from kvmig.controlplane.messages import ClusterMessage, Member, Members
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.engines.vllm.preload import preloaded
@@ -30,12 +31,19 @@ class Cluster:
     """Starts and ends all processes; the scheduler is started again when it dies."""
 
     def __init__(
-        self, config: ClusterConfig, secret: bytes, engine_argv: Sequence[str], gpus: Sequence[str]
+        self,
+        config: ClusterConfig,
+        secret: bytes,
+        engine_argv: Sequence[str],
+        shapes: Sequence[InstanceShape],
+        gpus: Sequence[str],
     ) -> None:
+        """engine_argv: MODEL and vLLM's flags for all instances; shapes: one an instance."""
         self.name = secrets.token_hex(4)
         self._config = config
         self._secret = secret
         self._engine_argv = list(engine_argv)
+        self._shapes = list(shapes)
         self._gpus = gpus
         self._llumlets: dict[str, Child] = {}
         self._members: list[Member] = []
@@ -46,8 +54,8 @@ class Cluster:
     async def start(self, progress: Callable[[str], None]) -> list[Member]:
         """All instances, ready; in parallel. Raises StartupError, and leaves nothing running."""
         sweep()  # of clusters that were killed
-        names = [f"i{number}" for number in range(self._config.instances)]
-        starting = [asyncio.create_task(self._start(name, progress)) for name in names]
+        numbers = range(self._config.instances)
+        starting = [asyncio.create_task(self._start(number, progress)) for number in numbers]
         try:
             self._members = list(await asyncio.gather(*starting))
         except BaseException:
@@ -80,11 +88,12 @@ class Cluster:
         self._scheduler = None
         sweep(self.name)
 
-    async def _start(self, name: str, progress: Callable[[str], None]) -> Member:
+    async def _start(self, number: int, progress: Callable[[str], None]) -> Member:
         began = asyncio.get_running_loop().time()
-        config = self._config
+        config, name = self._config, instance_name(number)
+        workers = [shape.workers for shape in self._shapes]
         environment = instance_environment(
-            int(name[1:]), config.instances, os.cpu_count() or 1, self._gpus, os.environ
+            number, workers, os.cpu_count() or 1, self._gpus, os.environ
         )
         if not self._gpus:
             environment["LD_PRELOAD"] = preloaded(environment.get("LD_PRELOAD", ""))
@@ -93,7 +102,7 @@ class Cluster:
             instance=name,
             secret=self._secret,
             config=config,
-            engine_argv=self._engine_argv,
+            engine_argv=[*self._engine_argv, *self._shapes[number].own],
         )
         progress(f"instance {name} starts")
         child = await Child.start(f"instance {name}", "kvmig.cli.llumlet", launch, environment)
@@ -106,6 +115,7 @@ class Cluster:
         self, name: str, child: Child, lost: Callable[[str, str], Awaitable[None]]
     ) -> None:
         how = await child.ended()
+        await child.stop()  # its workers, and what they share
         self._members = [member for member in self._members if member.instance != name]
         self._tell_members()
         await lost(name, how)

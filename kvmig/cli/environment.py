@@ -48,24 +48,29 @@ def available_memory() -> int:
 
 
 def instance_environment(
-    index: int, instances: int, cores: int, gpu_ids: Sequence[str], base: Mapping[str, str]
+    index: int, workers: Sequence[int], cores: int, gpu_ids: Sequence[str], base: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of instance `index`; what the user has set stays."""
+    """The environment of instance `index`; what the user has set stays.
+
+    workers: of each instance; each takes a GPU, or its share of the cores.
+    """
     environment = dict(base)
     environment.setdefault("PYTHONUNBUFFERED", "1")
     if gpu_ids:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu_ids[index % len(gpu_ids)]
+        first = sum(workers[:index])
+        own = [gpu_ids[(first + one) % len(gpu_ids)] for one in range(workers[index])]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         return environment
-    # Instances share the cores; vLLM's own binding would put all of them on the same ones.
+    # Workers share the cores; vLLM's own binding would put all of them on the same ones.
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // instances)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // sum(workers))))
     return environment
 
 
 def memory_flags(
     argv: Sequence[str],
     kv_bytes: int | None,
-    instances: int,
+    workers: Sequence[int],
     gpu_count: int,
     available: int,
     environment: Mapping[str, str],
@@ -76,31 +81,36 @@ def memory_flags(
     A number of blocks (--num-gpu-blocks-override) says nothing about memory: with it alone
     vLLM still wants its whole share free.
 
-    kv_bytes: --kv-cache-memory-bytes, if given; weights: bytes of the model on disk.
-    Raises ConfigError if there isn't enough.
+    kv_bytes: --kv-cache-memory-bytes, if given: a worker's; workers: of each instance;
+    weights: bytes of the model on disk. Raises ConfigError if there isn't enough.
     """
     by_share = any(word.split("=")[0] == "--gpu-memory-utilization" for word in argv)
+    total = sum(workers)
     if gpu_count:
-        per_gpu = -(-instances // gpu_count)
+        per_gpu = -(-total // gpu_count)
         if by_share or kv_bytes is not None or per_gpu == 1:
             return []
         return ["--gpu-memory-utilization", f"{GPU_SHARE / per_gpu:.3f}"]
-    fixed = INSTANCE_OVERHEAD + weights
+    fixed = [_processes(count) * INSTANCE_OVERHEAD + weights for count in workers]
     space = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
     kv = int(space) * GIB if kv_bytes is None and space.isdecimal() else kv_bytes
     if kv is None:
         if by_share:
             return []
-        spare = available - instances * fixed
-        kv = min(CPU_KV_MOST, int(spare * CPU_KV_SHARE / instances))
+        kv = min(CPU_KV_MOST, int((available - sum(fixed)) * CPU_KV_SHARE / total))
         flags = ["--kv-cache-memory-bytes", str(kv)]
     else:
         flags = []
-    if kv < CPU_KV_LEAST or instances * (fixed + kv) > available:
-        need = fixed + max(kv, CPU_KV_LEAST)
+    if kv < CPU_KV_LEAST or sum(fixed) + total * kv > available:
+        need = max(fixed) + max(workers) * max(kv, CPU_KV_LEAST)
         raise ConfigError(
-            f"not enough memory for {instances} instances: each needs {need / GIB:.1f} GiB and "
+            f"not enough memory for {len(workers)} instances: each needs {need / GIB:.1f} GiB and "
             f"{available / GIB:.1f} GiB are available, lower --instances or "
             "--kv-cache-memory-bytes"
         )
     return flags
+
+
+def _processes(workers: int) -> int:
+    """Of one instance: a single worker is the instance's own process."""
+    return workers if workers == 1 else workers + 1

@@ -47,6 +47,14 @@ def parser() -> argparse.ArgumentParser:
         "--instances", type=int, default=cluster.instances, help="vLLM instances to start"
     )
     group.add_argument(
+        "--instance-flags",
+        action="append",
+        default=[],
+        metavar="'iN: FLAGS'",
+        help="vLLM's flags that only instance N gets, e.g. 'i1: --tensor-parallel-size 2';"
+        " may be given several times",
+    )
+    group.add_argument(
         "--control-host",
         default=cluster.control_host,
         help="address that control sockets bind to; the cluster's secret is KVMIG_SECRET if set",
@@ -154,6 +162,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
     try:
         config = ClusterConfig(
             instances=flags.instances,
+            instance_flags=tuple(flags.instance_flags),
             control_host=flags.control_host,
             report_ms=flags.report_ms,
             start_timeout_s=flags.start_timeout,

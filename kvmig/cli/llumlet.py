@@ -21,8 +21,11 @@ SWITCH_INTERVAL_S = 0.0005
 5 ms, several decode steps of a small model)."""
 
 
-def make_engine(argv: list[str]) -> ServingEngine:
-    """The vLLM engine that these flags describe. Raises StartupError with one sentence."""
+def make_engine(argv: list[str], unit_tokens: int) -> ServingEngine:
+    """The vLLM engine that these flags describe. Raises StartupError with one sentence.
+
+    unit_tokens: of what it exchanges with other instances; 0: its own blocks.
+    """
     from kvmig.engines.vllm import flags
 
     flags.set_environment()
@@ -31,7 +34,7 @@ def make_engine(argv: list[str]) -> ServingEngine:
 
     args = flags.parse(argv)
     try:
-        return ServingVllm(engine_config(args))
+        return ServingVllm(engine_config(args), unit_tokens=unit_tokens)
     except KvmigError:
         raise
     except Exception as error:
@@ -41,7 +44,7 @@ def make_engine(argv: list[str]) -> ServingEngine:
 
 async def run(launch: LlumletLaunch, descriptor: int) -> None:
     """Serve until SIGTERM or the launcher's end."""
-    engine = make_engine(launch.engine_argv)
+    engine = make_engine(launch.engine_argv, launch.config.migration.unit_tokens)
     llumlet = Llumlet(launch.instance, launch.cluster, launch.secret, launch.config, engine)
     stopped = asyncio.ensure_future(until_stopped())
     try:

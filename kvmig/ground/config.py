@@ -25,6 +25,9 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Staging buffers of one instance: bounds memory and what is on the wire."""
     max_stages: int = 8
     """Live copy stages before the last one is forced; 0: all is copied in the pause."""
+    unit_tokens: int = 0
+    """Tokens of KV cache that instances of different shapes exchange at a time; 0: all are
+    alike and exchange blocks."""
     transport: Transport = "auto"
     reply_timeout_ms: float = 2000.0
     """Wait for a peer's answer before a migration is given up."""
@@ -53,6 +56,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that all processes of one cluster agree on."""
 
     instances: int = 2
+    instance_flags: tuple[str, ...] = ()
+    """As given: "iN: FLAGS", vLLM's flags that only instance N gets."""
     control_host: str = "127.0.0.1"
     """Address that llumlets and scheduler bind their sockets to."""
     report_ms: float = 50.0

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvmig.engines.vllm.units import UnitMap
 from kvmig.ground.layout import KVLayout, fused
-from kvmig.kernels.copy import address_of, checksum_fused, copy_blocks
+from kvmig.kernels.copy import address_of, backend, checksum_fused, copy_blocks, start_copy
 
 
 class Copies(Protocol):
@@ -47,26 +47,20 @@ class InUnits:
 
     def gather(self, ids: Sequence[int], out: memoryview) -> list[int]:
         for one in self._units.gather(ids, address_of(out)):
-            copy_blocks(
-                one.cache,
-                one.buffer,
-                one.cache_ids.tolist(),
-                one.buffer_ids.tolist(),
-                one.cache_blocks,
-                one.buffer_blocks,
+            start_copy(
+                backend(),
+                *(one.cache, one.buffer, one.cache_ids, one.buffer_ids),
+                *(one.cache_blocks, one.buffer_blocks),
                 checksums=False,
-            )
+            ).wait()
         return checksum_fused(out, self._units.unit_bytes)
 
     def scatter(self, ids: Sequence[int], data: memoryview) -> list[int]:
         for one in self._units.scatter(ids, address_of(data)):
-            copy_blocks(
-                one.buffer,
-                one.cache,
-                one.buffer_ids.tolist(),
-                one.cache_ids.tolist(),
-                one.buffer_blocks,
-                one.cache_blocks,
+            start_copy(
+                backend(),
+                *(one.buffer, one.cache, one.buffer_ids, one.cache_ids),
+                *(one.buffer_blocks, one.cache_blocks),
                 checksums=False,
-            )
+            ).wait()
         return checksum_fused(data, self._units.unit_bytes)

@@ -1,0 +1,82 @@
+"""What each instance is started with: vLLM's flags for all of them, and some of its own."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvmig.ground.errors import ConfigError
+
+USUAL_BLOCK_TOKENS = 16
+"""Divides every block size that vLLM chooses by itself."""
+
+Parse = Callable[[list[str]], Namespace]
+"""MODEL and vLLM's flags to vLLM's arguments; raises ConfigError."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceShape:
+    """One instance's part of what it costs and of how its KV cache is cut."""
+
+    own: tuple[str, ...] = ()
+    """Flags that only this instance gets, behind those for all."""
+    workers: int = 1
+    """Tensor-parallel size."""
+    block_tokens: int | None = None
+    """None: as vLLM chooses."""
+
+
+def instance_name(number: int) -> str:
+    """Of instance `number`, from 0."""
+    return f"i{number}"
+
+
+def own_flags(given: Sequence[str], instances: int) -> dict[str, tuple[str, ...]]:
+    """From "i1: --block-size 64" to that instance's flags. Raises ConfigError."""
+    names = [instance_name(number) for number in range(instances)]
+    flags: dict[str, tuple[str, ...]] = {}
+    for words in given:
+        name, colon, rest = words.partition(":")
+        if not colon or name.strip() not in names:
+            raise ConfigError(
+                f"--instance-flags is {words!r}, must be one of {', '.join(names)},"
+                " a colon and flags of vllm serve"
+            )
+        try:
+            flags[name.strip()] = (*flags.get(name.strip(), ()), *shlex.split(rest))
+        except ValueError as error:
+            raise ConfigError(f"--instance-flags is {words!r}: {error}") from error
+    return flags
+
+
+def shapes_of(
+    args: Namespace,
+    argv: Sequence[str],
+    own: Mapping[str, tuple[str, ...]],
+    instances: int,
+    parse: Parse,
+) -> list[InstanceShape]:
+    """One an instance. argv: MODEL and the flags for all; args: parsed. Raises ConfigError."""
+    alike = _shape(args, ())
+    shapes = [alike] * instances
+    for number in range(instances):
+        if words := own.get(instance_name(number)):
+            shapes[number] = _shape(parse([*argv, *words]), words)
+    return shapes
+
+
+def unit_tokens(shapes: Sequence[InstanceShape]) -> int:
+    """Tokens that instances of these shapes can exchange at a time; 0 if they are all alike.
+
+    Example: blocks of 32 and of 48 tokens: 16.
+    """
+    if len({(shape.workers, shape.block_tokens) for shape in shapes}) <= 1:
+        return 0
+    return math.gcd(*(shape.block_tokens or USUAL_BLOCK_TOKENS for shape in shapes))
+
+
+def _shape(args: Namespace, own: tuple[str, ...]) -> InstanceShape:
+    return InstanceShape(own, args.tensor_parallel_size, args.block_size)

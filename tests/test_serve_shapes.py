@@ -1,0 +1,88 @@
+"""A server whose instances have different block and tensor-parallel sizes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvmig.cli.served import SMALL, Served
+from tests.conftest import NEVER_BY_ITSELF, PATIENT
+from tests.leaks import SHM, Footprint, assert_server_is_empty
+from tests.streams import (
+    Stream,
+    StreamFailed,
+    count_from,
+    counted,
+    place,
+    run_moved,
+    run_unmoved,
+)
+
+pytestmark = pytest.mark.engine
+
+PATH = "/v1/completions"
+OTHER = "--instance-flags=i1: --tensor-parallel-size=2 --block-size=64"
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """i0: one worker, blocks of 32 tokens; i1: two workers, blocks of 64."""
+    before = names()
+    log = tmp_path_factory.mktemp("mixed") / "log"
+    flags = [*SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, OTHER, "--drain-timeout=5"]
+    with Served(flags, log=log) as served:
+        yield served
+        footprint = Footprint.of(served)
+    footprint.assert_gone()
+    assert names() <= before
+    assert "Traceback" not in served.output()
+
+
+def names() -> set[Path]:
+    """All files in shared memory, of whatever process."""
+    return set(SHM.iterdir())
+
+
+async def test_a_call_moves_between_shapes_as_if_there_were_one(mixed: Served) -> None:
+    body = count_from(17, 2500)
+    unmoved = await run_unmoved(mixed, PATH, body)
+
+    moved, reports = await run_moved(mixed, PATH, body, at=(100, 250, 400))
+
+    assert [report["state"] for report in reports] == ["committed"] * 3, reports
+    assert moved.choices[0].text == unmoved.choices[0].text
+    counted(moved, 17)
+    assert_server_is_empty(mixed)
+
+
+async def test_instances_count_in_the_same_blocks(mixed: Served) -> None:
+    totals = {row["id"]: row["blocks_total"] for row in mixed.get("instances")}
+
+    assert totals == {"i0": 599, "i1": 2 * 599}  # one block is vLLM's own
+
+
+async def test_a_killed_worker_ends_its_instance_and_nothing_else(mixed: Served) -> None:
+    streams = [Stream(mixed, PATH, count_from(1000 * n, 4000)) for n in range(2)]
+    for stream, instance in zip(streams, ("i0", "i1"), strict=True):
+        await place(mixed, stream, instance)
+    workers = [one for one in Footprint.of(mixed).processes if is_worker(one)]
+    assert len(workers) == 2
+
+    workers[1].kill()
+
+    with pytest.raises(StreamFailed):
+        await streams[1].end()
+    assert (await streams[0].end()).tokens == 4000
+    counted(streams[0].answer, 0)
+    gone, _ = await asyncio.to_thread(psutil.wait_procs, workers, PATIENCE_S)
+    assert gone
+
+
+def is_worker(process: psutil.Process) -> bool:
+    """Whether vLLM has named it so."""
+    return "Worker_TP" in " ".join(process.cmdline())

@@ -1,0 +1,71 @@
+"""Flags that only some instances get, and what the instances can exchange then."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.cli.shapes import InstanceShape, own_flags, shapes_of, unit_tokens
+from kvmig.ground.errors import ConfigError
+
+
+def parse(argv: list[str]) -> Namespace:
+    """As vLLM does, for two flags; the last one counts."""
+    found = dict(word.lstrip("-").split("=") for word in argv[1:])
+    block = found.get("block-size")
+    return Namespace(
+        tensor_parallel_size=int(found.get("tensor-parallel-size", 1)),
+        block_size=None if block is None else int(block),
+    )
+
+
+def test_an_instances_own_flags_stand_behind_those_for_all() -> None:
+    own = own_flags(["i1: --tensor-parallel-size=2", "i1:--block-size=64"], 3)
+
+    for_all = ["MODEL", "--block-size=32"]
+
+    shapes = shapes_of(parse(for_all), for_all, own, 3, parse)
+
+    changed = InstanceShape(("--tensor-parallel-size=2", "--block-size=64"), 2, 64)
+    assert shapes == [InstanceShape((), 1, 32), changed, InstanceShape((), 1, 32)]
+
+
+def test_a_flag_with_spaces_is_quoted_as_in_a_shell() -> None:
+    assert own_flags(["i0: --served-model-name 'a b'"], 1) == {"i0": ("--served-model-name", "a b")}
+
+
+@pytest.mark.parametrize(
+    ("given_", "named"),
+    [
+        ("i2: --block-size=64", "must be one of i0, i1, a colon and flags"),
+        ("--block-size=64", "--instance-flags is '--block-size=64'"),
+        ("i0: 'open", "No closing quotation"),
+    ],
+)
+def test_flags_for_no_instance_are_refused(given_: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        own_flags([given_], 2)
+
+
+def test_instances_that_are_alike_exchange_whole_blocks() -> None:
+    assert unit_tokens([InstanceShape((), 2, 64)] * 3) == 0
+    assert unit_tokens([InstanceShape()]) == 0
+
+
+def test_a_block_size_that_vllm_chooses_is_a_multiple_of_the_usual_one() -> None:
+    assert unit_tokens([InstanceShape((), 1, 64), InstanceShape((), 1, None)]) == 16
+
+
+def test_another_number_of_workers_alone_makes_units_needed() -> None:
+    assert unit_tokens([InstanceShape((), 1, 64), InstanceShape((), 2, 64)]) == 64
+
+
+@given(st.lists(st.integers(1, 16), min_size=2, unique=True))
+def test_a_unit_fills_every_instances_blocks(sizes: list[int]) -> None:
+    unit = unit_tokens([InstanceShape((), 1, size * 16) for size in sizes])
+
+    assert unit >= 16
+    assert not any(size * 16 % unit for size in sizes)
