@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from kvmig.kernels import triton_copy, triton_fp8, triton_reshard
 from kvmig.kernels.triton_kernels import TritonKernels
@@ -19,7 +18,23 @@ KERNELS = {
     "pack_kernel": triton_fp8,
     "unpack_kernel": triton_fp8,
 }
-POINTERS = {torch.int64: "*i64", torch.uint64: "*u64"}
+
+
+class AbsentGpu:
+    """What Triton asks a driver for when it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        # A number of its own: Triton remembers by it what it compiles for.
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
 
 
 class Recorder:
@@ -40,21 +55,11 @@ class Recorder:
 
     def compiled(self, capability: int) -> dict[str, Any]:
         """What the compiler makes of that launch: ttir, ptx, cubin, sass and more."""
-        names = self._kernel.arg_names
-        constants = {name: value for name, value in self._keywords.items() if name in names}
-        options = {name: value for name, value in self._keywords.items() if name not in names}
-        variables = [name for name in names if name not in constants]
-        types = map(_type, self._arguments)
-        source = ASTSource(
-            fn=self._kernel,
-            signature={
-                **dict(zip(variables, types, strict=True)),
-                **dict.fromkeys(constants, "constexpr"),
-            },
-            constexprs={(names.index(name),): value for name, value in constants.items()},
-        )
-        target = GPUTarget("cuda", capability, 32)
-        assembly: dict[str, Any] = triton.compile(source, target=target, options=options).asm
+        with pytest.MonkeyPatch.context() as briefly:
+            # Not by `set_active`: there may be no driver to go back to.
+            briefly.setattr(driver, "_active", AbsentGpu(capability))
+            made = self._kernel.warmup(*self._arguments, grid=self.grid, **self._keywords)
+        assembly: dict[str, Any] = made.asm
         return assembly
 
 
@@ -65,11 +70,6 @@ def recording(patched: pytest.MonkeyPatch) -> tuple[TritonKernels, dict[str, Rec
         recorders[name] = Recorder(getattr(module, name))
         patched.setattr(module, name, recorders[name])
     # The kernels are compiled ones all the same: they were decorated when they were imported.
-    patched.setattr(triton.knobs.runtime, "interpret", True)
-    return TritonKernels("cpu"), recorders
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return POINTERS[value.dtype]
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
+    with pytest.MonkeyPatch.context() as briefly:
+        briefly.setattr(triton.knobs.runtime, "interpret", True)
+        return TritonKernels("cpu"), recorders
