@@ -33,6 +33,12 @@ KVMIG_INLINE float float_of(uint32_t bits) {
     return value;
 }
 
+// Without a branch, so that a loop of it becomes vectors.
+KVMIG_INLINE uint32_t pick(bool condition, uint32_t yes, uint32_t no) {
+    const uint32_t mask = 0u - static_cast<uint32_t>(condition);
+    return (yes & mask) | (no & ~mask);
+}
+
 struct Bf16 {
     static KVMIG_INLINE float widen(uint16_t half) {
         return float_of(static_cast<uint32_t>(half) << 16);
@@ -42,7 +48,7 @@ struct Bf16 {
         const uint32_t bits = bits_of(value);
         const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
         const bool nan = (bits & 0x7fffffff) > 0x7f800000;
-        return static_cast<uint16_t>(nan ? (bits >> 16) | 0x40 : rounded);
+        return static_cast<uint16_t>(pick(nan, (bits >> 16) | 0x40, rounded));
     }
 };
 
@@ -50,12 +56,10 @@ struct Fp16 {
     static KVMIG_INLINE float widen(uint16_t half) {
         const uint32_t sign = (half & 0x8000u) << 16;
         const uint32_t rest = half & 0x7fffu;
-        // Exponents differ by 112; of subnormals the multiplication makes normal numbers.
-        const float scaled = float_of((rest << 13) + (rest < 0x400 ? 0u : 112u << 23));
-        const uint32_t finite = rest < 0x400 ? bits_of(static_cast<float>(rest) * 0x1p-24f)
-                                             : bits_of(scaled);
-        const uint32_t special = 0x7f800000u | (rest << 13);
-        return float_of(sign | (rest >= 0x7c00 ? special : finite));
+        const uint32_t normal = (rest << 13) + (112u << 23);  // the exponents' biases differ
+        const uint32_t small = bits_of(static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-24f);
+        const uint32_t finite = pick(rest < 0x400, small, normal);
+        return float_of(sign | pick(rest >= 0x7c00, 0x7f800000u | (rest << 13), finite));
     }
 
     static KVMIG_INLINE uint16_t narrow(float value) {
@@ -64,9 +68,9 @@ struct Fp16 {
         // Below 2^-14 a sum with 0.5 leaves the subnormal's digits at the lower end.
         const uint32_t small = bits_of(float_of(rest) + 0.5f) - 0x3f000000u;
         const uint32_t normal = (rest - (112u << 23) + 0xfff + ((rest >> 13) & 1)) >> 13;
-        uint32_t half = rest < (113u << 23) ? small : normal;
-        half = rest >= 0x477ff000u ? 0x7c00u : half;  // 65520 and more round to infinity
-        half = rest > 0x7f800000u ? 0x7e00u : half;
+        uint32_t half = pick(rest < (113u << 23), small, normal);
+        half = pick(rest >= 0x477ff000u, 0x7c00u, half);  // 65520 and more round to infinity
+        half = pick(rest > 0x7f800000u, 0x7e00u, half);
         return static_cast<uint16_t>((bits >> 16 & 0x8000u) | half);
     }
 };
@@ -78,19 +82,19 @@ struct E4m3 {
         const uint32_t rest = bits & 0x7fffffff;
         const uint32_t small = bits_of(float_of(rest) + 0x1p14f) - bits_of(0x1p14f);
         const uint32_t normal = (rest - (120u << 23) + 0x7ffff + ((rest >> 20) & 1)) >> 20;
-        uint32_t code = rest < (121u << 23) ? small : normal;
-        code = code > 0x7e ? 0x7e : code;
-        code = rest >= bits_of(kMax) ? 0x7e : code;
-        code = rest > 0x7f800000u ? 0x7f : code;
+        uint32_t code = pick(rest < (121u << 23), small, normal);
+        code = pick(rest >= bits_of(kMax), 0x7e, code);
+        code = pick(rest > 0x7f800000u, 0x7f, code);
         return static_cast<uint8_t>((bits >> 24 & 0x80u) | code);
     }
 
     static KVMIG_INLINE float widen(uint8_t code) {
         const uint32_t sign = (code & 0x80u) << 24;
         const uint32_t rest = code & 0x7fu;
-        const uint32_t finite = rest < 8 ? bits_of(static_cast<float>(rest) * 0x1p-9f)
-                                         : (rest << 20) + (120u << 23);
-        return float_of(sign | (rest == 0x7f ? 0x7fc00000u : finite));
+        const uint32_t normal = (rest << 20) + (120u << 23);
+        const uint32_t small = bits_of(static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-9f);
+        const uint32_t finite = pick(rest < 8, small, normal);
+        return float_of(sign | pick(rest == 0x7f, 0x7fc00000u, finite));
     }
 };
 
