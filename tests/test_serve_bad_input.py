@@ -47,6 +47,9 @@ REFUSED = [
     ([MODEL, "--data-parallel-size", "2"], "use --instances N"),
     ([MODEL, "--scheduler-cls", "a.b"], "--scheduler-cls can't be used"),
     ([MODEL, "--kv-transfer-config", "{}"], "--kv-transfer-config can't be used"),
+    ([MODEL, "--pipeline-parallel-size", "2"], "use --tensor-parallel-size"),
+    ([MODEL, "--instance-flags", "i7: --block-size 64"], "must be one of i0, i1, a colon and"),
+    ([MODEL, "--instance-flags", "i1: --block-size x"], "invalid int value: 'x'"),
     ([MODEL, "--port", "0", "--instances", "500"], "not enough memory for 500 instances"),
     (
         [MODEL, "--port", "0", "--kv-cache-memory-bytes", "9000g"],
