@@ -66,9 +66,11 @@ struct Blocks {
             const int64_t size = src[r].run;
             const int64_t from = floor_line(begin - start, size);
             const int64_t to = floor_line(end - start, size);
-            if (from < to)
-                piece(k, Run{dst ? at(dst[r], dst_ids[k]) + from : nullptr, source(k, r) + from,
-                             to - from, first + from / 8, to < size ? source(k, r) + to : after(k, r)});
+            if (from < to) {
+                unsigned char *target = dst ? at(dst[r], dst_ids[k]) + from : nullptr;
+                const unsigned char *next = to < size ? source(k, r) + to : after(k, r);
+                piece(k, Run{target, source(k, r) + from, to - from, first + from / 8, next});
+            }
             first += kvmig::words(size);
             start += size;
         }

@@ -30,7 +30,8 @@ struct Rows {
 Rows rows_of(const kvmig_shard &shard, int64_t region, int64_t token, int64_t head) {
     const kvmig_grid &grid = shard.grids[region];
     const int64_t block = shard.ids[token / shard.block_tokens];
-    const int64_t place = block * grid.block_stride + token % shard.block_tokens * grid.token_stride +
+    const int64_t place = block * grid.block_stride +
+                          token % shard.block_tokens * grid.token_stride +
                           (head - shard.first_head) * grid.head_stride;
     return {static_cast<unsigned char *>(grid.base) + place, grid.token_stride, grid.head_stride};
 }
@@ -45,8 +46,8 @@ void copy_rows(const Rows &dst, const Rows &src, int64_t tokens, int64_t heads, 
         const auto size = static_cast<std::size_t>(dense ? inner * row : row);
         for (int64_t i = 0; i < outer; ++i)
             for (int64_t j = 0; j < pieces; ++j)
-                std::memcpy(to + i * to_outer + j * to_inner, from + i * from_outer + j * from_inner,
-                            size);
+                std::memcpy(to + i * to_outer + j * to_inner,
+                            from + i * from_outer + j * from_inner, size);
     };
     // The inner loop is along the destination's order: what is written is then written in a row.
     if (dst.head_stride <= dst.token_stride)
