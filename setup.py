@@ -5,6 +5,7 @@ The CPU's always; the GPU's where there are nvcc and an NVIDIA GPU, or as KVMIG_
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -64,8 +65,11 @@ def extension(recipe: build.Recipe, optional: bool) -> Extension:
 
 
 RECIPES = [build.cpu(), *([build.cuda()] if build.wants_cuda() else [])]
+FORCED = os.environ.get("KVMIG_CUDA") == "1"
 
 setup(
-    ext_modules=[extension(recipe, optional=True) for recipe in RECIPES],
+    ext_modules=[
+        extension(one, optional=one.name == "libkvmig_cpu" or not FORCED) for one in RECIPES
+    ],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": Wheel},
 )

@@ -22,13 +22,16 @@ _PORTABLE = 1  # pinned for every context
 
 
 class Driver:
-    """The calls on one device; from any thread. Raises KernelUnavailable if there is none."""
+    """The calls on one device; from any thread. Raises KernelUnavailable if it can't be used."""
 
     def __init__(self, device: int = 0) -> None:
         self._library = _initialised()
         self._device, context = c_int(), c_void_p()
-        self._call("cuDeviceGet", byref(self._device), c_int(device))
-        self._call("cuDevicePrimaryCtxRetain", byref(context), self._device)
+        try:
+            self._call("cuDeviceGet", byref(self._device), c_int(device))
+            self._call("cuDevicePrimaryCtxRetain", byref(context), self._device)
+        except KvmigError as error:
+            raise KernelUnavailable(f"GPU {device} can't be used: {error}") from error
         self._context = context
         self.ordinal = device
 
