@@ -11,9 +11,15 @@ from kvmig.engines.base import RequestState
 
 
 def request(
-    name: str, blocks: int = 4, *, priority: int = 0, output: int = 50, state: str = "running"
+    name: str,
+    blocks: int = 4,
+    *,
+    priority: int = 0,
+    output: int = 50,
+    state: str = "running",
+    unmovable: str = "",
 ) -> RequestState:
-    return RequestState(name, state, blocks * 16, output, blocks, priority)
+    return RequestState(name, state, blocks * 16, output, blocks, priority, unmovable)
 
 
 def pair(budget: float, room: float = 1000) -> Pair:
@@ -47,6 +53,13 @@ def test_a_large_request_moves_when_nothing_fits_the_budget() -> None:
     assert choose(held, pair(10)) == "large"
     assert choose(held, pair(10), spent=4) is None
     assert choose(held, pair(10, room=39)) is None
+
+
+def test_a_request_that_cannot_be_moved_is_never_chosen() -> None:
+    held = [request("pooling", 1, priority=9, unmovable="pooling request"), request("other", 9)]
+    assert choose(held, pair(10)) == "other"
+    assert choose(held[:1], pair(10)) is None
+    assert choose(held[:1], pair(0.5)) is None
 
 
 def test_no_budget_moves_nothing() -> None:

@@ -4,92 +4,26 @@ them. (vLLM's CPU attention has one scratch buffer a process, so nothing may run
 from __future__ import annotations
 
 import asyncio
-import os
+import copy
 import time
-import warnings
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvmig.engines.base import Emitted, Frame, Pace, Tail
+from kvmig.engines.base import Pace, Tail
 from kvmig.models import BUNDLED
+from tests.vllm_side import Output, Side, remembered
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+__all__ = ["Output", "Pair", "Side"]
 
 T = TypeVar("T")
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-FLAGS = (
-    "--enforce-eager", "--block-size=32", "--max-model-len=1216", "--max-num-seqs=4",
-    "--max-num-batched-tokens=128", "--num-gpu-blocks-override=40",
-)  # fmt: skip
 PATIENCE = 2000
 """Rounds without progress after which a test is stuck."""
-
-
-@dataclass
-class Output:
-    """What a request gave so far."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-    finish_reason: Any = None
-
-
-def remembered(worker: Any) -> list[str]:
-    """Requests that a worker knows; runs there."""
-    return list(worker.model_runner.requests)
-
-
-class Side:
-    """One engine, with what its clients got."""
-
-    def __init__(
-        self, async_scheduling: bool, own_flags: Sequence[str] = (), unit_tokens: int = 0
-    ) -> None:
-        from kvmig.engines.vllm import flags
-        from kvmig.engines.vllm.config import engine_config
-        from kvmig.engines.vllm.serving import ServingVllm
-
-        config = engine_config(flags.parse([str(BUNDLED), *FLAGS, *own_flags]))
-        # vLLM's CPU platform turns it off; the machinery is the same as on a GPU.
-        config.scheduler_config.async_scheduling = async_scheduling
-        self.engine = ServingVllm(config, unit_tokens=unit_tokens)
-        self.core = self.engine._core
-        self.core.process_input_queue_block = False
-
-    def listen(self, outputs: dict[str, Output]) -> None:
-        from kvmig.engines.vllm.front import decode_outputs
-
-        def on_outputs(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
-            for one in decode_outputs(frames).outputs:
-                output = outputs.setdefault(one.request_id, Output())
-                output.tokens += one.new_token_ids
-                if one.new_logprobs is not None:
-                    output.logprobs += one.new_logprobs.logprobs.tolist()
-                output.finish_reason = one.finish_reason
-
-        self.engine._loop = asyncio.get_running_loop()
-        self.engine._on_outputs = on_outputs
-
-    def take_calls(self) -> None:
-        """What the engine's thread does between two steps."""
-        while not self.core.input_queue.empty():
-            self.core._handle_client_request(*self.core.input_queue.get_nowait())
-
-    def step(self) -> None:
-        """Calls, then one step if there is work."""
-        self.take_calls()
-        if self.core.has_work():
-            self.core._process_engine_step()
-
-    @property
-    def used_blocks(self) -> int:
-        pool = self.engine._scheduler.kv_cache_manager.block_pool
-        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
 
 class Pair:
@@ -101,17 +35,19 @@ class Pair:
         a_flags: Sequence[str] = (),
         b_flags: Sequence[str] = (),
         unit_tokens: int = 0,
+        model: Path = BUNDLED,
     ) -> None:
-        os.environ.update(ENVIRONMENT)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from kvmig.engines.vllm import flags
-
-            flags.set_environment()
-            self.a, self.b = (
-                Side(async_scheduling, own, unit_tokens) for own in (a_flags, b_flags)
-            )
+        self.a, self.b = (
+            Side(async_scheduling, own, unit_tokens, model) for own in (a_flags, b_flags)
+        )
         self.outputs: dict[str, Output] = {}
+
+    def towards(self, other: Side) -> Pair:
+        """Engine `a` again, with another one as `b`; what they give is kept together."""
+        pair = copy.copy(self)
+        pair.b = other
+        other.listen(self.outputs)
+        return pair
 
     def begin(self) -> None:
         """For each test, inside its event loop."""
@@ -120,7 +56,18 @@ class Pair:
             side.listen(self.outputs)
             side.engine._scheduler.reset_prefix_cache()
 
-    def submit(self, side: Side, request_id: str, prompt: Sequence[int], **params: Any) -> None:
+    def submit(
+        self,
+        side: Side,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        lora: LoRARequest | None = None,
+        priority: int = 0,
+        resumable: bool = False,
+        images: list[MultiModalFeatureSpec] | None = None,
+        **params: Any,
+    ) -> None:
         """A new request: greedy, 60 tokens, with log-probabilities, unless `params` differ."""
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -128,8 +75,8 @@ class Pair:
 
         wanted = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, "logprobs": 1, **params}
         request = EngineCoreRequest(
-            request_id, list(prompt), None, SamplingParams(**wanted), None, time.time(), None,
-            None, None,
+            request_id, list(prompt), images, SamplingParams(**wanted), None, time.time(), lora,
+            None, None, priority=priority, resumable=resumable,
         )  # fmt: skip
         side.engine.submit(1, MsgpackEncoder().encode(request))
         side.engine._builder.submit(lambda: None).result(10)
@@ -258,6 +205,17 @@ class Pair:
         await self.done(to.engine.commit(request_id, tail))
         await self.done(source.engine.release(request_id))
 
+    async def move_following(self, source: Side, to: Side, request_id: str) -> None:
+        """A whole migration, with the destination computing along for four steps."""
+        said = await self.fork(source, to, request_id)
+        for _ in range(4):
+            source.step()
+            await self.settle()
+            await self.extend(to, request_id, said)
+            to.step()
+            await self.settle()
+        await self.switch(source, to, request_id)
+
     async def idle(self) -> None:
         """Step until neither engine has anything to do."""
         for _ in range(PATIENCE):
@@ -280,7 +238,5 @@ class Pair:
             assert not any(side.core.model_executor.collective_rpc(remembered))
 
     def close(self) -> None:
-        for side in (self.a, self.b):
-            side.engine._memory.close()
-            side.engine._builder.shutdown()
-            side.core.shutdown()
+        self.a.close()
+        self.b.close()

@@ -53,6 +53,7 @@ def next_victim(
         one
         for one in requests
         if one.state == "running"
+        and not one.unmovable
         and one.blocks > 0
         and one.output_tokens >= rule.min_output_tokens
         and one.request_id not in migrating

@@ -40,6 +40,8 @@ class RequestState(msgspec.Struct, frozen=True):
     output_tokens: int
     blocks: int
     priority: int
+    unmovable: str = ""
+    """Why it can't be moved now, in a few words; empty when it can."""
 
 
 class Export(msgspec.Struct, frozen=True):

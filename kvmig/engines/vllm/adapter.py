@@ -91,8 +91,6 @@ class VllmEngine:
         frames = self._submitted.get(request_id)
         if frames is None or self._destination.is_arriving(request_id):
             raise MigrationRefused("unknown_request", f"request {request_id} is not here")
-        if self._core.vllm_config.speculative_config is not None:
-            raise MigrationRefused("unsupported", "speculative decoding")
         progress = await self._on_engine(lambda: self._source.export(request_id))
         request = decode_request(frames)
         prompt = len(request.prompt_token_ids or ())

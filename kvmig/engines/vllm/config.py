@@ -16,6 +16,8 @@ def engine_config(args: Namespace) -> VllmConfig:
     """vLLM's own checks; ConfigError with their first sentence."""
     # Several workers are processes of their own; a single one runs in the engine's.
     args.distributed_executor_backend = "uni" if args.tensor_parallel_size == 1 else "mp"
+    # With it the front end sends an image once, and later its name: to whichever instance.
+    args.mm_processor_cache_gb = 0
     args.use_tqdm_on_load = False  # the bars of several instances would overwrite each other
     try:
         engine_args = AsyncEngineArgs.from_cli_args(args)

@@ -11,7 +11,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 
 from kvmig.engines.base import Pace
-from kvmig.engines.vllm import follower, runner
+from kvmig.engines.vllm import follower, lora, runner
 from kvmig.engines.vllm.payload import Progress
 from kvmig.engines.vllm.units import Units
 from kvmig.ground.errors import MigrationRefused
@@ -55,6 +55,7 @@ class Destination:
             raise MigrationRefused("incompatible", f"{request.num_tokens} tokens are too long")
         if len(scheduler.running) + self._to_come() >= scheduler.max_num_active_reqs:
             raise MigrationRefused("no_batch_slot", f"{len(scheduler.running)} requests run")
+        lora.load_adapter(self._core, request)
         self._arriving[request_id] = arriving = Arriving(request, exported)
         if exported.num_computed_tokens == 0:
             return 0  # it waits at the source: it will wait here
@@ -133,7 +134,7 @@ class Destination:
         scheduler, request = self._scheduler, arriving.request
         computed = tail.num_computed_tokens
         self._append(request, tail.output_token_ids)
-        request.prefill_stats = _prefill_stats(request, tail)
+        self._take_over(request, tail)
         self._check_room(request_id, computed)
         if not computed and arriving.has_blocks:
             scheduler.kv_cache_manager.free(request)  # it will be admitted like any other
@@ -173,16 +174,21 @@ class Destination:
         """From following to running: the next step computes what is left, and samples."""
         arriving = self._following(request_id)
         request = arriving.request
+        lora.check_slot(self._scheduler, request)
         known = list(request.output_token_ids)[len(arriving.exported.output_token_ids) :]
         if known != tail.output_token_ids[: len(known)]:
             raise MigrationRefused("error", "the source put out other tokens than it said")
         self._learn(request, tail.output_token_ids[len(known) :])
-        request.prefill_stats = _prefill_stats(request, tail)
+        self._take_over(request, tail)
         runner.set_generator(self._core, request, generator)
         follower.let_go(request)
         del self._arriving[request_id]
         if request not in self._scheduler.running:
             self._scheduler.running.insert(0, request)
+
+    def _take_over(self, request: Request, tail: Progress) -> None:
+        request.prefill_stats = _prefill_stats(request, tail)
+        request.spec_token_ids = tail.draft_token_ids[: self._scheduler.num_spec_tokens]
 
     def _learn(self, request: Request, token_ids: Sequence[int]) -> None:
         self._append(request, token_ids)
@@ -214,6 +220,7 @@ class Destination:
         behind, runs = follower.behind(request), request in running
         others = len(running) - runs
         wanted = behind >= follower.ENOUGH or (behind > 0 and others > 0)
+        wanted = wanted and lora.has_slot(self._scheduler, request)
         if wanted and not runs:
             running.insert(0, request)
         elif runs and not wanted:
@@ -257,6 +264,7 @@ class Destination:
         if request.num_computed_tokens == 0:
             scheduler._enqueue_waiting_request(request)
             return
+        lora.check_slot(scheduler, request)
         # Straight into the batch, in front: behind a long prefill that takes the whole
         # token budget of each step, a resumed request would wait for its end.
         request.status = RequestStatus.RUNNING

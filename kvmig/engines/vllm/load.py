@@ -8,6 +8,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from kvmig.engines.base import EngineLoad, RequestState
+from kvmig.engines.vllm.movable import unmovable
 from kvmig.engines.vllm.units import Units
 
 
@@ -52,6 +53,7 @@ def request_states(
                 output_tokens=request.num_output_tokens,
                 blocks=len(block_ids) * units.per_block,
                 priority=request.priority,
+                unmovable=unmovable(request, scheduler.vllm_config),
             )
         )
     return states

@@ -10,16 +10,11 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from kvmig.engines.base import OnTokens, Stage, Tail
-from kvmig.engines.vllm import runner
+from kvmig.engines.vllm import lora, runner
+from kvmig.engines.vllm.movable import check_movable
 from kvmig.engines.vllm.payload import Progress, encode_progress
 from kvmig.engines.vllm.units import Units
-from kvmig.ground.errors import MigrationRefused, RequestGone
-
-_QUEUED = (
-    RequestStatus.WAITING,
-    RequestStatus.PREEMPTED,
-    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
-)
+from kvmig.ground.errors import RequestGone
 
 
 @dataclass
@@ -53,7 +48,7 @@ class Source:
     def export(self, request_id: str) -> Progress:
         """Start following the request; how far it is now."""
         request = self._live(request_id)
-        _check_movable(request)
+        check_movable(request, self._core.vllm_config)
         self._leaving[request_id] = Leaving(
             request, request.num_preemptions, request.num_output_tokens
         )
@@ -113,11 +108,19 @@ class Source:
         if self._scheduler.requests.get(request_id) is not leaving.request:
             return
         if leaving.request.status == RequestStatus.RUNNING:
-            self._scheduler.running.append(leaving.request)
+            self._rejoin(leaving.request)
         elif leaving.request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self._scheduler._enqueue_waiting_request(leaving.request)
         else:
             self._scheduler.waiting.prepend_request(leaving.request)
+
+    def _rejoin(self, request: Request) -> None:
+        if lora.has_slot(self._scheduler, request):
+            self._scheduler.running.append(request)
+            return
+        # Others have taken its adapter's place: it waits for one, with its blocks.
+        request.status = RequestStatus.PREEMPTED
+        self._scheduler._enqueue_waiting_request(request)
 
     def release(self, request_id: str) -> None:
         """Free a suspended request: it runs elsewhere now. No output is emitted for it."""
@@ -151,6 +154,7 @@ class Source:
             prefilled=stats is None,
             cached_tokens=0 if stats is None else stats.num_cached_tokens,
             generator=runner.generator_state(self._core, request.request_id),
+            draft_token_ids=list(request.spec_token_ids),
         )
 
     def _block_ids(self, request_id: str) -> list[int]:
@@ -177,28 +181,6 @@ class Source:
             self.resume(request_id)
             raise RequestGone("preempted", f"request {request_id} was preempted at the source")
         return leaving
-
-
-def _check_movable(request: Request) -> None:
-    """Refuse kinds of requests whose state this adapter doesn't carry."""
-    params = request.sampling_params
-    in_prefill = request.num_output_tokens == 0
-    refusals = (
-        (params is None, "pooling request"),
-        (request.resumable, "streaming input"),
-        (bool(request.mm_features), "multimodal input"),
-        (request.prompt_embeds is not None, "prompt embeddings"),
-        (request.lora_request is not None, "LoRA request"),
-        (
-            params is not None and params.prompt_logprobs is not None and in_prefill,
-            "prompt log-probabilities still in prefill",
-        ),
-    )
-    for applies, what in refusals:
-        if applies:
-            raise MigrationRefused("unsupported", what)
-    if request.status != RequestStatus.RUNNING and request.status not in _QUEUED:
-        raise MigrationRefused("unsupported", f"request in state {request.status}")
 
 
 def _leave_queue(scheduler: Scheduler, request: Request) -> None:

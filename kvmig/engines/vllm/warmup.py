@@ -17,7 +17,9 @@ _KINDS = (
 
 
 def warm_up_requests(config: VllmConfig) -> list[EngineCoreRequest]:
-    """One short request for each kind of sampling."""
+    """One short request for each kind of sampling; none for a model that doesn't sample."""
+    if config.model_config.runner_type == "pooling":
+        return []
     prompt = [min(token, config.model_config.get_vocab_size() - 1) for token in range(1, 9)]
     return [
         EngineCoreRequest(

@@ -1,0 +1,78 @@
+"""Which requests move: those whose whole state the adapter carries. The others stay, by name."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.v1.request import Request, RequestStatus
+
+from kvmig.ground.errors import MigrationRefused
+
+DRAFTERS = ("ngram", "draft_model")
+"""Speculative methods with no state beside tokens and KV cache, but for the drafts of one step."""
+_STATES = (
+    RequestStatus.RUNNING,
+    RequestStatus.WAITING,
+    RequestStatus.PREEMPTED,
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+)
+
+
+def unmovable(request: Request, config: VllmConfig) -> str:
+    """Why the request can't be moved now, in a few words; empty when it can."""
+    return _kind(request) or _engine(config) or _moment(request)
+
+
+def check_movable(request: Request, config: VllmConfig) -> None:
+    """Raise MigrationRefused with the reason, if there is one."""
+    reason = unmovable(request, config)
+    if reason:
+        raise MigrationRefused("unsupported", reason)
+
+
+def _kind(request: Request) -> str:
+    params = request.sampling_params
+    if params is None:
+        return "pooling request"
+    if request.resumable:
+        return "streaming input"
+    if request.prompt_embeds is not None:
+        return "prompt embeddings"
+    if params.thinking_token_budget is not None:
+        # vLLM counts along while the request is in the batch, and miscounts when it returns.
+        return "thinking token budget"
+    return ""
+
+
+def _engine(config: VllmConfig) -> str:
+    """What the engine's settings add to the state of each request."""
+    if config.model_config.is_diffusion:
+        return "diffusion model"
+    if config.model_config.uses_mrope:
+        return "model with M-RoPE"  # its runner keeps positions of each request
+    if config.aux_output_config.enabled:
+        return "routed experts, which are gathered until the end"
+    speculative = config.speculative_config
+    if speculative is None:
+        return ""
+    if speculative.method not in DRAFTERS:
+        return f"speculative decoding with {speculative.method}"
+    if config.scheduler_config.async_scheduling:
+        return "speculative decoding with asynchronous scheduling"  # drafts are on the device
+    if config.observability_config.per_request_spec_decode_metrics != "none":
+        return "speculative decoding with per-request metrics"
+    return ""
+
+
+def _moment(request: Request) -> str:
+    if request.num_output_tokens == 0 and _scores_prompt(request):
+        return "prompt log-probabilities still in prefill"
+    if request.status not in _STATES:
+        return f"request in state {request.status}"
+    return ""
+
+
+def _scores_prompt(request: Request) -> bool:
+    params = request.sampling_params
+    return params is not None and (
+        params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
+    )

@@ -1,0 +1,235 @@
+"""Requests with LoRA adapters move between real engines, which have one slot for adapters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvmig.ground.errors import MigrationRefused
+from tests.vllm_pair import Pair, Side
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+pytestmark = pytest.mark.engine
+
+FLAGS = ("--enable-lora", "--max-loras=1", "--max-cpu-loras=4", "--max-lora-rank=8")
+PROMPT = [40 + number * number % 90 for number in range(100)]
+
+
+def adapter(folder: Path, number: int) -> LoRARequest:
+    """A random adapter of rank 4 for the bundled model, in PEFT's format."""
+    import torch
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest
+
+    path = folder / str(number)
+    path.mkdir()
+    chance = torch.Generator().manual_seed(number)
+    weights = {}
+    for layer in range(4):
+        for name, wide in (("q_proj", 256), ("v_proj", 128)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(4, 128, generator=chance) * 0.2
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(wide, 4, generator=chance) * 0.2
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest(f"adapter {number}", number, str(path))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    return adapter(tmp_path_factory.mktemp("one"), 1)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    return adapter(tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Pair]:
+    pair = Pair(async_scheduling=False, a_flags=FLAGS, b_flags=FLAGS)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(scope="module")
+def without_lora(engines: Pair) -> Iterator[Side]:
+    side = Side(async_scheduling=False)
+    yield side
+    side.close()
+
+
+@pytest.fixture
+async def pair(engines: Pair) -> AsyncIterator[Pair]:
+    engines.begin()
+    for side in (engines.a, engines.b):
+        for number in side.core.list_loras():
+            side.core.remove_lora(number)
+    yield engines
+    await engines.assert_empty()
+
+
+async def test_a_lora_request_moved_there_and_back_equals_one_left_alone(
+    pair: Pair, one: LoRARequest
+) -> None:
+    plain = await pair.unmoved(PROMPT)
+    unmoved = await pair.unmoved(PROMPT, lora=one)
+    pair.submit(pair.a, "moved", PROMPT, lora=one)
+    await pair.step(pair.a, until=("moved", 10))
+
+    await pair.move(pair.a, pair.b, "moved")
+    await pair.step(pair.b, until=("moved", 30))
+    await pair.move(pair.b, pair.a, "moved")
+
+    moved = await pair.finish("moved")
+    assert moved.tokens == unmoved.tokens
+    assert moved.logprobs == unmoved.logprobs
+    assert moved.tokens != plain.tokens
+
+
+async def test_a_lora_request_moves_by_following(pair: Pair, one: LoRARequest) -> None:
+    unmoved = await pair.unmoved(PROMPT, lora=one, temperature=0.9, seed=4)
+    pair.submit(pair.a, "moved", PROMPT, lora=one, temperature=0.9, seed=4)
+    await pair.step(pair.a, until=("moved", 10))
+
+    await pair.move_following(pair.a, pair.b, "moved")
+
+    moved = await pair.finish("moved")
+    assert moved.tokens == unmoved.tokens
+    assert moved.logprobs == unmoved.logprobs
+
+
+async def test_a_slot_that_is_taken_from_a_follower_is_refused_at_the_switch(
+    pair: Pair, one: LoRARequest, two: LoRARequest
+) -> None:
+    unmoved = await pair.unmoved(PROMPT, lora=one)
+    pair.submit(pair.a, "kept", PROMPT, lora=one)
+    await pair.step(pair.a, until=("kept", 10))
+    said = await pair.fork(pair.a, pair.b, "kept")
+    pair.submit(pair.b, "busy", PROMPT, lora=two)
+    await pair.step(pair.b, until=("busy", 1))
+    await pair.step(pair.a, until=("kept", 15))
+    await pair.extend(pair.b, "kept", said)
+    pair.b.step()
+
+    with pytest.raises(MigrationRefused, match="no_batch_slot"):
+        await pair.switch(pair.a, pair.b, "kept")
+
+    await pair.done(pair.a.engine.resume("kept"))
+    assert (await pair.finish("kept")).tokens == unmoved.tokens
+    await pair.finish("busy")
+
+
+async def test_the_adapter_is_loaded_before_the_request_is_suspended(
+    pair: Pair, one: LoRARequest
+) -> None:
+    pair.submit(pair.a, "moved", PROMPT, lora=one)
+    await pair.step(pair.a, until=("moved", 10))
+    export = await pair.done(pair.a.engine.export("moved"))
+    assert pair.b.core.list_loras() == set()
+
+    await pair.done(pair.b.engine.reserve(export))
+
+    assert pair.b.core.list_loras() == {1}
+    await pair.done(pair.b.engine.cancel("moved"))
+    await pair.done(pair.a.engine.resume("moved"))
+    await pair.finish("moved")
+
+
+async def test_an_engine_without_lora_refuses(
+    pair: Pair, without_lora: Side, one: LoRARequest
+) -> None:
+    elsewhere = pair.towards(without_lora)
+    pair.submit(pair.a, "kept", PROMPT, lora=one)
+    await pair.step(pair.a, until=("kept", 10))
+    export = await pair.done(pair.a.engine.export("kept"))
+
+    with pytest.raises(MigrationRefused, match=r"incompatible: .*--enable-lora"):
+        await elsewhere.done(without_lora.engine.reserve(export))
+
+    await pair.done(pair.a.engine.resume("kept"))
+    await pair.finish("kept")
+    await elsewhere.assert_empty()
+
+
+async def test_an_adapter_that_is_not_on_the_destinations_disk_is_refused(
+    pair: Pair, tmp_path: Path
+) -> None:
+    lost = adapter(tmp_path, 3)
+    pair.submit(pair.a, "kept", PROMPT, lora=lost)
+    await pair.step(pair.a, until=("kept", 10))
+    export = await pair.done(pair.a.engine.export("kept"))
+    shutil.rmtree(lost.lora_path)
+
+    with pytest.raises(MigrationRefused, match="incompatible: LoRA adapter adapter 3"):
+        await pair.done(pair.b.engine.reserve(export))
+
+    await pair.done(pair.a.engine.resume("kept"))
+    await pair.finish("kept")
+
+
+async def test_a_destination_whose_adapter_slots_are_in_use_refuses(
+    pair: Pair, one: LoRARequest, two: LoRARequest
+) -> None:
+    pair.submit(pair.b, "busy", PROMPT, lora=two)
+    await pair.step(pair.b, until=("busy", 1))
+    pair.submit(pair.a, "kept", PROMPT, lora=one)
+    await pair.step(pair.a, until=("kept", 10))
+    export = await pair.done(pair.a.engine.export("kept"))
+
+    with pytest.raises(MigrationRefused, match="no_batch_slot"):
+        await pair.done(pair.b.engine.reserve(export))
+
+    await pair.done(pair.a.engine.resume("kept"))
+    await pair.finish("kept")
+    await pair.finish("busy")
+
+
+async def test_a_slot_that_was_taken_since_the_reserve_is_refused_at_the_commit(
+    pair: Pair, one: LoRARequest, two: LoRARequest
+) -> None:
+    unmoved = await pair.unmoved(PROMPT, lora=one)
+    pair.submit(pair.a, "kept", PROMPT, lora=one)
+    await pair.step(pair.a, until=("kept", 10))
+    export = await pair.done(pair.a.engine.export("kept"))
+    await pair.done(pair.b.engine.reserve(export))
+    pair.submit(pair.b, "busy", PROMPT, lora=two)
+    await pair.step(pair.b, until=("busy", 1))
+    tail = await pair.suspend(pair.a, "kept", 0)
+
+    with pytest.raises(MigrationRefused, match="no_batch_slot"):
+        await pair.done(pair.b.engine.commit("kept", tail))
+
+    await pair.done(pair.a.engine.resume("kept"))
+    assert (await pair.finish("kept")).tokens == unmoved.tokens
+    await pair.finish("busy")
+
+
+async def test_a_resumed_request_whose_slot_was_taken_waits_for_it(
+    pair: Pair, one: LoRARequest, two: LoRARequest
+) -> None:
+    unmoved = await pair.unmoved(PROMPT, lora=one, temperature=0.9, seed=3)
+    pair.submit(pair.a, "kept", PROMPT, lora=one, temperature=0.9, seed=3)
+    await pair.step(pair.a, until=("kept", 10))
+    await pair.done(pair.a.engine.export("kept"))
+    await pair.suspend(pair.a, "kept", 0)
+    pair.submit(pair.a, "busy", PROMPT, lora=two)
+    await pair.step(pair.a, until=("busy", 1))
+
+    await pair.done(pair.a.engine.resume("kept"))
+    pair.a.step()
+
+    assert [one.state for one in await pair.done(pair.a.engine.requests())] == [
+        "waiting",
+        "running",
+    ]
+    assert (await pair.finish("kept")).tokens == unmoved.tokens
+    await pair.finish("busy")

@@ -1,0 +1,121 @@
+"""Requests with images move between two real engines of a tiny BLIP-2."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from tests.tiny_blip2 import IMAGE_TOKEN, IMAGE_TOKENS, PIXELS, make
+from tests.vllm_pair import Pair
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable"),  # vLLM's decoder
+]
+
+PROMPT = [40 + number * number % 90 for number in range(300)]
+CHUNK = 128
+"""Tokens of a prompt that one step computes."""
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    model = make(tmp_path_factory.mktemp("blip2"))
+    pair = Pair(async_scheduling=False, model=model)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+async def pair(engines: Pair) -> AsyncIterator[Pair]:
+    engines.begin()
+    yield engines
+    await engines.assert_empty()
+
+
+def with_image(offset: int, seed: int = 1) -> dict[str, Any]:
+    """The prompt with a random image after so many tokens."""
+    import torch
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
+
+    pixels = torch.rand(3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(seed))
+    image = MultiModalFeatureSpec(
+        data=MultiModalKwargsItem(
+            {"pixel_values": MultiModalFieldElem(pixels, MultiModalBatchedField())}
+        ),
+        modality="image",
+        identifier=f"image {seed}",
+        mm_position=PlaceholderRange(offset=offset, length=IMAGE_TOKENS),
+        mm_hash=f"image {seed}",
+    )
+    prompt = [*PROMPT[:offset], *[IMAGE_TOKEN] * IMAGE_TOKENS, *PROMPT[offset:]]
+    return {"prompt": prompt, "images": [image]}
+
+
+async def test_a_request_with_an_image_moved_there_and_back_equals_one_left_alone(
+    pair: Pair,
+) -> None:
+    other = await pair.unmoved(**with_image(20, seed=2))
+    unmoved = await pair.unmoved(**with_image(20))
+    pair.submit(pair.a, "moved", **with_image(20))
+    await pair.step(pair.a, until=("moved", 10))
+
+    await pair.move(pair.a, pair.b, "moved")
+    await pair.step(pair.b, until=("moved", 30))
+    await pair.move(pair.b, pair.a, "moved")
+
+    moved = await pair.finish("moved")
+    assert moved.tokens == unmoved.tokens
+    assert moved.logprobs == unmoved.logprobs
+    assert moved.logprobs != other.logprobs
+
+
+async def test_a_request_with_an_image_moves_by_following(pair: Pair) -> None:
+    unmoved = await pair.unmoved(**with_image(20))
+    pair.submit(pair.a, "moved", **with_image(20))
+    await pair.step(pair.a, until=("moved", 10))
+
+    await pair.move_following(pair.a, pair.b, "moved")
+
+    moved = await pair.finish("moved")
+    assert moved.tokens == unmoved.tokens
+    assert moved.logprobs == unmoved.logprobs
+
+
+@pytest.mark.parametrize("offset", [20, CHUNK - 2, CHUNK + 20])
+async def test_in_prefill_it_moves_before_in_and_after_its_image(pair: Pair, offset: int) -> None:
+    unmoved = await pair.unmoved(**with_image(offset))
+    pair.submit(pair.a, "moved", **with_image(offset))
+    pair.a.step()
+    await pair.settle()
+    assert "moved" not in pair.outputs
+
+    await pair.move(pair.a, pair.b, "moved", steps=0)
+
+    moved = await pair.finish("moved")
+    assert moved.tokens == unmoved.tokens
+    assert moved.logprobs == unmoved.logprobs
+
+
+async def test_after_a_preemption_at_the_destination_it_sees_the_image_again(pair: Pair) -> None:
+    unmoved = await pair.unmoved(**with_image(20))
+    pair.submit(pair.a, "moved", **with_image(20))
+    await pair.step(pair.a, until=("moved", 10))
+    await pair.move(pair.a, pair.b, "moved")
+    await pair.step(pair.b, until=("moved", 20))
+    scheduler = pair.b.engine._scheduler
+    request = scheduler.requests["moved"]
+
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)
+    scheduler.reset_prefix_cache()
+
+    assert (await pair.finish("moved")).tokens == unmoved.tokens

@@ -1,0 +1,143 @@
+"""Requests move between engines that decode speculatively, and take the next drafts along.
+
+Greedy ones: with drafts vLLM 0.32 gives a seeded request other tokens each time, moved or not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from kvmig.models import BUNDLED
+from tests.vllm_pair import Pair, Side
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings(r"ignore:\s*Encountered the use of a type"),  # numba about vLLM
+]
+
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+DRAFT_MODEL = {"method": "draft_model", "model": str(BUNDLED)}
+PROMPT = list(b"Count on from 0017: " + b" ".join(b"%04d" % number for number in range(18)))
+
+
+@pytest.fixture(scope="module", params=[NGRAM, DRAFT_MODEL], ids=["ngram", "draft model"])
+def engines(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    config = json.dumps({**request.param, "num_speculative_tokens": 3})
+    flags = (f"--speculative-config={config}",)
+    pair = Pair(async_scheduling=False, a_flags=flags, b_flags=flags)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(scope="module")
+def without_drafts(engines: Pair) -> Iterator[Side]:
+    side = Side(async_scheduling=False)
+    yield side
+    side.close()
+
+
+@pytest.fixture
+async def pair(engines: Pair) -> AsyncIterator[Pair]:
+    engines.begin()
+    yield engines
+    await engines.assert_empty()
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"repetition_penalty": 1.1}, {"min_tokens": 40, "stop_token_ids": [51, 52]}]
+)
+async def test_a_request_moved_there_and_back_equals_one_left_alone(
+    pair: Pair, params: dict[str, Any]
+) -> None:
+    unmoved = await pair.unmoved(PROMPT, **params)
+    pair.submit(pair.a, "moved", PROMPT, **params)
+    await pair.step(pair.a, until=("moved", 10))
+
+    await pair.move(pair.a, pair.b, "moved")
+    await pair.step(pair.b, until=("moved", 30))
+    await pair.move(pair.b, pair.a, "moved")
+
+    moved = await pair.finish("moved")
+    assert moved.tokens == unmoved.tokens
+    assert moved.logprobs == unmoved.logprobs
+
+
+async def test_a_request_moves_by_following(pair: Pair) -> None:
+    unmoved = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "moved", PROMPT)
+    await pair.step(pair.a, until=("moved", 10))
+
+    await pair.move_following(pair.a, pair.b, "moved")
+
+    assert (await pair.finish("moved")).tokens == unmoved.tokens
+
+
+async def test_drafts_are_accepted_in_the_first_step_after_a_move(pair: Pair) -> None:
+    pair.submit(pair.a, "moved", PROMPT)
+    await pair.step(pair.a, until=("moved", 10))
+    await pair.move(pair.a, pair.b, "moved", steps=0)
+    before = len(pair.outputs["moved"].tokens)
+
+    pair.b.step()
+    await pair.settle()
+
+    assert len(pair.outputs["moved"].tokens) > before + 1
+    await pair.finish("moved")
+
+
+async def test_a_suspended_request_that_is_resumed_goes_on_as_if_nothing_was(pair: Pair) -> None:
+    unmoved = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "kept", PROMPT)
+    await pair.step(pair.a, until=("kept", 10))
+    await pair.done(pair.a.engine.export("kept"))
+    await pair.suspend(pair.a, "kept", 0)
+    for _ in range(3):
+        pair.a.step()
+
+    await pair.done(pair.a.engine.resume("kept"))
+
+    assert (await pair.finish("kept")).tokens == unmoved.tokens
+
+
+async def test_a_sampled_request_moves(pair: Pair) -> None:
+    pair.submit(pair.a, "moved", PROMPT, temperature=1.3, seed=2)
+    await pair.step(pair.a, until=("moved", 10))
+
+    await pair.move(pair.a, pair.b, "moved")
+
+    assert len((await pair.finish("moved")).tokens) == 60
+
+
+async def test_an_engine_without_drafts_takes_the_request_and_leaves_them(
+    pair: Pair, without_drafts: Side
+) -> None:
+    if pair.a.core.vllm_config.speculative_config.uses_draft_model():
+        # The draft model's KV is in the blocks, too: such an engine is refused by its layout.
+        assert not pair.a.engine.layout.matches(without_drafts.engine.layout)
+        return
+    elsewhere = pair.towards(without_drafts)
+    unmoved = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "moved", PROMPT)
+    await pair.step(pair.a, until=("moved", 10))
+
+    await elsewhere.move(pair.a, without_drafts, "moved")
+
+    assert (await elsewhere.finish("moved")).tokens == unmoved.tokens
+    await elsewhere.assert_empty()
+
+
+async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
+    prompt = PROMPT * 3
+    unmoved = await pair.unmoved(prompt)
+    pair.submit(pair.a, "moved", prompt)
+    pair.a.step()
+    await pair.settle()
+    assert "moved" not in pair.outputs
+
+    await pair.move(pair.a, pair.b, "moved", steps=1)
+
+    assert (await pair.finish("moved")).tokens == unmoved.tokens

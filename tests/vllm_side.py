@@ -1,0 +1,118 @@
+"""One real vLLM engine in this process, stepped by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvmig.engines.base import Emitted, Frame
+from kvmig.models import BUNDLED
+
+if TYPE_CHECKING:
+    from kvmig.engines.vllm.serving import ServingVllm
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+FLAGS = (
+    "--enforce-eager", "--block-size=32", "--max-model-len=1216", "--max-num-seqs=4",
+    "--max-num-batched-tokens=128", "--num-gpu-blocks-override=40",
+)  # fmt: skip
+
+
+@dataclass
+class Output:
+    """What a request gave so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    finish_reason: Any = None
+
+
+def remembered(worker: Any) -> list[str]:
+    """Requests that a worker knows; runs there."""
+    return list(worker.model_runner.requests)
+
+
+def start(async_scheduling: bool, arguments: list[str], unit_tokens: int) -> ServingVllm:
+    """An engine that nobody steps yet."""
+    os.environ.update(ENVIRONMENT)
+    from kvmig.engines.vllm import flags
+
+    flags.set_environment()  # vLLM reads it when it is imported
+    from vllm.platforms.cpu import CpuPlatform
+
+    from kvmig.engines.vllm.config import engine_config
+    from kvmig.engines.vllm.serving import ServingVllm
+
+    config = engine_config(flags.parse(arguments))
+    # vLLM's CPU platform turns it off; the machinery is the same as on a GPU.
+    config.scheduler_config.async_scheduling = async_scheduling
+    engine = ServingVllm(config, unit_tokens=unit_tokens)
+    # Once a process is enough; a second time it trips over numba, which ngram drafts bring.
+    CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+    return engine
+
+
+class Side:
+    """One engine, with what its clients got."""
+
+    def __init__(
+        self,
+        async_scheduling: bool,
+        own_flags: Sequence[str] = (),
+        unit_tokens: int = 0,
+        model: Path = BUNDLED,
+    ) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            arguments = [str(model), *FLAGS, *own_flags]
+            self.engine = start(async_scheduling, arguments, unit_tokens)
+        self.core = self.engine._core
+        self.core.process_input_queue_block = False
+
+    def listen(self, outputs: dict[str, Output]) -> None:
+        from kvmig.engines.vllm.front import decode_outputs
+
+        def on_outputs(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+            for one in decode_outputs(frames).outputs:
+                output = outputs.setdefault(one.request_id, Output())
+                output.tokens += one.new_token_ids
+                if one.new_logprobs is not None:
+                    output.logprobs += one.new_logprobs.logprobs.tolist()
+                if one.new_prompt_logprobs_tensors is not None:
+                    output.prompt_logprobs.append(one.new_prompt_logprobs_tensors)
+                output.finish_reason = one.finish_reason
+
+        self.engine._loop = asyncio.get_running_loop()
+        self.engine._on_outputs = on_outputs
+
+    def take_calls(self) -> None:
+        """What the engine's thread does between two steps."""
+        while not self.core.input_queue.empty():
+            self.core._handle_client_request(*self.core.input_queue.get_nowait())
+
+    def step(self) -> None:
+        """Calls, then one step if there is work."""
+        self.take_calls()
+        if self.core.has_work():
+            self.core._process_engine_step()
+
+    @property
+    def used_blocks(self) -> int:
+        pool = self.engine._scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+    def close(self) -> None:
+        self.engine._memory.close()
+        self.engine._builder.shutdown()
+        self.core.shutdown()
