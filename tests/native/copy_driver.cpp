@@ -4,9 +4,11 @@
 #include "kvmig.h"
 #include "run_cpu.h"
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -93,6 +95,18 @@ int main() {
                 std::fprintf(stderr, "a copy of %zu regions is wrong\n", runs.size());
                 return 1;
             }
+    // Callers that come at the same time share the threads.
+    std::atomic<int> right{0};
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 3; ++caller)
+        callers.emplace_back([&] {
+            for (int turn = 0; turn < 5; ++turn) right += moved({1 << 19, 77}, 3);
+        });
+    for (std::thread &caller : callers) caller.join();
+    if (right != 15) {
+        std::fprintf(stderr, "copies at the same time are wrong\n");
+        return 1;
+    }
     for (const int64_t size : {0, 1, 8, 31, 64, 100, 4096, 10007})
         for (const int64_t shift : {0, 3, 8, 40, 64})
             if (!loops_agree(size, shift)) {
