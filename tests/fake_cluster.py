@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from kvmig.ground.config import MigrationConfig, Transport
 from kvmig.ground.errors import MigrationRefused, PeerError, TransportError
@@ -149,6 +150,32 @@ class Cluster:
         )
 
 
+def dropping(kind: type[Message], times: int = 1) -> Drop:
+    """Loses the first messages of a kind."""
+    left = [times]
+
+    def drop(message: Message) -> bool:
+        if not isinstance(message, kind) or left[0] == 0:
+            return False
+        left[0] -= 1
+        return True
+
+    return drop
+
+
+def failing(method: str, error: Exception, after: int = 0) -> Callable[[str], Awaitable[None]]:
+    """The engine raises at a method's call, once `after` earlier ones went well."""
+    left = [after]
+
+    async def before(called: str) -> None:
+        if called == method:
+            left[0] -= 1
+            if left[0] < 0:
+                raise error
+
+    return before
+
+
 @asynccontextmanager
 async def cluster(
     *,
@@ -159,8 +186,12 @@ async def cluster(
     stages: int = 8,
     source: FakeEngine | None = None,
     destination: FakeEngine | None = None,
+    **more: Any,
 ) -> AsyncIterator[Cluster]:
-    """Checks when it is left that no block, reservation, slot or suspended request is."""
+    """Checks when it is left that no block, reservation, slot or suspended request is.
+
+    more: of MigrationConfig's fields.
+    """
     config = MigrationConfig(
         reply_timeout_ms=timeout_ms,
         lease_ms=lease_ms,
@@ -168,6 +199,7 @@ async def cluster(
         chunk_bytes=4096,
         staging_chunks=chunks,
         max_stages=stages,
+        **more,
     )
     a = Node("a", source or FakeEngine(), config)
     b = Node("b", destination or FakeEngine(), config)

@@ -9,16 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec.structs import replace
 
+from kvmig.ground.config import Transport
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
-from kvmig.kvtransfer.transports import shm
-from kvmig.kvtransfer.transports.base import Inbox, Staging
-from kvmig.kvtransfer.transports.select import Inboxes, open_offer, open_staging
+from kvmig.kvtransfer.transports import nixl, shm
+from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging
+from kvmig.kvtransfer.transports.mapped import MappedInbox
+from kvmig.kvtransfer.transports.select import Inboxes, Site, open_offer, open_staging
 from kvmig.kvtransfer.transports.shm import ShmInbox, ShmStaging, sweep
 from kvmig.kvtransfer.transports.tcp import TcpStaging
 from kvmig.kvtransfer.wire import Frame
+from tests.host_memory import HostMemory
 
 CLUSTER = f"test{os.getpid()}"
 SIZE = 4096
@@ -235,11 +239,11 @@ def test_the_file_is_its_owners_alone(shared: ShmStaging) -> None:
 def test_without_its_folder_auto_goes_over_tcp_and_shm_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stagings = open_staging("auto", CLUSTER, "a", 1, SIZE, tmp_path / "none")
+    stagings = open_staging("auto", CLUSTER, "a", 1, SIZE, Site(tmp_path / "none"))
     assert list(stagings) == ["tcp"]
     assert "No such file" in caplog.text
     with pytest.raises(TransportError, match="none: No such file"):
-        open_staging("shm", CLUSTER, "a", 1, SIZE, tmp_path / "none")
+        open_staging("shm", CLUSTER, "a", 1, SIZE, Site(tmp_path / "none"))
 
 
 @pytest.fixture
@@ -252,9 +256,9 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_folder_makes_auto_go_over_tcp_and_shm_fail(tiny: Path) -> None:
-    assert list(open_staging("auto", CLUSTER, "a", 4, 1 << 20, tiny)) == ["tcp"]
+    assert list(open_staging("auto", CLUSTER, "a", 4, 1 << 20, Site(tiny))) == ["tcp"]
     with pytest.raises(TransportError, match=r"bytes of shared memory.*No space left"):
-        open_staging("shm", CLUSTER, "a", 4, 1 << 20, tiny)
+        open_staging("shm", CLUSTER, "a", 4, 1 << 20, Site(tiny))
     assert list(tiny.iterdir()) == []
 
 
@@ -362,3 +366,78 @@ def test_a_pool_of_private_memory_leaves_no_file() -> None:
     staging = TcpStaging(2, SIZE)
     assert files() == []
     staging.close()
+
+
+# -- those that are had by name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("transport", ["cuda-ipc", "nccl"])
+def test_what_needs_a_gpu_says_so_at_the_door(transport: Transport) -> None:
+    with pytest.raises(TransportError, match="needs an NVIDIA GPU, and torch sees none"):
+        open_staging(transport, CLUSTER, "a", 1, SIZE)
+    with pytest.raises(TransportError, match=rf"{transport}: .* needs an NVIDIA GPU"):
+        open_offer([Offer(transport)])
+
+
+def test_nixl_without_its_package_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "MODULES", ("nixl_of_nobody._api",))
+    with pytest.raises(TransportError, match=r"not installed \(kvmig\[nixl\]\)"):
+        open_staging("nixl", CLUSTER, "a", 1, SIZE)
+
+
+def test_nixl_is_offered_where_there_is_rdma_and_only_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nixl, "MODULES", ("nixl_of_nobody._api",))
+    monkeypatch.setattr(nixl, "RDMA", tmp_path)
+    assert not nixl.has_rdma()
+    (tmp_path / "mlx5_0").mkdir()
+    stagings = open_staging("auto", CLUSTER, "a", 1, SIZE)
+    assert list(stagings) == ["shm", "tcp"]
+    assert "KV blocks don't go over nixl" in caplog.text
+    for one in stagings.values():
+        one.close()
+
+
+@pytest.mark.parametrize(
+    "token", ["no json", '{"slots":0,"slot_bytes":8}', '{"slots":1000000,"slot_bytes":1000000}']
+)
+@pytest.mark.parametrize("transport", ["nixl", "gloo"])
+def test_an_offer_of_buffers_that_cannot_be_is_refused(transport: str, token: str) -> None:
+    with pytest.raises(TransportError, match=f"{transport}: (not a token|the source offers)"):
+        open_offer([Offer(transport, token)])
+
+
+def test_memory_of_another_host_is_not_mapped() -> None:
+    token = '{"host":"another","shape":{"slots":1,"slot_bytes":8}}'
+    with pytest.raises(TransportError, match="the source is on another host"):
+        MappedInbox(HostMemory(), Offer("cuda-ipc", token))
+
+
+async def test_the_inboxes_of_too_many_sources_are_closed_the_oldest_first() -> None:
+    inboxes = Inboxes()
+    stagings = [ShmStaging(CLUSTER, "a", 1, SIZE) for _ in range(KEPT + 1)]
+    first = await inboxes.open([stagings[0].offer()])
+    for one in stagings[1:]:
+        await inboxes.open([one.offer()])
+    assert len(inboxes) == KEPT
+    with pytest.raises(TransportError, match="was given up"):
+        await first.receive(chunk(0, 8), None)
+    inboxes.close()
+    with pytest.raises(TransportError, match="stops"):
+        await inboxes.open([stagings[0].offer()])
+    for one in stagings:
+        one.close()
+
+
+async def test_an_inbox_that_is_opened_while_all_are_closed_is_closed_too(
+    shared: ShmStaging,
+) -> None:
+    inboxes = Inboxes()
+    opening = asyncio.create_task(inboxes.open([shared.offer()]))
+    await asyncio.sleep(0)
+    inboxes.close()
+    await asyncio.wait([opening])
+    if not opening.cancelled() and opening.exception() is None:
+        assert opening.result().stale

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import msgspec
 
+from kvmig.cli.quantity import quantity
 from kvmig.ground.config import (
     POLICIES,
     TRANSPORTS,
@@ -139,6 +140,38 @@ def parser() -> argparse.ArgumentParser:
         help="live copy stages at most; 0: suspend first, then copy everything",
     )
     group.add_argument(
+        "--no-follow",
+        action="store_true",
+        help="copy the rest in the pause; don't let the destination compute along before it",
+    )
+    group.add_argument(
+        "--max-bandwidth",
+        type=quantity("MB"),
+        default=migration.max_bandwidth,
+        metavar="MB/s",
+        help="KV cache a second out of an instance, in MB or with a unit (1.5GB); 0: no cap",
+    )
+    group.add_argument(
+        "--max-pair-bandwidth",
+        type=quantity("MB"),
+        default=migration.max_pair_bandwidth,
+        metavar="MB/s",
+        help="the same from one instance to another",
+    )
+    group.add_argument(
+        "--max-migrations",
+        type=int,
+        default=migration.max_migrations,
+        help="migrations at once out of an instance, where more wait, and into it",
+    )
+    group.add_argument(
+        "--max-migration-bytes",
+        type=quantity("B"),
+        default=migration.max_migration_bytes,
+        metavar="BYTES",
+        help="KV cache on the move at once, each way, in bytes or with a unit; 0: no limit",
+    )
+    group.add_argument(
         "--reply-timeout-ms",
         type=float,
         default=migration.reply_timeout_ms,
@@ -180,7 +213,13 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
                 chunk_bytes=flags.chunk_bytes,
                 staging_chunks=flags.staging_chunks,
                 max_stages=flags.max_stages,
+                follow=not flags.no_follow,
                 transport=flags.transport,
+                data_host=flags.control_host,
+                max_bandwidth=flags.max_bandwidth,
+                max_pair_bandwidth=flags.max_pair_bandwidth,
+                max_migrations=flags.max_migrations,
+                max_migration_bytes=int(flags.max_migration_bytes),
                 reply_timeout_ms=flags.reply_timeout_ms,
                 lease_ms=flags.lease_ms,
             ),

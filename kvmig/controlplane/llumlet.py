@@ -40,7 +40,7 @@ from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import PROTOCOL, Hello, Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.transports.select import open_staging
+from kvmig.kvtransfer.transports.select import Site, open_staging
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Llumlet:
             instance,
             config.migration.staging_chunks,
             max(config.migration.chunk_bytes, engine.layout.block_bytes),
+            Site(host=config.migration.data_host),
         )
         self._peers = Peers(instance, secret, self._from_peer, self._peer_lost)
         self._migrations = Migrations(

@@ -9,7 +9,7 @@ import msgspec
 from kvmig.ground.errors import ConfigError
 
 Policy = Literal["round-robin", "least-loaded", "freeness"]
-Transport = Literal["auto", "shm", "tcp"]
+Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl", "gloo", "nccl"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 
@@ -25,10 +25,22 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Staging buffers of one instance: bounds memory and what is on the wire."""
     max_stages: int = 8
     """Live copy stages before the last one is forced; 0: all is copied in the pause."""
+    follow: bool = True
+    """Let the destination compute along before the switch, where its engine can."""
     unit_tokens: int = 0
     """Tokens of KV cache that instances of different shapes exchange at a time; 0: all are
     alike and exchange blocks."""
     transport: Transport = "auto"
+    data_host: str = "127.0.0.1"
+    """Address that sockets of a transport's own (Gloo, NCCL) bind to, and peers find them by."""
+    max_bandwidth: float = 0.0
+    """Bytes a second of KV cache out of an instance; 0: no cap."""
+    max_pair_bandwidth: float = 0.0
+    """Bytes a second of KV cache from one instance to another; 0: no cap."""
+    max_migrations: int = 4
+    """Migrations at once out of an instance, and into it."""
+    max_migration_bytes: int = 0
+    """KV cache that is on the move at once out of an instance, and into it; 0: no limit."""
     reply_timeout_ms: float = 2000.0
     """Wait for a peer's answer before a migration is given up."""
     lease_ms: float = 10000.0
@@ -93,6 +105,20 @@ def check(config: ClusterConfig) -> ClusterConfig:
         (migration.chunk_bytes >= 4096, "--chunk-bytes", migration.chunk_bytes, "4096 or more"),
         (migration.staging_chunks >= 1, "--staging-chunks", migration.staging_chunks, "1 or more"),
         (migration.max_stages >= 0, "--max-stages", migration.max_stages, "0 or more"),
+        (migration.max_bandwidth >= 0, "--max-bandwidth", migration.max_bandwidth, "0 or more"),
+        (
+            migration.max_pair_bandwidth >= 0,
+            "--max-pair-bandwidth",
+            migration.max_pair_bandwidth,
+            "0 or more",
+        ),
+        (migration.max_migrations >= 1, "--max-migrations", migration.max_migrations, "1 or more"),
+        (
+            migration.max_migration_bytes >= 0,
+            "--max-migration-bytes",
+            migration.max_migration_bytes,
+            "0 or more",
+        ),
         (
             migration.reply_timeout_ms > 0,
             "--reply-timeout-ms",

@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 from kvmig.engines.base import Engine, Tail
 from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import PeerError
+from kvmig.ground.errors import MigrationRefused, PeerError
+from kvmig.kvtransfer.admission import admit, kv_bytes
 from kvmig.kvtransfer.copier import Send
 from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine
 from kvmig.kvtransfer.destination_session import Cancel, DestinationSession, Fence
-from kvmig.kvtransfer.messages import Abort, Chunk, Commit, Message, Reserve
-from kvmig.kvtransfer.transports.select import Inboxes
+from kvmig.kvtransfer.messages import Abort, Chunk, Commit, Follow, Message, Reserve, Tokens
+from kvmig.kvtransfer.transports.select import Inboxes, Site
 
 REMEMBERED = 4096
 """Tombstones: many times what can end while one message is late."""
@@ -43,7 +44,7 @@ class Arrivals:
         self._config = config
         self._on_commit = on_commit
         self._on_commit_failed = on_commit_failed
-        self._inboxes = Inboxes(config.transport)
+        self._inboxes = Inboxes(config.transport, Site(host=config.data_host))
         self._live: dict[str, DestinationSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ended: OrderedDict[str, DestinationMachine] = OrderedDict()
@@ -65,7 +66,7 @@ class Arrivals:
         refusal: why a new migration can't begin, if it can't.
         """
         match message:
-            case Reserve() | Chunk() | Commit() | Abort():
+            case Reserve() | Chunk() | Follow() | Tokens() | Commit() | Abort():
                 mid = message.mid
             case _:
                 raise PeerError(f"{type(message).__name__} isn't for a migration's destination")
@@ -127,11 +128,11 @@ class Arrivals:
 
     def _begin(self, message: Reserve, send: Send, refusal: str) -> None:
         key = (message.request_id, message.epoch)
-        if key in self._attempts:
-            refusal = "superseded"
-        if refusal:
+        try:
+            self._check_in(message, "superseded" if key in self._attempts else refusal)
+        except MigrationRefused as error:
             machine = DestinationMachine(message.mid)
-            _answer(machine.failed(refusal), send)
+            _answer(machine.failed(error.reason, error.detail), send)
             self._remember(machine, key)
             return
         older = [
@@ -153,6 +154,18 @@ class Arrivals:
         self._tasks[message.mid] = asyncio.create_task(
             self._run(session, older), name=f"in {message.mid}"
         )
+
+    def _check_in(self, message: Reserve, refusal: str) -> None:
+        """Raises MigrationRefused if the request must not come now."""
+        if refusal:
+            raise MigrationRefused(refusal)
+        layout = self._engine.layout
+        under_way = [
+            kv_bytes(session.opening.num_tokens, layout)
+            for session in self._live.values()
+            if session.request_id != message.request_id
+        ]
+        admit(self._config, "in", under_way, kv_bytes(message.num_tokens, layout))
 
     async def _run(self, session: DestinationSession, older: list[asyncio.Task[None]]) -> None:
         mid = session.machine.key

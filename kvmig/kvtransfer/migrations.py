@@ -17,6 +17,8 @@ from functools import partial
 from kvmig.engines.base import Engine
 from kvmig.ground.clock import monotonic
 from kvmig.ground.config import MigrationConfig
+from kvmig.ground.errors import MigrationRefused
+from kvmig.kvtransfer.admission import admit, kv_bytes
 from kvmig.kvtransfer.arrivals import Arrivals, OnCommit
 from kvmig.kvtransfer.chunks import ChunkSizer
 from kvmig.kvtransfer.mailbox import Cancel, PeerLost
@@ -25,6 +27,7 @@ from kvmig.kvtransfer.messages import (
     ChunkDone,
     Committed,
     FirstToken,
+    Following,
     Message,
     Refused,
     Reserve,
@@ -32,6 +35,7 @@ from kvmig.kvtransfer.messages import (
 )
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.source_session import Resolve, SourceSession
+from kvmig.kvtransfer.throttle import Throttle
 from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.wire import Frame
@@ -88,6 +92,11 @@ class Migrations:
         self._on_left = on_left
         self._arrivals = Arrivals(engine, config, on_commit, on_commit_failed)
         self._sizer = ChunkSizer(engine.layout.block_bytes, config.chunk_bytes, config.chunk_ms)
+        self._throttle = Throttle(
+            config.max_bandwidth, config.max_pair_bandwidth, config.lease_ms / 2e3
+        )
+        self._free = asyncio.Semaphore(config.max_migrations)
+        self._queued: set[str] = set()
         self._departures: dict[str, Departure] = {}
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._closing = False
@@ -110,7 +119,7 @@ class Migrations:
         return sum(staging.held for staging in self._stagings.values())
 
     def moving(self) -> set[str]:
-        """Requests that come or go now."""
+        """Requests that come or go now, or wait for their turn to go."""
         return {*self._arrivals.request_ids, *self._leaving()}
 
     # -- out
@@ -127,7 +136,8 @@ class Migrations:
     ) -> MigrationReport:
         """Move a request to the llumlet `destination` at `endpoint`; says how it ended.
 
-        epoch: under which it runs here. Cancelling the wait doesn't stop the migration.
+        epoch: under which it runs here. Waits while `max_migrations` others go; once it has
+        begun, cancelling the wait doesn't stop the migration.
         """
         move = Move(
             mid=f"{self._instance}-{secrets.token_hex(8)}",
@@ -138,10 +148,10 @@ class Migrations:
             gateway=gateway,
             output_tokens=output_tokens,
         )
-        refusal = self._refusal(request_id)
-        if refusal or request_id in self._arrivals.request_ids:
-            refusal = refusal or "already_migrating"
-            return Timeline(monotonic).report(move, "aborted", (refusal, ""))
+        try:
+            await self._take_turn(request_id)
+        except MigrationRefused as error:
+            return Timeline(monotonic).report(move, "aborted", (error.reason, error.detail))
         session = SourceSession(
             move,
             self._engine,
@@ -151,18 +161,59 @@ class Migrations:
             partial(self._send_to, endpoint),
             self._resolve,
             lambda move: self._on_left(move.request_id, endpoint),
+            throttle=self._throttle,
+            admit=self._admit,
         )
         task = asyncio.create_task(session.run(), name=f"out {move.mid}")
         self._departures[move.mid] = Departure(session, endpoint, task)
-        task.add_done_callback(lambda _: self._departures.pop(move.mid))
+        task.add_done_callback(lambda _: self._ended(move.mid))
         return await asyncio.shield(task)
+
+    async def _take_turn(self, request_id: str) -> None:
+        """Wait until one more may go. Raises MigrationRefused if this one may not."""
+        self._check_out(request_id)
+        self._queued.add(request_id)
+        try:
+            async with asyncio.timeout(self._config.lease_ms / 1e3):
+                await self._free.acquire()
+        except TimeoutError:
+            admit(self._config, "out", [0] * self._config.max_migrations, 0)
+        finally:
+            self._queued.remove(request_id)
+        try:
+            self._check_out(request_id)
+        except MigrationRefused:
+            self._free.release()
+            raise
+
+    def _check_out(self, request_id: str) -> None:
+        refusal = self._refusal(request_id)
+        if not refusal and request_id in self._arrivals.request_ids:
+            refusal = "already_migrating"
+        if refusal:
+            raise MigrationRefused(refusal)
+
+    def _admit(self, mid: str, num_tokens: int) -> None:
+        """Raises MigrationRefused if so much more must not be on the move."""
+        layout = self._engine.layout
+        others = [
+            kv_bytes(departure.session.num_tokens, layout)
+            for departure in self._going()
+            if departure.session.move.mid != mid
+        ]
+        admit(self._config, "out", others, kv_bytes(num_tokens, layout))
+
+    def _ended(self, mid: str) -> None:
+        del self._departures[mid]
+        self._free.release()
 
     def receive_reply(self, endpoint: str, message: Message, payload: list[memoryview]) -> None:
         """A destination's answer. One for a migration that is over is dropped."""
         match message:
-            case Reserved() | Refused() | ChunkDone() | Committed() | FirstToken() | Aborted() if (
-                message.mid in self._departures
-            ):
+            case (
+                Reserved() | Refused() | ChunkDone() | Following() | Committed() | FirstToken()
+                | Aborted()
+            ) if message.mid in self._departures:  # fmt: skip
                 departure = self._departures[message.mid]
                 if departure.endpoint == endpoint:
                     departure.session.deliver(message)
@@ -222,7 +273,7 @@ class Migrations:
         return "already_migrating" if request_id in self._leaving() else ""
 
     def _leaving(self) -> set[str]:
-        return {departure.session.move.request_id for departure in self._going()}
+        return self._queued | {departure.session.move.request_id for departure in self._going()}
 
     def _next_epoch(self, request_id: str, epoch: int) -> int:
         self._epochs[request_id] = after = max(epoch, self._epochs.pop(request_id, 0)) + 1

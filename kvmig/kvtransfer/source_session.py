@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from kvmig.engines import base
@@ -21,6 +21,7 @@ from kvmig.kvtransfer import source_machine as do
 from kvmig.kvtransfer.chunks import ChunkSizer
 from kvmig.kvtransfer.compat import fingerprint
 from kvmig.kvtransfer.copier import Copier, Send
+from kvmig.kvtransfer.feed import Feed
 from kvmig.kvtransfer.mailbox import Cancel, Event, Mailbox, PeerLost
 from kvmig.kvtransfer.messages import (
     Abort,
@@ -29,9 +30,12 @@ from kvmig.kvtransfer.messages import (
     Commit,
     Committed,
     FirstToken,
+    Follow,
+    Following,
     Refused,
     Reserve,
     Reserved,
+    Tokens,
 )
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.source_machine import Action, S, SourceMachine
@@ -62,13 +66,18 @@ class SourceSession:
         on_moved: Callable[[Move], None],
         clock: Clock = monotonic,
         throttle: Throttle = UNLIMITED,
+        admit: Callable[[str, int], None] = lambda mid, num_tokens: None,
     ) -> None:
         """`stagings`: by transport's name, the best first; all are offered.
 
         on_moved: called at the moment that the request is the destination's.
+        throttle: when the next chunk may go; admit: (mid, tokens), once the request's size
+        is known, raises MigrationRefused if it must not move now.
         """
         self.move = move
-        self.machine = SourceMachine(move.mid, config.max_stages)
+        self.machine = SourceMachine(
+            move.mid, config.max_stages, config.follow and engine.can_follow
+        )
         self._engine = engine
         self._timeout_s = config.reply_timeout_ms / 1e3
         self._stagings = stagings
@@ -78,6 +87,7 @@ class SourceSession:
         self._on_moved = on_moved
         self._clock = clock
         self._throttle = throttle
+        self._admit = admit
         self._mailbox = Mailbox(self._feed)
         self._undone: list[Action] = []
         self._copier: Copier | None = None
@@ -85,6 +95,7 @@ class SourceSession:
         self._commit: Commit | None = None
         self._first_token: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._timeline = Timeline(clock)
+        self._tokens = Feed(self._say_tokens, clock)
         self.over = False
         """Whether nothing is left here; it may still wait for the first token's time."""
 
@@ -102,6 +113,11 @@ class SourceSession:
             case _:
                 self._mailbox.put(event)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the request when it was exported; 0 before."""
+        return self._export.num_tokens if self._export else 0
+
     async def run(self) -> MigrationReport:
         """Move the request, or leave it as it was; the report says which."""
         try:
@@ -113,6 +129,9 @@ class SourceSession:
             if self._copier is not None:
                 self._timeline.bytes = self._copier.bytes
                 self._copier.close()
+            self._tokens.end()
+            if self.machine.forked_there:
+                self._timeline.followed = self._tokens.steps
             self.over = True
         machine, report = self.machine, self._timeline.report
         if machine.state is not S.COMMITTED:
@@ -166,6 +185,7 @@ class SourceSession:
         match action:
             case do.Export():
                 self._export = await self._bounded(engine.export(request_id))
+                self._admit(self.move.mid, self._export.num_tokens)
                 return self.machine.exported(self._export.num_tokens)
             case do.SendReserve(stage, num_tokens):
                 self._send(self._reserve(stage, num_tokens), ())
@@ -174,6 +194,8 @@ class SourceSession:
                 return self.machine.checked(await self._bounded(engine.stage(request_id, sent)))
             case do.Copy():
                 return await self._copy(action)
+            case do.Fork() | do.SendFork() | do.Listen():
+                return await self._catch_up(action)
             case do.Suspend(sent):
                 return await self._suspend(sent)
             case do.SendTail(first, tail):
@@ -218,17 +240,53 @@ class SourceSession:
         )
 
     async def _copy(self, action: do.Copy) -> list[Action]:
+        return await self._send_live(action.first, action.block_ids) or self.machine.copied()
+
+    async def _send_live(self, first: int, block_ids: Sequence[int]) -> list[Action]:
+        """Send blocks while the request decodes; what a message asks for instead, if one does."""
         copier, started = self._copy_with(), self._timeline.now()
-        for offset, block_ids in copier.cut(action.block_ids):
-            if stop := await self._ready(copier):
-                return stop
-            await copier.send(action.stage, action.first + offset, block_ids)
-        size = len(action.block_ids)
+        if stop := await self._send_blocks(copier, first, block_ids):
+            return stop
+        size = len(block_ids)
         nbytes = size * self._engine.layout.block_bytes
         self._timeline.stage(size, nbytes, started, copier.end_stage())
-        return self.machine.copied()
+        return []
+
+    async def _send_blocks(
+        self, copier: Copier, first: int, block_ids: Sequence[int]
+    ) -> list[Action]:
+        for offset, ids in copier.cut(block_ids):
+            if stop := await self._ready(copier):
+                return stop
+            await copier.send(self.machine.stage, first + offset, ids)
+        return []
+
+    async def _catch_up(self, action: do.Fork | do.SendFork | do.Listen) -> list[Action]:
+        match action:
+            case do.Fork(sent):
+                fork = self._engine.fork(self.move.request_id, sent, self._tokens.take)
+                return self.machine.forked(await self._bounded(fork))
+            case do.SendFork(first, fork):
+                return await self._send_fork(first, fork)
+            case do.Listen():
+                return await self._answer()
+
+    async def _send_fork(self, first: int, fork: Tail) -> list[Action]:
+        if stop := await self._send_live(first, fork.block_ids):
+            return stop
+        blocks = first + len(fork.block_ids)
+        self._send(Follow(self.move.mid, fork, blocks), ())
+        self._tokens.begin(fork.num_output_tokens)
+        return self.machine.fork_sent(len(fork.block_ids))
+
+    def _say_tokens(self, start: int, token_ids: list[int]) -> None:
+        try:
+            self._send(Tokens(self.move.mid, start, token_ids), ())
+        except TransportError:
+            self._mailbox.put(PeerLost())
 
     async def _suspend(self, sent: int) -> list[Action]:
+        self._tokens.end()
         # A slot in hand, so that nobody else's chunks stand in the pause.
         if stop := await self._ready(self._copy_with()):
             return stop
@@ -244,10 +302,8 @@ class SourceSession:
         self._commit = Commit(
             self.move.mid, self.move.request_id, self.move.epoch, tail, first + len(tail.block_ids)
         )
-        for offset, block_ids in copier.cut(tail.block_ids):
-            if stop := await self._ready(copier):
-                return stop
-            await copier.send(self.machine.stage, first + offset, block_ids)
+        if stop := await self._send_blocks(copier, first, tail.block_ids):
+            return stop
         if stop := self._mailbox.read():
             return stop
         self._send_commit()
@@ -307,13 +363,15 @@ class SourceSession:
             case Reserved(stage=stage) if machine.expects(stage):
                 if stage == 0:
                     self._open(event)
-                return machine.reserved(event.hit_blocks)
+                return machine.reserved(event.hit_blocks, event.can_follow)
             case Reserved():
                 return []  # answered twice
             case Refused(reason=reason, detail=detail):
                 return machine.refused(reason, detail)
             case Aborted():
                 return machine.refused("superseded", "given up by the destination")
+            case Following(pace=pace, wait_ms=wait_ms):
+                return machine.followed(pace, wait_ms, self._tokens.step_ms)
             case Committed():
                 return machine.committed()
             case Cancel(reason=reason):

@@ -16,13 +16,21 @@ from __future__ import annotations
 import contextlib
 import mmap
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
+
+import msgspec
 
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.pool import SlotPool
 from kvmig.kvtransfer.wire import Frame
+
+KEPT = 32
+"""Peers of a kind whose channel or inbox is kept, those used last. An older one's is closed."""
+MOST = 1 << 36
+"""Bytes of an inbox: a peer that asks for more is mistaken."""
 
 
 class Announce(Protocol):
@@ -61,7 +69,7 @@ class Staging(SlotPool, ABC):
         """slots: buffers; slot_bytes: bytes of one."""
         super().__init__(slots)
         self.slot_bytes = slot_bytes
-        self._channels: dict[str, Channel] = {}
+        self._channels: OrderedDict[str, Channel] = OrderedDict()
 
     @abstractmethod
     def buffer(self, slot: int) -> memoryview:
@@ -81,13 +89,14 @@ class Staging(SlotPool, ABC):
         """
         if self._closed:
             raise TransportError("the staging pool is closed")
-        known = self._channels.get(token)
+        known = self._channels.pop(token, None)
         if known is not None and known.broken:
-            self._channels.pop(token).close()
+            known.close()
             known = None
-        if known is None:
-            known = self._channels[token] = self._connect(token)
-        return known
+        self._channels[token] = known or self._connect(token)
+        while len(self._channels) > KEPT:
+            self._channels.popitem(last=False)[1].close()
+        return self._channels[token]
 
     @abstractmethod
     def _connect(self, token: str) -> Channel:
@@ -116,7 +125,11 @@ class HostStaging(Staging):
 
     def close(self) -> None:
         """Free the memory, with the last view of it."""
-        super().close()
+        if not self._closed:
+            super().close()
+            self._free_memory()
+
+    def _free_memory(self) -> None:
         unmap(self._memory)
 
 
@@ -143,6 +156,33 @@ class Inbox(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what it holds (with the last view of it). Idempotent."""
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The source's buffers, of which the destination needs as many: an offer's token."""
+
+    slots: int
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, offer: Offer) -> Shape:
+        """Raises TransportError for one that can't be."""
+        try:
+            return msgspec.json.decode(offer.token, type=cls).checked()
+        except msgspec.DecodeError as error:
+            raise TransportError(f"not a token of {offer.transport}: {error}") from error
+
+    def checked(self) -> Shape:
+        """Itself. Raises TransportError for sizes that can't be."""
+        if self.slots < 1 or self.slot_bytes < 1 or self.slots * self.slot_bytes > MOST:
+            raise TransportError(
+                f"the source offers {self.slots} buffers of {self.slot_bytes} bytes"
+            )
+        return self
+
+    def token(self) -> str:
+        """As JSON."""
+        return msgspec.json.encode(self).decode()
 
 
 def check_slot(

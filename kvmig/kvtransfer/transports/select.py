@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvmig.ground.config import Transport
 from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.messages import Offer
-from kvmig.kvtransfer.transports import shm, tcp
-from kvmig.kvtransfer.transports.base import Inbox, Staging
+from kvmig.kvtransfer.transports import collective, cuda_ipc, nixl, shm, tcp
+from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where transports have their files and sockets."""
+
+    folder: Path = shm.FOLDER
+    """Of shared memory."""
+    host: str = "127.0.0.1"
+    """Address that sockets of a transport's own bind to, and by which peers find them."""
+
+
+HERE = Site()
+
+_INBOXES: Mapping[str, Callable[[Offer, Site], Inbox]] = {
+    shm.NAME: lambda offer, site: shm.ShmInbox(offer, site.folder),
+    tcp.NAME: lambda offer, site: tcp.TcpInbox(),
+    nixl.NAME: lambda offer, site: nixl.NixlInbox(offer),
+    cuda_ipc.NAME: lambda offer, site: cuda_ipc.open_inbox(offer),
+    "gloo": lambda offer, site: collective.GroupInbox(offer, site.host),
+    "nccl": lambda offer, site: collective.GroupInbox(offer, site.host),
+}
 
 
 def open_staging(
@@ -21,29 +46,40 @@ def open_staging(
     instance: str,
     slots: int,
     slot_bytes: int,
-    folder: Path = shm.FOLDER,
+    site: Site = HERE,
 ) -> dict[str, Staging]:
     """The pools of an instance by transport's name, the best first: offer them all.
 
-    Raises TransportError if `allowed` is one transport that can't be had.
+    `auto` has shared memory, NIXL where there is an RDMA device, and TCP, which always
+    works; the others are had by name only. Raises TransportError if `allowed` is one
+    transport that can't be had.
     """
+
+    def open_one(name: str) -> Staging:
+        match name:
+            case shm.NAME:
+                return shm.ShmStaging(cluster, instance, slots, slot_bytes, site.folder)
+            case nixl.NAME:
+                return nixl.NixlStaging(slots, slot_bytes)
+            case cuda_ipc.NAME:
+                return cuda_ipc.open_staging(slots, slot_bytes)
+            case "gloo" | "nccl":
+                return collective.GroupStaging(name, slots, slot_bytes, site.host)
+        return tcp.TcpStaging(slots, slot_bytes)
+
+    if allowed != "auto":
+        return {allowed: open_one(allowed)}
     stagings: dict[str, Staging] = {}
-    if allowed in ("auto", shm.NAME):
+    for name in (shm.NAME, *((nixl.NAME,) if nixl.has_rdma() else ()), tcp.NAME):
         try:
-            stagings[shm.NAME] = shm.ShmStaging(cluster, instance, slots, slot_bytes, folder)
+            stagings[name] = open_one(name)
         except TransportError as error:
-            if allowed == shm.NAME:
-                raise
-            log.warning("%s: KV blocks go over TCP only, %s", instance, error)
-    if allowed in ("auto", tcp.NAME):
-        stagings[tcp.NAME] = tcp.TcpStaging(slots, slot_bytes)
+            log.warning("%s: KV blocks don't go over %s, %s", instance, name, error)
     return stagings
 
 
-def open_offer(
-    offers: Sequence[Offer], allowed: Transport = "auto", folder: Path = shm.FOLDER
-) -> Inbox:
-    """Open the first offer that works here.
+def open_offer(offers: Sequence[Offer], allowed: Transport = "auto", site: Site = HERE) -> Inbox:
+    """Open the first offer that works here. May block for some tenths of a second.
 
     Raises TransportError, with each offer's reason, if none does.
     """
@@ -51,45 +87,68 @@ def open_offer(
     for offer in offers:
         if allowed not in ("auto", offer.transport):
             reasons.append(f"{offer.transport}: this side takes {allowed} only")
-            continue
-        try:
-            match offer.transport:
-                case shm.NAME:
-                    return shm.ShmInbox(offer, folder)
-                case tcp.NAME:
-                    return tcp.TcpInbox()
-                case _:
-                    reasons.append(f"{offer.transport}: unknown")
-        except TransportError as error:
-            reasons.append(f"{offer.transport}: {error}")
+        elif offer.transport not in _INBOXES:
+            reasons.append(f"{offer.transport}: unknown")
+        else:
+            try:
+                return _INBOXES[offer.transport](offer, site)
+            except TransportError as error:
+                reasons.append(f"{offer.transport}: {error}")
     raise TransportError("; ".join(reasons) or "the source offered no transport")
 
 
 class Inboxes:
-    """One inbox a source, opened at its first migration and kept for the next ones."""
+    """One inbox a source, opened at its first migration and kept for the next ones.
 
-    def __init__(self, allowed: Transport = "auto", folder: Path = shm.FOLDER) -> None:
+    Of more than KEPT the one used longest ago is closed; a migration that still uses it is
+    given up.
+    """
+
+    def __init__(self, allowed: Transport = "auto", site: Site = HERE) -> None:
         self._allowed = allowed
-        self._folder = folder
-        self._open: dict[tuple[Offer, ...], Inbox] = {}
+        self._site = site
+        self._open: OrderedDict[tuple[Offer, ...], asyncio.Future[Inbox]] = OrderedDict()
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._open)
 
     async def open(self, offers: Sequence[Offer]) -> Inbox:
         """The inbox for these offers. Raises TransportError if none works."""
-        self._drop_stale()
+        if self._closed:
+            raise TransportError("this instance stops")
         key = tuple(offers)
+        self._drop(key)
         if key not in self._open:
-            self._open[key] = open_offer(offers, self._allowed, self._folder)
-        return self._open[key]
+            # In a thread: libraries take their time. Nobody's cancellation stops it.
+            opening = asyncio.to_thread(open_offer, offers, self._allowed, self._site)
+            self._open[key] = asyncio.ensure_future(opening)
+        self._open.move_to_end(key)
+        return await asyncio.shield(self._open[key])
 
     def close(self) -> None:
         """Free all of them."""
+        self._closed = True
         while self._open:
-            self._open.popitem()[1].close()
+            _discard(self._open.popitem()[1])
 
-    def _drop_stale(self) -> None:
-        """Free what sources that have ended left mapped here."""
-        for key in [key for key, inbox in self._open.items() if inbox.stale]:
-            self._open.pop(key).close()
+    def _drop(self, wanted: tuple[Offer, ...]) -> None:
+        """Free what failed, what sources that have ended left, and what is too much."""
+        for key, opened in list(self._open.items()):
+            if opened.done() and (opened.exception() or opened.result().stale):
+                _discard(self._open.pop(key))
+        while len(self._open) > KEPT - (wanted not in self._open):
+            _discard(self._open.popitem(last=False)[1])
+
+
+def _discard(opened: asyncio.Future[Inbox]) -> None:
+    """Close the inbox, if there is one or as soon as there is."""
+
+    def close(opened: asyncio.Future[Inbox]) -> None:
+        if not opened.cancelled() and opened.exception() is None:
+            opened.result().close()
+
+    if opened.done():
+        close(opened)
+    else:
+        opened.add_done_callback(close)

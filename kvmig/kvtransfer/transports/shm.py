@@ -85,15 +85,13 @@ class ShmStaging(HostStaging):
     def _connect(self, token: str) -> Channel:
         return ShmChannel()
 
-    def close(self) -> None:
-        """Remove the file; memory that the destination still maps goes when it lets go."""
-        if not self._closed:
-            self._remove()
-        super().close()
-
     def _remove(self) -> None:
         self._path.unlink(missing_ok=True)
         os.close(self._lock)
+
+    def _free_memory(self) -> None:
+        self._remove()
+        super()._free_memory()
 
 
 class ShmChannel(Channel):

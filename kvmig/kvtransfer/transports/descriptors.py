@@ -1,0 +1,94 @@
+"""File descriptors from one process to another on the same host (SCM_RIGHTS)."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from threading import Thread
+
+import msgspec
+
+from kvmig.ground.errors import TransportError
+
+SECRET_BYTES = 16
+TIMEOUT_S = 2.0
+"""For the other side's half of one exchange."""
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """Where a descriptor can be had, and by what word."""
+
+    socket: str
+    secret: str
+
+
+class Donor:
+    """Gives copies of one descriptor to this user's processes that have the ticket.
+
+    The socket is abstract: it leaves no file, and only this network namespace sees it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Keeps a copy of `descriptor` of its own until `close`."""
+        self._descriptor = os.dup(descriptor)
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        name = f"kvmig-{secrets.token_hex(8)}"
+        self.ticket = Ticket(name, self._secret.hex())
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(f"\0{name}")
+        self._socket.listen()
+        self._thread = Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give no more. Idempotent."""
+        with contextlib.suppress(OSError):  # closed already
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._thread.join(TIMEOUT_S)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                try:
+                    peer, _ = self._socket.accept()
+                except OSError:
+                    return
+                with peer, contextlib.suppress(OSError):  # a peer that left gets nothing
+                    self._give(peer)
+        finally:
+            os.close(self._descriptor)
+
+    def _give(self, peer: socket.socket) -> None:
+        peer.settimeout(TIMEOUT_S)
+        raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(raw)
+        word = peer.recv(SECRET_BYTES, socket.MSG_WAITALL)
+        if user == os.geteuid() and secrets.compare_digest(word, self._secret):
+            socket.send_fds(peer, [b"!"], [self._descriptor])
+
+
+def take(ticket: Ticket) -> int:
+    """A copy of the donor's descriptor; the caller closes it. Blocks for TIMEOUT_S at most.
+
+    Raises TransportError if the donor is gone, or gives none.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as donor:
+        donor.settimeout(TIMEOUT_S)
+        try:
+            donor.connect(f"\0{ticket.socket}")
+            donor.sendall(bytes.fromhex(ticket.secret))
+            size = socket.CMSG_SPACE(array.array("i").itemsize)
+            _, control, _, _ = donor.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"no descriptor from {ticket.socket}: {error}") from error
+    for level, kind, data in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            (descriptor,) = array.array("i", data[:4])
+            return descriptor
+    raise TransportError(f"no descriptor from {ticket.socket}: it refused")

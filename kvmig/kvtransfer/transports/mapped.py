@@ -1,0 +1,213 @@
+"""Chunks pushed through mapped memory: the source maps the inbox's buffers and copies into them.
+
+Both ends' buffers are of one `MappableMemory`, a GPU's (`cuda_ipc`), so a chunk goes from
+device to device, over NVLink where the devices have it. A copy that the source has waited
+for is there, so the chunk is announced after it, and the destination waits for nothing.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from kvmig.ground.errors import KvmigError, PeerError, TransportError
+from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.transports.base import Announce, Channel, Inbox, Shape, Staging, check_slot
+from kvmig.kvtransfer.transports.descriptors import Donor, Ticket
+from kvmig.kvtransfer.transports.memory import view
+from kvmig.kvtransfer.transports.worker import Worker
+
+
+class Exported(msgspec.Struct, frozen=True):
+    """Memory of one process, as another on the same host can map it."""
+
+    size: int
+    """Bytes of what is mapped: the whole allocation."""
+    offset: int
+    """Where in it the memory begins."""
+    handle: str = ""
+    """A cudaIpcMemHandle in hex, or"""
+    ticket: Ticket | None = None
+    """where a file descriptor of it can be had."""
+
+
+@dataclass
+class Allocation:
+    """Memory of this process; `owner` keeps it."""
+
+    address: int
+    owner: object
+
+
+@dataclass
+class Export:
+    """What the other process gets, and who gives it the descriptor, if there is one."""
+
+    exported: Exported
+    donor: Donor | None = None
+
+
+class MappableMemory(Protocol):
+    """A kind of memory. Methods raise KvmigError; all may block."""
+
+    transport: str
+
+    def allocate(self, nbytes: int) -> Allocation:
+        """New memory."""
+        ...
+
+    def export(self, allocation: Allocation, nbytes: int) -> Export:
+        """Let another process map it."""
+        ...
+
+    def map(self, exported: Exported) -> int:
+        """Where another process's memory now is in this one (that of its offset)."""
+        ...
+
+    def unmap(self, exported: Exported, address: int) -> None:
+        """Undo `map`."""
+        ...
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """From address to address; done when it returns."""
+        ...
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """The offer's token."""
+
+    host: str
+    shape: Shape
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The inbox's token."""
+
+    exported: Exported
+    slot_bytes: int
+
+
+def host_identity() -> str:
+    """The same for processes that can map each other's memory: one kernel, one network namespace
+    (the descriptors' sockets are in it)."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+
+
+class MappedStaging(Staging):
+    """Slots in a kind of memory."""
+
+    def __init__(self, memory: MappableMemory, slots: int, slot_bytes: int) -> None:
+        """Raises TransportError if there isn't as much."""
+        self.transport = memory.transport
+        self._kind = memory
+        self._memory = _allocate(memory, slots * slot_bytes)
+        super().__init__(slots, slot_bytes)
+
+    def buffer(self, slot: int) -> memoryview:
+        """The slot; on a GPU no host code may touch it, see `memory.view`."""
+        self.check(slot)
+        address = self._memory.address + slot * self.slot_bytes
+        return view(address, self.slot_bytes, self._memory.owner)
+
+    def offer(self) -> Offer:
+        """Where this side is, and how many buffers the destination needs for it."""
+        origin = Origin(host_identity(), Shape(self.slots, self.slot_bytes))
+        return Offer(self.transport, msgspec.json.encode(origin).decode())
+
+    def _connect(self, token: str) -> Channel:
+        try:
+            place = msgspec.json.decode(token, type=Place)
+        except msgspec.DecodeError as error:
+            raise PeerError(f"not a token of {self.transport}: {error}") from error
+        return MappedChannel(self._kind, self._memory, place, self.slot_bytes)
+
+
+class MappedChannel(Channel):
+    """Copies on a thread of its own, since that waits for the copy's end."""
+
+    def __init__(
+        self, kind: MappableMemory, memory: Allocation, place: Place, slot_bytes: int
+    ) -> None:
+        self._kind = kind
+        self._memory = memory
+        self._place = place
+        self._slot_bytes = slot_bytes
+        self._worker = Worker(f"{kind.transport} push")
+        self._mapped = self._worker.submit(lambda: kind.map(place.exported))
+
+    async def push(self, chunk: Chunk, announce: Announce) -> None:
+        """Copied, then announced."""
+        there = chunk.slot * self._place.slot_bytes
+        if (
+            chunk.nbytes > self._place.slot_bytes
+            or there + chunk.nbytes > self._place.exported.size
+        ):
+            raise PeerError(f"{chunk.nbytes} bytes for buffers of {self._place.slot_bytes}")
+        here = self._memory.address + chunk.slot * self._slot_bytes
+        try:
+            await self._worker.run(
+                lambda: self._kind.copy(self._mapped.result() + there, here, chunk.nbytes)
+            )
+        except (KvmigError, RuntimeError, OSError) as error:
+            self.broken = True
+            raise TransportError(f"can't copy to the destination's memory: {error}") from error
+        announce()
+
+    def close(self) -> None:
+        """Unmap, after the copy that runs."""
+        kind, exported, mapped = self._kind, self._place.exported, self._mapped
+        self._worker.post(lambda: _unmap(kind, exported, mapped))
+        self._worker.close()
+
+
+class MappedInbox(Inbox):
+    """As many buffers as the source has, of the same kind of memory."""
+
+    stale = False
+
+    def __init__(self, memory: MappableMemory, offer: Offer) -> None:
+        """Raises TransportError for a source on another host, or without enough memory."""
+        self.transport = memory.transport
+        try:
+            origin = msgspec.json.decode(offer.token, type=Origin)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"not a token of {offer.transport}: {error}") from error
+        if origin.host != host_identity():
+            raise TransportError("the source is on another host")
+        self._shape = origin.shape.checked()
+        nbytes = self._shape.slots * self._shape.slot_bytes
+        self._memory = _allocate(memory, nbytes)
+        try:
+            self._export = memory.export(self._memory, nbytes)
+        except KvmigError as error:
+            raise TransportError(f"can't share memory of {self.transport}: {error}") from error
+        place = Place(self._export.exported, self._shape.slot_bytes)
+        self.token = msgspec.json.encode(place).decode()
+
+    async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
+        """The chunk in its slot; it is there."""
+        check_slot(chunk, payload, self._shape.slots, self._shape.slot_bytes)
+        address = self._memory.address + chunk.slot * self._shape.slot_bytes
+        return view(address, chunk.nbytes, self._memory.owner).toreadonly()
+
+    def close(self) -> None:
+        """Give no more descriptors; the memory goes with its last view."""
+        if self._export.donor is not None:
+            self._export.donor.close()
+
+
+def _allocate(memory: MappableMemory, nbytes: int) -> Allocation:
+    try:
+        return memory.allocate(nbytes)
+    except (KvmigError, RuntimeError, OSError) as error:
+        raise TransportError(f"no {nbytes} bytes of {memory.transport} memory: {error}") from error
+
+
+def _unmap(kind: MappableMemory, exported: Exported, mapped: Future[int]) -> None:
+    if mapped.exception() is None:
+        kind.unmap(exported, mapped.result())
