@@ -1,5 +1,7 @@
 // Memory of another process: legacy IPC for cudaMalloc, shareable handles for VMM mappings.
 
+#include <unistd.h>
+
 #include <cstring>
 
 #include "driver.cuh"
@@ -59,7 +61,11 @@ int kvmig_vmm_export(void *pointer, int *descriptor, int64_t *size, int64_t *off
                                             address(pointer));
     if (!error) error = cuMemExportToShareableHandle_found(descriptor, handle, kDescriptor, 0);
     const CUresult released = cuMemRelease_found(handle);
-    if (error || released) return kvmig::status(error ? error : released);
+    if (error) return kvmig::status(error);
+    if (released) {
+        close(*descriptor);
+        return kvmig::status(released);
+    }
     *size = static_cast<int64_t>(bytes);
     *offset = static_cast<int64_t>(address(pointer) - base);
     return KVMIG_OK;

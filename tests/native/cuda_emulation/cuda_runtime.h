@@ -124,7 +124,8 @@ inline void bulk_wait_written() { bulk_wait_unread(0); }
 
 }  // namespace kvmig
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+#define CUDART_VERSION 13000
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorMemoryAllocation };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 using cudaStream_t = void *;
@@ -152,6 +153,26 @@ inline cudaError_t cudaMemsetAsync(void *to, int byte, size_t count, cudaStream_
     std::memset(to, byte, count);
     return cudaSuccess;
 }
+inline cudaError_t cudaFree(void *) { return cudaSuccess; }
+
+// Memory of other processes, and the driver's functions: see driver.cpp.
+struct cudaIpcMemHandle_t {
+    char reserved[64];
+};
+constexpr unsigned cudaIpcMemLazyEnablePeerAccess = 1;
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer);
+cudaError_t cudaIpcOpenMemHandle(void **base, cudaIpcMemHandle_t handle, unsigned flags);
+cudaError_t cudaIpcCloseMemHandle(void *base);
+
+constexpr unsigned long long cudaEnableDefault = 0;
+enum cudaDriverEntryPointQueryResult {
+    cudaDriverEntryPointSuccess,
+    cudaDriverEntryPointSymbolNotFound
+};
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult *result);
+
 template <class... Parameters>
 cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
     return cudaSuccess;

@@ -194,15 +194,3 @@ void bulk_wait_unread(size_t latest) {
 }
 
 }  // namespace kvmig
-
-// What has no kernel has nothing to emulate.
-int kvmig_copy_engine(const kvmig_region *, const kvmig_region *, int64_t, const int64_t *,
-                      const int64_t *, int64_t, void *) {
-    return KVMIG_UNSUPPORTED;
-}
-int kvmig_ipc_export(void *, uint8_t *, int64_t *) { return KVMIG_UNSUPPORTED; }
-int kvmig_ipc_import(const uint8_t *, void **) { return KVMIG_UNSUPPORTED; }
-int kvmig_ipc_close(void *) { return KVMIG_UNSUPPORTED; }
-int kvmig_vmm_export(void *, int *, int64_t *, int64_t *) { return KVMIG_UNSUPPORTED; }
-int kvmig_vmm_import(int, int64_t, int32_t, void **) { return KVMIG_UNSUPPORTED; }
-int kvmig_vmm_close(void *, int64_t) { return KVMIG_UNSUPPORTED; }
