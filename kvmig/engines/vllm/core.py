@@ -19,6 +19,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.executor import Executor
 
 from kvmig.engines.vllm import runner
+from kvmig.engines.vllm.worker_end import end_at_once
 from kvmig.ground.leftovers import remove, shared_by
 
 T = TypeVar("T")
@@ -73,6 +74,8 @@ class StepCore(EngineCoreProc):
         self._thread: threading.Thread | None = None
         # Of several workers; a single one is this process.
         workers = getattr(self.model_executor, "workers", ())
+        if workers:
+            self.model_executor.collective_rpc(end_at_once, timeout=runner.WORKER_TIMEOUT_S)
         self._shared = shared_by(worker.proc.pid for worker in workers)
 
     def _on_fail(self) -> None:
