@@ -117,6 +117,14 @@ def test_the_gather_sweep_runs_and_names_its_targets(tmp_path: Path) -> None:
     assert {sample["way"] for sample in loaded["samples"]} == {"index_select", "cpu"}
 
 
+def test_a_part_whose_time_is_over_keeps_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(correctness, "MOST_S", 0.0)
+    loaded = result_of(correctness, tmp_path)
+    assert loaded["samples"] == [{"stopped": "after 0 s"}]
+
+
 def test_a_sweep_without_figures_misses_its_targets() -> None:
     result = begin("gpu gather", {})
     gather.summarise(result, ceiling=1000.0)

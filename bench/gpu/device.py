@@ -50,6 +50,22 @@ class Way:
     summing: bool = True
 
 
+class Deadline:
+    """A part stops by itself some time before it is killed, so that its figures are kept."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def over(self, result: Result) -> bool:
+        """Whether to stop now, which the result then says."""
+        if time.monotonic() < self._end:
+            return False
+        say(f"stopped after {self._seconds:g} s")
+        result.samples.append({"stopped": f"after {self._seconds:g} s"})
+        return True
+
+
 class Site:
     """One device and, on a GPU, a stream that isn't the default one."""
 

@@ -4,7 +4,6 @@ way to copy, by shape, order of ids, CTAs, with checksums and without; beside on
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.device import Site, Way, note_gpu, options_of
+from bench.gpu.device import Deadline, Site, Way, note_gpu, options_of
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import Result, begin, finish, say, table
 from kvmig.ground.errors import KvmigError
@@ -22,7 +21,6 @@ from kvmig.kernels.face import Ids
 WORKERS = (0, 1, 2, 4, 8, 16, 32, 64, 132)
 ORDERS = ("random", "contiguous")
 MOST_S = 100.0
-"""The sweep stops by itself, so that its figures are kept."""
 TARGETS = {65536: 0.90, 18432: 0.85}
 """Least share of the copy ceiling, by bytes of a run."""
 GIB = 1 << 30
@@ -169,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     pool, payload = (16 << 20, 8 << 20) if options.quick else (4 * GIB, GIB)
     result = begin("gpu gather", {"pool_bytes": pool, "payload_bytes": payload})
     note_gpu(result)
-    start = time.monotonic()
+    deadline = Deadline(MOST_S)
     site = Site(options.device, options.only)
     ways = site.ways()
     ceiling = site.copy_ceiling(payload)
@@ -184,9 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
              "workers": 0, "checksums": False, "gb_s": gb_s}
         )  # fmt: skip
     for case in cases(ways, site.multiprocessors):
-        if time.monotonic() - start > MOST_S:
-            result.samples.append({"stopped": f"after {MOST_S:g} s"})
-            say(f"stopped after {MOST_S:g} s")
+        if deadline.over(result):
             break
         result.samples.append(measure(site, memory, case))
     summarise(result, ceiling)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.device import Site, Way, note_gpu, options_of
+from bench.gpu.device import Deadline, Site, Way, note_gpu, options_of
 from bench.gpu.shapes import SHAPES, ids
 from bench.report import begin, finish, say, table
 from kvmig.ground.errors import KvmigError
@@ -22,6 +22,7 @@ WORKERS = (1, 2, 4, 8, 16, 32, 64, 132)
 BATCH = 32
 MIB = 1 << 20
 WAIT_S = 20.0
+MOST_S = 45.0
 TARGET = 1.02
 """Most that a step may grow by, at the smallest cap."""
 
@@ -149,8 +150,11 @@ def main(arguments: list[str] | None = None) -> int:
     site = Site(options.device, options.only)
     memory = site.memory((8 if quick else 512) * MIB)
     decode = Decode(site, *((1, 64, MIB) if quick else (32, 4096, 2048 * MIB)))
+    deadline = Deadline(MOST_S)
     for way in site.ways():
         for workers in WORKERS[:2] if quick else WORKERS if way.capped else (0,):
+            if deadline.over(result):
+                break
             try:
                 result.samples.append(measure(site, decode, way, workers, memory, steps))
             except (KvmigError, RuntimeError, ValueError, TimeoutError) as error:

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from bench.gpu.device import Site, Way, note_gpu, options_of
+from bench.gpu.device import Deadline, Site, Way, note_gpu, options_of
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import Result, begin, finish, say, table
 from kvmig.ground.errors import KvmigError
 
 WORKERS = (1, 2, 4, 8, 16, 32)
 MIB = 1 << 20
+MOST_S = 25.0
 
 
 def host_memory(site: Site, nbytes: int) -> torch.Tensor:
@@ -62,7 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
     note_gpu(result)
     site = Site(options.device, options.only)
     copies(site, nbytes, result)
+    deadline = Deadline(MOST_S)
     for way in site.ways():
+        if deadline.over(result):
+            break
         gathers(site, way, SHAPES[1], nbytes, result)
     for name in ("to_host_gb_s", "from_host_gb_s"):
         best = [float(sample[name]) for sample in result.samples if name in sample]
