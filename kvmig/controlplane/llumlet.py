@@ -268,6 +268,8 @@ class Llumlet:
         spans = self._tracking.spans(emitted)
         for entry in emitted:
             self._migrations.stepped(entry.request_id)
+            if entry.finished:
+                self._migrations.cancel_request(entry.request_id, "finished")
         if sender is not None:
             self._send(sender, Outputs(spans), frames)
 

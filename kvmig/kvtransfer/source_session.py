@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from kvmig.engines import base
@@ -18,6 +18,7 @@ from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer import source_machine as do
+from kvmig.kvtransfer.block_sender import BlockSender
 from kvmig.kvtransfer.chunks import ChunkSizer
 from kvmig.kvtransfer.compat import fingerprint
 from kvmig.kvtransfer.copier import Copier, Send
@@ -90,7 +91,7 @@ class SourceSession:
         self._admit = admit
         self._mailbox = Mailbox(self._feed)
         self._undone: list[Action] = []
-        self._copier: Copier | None = None
+        self._sender: BlockSender | None = None
         self._export: base.Export | None = None
         self._commit: Commit | None = None
         self._first_token: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -105,8 +106,8 @@ class SourceSession:
         """A message of this migration, or what happened here."""
         match event:
             case ChunkDone(scatter_ms=scatter_ms):
-                if self._copier is not None:
-                    self._copier.done(scatter_ms)
+                if self._sender is not None:
+                    self._sender.copier.done(scatter_ms)
             case FirstToken(ms=ms):
                 if not self._first_token.done():
                     self._first_token.set_result(ms)
@@ -126,9 +127,9 @@ class SourceSession:
             await self._follow(self._undone if self.machine.ended else self._stop())
             raise
         finally:
-            if self._copier is not None:
-                self._timeline.bytes = self._copier.bytes
-                self._copier.close()
+            if self._sender is not None:
+                self._timeline.bytes = self._sender.copier.bytes
+                self._sender.copier.close()
             self._tokens.end()
             if self.machine.forked_there:
                 self._timeline.followed = self._tokens.steps
@@ -193,7 +194,9 @@ class SourceSession:
             case do.Check(sent):
                 return self.machine.checked(await self._bounded(engine.stage(request_id, sent)))
             case do.Copy():
-                return await self._copy(action)
+                blocks = self._blocks()
+                stop = await blocks.send_live(action.stage, action.first, action.block_ids)
+                return stop or self.machine.copied()
             case do.Fork() | do.SendFork() | do.Listen():
                 return await self._catch_up(action)
             case do.Suspend(sent):
@@ -239,28 +242,6 @@ class SourceSession:
             offers=[staging.offer() for staging in self._stagings.values()],
         )
 
-    async def _copy(self, action: do.Copy) -> list[Action]:
-        return await self._send_live(action.first, action.block_ids) or self.machine.copied()
-
-    async def _send_live(self, first: int, block_ids: Sequence[int]) -> list[Action]:
-        """Send blocks while the request decodes; what a message asks for instead, if one does."""
-        copier, started = self._copy_with(), self._timeline.now()
-        if stop := await self._send_blocks(copier, first, block_ids):
-            return stop
-        size = len(block_ids)
-        nbytes = size * self._engine.layout.block_bytes
-        self._timeline.stage(size, nbytes, started, copier.end_stage())
-        return []
-
-    async def _send_blocks(
-        self, copier: Copier, first: int, block_ids: Sequence[int]
-    ) -> list[Action]:
-        for offset, ids in copier.cut(block_ids):
-            if stop := await self._ready(copier):
-                return stop
-            await copier.send(self.machine.stage, first + offset, ids)
-        return []
-
     async def _catch_up(self, action: do.Fork | do.SendFork | do.Listen) -> list[Action]:
         match action:
             case do.Fork(sent):
@@ -272,10 +253,10 @@ class SourceSession:
                 return await self._answer()
 
     async def _send_fork(self, first: int, fork: Tail) -> list[Action]:
-        if stop := await self._send_live(first, fork.block_ids):
+        blocks = self._blocks()
+        if stop := await blocks.send_live(self.machine.stage, first, fork.block_ids):
             return stop
-        blocks = first + len(fork.block_ids)
-        self._send(Follow(self.move.mid, fork, blocks), ())
+        self._send(Follow(self.move.mid, fork, first + len(fork.block_ids)), ())
         self._tokens.begin(fork.num_output_tokens)
         return self.machine.fork_sent(len(fork.block_ids))
 
@@ -288,7 +269,7 @@ class SourceSession:
     async def _suspend(self, sent: int) -> list[Action]:
         self._tokens.end()
         # A slot in hand, so that nobody else's chunks stand in the pause.
-        if stop := await self._ready(self._copy_with()):
+        if not self.machine.forked_there and (stop := await self._blocks().ready()):
             return stop
         self._timeline.pause()
         tail = await self._bounded(self._engine.suspend(self.move.request_id, sent))
@@ -296,13 +277,12 @@ class SourceSession:
         return self.machine.suspended(tail)
 
     async def _send_tail(self, first: int, tail: Tail) -> list[Action]:
-        copier = self._copy_with()
         self._timeline.tail_blocks = len(tail.block_ids)
         self._timeline.output_tokens = tail.num_output_tokens
         self._commit = Commit(
             self.move.mid, self.move.request_id, self.move.epoch, tail, first + len(tail.block_ids)
         )
-        if stop := await self._send_blocks(copier, first, tail.block_ids):
+        if stop := await self._blocks().send(self.machine.stage, first, tail.block_ids):
             return stop
         if stop := self._mailbox.read():
             return stop
@@ -310,13 +290,6 @@ class SourceSession:
         self._timeline.pause()
         self.machine.commit_sent()
         return await self._answer()
-
-    async def _ready(self, copier: Copier) -> list[Action]:
-        """Wait for a slot; what a message asks for instead, if one comes first."""
-        while not await copier.ready(self._mailbox.news):
-            if stop := self._mailbox.read():
-                return stop
-        return []
 
     def _send_commit(self) -> None:
         if self._commit is not None:
@@ -390,7 +363,7 @@ class SourceSession:
             raise PeerError(f"the destination wants transport {answer.transport!r}")
         self._timeline.hit_blocks = answer.hit_blocks
         self._timeline.transport = answer.transport
-        self._copier = Copier(
+        copier = Copier(
             self.move.mid,
             self._engine,
             staging,
@@ -401,13 +374,15 @@ class SourceSession:
             staging.channel(answer.token),
             self._throttle.line(self.move.mid, self.move.destination),
         )
+        block_bytes = self._engine.layout.block_bytes
+        self._sender = BlockSender(copier, self._mailbox, self._timeline, block_bytes)
 
     # -- helpers
 
-    def _copy_with(self) -> Copier:
-        if self._copier is None:
+    def _blocks(self) -> BlockSender:
+        if self._sender is None:
             raise PeerError("no transport was agreed on")
-        return self._copier
+        return self._sender
 
     async def _bounded(self, call: Awaitable[T]) -> T:
         async with asyncio.timeout(self._timeout_s):
