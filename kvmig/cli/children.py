@@ -51,7 +51,8 @@ class Child:
         finally:
             os.close(write_end)
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        if not process.stdin.is_closing():  # or it has died already, and `ready` says so
+            process.stdin.write(msgspec.json.encode(launch) + b"\n")
         return cls(name, process, read_end)
 
     async def ready(self, timeout_s: float) -> str:
