@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvmig.engines.vllm.worker_cache import describe_cache, share_cache
-from kvmig.ground.errors import UnsupportedLayout
+from kvmig.ground.errors import ConfigError, UnsupportedLayout
 
 NAMES = ["first", "second", "shares the first's"]
 
@@ -119,3 +119,12 @@ def test_a_cache_that_is_no_tensor_is_refused_by_its_layer() -> None:
 
     with pytest.raises(UnsupportedLayout, match="layer second keeps its KV cache in list"):
         describe_cache(worker, NAMES)
+
+
+def test_workers_whose_memory_can_not_be_mapped_are_refused_by_their_number() -> None:
+    from kvmig.engines.vllm.config import refuse_workers
+
+    with pytest.raises(ConfigError, match="--tensor-parallel-size is 4, must be 1 on cuda"):
+        refuse_workers("cuda", 4)
+    refuse_workers("cuda", 1)
+    refuse_workers("cpu", 4)

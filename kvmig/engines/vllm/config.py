@@ -21,11 +21,22 @@ def engine_config(args: Namespace) -> VllmConfig:
     args.use_tqdm_on_load = False  # the bars of several instances would overwrite each other
     try:
         engine_args = AsyncEngineArgs.from_cli_args(args)
-        return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     except json.JSONDecodeError as error:
         raise ConfigError(f"MODEL is {args.model}, and a file in it is broken: {error}") from error
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigError(first_sentence(error)) from error
+    refuse_workers(config.device_config.device_type, args.tensor_parallel_size)
+    return config
+
+
+def refuse_workers(device: str, workers: int) -> None:
+    """Refuse, before anything is loaded, several workers whose memory can't be mapped here."""
+    if workers > 1 and device != "cpu":
+        raise ConfigError(
+            f"--tensor-parallel-size is {workers}, must be 1 on {device} for now:"
+            " KV caches of several workers are shared on a CPU only"
+        )
 
 
 def first_sentence(error: BaseException) -> str:

@@ -1,9 +1,9 @@
 """The KV caches of an engine's workers as this process sees them.
 
-With one worker, which is this process, there is nothing to do. With several on a CPU
-each one's cache is moved, before the first step, into memory of this process's own
-without a name (memfd), so that all copies are made here and nothing can be left behind
-by a process that dies.
+With one worker, which is this process, there is nothing to do. With several (on a CPU, see
+`config.refuse_workers`) each one's cache is moved, before the first step, into memory of
+this process's own without a name (memfd), so that all copies are made here and nothing can
+be left behind by a process that dies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from vllm.v1.executor import Executor
 
 from kvmig.engines.vllm import worker_cache
 from kvmig.engines.vllm.cache_shape import RankCache
-from kvmig.ground.errors import UnsupportedLayout
 from kvmig.kernels.copy import address_of
 
 START_TIMEOUT_S = 120.0
@@ -34,10 +33,6 @@ class SharedCache:
         if config.parallel_config.world_size == 1:
             self.ranks = _call(executor, worker_cache.describe_cache, names)
             return
-        if config.device_config.device_type != "cpu":
-            raise UnsupportedLayout(
-                "KV caches of several GPU workers can't be mapped yet: use --tensor-parallel-size 1"
-            )
         self.ranks = self._share(executor, names, config.parallel_config.world_size)
 
     def close(self) -> None:
