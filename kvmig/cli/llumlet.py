@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -49,6 +50,8 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
     stopped = asyncio.ensure_future(until_stopped())
     try:
         await llumlet.start()
+        gc.collect()
+        gc.freeze()  # a collection that walks all of vLLM would stop the engine for tens of ms
         announce(descriptor, Announcement(endpoint=llumlet.endpoint))
         failed = asyncio.ensure_future(llumlet.failed())
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)

@@ -39,6 +39,8 @@ def memory_of(array: Any) -> Memory:
         return _dlpack(array)
     if (interface := getattr(array, "__cuda_array_interface__", None)) is not None:
         return _cuda(interface)
+    if isinstance(array, memoryview) and _of_a_gpu(array):
+        return Memory(_address(array), array.nbytes, "cuda")
     try:
         view = memoryview(array)
     except TypeError:
@@ -51,8 +53,22 @@ def memory_of(array: Any) -> Memory:
 
 
 def address_of(buffer: Buffer) -> int:
-    """Where a contiguous buffer's bytes begin; read-only ones too. Keep the buffer alive."""
+    """Where a contiguous buffer's bytes begin; read-only ones too. Keep the buffer alive.
+
+    Raises ValueError for a view of a GPU's memory, which the host can't use.
+    """
+    if isinstance(buffer, memoryview) and _of_a_gpu(buffer):
+        raise ValueError(f"a buffer of {buffer.nbytes} bytes is a GPU's memory, not the host's")
+    return _address(buffer)
+
+
+def _address(buffer: Buffer) -> int:
     return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+
+
+def _of_a_gpu(view: memoryview) -> bool:
+    """Whether what it is a view of says so (`kvtransfer.transports.memory.view`)."""
+    return hasattr(view.obj, "__cuda_array_interface__")
 
 
 def _cuda(interface: dict[str, Any]) -> Memory:

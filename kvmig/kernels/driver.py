@@ -18,7 +18,7 @@ NOT_READY = 600
 _EVENT_WITHOUT_TIMING = 2
 _STREAM_NON_BLOCKING = 1
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
-_PORTABLE = 1  # pinned for every context
+_PORTABLE, _READ_ONLY = 1, 8  # pinned for every context; the device only reads it
 
 
 class Driver:
@@ -74,6 +74,17 @@ class Driver:
         self.enter()
         self._call("cuMemFreeHost", c_void_p(address))
 
+    def pin(self, address: int, nbytes: int, read_only: bool) -> None:
+        """The same of host memory that is there already."""
+        flags = c_uint(_PORTABLE | (_READ_ONLY if read_only else 0))
+        self.enter()
+        self._call("cuMemHostRegister_v2", c_void_p(address), c_size_t(nbytes), flags)
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`; the memory must be there still."""
+        self.enter()
+        self._call("cuMemHostUnregister", c_void_p(address))
+
     def upload(self, device: int, pinned: int, nbytes: int, stream: int) -> None:
         """Queue a copy to device memory."""
         self._call("cuMemcpyHtoDAsync_v2", *_copy(device, pinned, nbytes, stream))
@@ -124,6 +135,11 @@ class Driver:
         flags = c_uint(_STREAM_NON_BLOCKING)
         self._call("cuStreamCreateWithPriority", byref(stream), flags, c_int(priority))
         return int(stream.value or 0)
+
+    def wait(self, stream: int, event: int) -> None:
+        """What is queued on the stream from now on comes after the event, as it is now; one that
+        was never recorded holds nothing up."""
+        self._call("cuStreamWaitEvent", c_void_p(stream), c_void_p(event), c_uint(0))
 
     def destroy_stream(self, stream: int) -> None:
         self.enter()

@@ -1,63 +1,200 @@
-"""Copies of KV blocks between a GPU and the host, on a stream of their own, through torch."""
+"""Copies between a KV cache in a GPU's memory and buffers of fused blocks, there or on the host.
+
+A buffer in a GPU's memory (cuda-ipc, nccl) is what the kernels write and read. One on the host
+(shm, tcp) they reach by scratch memory of the GPU, from which the copy engine goes over PCIe to
+the buffer; or, where the buffer's pages can't be pinned, to pinned scratch and then by the CPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Protocol
 
-import numpy
-import torch
-from vllm.config import VllmConfig
+import numpy as np
 
-from kvmig.ground.layout import KVLayout, Region
-from kvmig.kernels.copy import checksum_fused
+from kvmig.engines.vllm.step_marks import StepMarks
+from kvmig.engines.vllm.units import Pass
+from kvmig.ground.layout import KVLayout, fused
+from kvmig.kernels.arrays import memory_of
+from kvmig.kernels.copy import start_copy
+from kvmig.kernels.driver import Driver, current_device
+from kvmig.kernels.face import Kernels, Pending
+from kvmig.kernels.pinned import Pins
+from kvmig.kernels.select import kernels
+from kvmig.kernels.side_stream import Device, SideStream
+
+SCRATCH_BYTES = 16 << 20
+"""Of the GPU's memory, and as much pinned memory where that is needed."""
+CTAS_FOR_HOST = 8
+"""As many as keep PCIe busy."""
+CTAS_ON_DEVICE = 32
+"""As many as leave the GPU to the engine's steps."""
+
+
+class Plan(Protocol):
+    """Where fused blocks lie in the cache: `units.UnitMap`, or `Blocks`."""
+
+    unit_bytes: int
+
+    def gather(self, unit_ids: Sequence[int], address: int) -> Iterable[Pass]:
+        """Copies from the cache to the buffer at `address`, [n] fused."""
+        ...
+
+    def scatter(self, unit_ids: Sequence[int], address: int) -> Iterable[Pass]:
+        """Copies from the buffer to the cache."""
+        ...
+
+
+class Blocks:
+    """An engine's blocks as it keeps them."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self.unit_bytes = layout.block_bytes
+
+    def gather(self, unit_ids: Sequence[int], address: int) -> Iterator[Pass]:
+        """One copy of all."""
+        layout, n = self._layout, len(unit_ids)
+        ids, places = np.asarray(unit_ids, np.int64), np.arange(n, dtype=np.int64)
+        buffer = fused(address, layout)
+        yield Pass(layout.regions, ids, layout.num_blocks, buffer, places, n)
+
+    scatter = gather
 
 
 class DeviceCopies:
-    """Through pinned memory. `tensors`: one a region of `layout`, each [blocks, ...]."""
+    """`copies.Copies` on a GPU, on a stream of its own; one thread copies, one at a time.
 
-    def __init__(self, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
-        self._layout = layout
-        self._rows = [
-            _rows(tensor, region, layout.num_blocks)
-            for tensor, region in zip(tensors, layout.regions, strict=True)
-        ]
-        self._device = tensors[0].device
-        self._stream = torch.cuda.Stream()
+    When a copy returns or raises, the GPU has left its blocks and its buffer (but for a
+    TimeoutError). Raises KvmigError when the device fails.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: Device,
+        by: Kernels,
+        steps_at_once: int,
+        scratch_bytes: int = SCRATCH_BYTES,
+    ) -> None:
+        """steps_at_once: of the engine, see `StepMarks`; scratch_bytes: room for one block
+        is there in any case."""
+        self._plan = plan
+        self._device = device
+        self._by = by
+        self._fit = max(1, scratch_bytes // plan.unit_bytes)
+        self._nbytes = self._fit * plan.unit_bytes
+        self._pinned = 0
+        with ExitStack() as held:
+            self._marks = StepMarks(device, steps_at_once)
+            held.callback(self._marks.close)
+            self._stream = SideStream(device)
+            held.callback(self._stream.close)
+            self._scratch = device.allocate(self._nbytes)
+            held.callback(device.free, self._scratch)
+            self._pins = Pins(device)
+            held.callback(self._pins.close)
+            self._held = held.pop_all()
+
+    def after_step(self, stream: int) -> None:
+        """On the engine's thread, after each step; `stream`: what it queued its work on."""
+        self._marks.stepped(stream)
 
     def gather(self, ids: Sequence[int], out: memoryview) -> list[int]:
-        with torch.cuda.stream(self._stream):
-            chosen = torch.tensor(list(ids), device=self._device)
-            parts = [rows[chosen] for rows in self._rows]
-            packed = torch.cat(parts, dim=1).to("cpu", non_blocking=False)
-        torch.frombuffer(out, dtype=torch.uint8).copy_(packed.flatten())
-        return checksum_fused(out, self._layout.block_bytes)
+        """Blocks [n] to `out` [n * unit_bytes]; n checksums of what came there."""
+        memory = memory_of(out)
+        with self._settled() as pendings:
+            if memory.device == "cuda":
+                pendings += self._gather(ids, memory.address, CTAS_ON_DEVICE)
+            else:
+                pinned = self._pins.has(out)
+                for part, address in self._parts(ids, memory.address):
+                    pendings += self._gather(part, self._scratch, CTAS_FOR_HOST)
+                    self._to_host(address, len(part) * self._plan.unit_bytes, pinned)
+        return _sums(pendings)
 
     def scatter(self, ids: Sequence[int], data: memoryview) -> list[int]:
-        sums = checksum_fused(data, self._layout.block_bytes)
-        host = torch.empty((len(ids), self._layout.block_bytes), dtype=torch.uint8).pin_memory()
-        host.numpy().reshape(-1)[:] = numpy.frombuffer(data, dtype=numpy.uint8)
-        with torch.cuda.stream(self._stream):
-            chosen = torch.tensor(list(ids), device=self._device)
-            packed = host.to(self._device, non_blocking=True)
-            offset = 0
-            for rows in self._rows:
-                width = rows.shape[1]
-                rows[chosen] = packed[:, offset : offset + width]
-                offset += width
-            self._stream.synchronize()
-        return sums
+        """`data` [n * unit_bytes] to blocks [n]; n checksums of what came there."""
+        memory = memory_of(data)
+        with self._settled() as pendings:
+            if memory.device == "cuda":
+                pendings += self._scatter(ids, memory.address, CTAS_ON_DEVICE)
+            else:
+                pinned = self._pins.has(data)
+                for part, address in self._parts(ids, memory.address):
+                    self._from_host(address, len(part) * self._plan.unit_bytes, pinned)
+                    pendings += self._scatter(part, self._scratch, CTAS_FOR_HOST)
+        return _sums(pendings)
+
+    def close(self) -> None:
+        """Free everything; no copy and no step may follow."""
+        self._stream.settle()
+        self._held.close()
+
+    @contextmanager
+    def _settled(self) -> Iterator[list[Pending]]:
+        """Copies inside come after the engine's steps, and are over when it is left."""
+        self._device.enter()
+        self._marks.precede(self._stream.handle)
+        try:
+            yield []
+        finally:  # after a failure too: the caller frees the memory next
+            self._stream.settle()
+
+    def _parts(self, ids: Sequence[int], address: int) -> Iterator[tuple[Sequence[int], int]]:
+        """As many ids as the scratch holds, and where their bytes are in the buffer."""
+        for first in range(0, len(ids), self._fit):
+            yield ids[first : first + self._fit], address + first * self._plan.unit_bytes
+
+    def _gather(self, ids: Sequence[int], address: int, workers: int) -> Iterator[Pending]:
+        for one in self._plan.gather(ids, address):
+            ends = one.cache, one.buffer, one.cache_ids, one.buffer_ids
+            yield self._start(*ends, one.cache_blocks, one.buffer_blocks, workers=workers)
+
+    def _scatter(self, ids: Sequence[int], address: int, workers: int) -> Iterator[Pending]:
+        for one in self._plan.scatter(ids, address):
+            ends = one.buffer, one.cache, one.buffer_ids, one.cache_ids
+            yield self._start(*ends, one.buffer_blocks, one.cache_blocks, workers=workers)
+
+    @property
+    def _start(self) -> Callable[..., Pending]:
+        return partial(start_copy, self._by, stream=self._stream.handle)
+
+    def _to_host(self, address: int, nbytes: int, pinned: bool) -> None:
+        stream = self._stream.handle
+        if pinned:
+            self._device.download(address, self._scratch, nbytes, stream)
+            return
+        middle = self._pinned_scratch()
+        self._device.download(middle, self._scratch, nbytes, stream)
+        self._stream.settle()
+        ctypes.memmove(address, middle, nbytes)
+
+    def _from_host(self, address: int, nbytes: int, pinned: bool) -> None:
+        stream = self._stream.handle
+        if pinned:
+            self._device.upload(self._scratch, address, nbytes, stream)
+            return
+        middle = self._pinned_scratch()
+        self._stream.settle()  # the last part may still be read from there
+        ctypes.memmove(middle, address, nbytes)
+        self._device.upload(self._scratch, middle, nbytes, stream)
+
+    def _pinned_scratch(self) -> int:
+        if not self._pinned:
+            self._pinned = self._device.allocate_pinned(self._nbytes)
+            self._held.callback(self._device.free_pinned, self._pinned)
+        return self._pinned
 
 
-def layer_tensors(config: VllmConfig, layer_names: Sequence[str]) -> list[torch.Tensor]:
-    """The KV caches of this process's own worker; layers that share memory only once."""
-    context = config.compilation_config.static_forward_context
-    tensors = (context[name].kv_cache for name in layer_names)
-    return list({tensor.data_ptr(): tensor for tensor in tensors}.values())
+def load(plan: Plan, steps_at_once: int) -> DeviceCopies:
+    """On the calling thread's GPU. Raises KernelUnavailable with the reason if that can't be."""
+    by = kernels("cuda")
+    return DeviceCopies(plan, Driver(current_device()), by, steps_at_once)
 
 
-def _rows(tensor: torch.Tensor, region: Region, num_blocks: int) -> torch.Tensor:
-    """The tensor's memory as bytes [blocks, run], whatever its order of dimensions."""
-    size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    flat = torch.as_strided(tensor, (size,), (1,), 0).view(torch.uint8)
-    offset = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
-    return torch.as_strided(flat, (num_blocks, region.run), (region.block_stride, 1), offset)
+def _sums(pendings: Sequence[Pending]) -> list[int]:
+    return [checksum for pending in pendings for checksum in pending.wait()]

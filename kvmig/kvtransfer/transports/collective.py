@@ -94,7 +94,8 @@ class GroupStaging(Staging):
     def buffer(self, slot: int) -> memoryview:
         """The slot; on a GPU no host code may read it, see `memory.view`."""
         self.check(slot)
-        return view(self._memory.data_ptr() + slot * self.slot_bytes, self.slot_bytes, self._memory)
+        address = self._memory.data_ptr() + slot * self.slot_bytes
+        return view(address, self.slot_bytes, self._memory, self._backend.device)
 
     def offer(self) -> Offer:
         """How many buffers the destination needs for it."""
@@ -181,7 +182,8 @@ class GroupInbox(Inbox):
             if isinstance(error, RuntimeError):
                 raise TransportError(f"the process group is broken: {error}") from error
             raise
-        return view(tensor.data_ptr(), chunk.nbytes, tensor).toreadonly()
+        device = self._backend.device
+        return view(tensor.data_ptr(), chunk.nbytes, tensor, device).toreadonly()
 
     def close(self) -> None:
         """Leave the group; the store goes with it."""

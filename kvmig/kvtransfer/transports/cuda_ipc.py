@@ -11,6 +11,7 @@ from typing import Any
 
 from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.kernels import cuda, ipc
+from kvmig.kernels.face import Device
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports.base import Inbox, Staging
 from kvmig.kvtransfer.transports.descriptors import Donor, take
@@ -39,6 +40,7 @@ class CudaMemory:
     """Memory of torch's current device."""
 
     transport = NAME
+    device: Device = "cuda"
 
     def __init__(self) -> None:
         """Raises TransportError without a GPU or the CUDA library."""

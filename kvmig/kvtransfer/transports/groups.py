@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from kvmig.ground.errors import TransportError
+from kvmig.kernels.face import Device
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,8 @@ class Backend(ABC):
     """What Gloo and NCCL do differently. Methods block; they run on a worker's thread."""
 
     name: str
+    device: Device
+    """Where its staging memory is."""
     ordered: bool
     """Whether chunks are matched by their order only, so that none may be left out."""
 
@@ -50,6 +53,7 @@ class Gloo(Backend):
     """Sockets of its own, in the clear; from pinned memory where there is a GPU."""
 
     name = "gloo"
+    device = "cpu"
     ordered = False
 
     def check(self) -> None:
@@ -82,6 +86,7 @@ class Nccl(Backend):
     """A communicator of its own, on streams of its own, with few CTAs."""
 
     name = "nccl"
+    device = "cuda"
     ordered = True
 
     def check(self) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from kvmig.ground.errors import KvmigError, PeerError, TransportError
+from kvmig.kernels.face import Device
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import Announce, Channel, Inbox, Shape, Staging, check_slot
 from kvmig.kvtransfer.transports.descriptors import Donor, Ticket
@@ -55,6 +56,7 @@ class MappableMemory(Protocol):
     """A kind of memory. Methods raise KvmigError; all may block."""
 
     transport: str
+    device: Device
 
     def allocate(self, nbytes: int) -> Allocation:
         """New memory."""
@@ -112,7 +114,7 @@ class MappedStaging(Staging):
         """The slot; on a GPU no host code may touch it, see `memory.view`."""
         self.check(slot)
         address = self._memory.address + slot * self.slot_bytes
-        return view(address, self.slot_bytes, self._memory.owner)
+        return view(address, self.slot_bytes, self._memory.owner, self._kind.device)
 
     def offer(self) -> Offer:
         """Where this side is, and how many buffers the destination needs for it."""
@@ -173,6 +175,7 @@ class MappedInbox(Inbox):
     def __init__(self, memory: MappableMemory, offer: Offer) -> None:
         """Raises TransportError for a source on another host, or without enough memory."""
         self.transport = memory.transport
+        self._device = memory.device
         try:
             origin = msgspec.json.decode(offer.token, type=Origin)
         except msgspec.DecodeError as error:
@@ -193,7 +196,7 @@ class MappedInbox(Inbox):
         """The chunk in its slot; it is there."""
         check_slot(chunk, payload, self._shape.slots, self._shape.slot_bytes)
         address = self._memory.address + chunk.slot * self._shape.slot_bytes
-        return view(address, chunk.nbytes, self._memory.owner).toreadonly()
+        return view(address, chunk.nbytes, self._memory.owner, self._device).toreadonly()
 
     def close(self) -> None:
         """Give no more descriptors; the memory goes with its last view."""
