@@ -7,6 +7,7 @@ import mmap
 import os
 
 from kvmig.kernels.copy import address_of
+from kvmig.kernels.face import Device
 from kvmig.kvtransfer.transports.descriptors import Donor, take
 from kvmig.kvtransfer.transports.mapped import Allocation, Export, Exported
 
@@ -18,6 +19,7 @@ class HostMemory:
     """Memory of memfd_create, whose descriptor goes over a socket as VMM memory's does."""
 
     transport = "cuda-ipc"
+    device: Device = "cpu"
 
     def __init__(self) -> None:
         self.mapped: dict[int, mmap.mmap] = {}

@@ -55,6 +55,7 @@ class VllmEngine:
         self._load_at = 0.0
         self.layout = self._memory.layout
         self.can_follow = runner.can_extend(core)
+        core.after_step = self._memory.after_step
         core.between_steps = self.between_steps
 
     def assign(self, request_id: str, client: int) -> None:

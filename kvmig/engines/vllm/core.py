@@ -51,6 +51,8 @@ class StepCore(EngineCoreProc):
         self.output_queue = _Outlet(deliver)
         self.between_steps: Callable[[], None] = lambda: None
         """Called on the engine's thread after each step and each request or call."""
+        self.after_step: Callable[[], None] = lambda: None
+        """Called on the engine's thread after each step, before that."""
         self.failed: BaseException | None = None
         # What EngineCoreProc.__init__ sets besides sockets and threads.
         self.engine_index = 0
@@ -161,6 +163,7 @@ class StepCore(EngineCoreProc):
 
     def _process_engine_step(self) -> bool:
         executed = super()._process_engine_step()
+        self.after_step()
         self.between_steps()
         return executed
 

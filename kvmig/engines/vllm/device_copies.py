@@ -8,15 +8,15 @@ the buffer; or, where the buffer's pages can't be pinned, to pinned scratch and 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from kvmig.engines.vllm.step_marks import StepMarks
 from kvmig.engines.vllm.units import Pass
+from kvmig.ground.errors import UnsupportedLayout
 from kvmig.ground.layout import KVLayout, fused
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.copy import start_copy
@@ -81,7 +81,8 @@ class DeviceCopies:
         scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
         """steps_at_once: of the engine, see `StepMarks`; scratch_bytes: room for one block
-        is there in any case."""
+        is there in any case. Raises UnsupportedLayout if a plan needs several copies."""
+        _check(plan)
         self._plan = plan
         self._device = device
         self._by = by
@@ -108,11 +109,11 @@ class DeviceCopies:
         memory = memory_of(out)
         with self._settled() as pendings:
             if memory.device == "cuda":
-                pendings += self._gather(ids, memory.address, CTAS_ON_DEVICE)
+                pendings.append(self._gather(ids, memory.address, CTAS_ON_DEVICE))
             else:
                 pinned = self._pins.has(out)
                 for part, address in self._parts(ids, memory.address):
-                    pendings += self._gather(part, self._scratch, CTAS_FOR_HOST)
+                    pendings.append(self._gather(part, self._scratch, CTAS_FOR_HOST))
                     self._to_host(address, len(part) * self._plan.unit_bytes, pinned)
         return _sums(pendings)
 
@@ -121,12 +122,12 @@ class DeviceCopies:
         memory = memory_of(data)
         with self._settled() as pendings:
             if memory.device == "cuda":
-                pendings += self._scatter(ids, memory.address, CTAS_ON_DEVICE)
+                pendings.append(self._scatter(ids, memory.address, CTAS_ON_DEVICE))
             else:
                 pinned = self._pins.has(data)
                 for part, address in self._parts(ids, memory.address):
                     self._from_host(address, len(part) * self._plan.unit_bytes, pinned)
-                    pendings += self._scatter(part, self._scratch, CTAS_FOR_HOST)
+                    pendings.append(self._scatter(part, self._scratch, CTAS_FOR_HOST))
         return _sums(pendings)
 
     def close(self) -> None:
@@ -149,19 +150,17 @@ class DeviceCopies:
         for first in range(0, len(ids), self._fit):
             yield ids[first : first + self._fit], address + first * self._plan.unit_bytes
 
-    def _gather(self, ids: Sequence[int], address: int, workers: int) -> Iterator[Pending]:
-        for one in self._plan.gather(ids, address):
-            ends = one.cache, one.buffer, one.cache_ids, one.buffer_ids
-            yield self._start(*ends, one.cache_blocks, one.buffer_blocks, workers=workers)
+    def _gather(self, ids: Sequence[int], address: int, workers: int) -> Pending:
+        (one,) = self._plan.gather(ids, address)
+        ends = one.cache, one.buffer, one.cache_ids, one.buffer_ids
+        sizes = one.cache_blocks, one.buffer_blocks
+        return start_copy(self._by, *ends, *sizes, stream=self._stream.handle, workers=workers)
 
-    def _scatter(self, ids: Sequence[int], address: int, workers: int) -> Iterator[Pending]:
-        for one in self._plan.scatter(ids, address):
-            ends = one.buffer, one.cache, one.buffer_ids, one.cache_ids
-            yield self._start(*ends, one.buffer_blocks, one.cache_blocks, workers=workers)
-
-    @property
-    def _start(self) -> Callable[..., Pending]:
-        return partial(start_copy, self._by, stream=self._stream.handle)
+    def _scatter(self, ids: Sequence[int], address: int, workers: int) -> Pending:
+        (one,) = self._plan.scatter(ids, address)
+        ends = one.buffer, one.cache, one.buffer_ids, one.cache_ids
+        sizes = one.buffer_blocks, one.cache_blocks
+        return start_copy(self._by, *ends, *sizes, stream=self._stream.handle, workers=workers)
 
     def _to_host(self, address: int, nbytes: int, pinned: bool) -> None:
         stream = self._stream.handle
@@ -194,6 +193,12 @@ def load(plan: Plan, steps_at_once: int) -> DeviceCopies:
     """On the calling thread's GPU. Raises KernelUnavailable with the reason if that can't be."""
     by = kernels("cuda")
     return DeviceCopies(plan, Driver(current_device()), by, steps_at_once)
+
+
+def _check(plan: Plan) -> None:
+    for passes in (plan.gather((), 1), plan.scatter((), 1)):
+        if (n := len(list(passes))) != 1:
+            raise UnsupportedLayout(f"on a GPU a block is one copy of the kernels, not {n}")
 
 
 def _sums(pendings: Sequence[Pending]) -> list[int]:

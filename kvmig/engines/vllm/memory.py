@@ -7,18 +7,19 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvmig.engines.vllm import device_copies
 from kvmig.engines.vllm.cache_shape import RankCache, whole_blocks
 from kvmig.engines.vllm.copies import Copies, InUnits, WholeBlocks
-from kvmig.engines.vllm.device_copies import DeviceCopies, layer_tensors
 from kvmig.engines.vllm.shared_cache import SharedCache
 from kvmig.engines.vllm.strips import strips_of
 from kvmig.engines.vllm.units import UnitMap, units_of
-from kvmig.ground.errors import UnsupportedLayout
+from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.ground.layout import KVLayout
 from kvmig.kernels.copy import backend
 
@@ -45,43 +46,52 @@ class BlockMemory:
 
     unit_tokens: exchange units of so many tokens with engines of other shapes, see `units`;
     0: the engine's blocks as they are, with engines that are like it. `layout` is of what
-    is exchanged, and so are all ids. On a CPU the kernels copy in place, on a GPU torch does.
+    is exchanged, and so are all ids. Buffers may be the host's, and on a GPU that GPU's, too.
     """
 
     def __init__(self, core: EngineCore, unit_tokens: int = 0) -> None:
-        """Raises UnsupportedLayout or ConfigError."""
+        """Raises UnsupportedLayout, ConfigError or KernelUnavailable."""
         scheduler, config = core.scheduler, core.vllm_config
         assert isinstance(scheduler, Scheduler)
         self.units = units_of(scheduler.block_size, unit_tokens)
         names = layer_names(scheduler)
-        backend()  # built now if it must be, not in somebody's first copy
+        self.after_step: Callable[[], None] = lambda: None
+        """To be called on the engine's thread after each step."""
+        self._close_copies: Callable[[], None] = lambda: None
         self._cache = SharedCache(config, core.model_executor, names)
         try:
-            self.layout, self._copies = self._describe(core, unit_tokens, names)
-        except UnsupportedLayout:
+            self.layout, self._copies = self._describe(core, unit_tokens)
+        except KvmigError:
             self._cache.close()
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvmig-copy")
 
-    def _describe(
-        self, core: EngineCore, unit_tokens: int, names: list[str]
-    ) -> tuple[KVLayout, Copies]:
+    def _describe(self, core: EngineCore, unit_tokens: int) -> tuple[KVLayout, Copies]:
         config, ranks = core.vllm_config, self._cache.ranks
         num_blocks = core.scheduler.kv_cache_config.num_blocks
         on_gpu = config.device_config.device_type != "cpu"
+        if not on_gpu:
+            backend()  # built now if it must be, not in somebody's first copy
         if unit_tokens:
-            if on_gpu:
-                raise UnsupportedLayout("on a GPU all instances need the same shape for now")
             heads = _heads(config)
             units = UnitMap(ranks, heads, num_blocks, self.units, _order(config))
             model = _unit_model(config, ranks[0], heads)
             blocks = num_blocks * self.units.per_block
-            return KVLayout(units.wire_regions, blocks, unit_tokens, model), InUnits(units)
+            layout = KVLayout(units.wire_regions, blocks, unit_tokens, model)
+            return layout, self._on_gpu(config, units) if on_gpu else InUnits(units)
         regions = whole_blocks(ranks, num_blocks, _order(config))
         layout = KVLayout(regions, num_blocks, self.units.tokens, _block_model(config, ranks[0]))
         if on_gpu:
-            return layout, DeviceCopies(layout, layer_tensors(config, names))
+            return layout, self._on_gpu(config, device_copies.Blocks(layout))
         return layout, WholeBlocks(layout)
+
+    def _on_gpu(self, config: VllmConfig, plan: device_copies.Plan) -> Copies:
+        """On the GPU of the calling thread, which is the worker's here."""
+        copies = device_copies.load(plan, config.max_concurrent_batches)
+        gpu = torch.cuda.current_device()
+        self.after_step = lambda: copies.after_step(torch.cuda.current_stream(gpu).cuda_stream)
+        self._close_copies = copies.close
+        return copies
 
     async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
         """Blocks [n] into `out`, fused; returns n checksums."""
@@ -94,7 +104,10 @@ class BlockMemory:
     def close(self) -> None:
         """Wait for the running copy and end the copy thread."""
         self._thread.shutdown(wait=True)
-        self._cache.close()
+        try:
+            self._close_copies()
+        finally:
+            self._cache.close()
 
     async def _run(self, copy: Copy, block_ids: Sequence[int], buffer: memoryview) -> list[int]:
         loop = asyncio.get_running_loop()

@@ -87,10 +87,12 @@ class ServingVllm(VllmEngine):
     async def close(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         stopped = await loop.run_in_executor(None, self._core.stop, timeout_s)
-        self._memory.close()
-        self._builder.shutdown(wait=True)
-        if stopped:
-            self._core.shutdown()
+        try:
+            self._memory.close()
+        finally:
+            self._builder.shutdown(wait=True)
+            if stopped:
+                self._core.shutdown()
 
     # -- from the engine's and the builder's threads
 

@@ -1,0 +1,48 @@
+"""Which of an engine's steps a copy of its KV cache must come after.
+
+A copy is asked for blocks that steps have filled whose outputs are known. The host learns of a
+step's tokens when they are sampled; what the step queues after that (a draft model writes KV,
+too) may still run. So each step leaves an event on the engine's stream, behind all it queued.
+
+When steps overlap (async scheduling), the step that was launched last writes nothing that a copy
+reads, and to wait for it would hold up the copy for nothing. Example, two at once: after
+`step()` number 7, which launched step 7 and returned the outputs of step 6, a copy comes after
+the event that `step()` number 6 left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvmig.kernels.side_stream import Device
+
+
+class StepMarks:
+    """Events of the last steps; `at_once`: as many as the engine has under way. KvmigError."""
+
+    def __init__(self, device: Device, at_once: int) -> None:
+        self._device = device
+        self._events: deque[int] = deque()
+        for _ in range(at_once):
+            try:
+                self._events.append(device.new_event())
+            except BaseException:
+                self.close()
+                raise
+
+    def stepped(self, stream: int) -> None:
+        """On the engine's thread, after each step: `stream` is what it queued its work on."""
+        self._device.record(self._events[0], stream)
+        self._events.rotate(-1)
+
+    def precede(self, stream: int) -> None:
+        """What `stream` gets from now on comes after all steps whose outputs are known.
+
+        From any thread: an event that is recorded anew meanwhile is only a later one.
+        """
+        self._device.wait(stream, self._events[0])
+
+    def close(self) -> None:
+        """No step and no copy may follow."""
+        while self._events:
+            self._device.destroy_event(self._events.pop())
