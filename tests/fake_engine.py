@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from kvmig.engines.base import EngineLoad, Export, OnTokens, RequestState, Stage, Tail
+from kvmig.engines.base import EngineLoad, Export, OnTokens, Pace, RequestState, Stage, Tail
 from kvmig.ground.errors import MigrationRefused, RequestGone
 from kvmig.ground.layout import KVLayout, Region
 
@@ -207,20 +207,20 @@ class FakeEngine:
             request.blocks.append(self.free.pop(0))
         return list(request.blocks)
 
-    async def follow(self, request_id: str, fork: Tail) -> int:
+    async def follow(self, request_id: str, fork: Tail) -> Pace:
         await self._enter("follow")
         request = self.following[request_id] = self.reserved.pop(request_id)
         request.tokens = msgspec.msgpack.decode(fork.state)
-        return 1
+        return Pace(0, 0)
 
-    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> int:
+    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
         await self._enter("extend")
         request = self.following.get(request_id)
         if request is None:
             raise MigrationRefused("unknown_request", request_id)
         assert start == len(request.tokens) - request.prompt
         self._compute(request, [*request.tokens, *token_ids])
-        return 1
+        return Pace(0, 0)
 
     def _compute(self, request: Request, tokens: list[int]) -> None:
         """A follower's step: the KV of what came since, up to the last token but one."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvmig.engines import base
-from kvmig.engines.base import Stage, Tail
+from kvmig.engines.base import Pace, Stage, Tail
 from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer import source_machine as here
 from kvmig.kvtransfer.destination_machine import DestinationMachine
@@ -187,8 +187,8 @@ class World:
         match self.to_source.pop(0):
             case Reserved(stage=stage, hit_blocks=hit, can_follow=can) if machine.expects(stage):
                 self._here(machine.reserved(hit, can))
-            case Following(computing=computing):
-                self._go_on(machine.followed(computing, 0.0, 1.0))
+            case Following(pace=pace):
+                self._go_on(machine.followed(pace, 0.0, 1.0))
             case Refused(reason=reason):
                 self._here(machine.refused(reason))
             case Aborted():
@@ -295,14 +295,14 @@ class World:
             case there.Scatter(chunk):
                 self._there(machine.scattered(chunk, 0.0))
             case there.RunBehind():
-                self._there(machine.joined(1, 0.0))
+                self._there(machine.joined(Pace(0, 0), 0.0))
             case there.RunRequest():
                 self.at_destination = "running"
                 self._there(machine.committed(0.0))
 
     def _extended(self) -> None:
         self.extending -= 1
-        self._there(self.destination.extended(1, 0.0))
+        self._there(self.destination.extended(Pace(0, 0), 0.0))
 
     def _fail_there(self) -> None:
         self._there(self.destination.failed("error"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvmig.engines import base
-from kvmig.engines.base import Stage, Tail
+from kvmig.engines.base import Pace, Stage, Tail
 from kvmig.kvtransfer import destination_machine as destination
 from kvmig.kvtransfer import source_machine as source
 from kvmig.kvtransfer.destination_machine import Answer, DestinationMachine, FreeBlocks
@@ -50,7 +50,7 @@ def following_destination() -> DestinationMachine:
     machine.chunk(Chunk("m", 0, 0, 2, 1, [0]))
     machine.scattered(Chunk("m", 0, 0, 2, 1, [0]), 0.1)
     machine.follow(Follow("m", FORK, 1))
-    machine.joined(5, 0.1)
+    machine.joined(Pace(5, 0), 0.1)
     return machine
 
 
@@ -59,17 +59,17 @@ def test_the_source_forks_sends_listens_and_suspends_without_a_tail() -> None:
     assert machine.reserved(0) == [source.Fork(sent=1)]
     assert machine.forked(FORK) == [source.SendFork(1, FORK)]
     assert machine.fork_sent(1) == [source.Listen()]
-    assert machine.followed(5, 9.0, 10.0) == [source.Listen()]
-    assert machine.followed(2, 0.1, 10.0) == [source.Listen()]
-    assert machine.followed(1, 0.5, 10.0) == [source.Suspend(sent=2)]
+    assert machine.followed(Pace(5, 0), 9.0, 10.0) == [source.Listen()]
+    assert machine.followed(Pace(2, 0), 0.1, 10.0) == [source.Listen()]
+    assert machine.followed(Pace(0, 0), 0.5, 10.0) == [source.Suspend(sent=2)]
     assert machine.suspended(TAIL) == [source.SendTail(2, Tail([], 37, 7, b""))]
 
 
 def test_an_answer_after_the_decision_changes_nothing() -> None:
     machine = followed_source()
     for _ in range(FOLLOW_LEAST):
-        machine.followed(1, 0.0, 10.0)
-    assert machine.followed(1, 0.0, 10.0) == []
+        machine.followed(Pace(0, 0), 0.0, 10.0)
+    assert machine.followed(Pace(0, 0), 0.0, 10.0) == []
     assert machine.state is source.S.SUSPENDING
 
 
@@ -102,7 +102,7 @@ def test_the_destination_joins_extends_and_commits() -> None:
     machine = following_destination()
     tokens = Tokens("m", 3, [7])
     assert machine.tokens(tokens) == [destination.Extend(tokens)]
-    assert machine.extended(1, 0.4) == [Answer(Following("m", 1, 0.4))]
+    assert machine.extended(Pace(1, 2), 0.4) == [Answer(Following("m", Pace(1, 2), 0.4))]
     assert machine.commit(Commit("m", "r", 1, TAIL, 1)) == [destination.RunRequest(TAIL)]
 
 
@@ -131,18 +131,26 @@ def test_a_follower_that_is_given_up_is_freed(end: str) -> None:
     }
     actions = ends[end]()
     assert actions[0] == FreeBlocks()
-    assert machine.extended(1, 0.0) == []
+    assert machine.extended(Pace(0, 0), 0.0) == []
 
 
-def test_a_destination_that_takes_tokens_at_once_is_in_step() -> None:
-    assert in_step(FOLLOW_LEAST, computing=1, wait_ms=1.0, step_ms=10.0)
-    assert not in_step(FOLLOW_LEAST, computing=1, wait_ms=3.0, step_ms=10.0)
+RESTS, COMPUTES, BUSY = Pace(0, 0), Pace(2, 0), Pace(1, 4)
 
 
-def test_one_that_has_much_to_catch_up_with_is_not() -> None:
-    assert not in_step(FOLLOW_LEAST, computing=9, wait_ms=1.0, step_ms=10.0)
+def test_a_destination_that_rests_is_in_step() -> None:
+    assert in_step(FOLLOW_LEAST, RESTS, wait_ms=9.0, step_ms=10.0)
+
+
+def test_one_that_computes_for_it_alone_will_rest_soon() -> None:
+    assert not in_step(FOLLOW_LEAST, COMPUTES, wait_ms=0.1, step_ms=10.0)
+
+
+def test_one_with_other_requests_is_in_step_when_it_takes_tokens_at_once() -> None:
+    assert in_step(FOLLOW_LEAST, BUSY, wait_ms=1.0, step_ms=10.0)
+    assert not in_step(FOLLOW_LEAST, BUSY, wait_ms=3.0, step_ms=10.0)
+    assert not in_step(FOLLOW_LEAST, Pace(9, 4), wait_ms=1.0, step_ms=10.0)
 
 
 def test_following_takes_some_steps_and_has_an_end() -> None:
-    assert not in_step(FOLLOW_LEAST - 1, computing=1, wait_ms=0.0, step_ms=10.0)
-    assert in_step(FOLLOW_MOST, computing=9, wait_ms=99.0, step_ms=10.0)
+    assert not in_step(FOLLOW_LEAST - 1, RESTS, wait_ms=0.0, step_ms=10.0)
+    assert in_step(FOLLOW_MOST, Pace(9, 4), wait_ms=99.0, step_ms=10.0)

@@ -32,9 +32,9 @@ async def test_a_request_is_switched_to_the_destination_that_followed_it() -> No
 
 @pytest.mark.parametrize("end", ["source", "destination"])
 async def test_an_engine_that_can_not_follow_gets_the_tail(end: str) -> None:
-    engines = {"source": followed(), "destination": followed()}
-    engines[end].can_follow = False
-    async with cluster(**engines) as them:
+    source, destination = followed(), followed()
+    (source if end == "source" else destination).can_follow = False
+    async with cluster(source=source, destination=destination) as them:
         report = await them.move()
         assert (report.state, report.followed) == ("committed", None)
         assert report.tail_blocks > 0

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvmig.engines.base import Tail
+from kvmig.engines.base import Pace, Tail
 from kvmig.models import BUNDLED
 from tests.vllm_side import Output, Side, remembered
 
@@ -190,12 +190,12 @@ class Pair:
         await self.done(to.engine.follow(request_id, fork))
         return said
 
-    async def extend(self, to: Side, request_id: str, said: list[int]) -> int:
+    async def extend(self, to: Side, request_id: str, said: list[int]) -> Pace:
         """Hand over what was said since."""
         start = len(self.outputs[request_id].tokens) - len(said)
-        computing = await self.done(to.engine.extend(request_id, start, said))
+        pace = await self.done(to.engine.extend(request_id, start, said))
         said.clear()
-        return computing
+        return pace
 
     async def switch(self, source: Side, to: Side, request_id: str) -> None:
         """From following to running there."""

@@ -74,6 +74,15 @@ class Tail(msgspec.Struct, frozen=True):
     """The adapter's own: tokens since the export, sampling state."""
 
 
+class Pace(msgspec.Struct, frozen=True):
+    """What a following engine is about to do."""
+
+    computing: int
+    """Tokens of the request that the step which begins now computes; 0: none, it waits."""
+    others: int
+    """Requests that run beside it."""
+
+
 OnTokens = Callable[[list[int]], None]
 """What each step gave one request: one token id, or several."""
 
@@ -139,19 +148,18 @@ class Engine(Protocol):
         """Hold at least `num_tokens` tokens and one block spare; all block ids, in order."""
         ...
 
-    async def follow(self, request_id: str, fork: Tail) -> int:
+    async def follow(self, request_id: str, fork: Tail) -> Pace:
         """Compute the reserved request's KV behind the source from the next step on.
 
         All blocks of `fork` are there. It is never sampled from: the last known token is
         left uncomputed. It takes part in the engine's steps as a request that runs here.
-        Returns how many tokens the step which begins now computes.
         """
         ...
 
-    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> int:
+    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
         """More output tokens of a following request, the `start`th and on; some may be known.
 
-        Returns, at a step boundary, how many tokens the step which begins now computes.
+        Returns at a step boundary.
         """
         ...
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import ClassVar
 
-from kvmig.engines.base import Export, Tail
+from kvmig.engines.base import Export, Pace, Tail
 from kvmig.kvtransfer.machine import Machine, Table
 from kvmig.kvtransfer.messages import (
     Aborted,
@@ -267,15 +267,15 @@ class DestinationMachine(Machine):
         self.received = max(self.received, chunk.first + len(chunk.checksums))
         return [Answer(ChunkDone(self.key, chunk.slot, ms))]
 
-    def joined(self, computing: int, ms: float) -> list[Action]:
+    def joined(self, pace: Pace, ms: float) -> list[Action]:
         """The engine follows."""
         self.go(E.JOINED)
-        return [Answer(Following(self.key, computing, ms))]
+        return [Answer(Following(self.key, pace, ms))]
 
-    def extended(self, computing: int, ms: float) -> list[Action]:
+    def extended(self, pace: Pace, ms: float) -> list[Action]:
         """Tokens reached the engine."""
         self.go(E.EXTENDED)
-        return [] if self.ended else [Answer(Following(self.key, computing, ms))]
+        return [] if self.ended else [Answer(Following(self.key, pace, ms))]
 
     def committed(self, ms: float) -> list[Action]:
         """The engine has the request in its queue: this is never undone."""

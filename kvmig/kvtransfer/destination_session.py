@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvmig.engines.base import Engine, Export, Tail
+from kvmig.engines.base import Engine, Export, Pace, Tail
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
@@ -60,7 +60,7 @@ class Fence:
 class Extended:
     """Tokens reached the engine that follows."""
 
-    computing: int
+    pace: Pace
     ms: float
 
 
@@ -180,8 +180,8 @@ class DestinationSession:
                 return machine.follow(event)
             case Tokens():
                 return machine.tokens(event)
-            case Extended(computing, ms):
-                return machine.extended(computing, ms)
+            case Extended(pace, ms):
+                return machine.extended(pace, ms)
             case NotExtended(error):
                 return self._not_extended(error)
             case Commit():
@@ -225,8 +225,8 @@ class DestinationSession:
                 return await self._scatter(chunk, payload)
             case do.RunBehind(fork):
                 began = self._clock()
-                computing = await self._bounded(self._engine.follow(self.request_id, fork))
-                return self.machine.joined(computing, (self._clock() - began) * 1e3)
+                pace = await self._bounded(self._engine.follow(self.request_id, fork))
+                return self.machine.joined(pace, (self._clock() - began) * 1e3)
             case do.Extend(tokens):
                 # Not waited for: tokens that come during one step go into the next together.
                 task = asyncio.create_task(self._extend(tokens))
@@ -273,7 +273,7 @@ class DestinationSession:
     async def _extend(self, tokens: Tokens) -> None:
         began = self._clock()
         try:
-            computing = await self._bounded(
+            pace = await self._bounded(
                 self._engine.extend(self.request_id, tokens.start, tokens.token_ids)
             )
         except (KvmigError, TimeoutError) as error:
@@ -282,7 +282,7 @@ class DestinationSession:
             log.exception("%s: handing tokens over failed", self.machine.key)
             self.deliver(NotExtended(error))
         else:
-            self.deliver(Extended(computing, (self._clock() - began) * 1e3))
+            self.deliver(Extended(pace, (self._clock() - began) * 1e3))
 
     def _not_extended(self, error: Exception) -> list[Action]:
         if self.machine.ended:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvmig.engines.base import Export, Tail
+from kvmig.engines.base import Export, Pace, Tail
 
 PROTOCOL = 2
 """Raised when a message changes in a way that an older peer would misread."""
@@ -118,8 +118,7 @@ class Following(Message, frozen=True, tag=True):
     """Destination: the tokens reached the engine, `wait_ms` after they came."""
 
     mid: str
-    computing: int
-    """Tokens of the request that the step which begins now computes."""
+    pace: Pace
     wait_ms: float
 
 

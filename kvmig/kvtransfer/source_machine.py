@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from msgspec import structs
 
-from kvmig.engines.base import Stage, Tail
+from kvmig.engines.base import Pace, Stage, Tail
 from kvmig.kvtransfer.machine import Machine, Table
 from kvmig.kvtransfer.stages import enough, in_step
 
@@ -292,12 +292,12 @@ class SourceMachine(Machine):
         self.forked_there = True
         return [Listen()]
 
-    def followed(self, computing: int, wait_ms: float, step_ms: float) -> list[Action]:
+    def followed(self, pace: Pace, wait_ms: float, step_ms: float) -> list[Action]:
         """The destination took tokens, see `stages.in_step`."""
         if self.state is not S.FOLLOWED:
             return []  # decided already
         self._answers += 1
-        if in_step(self._answers, computing, wait_ms, step_ms):
+        if in_step(self._answers, pace, wait_ms, step_ms):
             self.go(E.IN_STEP)
             return [Suspend(self.sent)]
         self.go(E.BEHIND)

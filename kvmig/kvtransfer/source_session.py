@@ -343,8 +343,8 @@ class SourceSession:
                 return machine.refused(reason, detail)
             case Aborted():
                 return machine.refused("superseded", "given up by the destination")
-            case Following(computing=computing, wait_ms=wait_ms):
-                return machine.followed(computing, wait_ms, self._tokens.step_ms)
+            case Following(pace=pace, wait_ms=wait_ms):
+                return machine.followed(pace, wait_ms, self._tokens.step_ms)
             case Committed():
                 return machine.committed()
             case Cancel(reason=reason):

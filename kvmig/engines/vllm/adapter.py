@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from kvmig.engines.base import EngineLoad, Export, OnTokens, RequestState, Stage, Tail
+from kvmig.engines.base import EngineLoad, Export, OnTokens, Pace, RequestState, Stage, Tail
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.destination import Destination
@@ -154,11 +154,11 @@ class VllmEngine:
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:
         return await self._on_engine(lambda: self._destination.grow(request_id, num_tokens))
 
-    async def follow(self, request_id: str, fork: Tail) -> int:
+    async def follow(self, request_id: str, fork: Tail) -> Pace:
         progress = decode_progress(fork.state)
         return await self._on_engine(lambda: self._destination.follow(request_id, progress))
 
-    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> int:
+    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
         return await self._on_engine(lambda: self._destination.extend(request_id, start, token_ids))
 
     async def commit(self, request_id: str, tail: Tail) -> None:

@@ -10,6 +10,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 
+from kvmig.engines.base import Pace
 from kvmig.engines.vllm import follower, lora, runner
 from kvmig.engines.vllm.payload import Progress
 from kvmig.engines.vllm.units import Units
@@ -89,11 +90,8 @@ class Destination:
         arriving.has_blocks = True
         return self._units.ids(self._block_ids(request_id))
 
-    def follow(self, request_id: str, fork: Progress) -> int:
-        """Compute its KV from here on as tokens come; the blocks hold the fork's already.
-
-        Returns how many tokens the next step computes.
-        """
+    def follow(self, request_id: str, fork: Progress) -> Pace:
+        """Compute its KV from here on as tokens come; the blocks hold the fork's already."""
         arriving = self._known(request_id)
         scheduler, request = self._scheduler, arriving.request
         self._append(request, fork.output_token_ids)
@@ -107,8 +105,8 @@ class Destination:
         follower.hold_back(request)
         return self._schedule(request)
 
-    def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> int:
-        """More output tokens of a follower; returns how many the next step computes."""
+    def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
+        """More output tokens of a follower."""
         request = self._following(request_id).request
         if start > request.num_output_tokens:
             raise MigrationRefused("error", f"token {start} after {request.num_output_tokens}")
@@ -216,16 +214,18 @@ class Destination:
         request.num_computed_tokens = computed
         scheduler.requests[request_id] = request
 
-    def _schedule(self, request: Request) -> int:
-        """In front, where preemption comes last; outside the batch without anything to compute."""
+    def _schedule(self, request: Request) -> Pace:
+        """In front, where preemption comes last, if a step is worth it."""
         running = self._scheduler.running
         behind, runs = follower.behind(request), request in running
-        wanted = behind > 0 and lora.has_slot(self._scheduler, request)
+        others = len(running) - runs
+        wanted = behind >= follower.ENOUGH or (behind > 0 and others > 0)
+        wanted = wanted and lora.has_slot(self._scheduler, request)
         if wanted and not runs:
             running.insert(0, request)
         elif runs and not wanted:
             running.remove(request)
-        return behind
+        return Pace(behind if wanted else 0, others)
 
     def _leave(self, request_id: str, arriving: Arriving) -> None:
         """Out of the scheduler, with the blocks."""

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from vllm.v1.request import Request
 
+ENOUGH = 2
+"""Tokens for which an engine that has nothing else to do makes a step. With a step for each, as
+many as the source makes, one would always be under way when the request is switched."""
+
 
 class Follower(Request):
     """A Request whose last token isn't scheduled."""
