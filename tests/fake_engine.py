@@ -66,7 +66,7 @@ class FakeEngine:
         self.reserved: dict[str, Request] = {}
         self.leaving: set[str] = set()
         self.following: dict[str, Request] = {}
-        self.can_follow = can_follow
+        self.can_follow = self.following_pays = can_follow
         self.steps = steps
         self.hits = hits
         self.calls: list[str] = []

@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
+from kvmig.ground.config import Following
 from kvmig.ground.errors import MigrationRefused, RequestGone
-from kvmig.kvtransfer.messages import Follow, Following, Message, Tokens
+from kvmig.kvtransfer import messages
+from kvmig.kvtransfer.messages import Follow, Message, Tokens
 from tests.fake_cluster import cluster, dropping, failing, until
 from tests.fake_engine import FakeEngine
 
@@ -15,7 +17,7 @@ from tests.fake_engine import FakeEngine
 def followed(destination: FakeEngine | None = None) -> FakeEngine:
     """Both ends of these migrations can follow."""
     engine = destination or FakeEngine()
-    engine.can_follow = True
+    engine.can_follow = engine.following_pays = True
     return engine
 
 
@@ -41,8 +43,16 @@ async def test_an_engine_that_can_not_follow_gets_the_tail(end: str) -> None:
 
 
 async def test_following_can_be_turned_off() -> None:
-    async with cluster(source=followed(), destination=followed(), follow=False) as them:
+    async with cluster(source=followed(), destination=followed(), follow="never") as them:
         assert (await them.move()).followed is None
+
+
+@pytest.mark.parametrize("follow", ["auto", "always"])
+async def test_where_it_does_not_pay_only_a_wish_makes_it(follow: Following) -> None:
+    source, destination = followed(), followed()
+    source.following_pays = False
+    async with cluster(source=source, destination=destination, follow=follow) as them:
+        assert ((await them.move()).followed is None) == (follow == "auto")
 
 
 async def test_a_destination_that_is_never_in_step_is_switched_to_all_the_same() -> None:
@@ -83,7 +93,7 @@ async def test_a_follower_that_fails_leaves_the_request_at_the_source(
         assert them.b.committing == {}
 
 
-@pytest.mark.parametrize("kind", [Follow, Tokens, Following])
+@pytest.mark.parametrize("kind", [Follow, Tokens, messages.Following])
 async def test_a_lost_message_leaves_the_request_in_one_place(kind: type[Message]) -> None:
     async with cluster(
         source=followed(), destination=followed(), timeout_ms=60, lease_ms=200

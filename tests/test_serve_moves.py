@@ -44,7 +44,7 @@ CALLS = {
     "stop token ids and min_tokens": completion(
         temperature=0.8, seed=5, min_tokens=800, stop_token_ids=[SEVEN], ignore_eos=False
     ),
-    "n = 2": completion(temperature=1.1, seed=11, n=2, logprobs=1, max_tokens=900),
+    "n = 2": completion(temperature=1.1, seed=11, n=2, logprobs=1, max_tokens=1800),
     "guided regex": completion(
         temperature=1.0, seed=2, structured_outputs={"regex": "([0-9]{3}[a-f] ){300}"}
     ),
@@ -98,7 +98,7 @@ async def test_the_report_says_what_was_moved_and_what_the_pause_was_made_of(
         parts = report["downtime_ms"]
         assert all(parts[part] >= 0 for part in ("drain", "tail_copy", "commit", "first_token"))
         assert report["total_ms"] >= parts["drain"] + parts["tail_copy"] + parts["commit"]
-        assert (report["tail_blocks"], report["followed"] is None) == (0, False)
+        assert (report["tail_blocks"] >= 1, report["followed"]) == (True, None)
     assert sum(stage["blocks"] for stage in there["stages"]) + there["hit_blocks"] >= 40
     assert back["hit_blocks"] >= 40, "what it left behind is found there again"
     newest = (await asyncio.to_thread(served.get, "migrations"))[:2]

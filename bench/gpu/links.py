@@ -1,5 +1,6 @@
 """GB/s between the GPU and pinned memory of the host: large copies both ways, and blocks gathered
-straight into the host's memory and scattered from it, by few CTAs and by the copy engines."""
+straight into the host's memory and scattered from it, by few CTAs and by the copy engines. Last,
+the vLLM adapter's copies to each kind of buffer."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.adapter import adapter
 from bench.gpu.device import Deadline, Site, Way, note_gpu, options_of
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import Result, begin, finish, say, table
@@ -68,12 +70,26 @@ def main(arguments: list[str] | None = None) -> int:
         if deadline.over(result):
             break
         gathers(site, way, SHAPES[1], nbytes, result)
+    if not deadline.over(result):
+        try:
+            adapter(site, SHAPES[1], nbytes, result)
+        except (KvmigError, RuntimeError, ValueError) as error:
+            result.samples.append({"way": "adapter", "wrong": f"{type(error).__name__}: {error}"})
+            say(f"the adapter: {error}")
+    ours = [sample for sample in result.samples if "buffer" in sample]
+    for name in ("gather_gb_s", "scatter_gb_s"):
+        slowest = min((float(sample[name]) for sample in ours), default=0.0)
+        result.summary[f"adapter_{name}_least"] = slowest
     for name in ("to_host_gb_s", "from_host_gb_s"):
         best = [float(sample[name]) for sample in result.samples if name in sample]
         result.summary[f"gather_{name}"] = max(best, default=0.0)
     rows = [tuple(sample.values()) for sample in result.samples if "to_host_gb_s" in sample]
     columns = ("way", "shape", "CTAs", "GB/s to the host")
-    return finish(result, options, [table("gathers into pinned memory", columns, rows)])
+    tables = [table("gathers into pinned memory", columns, rows)]
+    columns = ("shape", "buffer", "GB/s gathered", "GB/s scattered")
+    rows = [tuple(sample.values())[1:] for sample in ours]
+    tables.append(table("the vLLM adapter's copies", columns, rows))
+    return finish(result, options, tables)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import msgspec
 
 from kvmig.cli.quantity import quantity
 from kvmig.ground.config import (
+    FOLLOWING,
     POLICIES,
     TRANSPORTS,
     ClusterConfig,
@@ -140,9 +141,11 @@ def parser() -> argparse.ArgumentParser:
         help="live copy stages at most; 0: suspend first, then copy everything",
     )
     group.add_argument(
-        "--no-follow",
-        action="store_true",
-        help="copy the rest in the pause; don't let the destination compute along before it",
+        "--follow",
+        choices=FOLLOWING,
+        default=migration.follow,
+        help="let the destination compute along before the switch, instead of copying the rest"
+        " in the pause; auto: where that is faster, on a GPU",
     )
     group.add_argument(
         "--max-bandwidth",
@@ -213,7 +216,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
                 chunk_bytes=flags.chunk_bytes,
                 staging_chunks=flags.staging_chunks,
                 max_stages=flags.max_stages,
-                follow=not flags.no_follow,
+                follow=flags.follow,
                 transport=flags.transport,
                 data_host=flags.control_host,
                 max_bandwidth=flags.max_bandwidth,

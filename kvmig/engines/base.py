@@ -100,6 +100,8 @@ class Engine(Protocol):
     layout: KVLayout
     can_follow: bool
     """Whether `follow` works here."""
+    following_pays: bool
+    """Whether computing some tokens in one step costs no more than copying their KV would."""
 
     # -- what it holds
     def load(self) -> EngineLoad:

@@ -10,8 +10,10 @@ from kvmig.ground.errors import ConfigError
 
 Policy = Literal["round-robin", "least-loaded", "freeness"]
 Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl", "gloo", "nccl"]
+Following = Literal["auto", "always", "never"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
+FOLLOWING: tuple[str, ...] = get_args(Following)
 
 
 class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,8 +27,8 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Staging buffers of one instance: bounds memory and what is on the wire."""
     max_stages: int = 8
     """Live copy stages before the last one is forced; 0: all is copied in the pause."""
-    follow: bool = True
-    """Let the destination compute along before the switch, where its engine can."""
+    follow: Following = "auto"
+    """Whether the destination computes along before the switch, where its engine can."""
     unit_tokens: int = 0
     """Tokens of KV cache that instances of different shapes exchange at a time; 0: all are
     alike and exchange blocks."""
@@ -131,6 +133,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
             migration.lease_ms,
             f"more than --reply-timeout-ms ({migration.reply_timeout_ms})",
         ),
+        (migration.follow in FOLLOWING, "--follow", migration.follow, " or ".join(FOLLOWING)),
         (
             migration.transport in TRANSPORTS,
             "--transport",

@@ -15,6 +15,7 @@ from typing import TypeVar
 from kvmig.engines import base
 from kvmig.engines.base import Engine, Tail
 from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.config import Following as Wish
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer import source_machine as do
@@ -77,7 +78,7 @@ class SourceSession:
         """
         self.move = move
         self.machine = SourceMachine(
-            move.mid, config.max_stages, config.follow and engine.can_follow
+            move.mid, config.max_stages, engine.can_follow and _wanted(config.follow, engine)
         )
         self._engine = engine
         self._timeout_s = config.reply_timeout_ms / 1e3
@@ -387,3 +388,7 @@ class SourceSession:
     async def _bounded(self, call: Awaitable[T]) -> T:
         async with asyncio.timeout(self._timeout_s):
             return await call
+
+
+def _wanted(follow: Wish, engine: Engine) -> bool:
+    return follow == "always" or (follow == "auto" and engine.following_pays)

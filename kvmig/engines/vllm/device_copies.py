@@ -18,7 +18,7 @@ from kvmig.engines.vllm.step_marks import StepMarks
 from kvmig.engines.vllm.units import Pass
 from kvmig.ground.errors import UnsupportedLayout
 from kvmig.ground.layout import KVLayout, fused
-from kvmig.kernels.arrays import memory_of
+from kvmig.kernels.arrays import Memory, memory_of
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.driver import Driver, current_device
 from kvmig.kernels.face import Kernels, Pending
@@ -77,10 +77,10 @@ class DeviceCopies:
         plan: Plan,
         device: Device,
         by: Kernels,
-        steps_at_once: int,
+        steps_overlap: bool,
         scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
-        """steps_at_once: of the engine, see `StepMarks`; scratch_bytes: room for one block
+        """steps_overlap: of the engine, see `StepMarks`; scratch_bytes: room for one block
         is there in any case. Raises UnsupportedLayout if a plan needs several copies."""
         _check(plan)
         self._plan = plan
@@ -90,7 +90,7 @@ class DeviceCopies:
         self._nbytes = self._fit * plan.unit_bytes
         self._pinned = 0
         with ExitStack() as held:
-            self._marks = StepMarks(device, steps_at_once)
+            self._marks = StepMarks(device, steps_overlap)
             held.callback(self._marks.close)
             self._stream = SideStream(device)
             held.callback(self._stream.close)
@@ -105,8 +105,8 @@ class DeviceCopies:
         self._marks.stepped(stream)
 
     def gather(self, ids: Sequence[int], out: memoryview) -> list[int]:
-        """Blocks [n] to `out` [n * unit_bytes]; n checksums of what came there."""
-        memory = memory_of(out)
+        """Blocks [n] to `out` [n * unit_bytes]; their n checksums."""
+        memory = self._checked(ids, out)
         with self._settled() as pendings:
             if memory.device == "cuda":
                 pendings.append(self._gather(ids, memory.address, CTAS_ON_DEVICE))
@@ -119,7 +119,7 @@ class DeviceCopies:
 
     def scatter(self, ids: Sequence[int], data: memoryview) -> list[int]:
         """`data` [n * unit_bytes] to blocks [n]; n checksums of what came there."""
-        memory = memory_of(data)
+        memory = self._checked(ids, data)
         with self._settled() as pendings:
             if memory.device == "cuda":
                 pendings.append(self._scatter(ids, memory.address, CTAS_ON_DEVICE))
@@ -134,6 +134,14 @@ class DeviceCopies:
         """Free everything; no copy and no step may follow."""
         self._stream.settle()
         self._held.close()
+
+    def _checked(self, ids: Sequence[int], buffer: memoryview) -> Memory:
+        memory, needed = memory_of(buffer), len(ids) * self._plan.unit_bytes
+        if memory.nbytes < needed:
+            raise ValueError(
+                f"{len(ids)} blocks are {needed} bytes, but the buffer {memory.nbytes}"
+            )
+        return memory
 
     @contextmanager
     def _settled(self) -> Iterator[list[Pending]]:
@@ -189,10 +197,10 @@ class DeviceCopies:
         return self._pinned
 
 
-def load(plan: Plan, steps_at_once: int) -> DeviceCopies:
+def load(plan: Plan, steps_overlap: bool) -> DeviceCopies:
     """On the calling thread's GPU. Raises KernelUnavailable with the reason if that can't be."""
     by = kernels("cuda")
-    return DeviceCopies(plan, Driver(current_device()), by, steps_at_once)
+    return DeviceCopies(plan, Driver(current_device()), by, steps_overlap)
 
 
 def _check(plan: Plan) -> None:

@@ -4,10 +4,10 @@ A copy is asked for blocks that steps have filled whose outputs are known. The h
 step's tokens when they are sampled; what the step queues after that (a draft model writes KV,
 too) may still run. So each step leaves an event on the engine's stream, behind all it queued.
 
-When steps overlap (async scheduling), the step that was launched last writes nothing that a copy
-reads, and to wait for it would hold up the copy for nothing. Example, two at once: after
-`step()` number 7, which launched step 7 and returned the outputs of step 6, a copy comes after
-the event that `step()` number 6 left.
+When steps overlap (async scheduling), a call of vLLM's `step_with_batch_queue` launches one step
+and returns the outputs of one that an earlier call launched. What it has launched writes nothing
+that a copy reads, and to wait for that would hold the copy up for nothing: the event of the call
+before is the right one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvmig.kernels.side_stream import Device
 
 
 class StepMarks:
-    """Events of the last steps; `at_once`: as many as the engine has under way. KvmigError."""
+    """Events of the last call for a step, or the last two. Raises KvmigError."""
 
-    def __init__(self, device: Device, at_once: int) -> None:
+    def __init__(self, device: Device, overlap: bool) -> None:
         self._device = device
         self._events: deque[int] = deque()
-        for _ in range(at_once):
+        for _ in range(2 if overlap else 1):
             try:
                 self._events.append(device.new_event())
             except BaseException:
@@ -31,7 +31,7 @@ class StepMarks:
                 raise
 
     def stepped(self, stream: int) -> None:
-        """On the engine's thread, after each step: `stream` is what it queued its work on."""
+        """On the engine's thread, after each call: `stream` is what it queued its work on."""
         self._device.record(self._events[0], stream)
         self._events.rotate(-1)
 
