@@ -94,6 +94,31 @@ def test_memory_is_cleared_and_given_back() -> None:
         device.free(address)
 
 
+def test_memory_of_the_host_is_pinned_where_it_is() -> None:
+    device, memory = Driver(), ctypes.create_string_buffer(64)
+    address = ctypes.addressof(memory)
+    device.pin(address, 64, read_only=False)
+    with pytest.raises(KvmigError, match="cuMemHostRegister_v2"):
+        device.pin(address, 64, read_only=True)
+    device.unpin(address)
+    device.pin(address, 64, read_only=True)
+    device.unpin(address)
+    with pytest.raises(KvmigError, match="cuMemHostUnregister"):
+        device.unpin(address)
+
+
+def test_a_stream_waits_for_an_event_of_another() -> None:
+    device = Driver()
+    first, second, event = device.new_stream(), device.new_stream(), device.new_event()
+    device.record(event, first)
+    device.wait(second, event)
+    with pytest.raises(KvmigError, match="cuStreamWaitEvent: invalid argument"):
+        device.wait(second, event + 8)
+    device.destroy_event(event)
+    device.destroy_stream(first)
+    device.destroy_stream(second)
+
+
 def test_a_call_that_fails_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Driver()
     monkeypatch.setenv(FAILURE, "cuMemHostAlloc")

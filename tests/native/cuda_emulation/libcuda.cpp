@@ -9,11 +9,12 @@
 
 namespace {
 
-enum { kSuccess, kInvalidValue = 1, kNoDevice = 100, kInvalidContext = 201, kNotReady = 600 };
+enum { kSuccess, kInvalidValue = 1, kNoDevice = 100, kInvalidContext = 201, kNotReady = 600,
+       kAlreadyRegistered = 712, kNotRegistered = 713 };
 
 thread_local void *context;
 char primary;
-std::set<void *> device_memory, pinned_memory, events, streams;
+std::set<void *> device_memory, pinned_memory, registered, events, streams;
 int queries_left;  // until the event that is asked for has happened
 
 bool fails(const char *name) {
@@ -83,6 +84,15 @@ KVMIG_DRIVER(cuMemHostAlloc, void **made, size_t bytes, unsigned)
 KVMIG_DRIVER(cuMemFreeHost, void *one)
     return drop(pinned_memory, one);
 }
+KVMIG_DRIVER(cuMemHostRegister_v2, void *one, size_t bytes, unsigned flags)
+    if (!context) return kInvalidContext;
+    if (!bytes || (flags != 1 && flags != 9)) return kInvalidValue;
+    return registered.insert(one).second ? kSuccess : kAlreadyRegistered;
+}
+KVMIG_DRIVER(cuMemHostUnregister, void *one)
+    if (!context) return kInvalidContext;
+    return registered.erase(one) ? kSuccess : kNotRegistered;
+}
 KVMIG_DRIVER(cuMemcpyHtoDAsync_v2, void *to, const void *from, size_t bytes, void *stream)
     if (!context || !known(stream)) return kInvalidContext;
     std::memcpy(to, from, bytes);
@@ -124,6 +134,9 @@ KVMIG_DRIVER(cuStreamCreateWithPriority, void **made, unsigned flags, int priori
 }
 KVMIG_DRIVER(cuStreamDestroy_v2, void *stream)
     return drop(streams, stream);
+}
+KVMIG_DRIVER(cuStreamWaitEvent, void *stream, void *event, unsigned flags)
+    return known(stream) && events.count(event) && !flags ? kSuccess : kInvalidValue;
 }
 KVMIG_DRIVER(cuGetErrorString, int error, const char **words)
     *words = error == kNoDevice ? "no CUDA-capable device is detected" : "invalid argument";

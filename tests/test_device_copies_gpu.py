@@ -1,0 +1,71 @@
+"""The vLLM adapter's copies on a GPU that there is; needs torch, but not vLLM."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+from kvmig.engines.vllm.device_copies import Blocks, DeviceCopies, load
+from kvmig.ground.layout import KVLayout, Region
+from kvmig.kernels.arrays import memory_of
+from kvmig.kernels.copy import checksum_fused
+from kvmig.kvtransfer.transports.memory import view
+
+RUN, LAYERS, BLOCKS = 65536, 4, 600
+SIZE = RUN * LAYERS
+IDS = list(range(BLOCKS - 1, 100, -7))
+"""More than the scratch memory holds."""
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def cache(fill: int | None = None) -> tuple[torch.Tensor, DeviceCopies]:
+    """[layers, blocks, run] bytes at random or of `fill`, and its copies."""
+    memory = torch.randint(256, (LAYERS, BLOCKS, RUN), dtype=torch.uint8, device="cuda")
+    if fill is not None:
+        memory.fill_(fill)
+    torch.cuda.synchronize()
+    layer = BLOCKS * RUN
+    regions = (Region(memory.data_ptr() + index * layer, RUN, RUN) for index in range(LAYERS))
+    return memory, load(Blocks(KVLayout(tuple(regions), BLOCKS, 16)), steps_overlap=True)
+
+
+def buffer_of(kind: str, nbytes: int) -> memoryview:
+    if kind == "device":
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        return view(memory.data_ptr(), nbytes, memory, "cuda")
+    return memoryview(bytearray(nbytes) if kind == "bytes" else mmap.mmap(-1, nbytes))
+
+
+@pytest.mark.parametrize("kind", ["device", "mapping", "bytes"])
+def test_blocks_come_back_as_they_left(kind: str) -> None:
+    source, copies = cache()
+    target, copies_back = cache(fill=0xA5)
+    buffer = buffer_of(kind, len(IDS) * SIZE)
+    sums = copies.gather(IDS, buffer)
+    assert sums == checksum_fused(buffer, SIZE)
+    assert copies_back.scatter(IDS, buffer.toreadonly()) == sums
+    expected = torch.full_like(source, 0xA5)
+    expected[:, IDS] = source[:, IDS]
+    assert torch.equal(target, expected)
+    assert memory_of(buffer).nbytes == len(IDS) * SIZE
+    copies.close()
+    copies_back.close()
+
+
+def test_a_copy_comes_after_the_engines_step() -> None:
+    memory, copies = cache(fill=0)
+    engine, buffer = torch.cuda.Stream(), buffer_of("mapping", SIZE)
+    with torch.cuda.stream(engine):
+        torch.cuda._sleep(100_000_000)  # cycles
+        memory.fill_(7)
+    for _ in range(2):  # the last one may be under way still
+        copies.after_step(engine.cuda_stream)
+    copies.gather([3], buffer)
+    assert bytes(buffer) == bytes([7]) * SIZE
+    copies.close()

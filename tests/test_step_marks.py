@@ -1,0 +1,87 @@
+"""What an engine's steps leave for the copies on a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from vllm.v1.engine.core import EngineCoreProc
+
+from kvmig.engines.vllm import device_copies
+from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.memory import BlockMemory
+from kvmig.engines.vllm.step_marks import StepMarks
+from tests.queued_gpu import QueuedGpu
+
+
+@pytest.mark.parametrize(("overlap", "done"), [(False, [1, 2, 3]), (True, [1, 2])])
+def test_a_stream_follows_the_steps_whose_outputs_are_known(overlap: bool, done: list[int]) -> None:
+    gpu = QueuedGpu()
+    engine, side, ran = gpu.new_stream(), gpu.new_stream(), list[int]()
+    marks = StepMarks(gpu, overlap)
+    marks.precede(side)  # before the first step there is nothing to wait for
+    for number in (1, 2, 3):
+        gpu.queue(engine, partial(ran.append, number))
+        marks.stepped(engine)
+    marks.precede(side)
+    gpu.settle(side)
+    assert ran == done
+    marks.close()
+    assert gpu.events == {}
+
+
+def test_a_step_leaves_its_event_before_anybody_is_told_of_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def step(core: EngineCoreProc) -> bool:
+        calls.append("step")
+        return True
+
+    monkeypatch.setattr(EngineCoreProc, "_process_engine_step", step)
+    core = StepCore.__new__(StepCore)
+    core.after_step = lambda: calls.append("event")
+    core.between_steps = lambda: calls.append("blocks")
+    assert core._process_engine_step()
+    assert calls == ["step", "event", "blocks"]
+
+
+class Copies:
+    """Stands in for `DeviceCopies`."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def after_step(self, stream: int) -> None:
+        self.steps.append(stream)
+
+    def close(self) -> None:
+        pass
+
+
+class Config:
+    max_concurrent_batches = 2
+
+
+class Stream:
+    cuda_stream = 77
+
+
+def test_the_event_is_left_on_the_stream_that_the_engine_queues_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies, overlaps = Copies(), list[bool]()
+
+    def load(plan: object, steps_overlap: bool) -> Copies:
+        overlaps.append(steps_overlap)
+        return copies
+
+    monkeypatch.setattr(device_copies, "load", load)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    memory = BlockMemory.__new__(BlockMemory)
+    assert memory._on_gpu(Config(), None) is copies  # type: ignore[arg-type,comparison-overlap]
+    memory.after_step()
+    assert (copies.steps, overlaps) == ([77], [True])
