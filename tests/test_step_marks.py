@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from kvmig.engines.vllm import device_copies
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.step_marks import StepMarks
+from kvmig.ground.errors import KvmigError
 from tests.queued_gpu import QueuedGpu
 
 
@@ -58,7 +60,16 @@ class Copies:
         self.steps.append(stream)
 
     def close(self) -> None:
-        pass
+        raise KvmigError("the device is gone")
+
+
+class Cache:
+    """Stands in for `SharedCache`."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Config:
@@ -85,3 +96,13 @@ def test_the_event_is_left_on_the_stream_that_the_engine_queues_on(
     assert memory._on_gpu(Config(), None) is copies  # type: ignore[arg-type,comparison-overlap]
     memory.after_step()
     assert (copies.steps, overlaps) == ([77], [True])
+
+
+def test_the_cache_is_unmapped_even_if_the_device_fails_at_the_end() -> None:
+    memory, cache = BlockMemory.__new__(BlockMemory), Cache()
+    memory._thread = ThreadPoolExecutor(1)
+    memory._cache = cache  # type: ignore[assignment]
+    memory._close_copies = Copies().close
+    with pytest.raises(KvmigError, match="the device is gone"):
+        memory.close()
+    assert cache.closed

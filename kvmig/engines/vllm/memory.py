@@ -87,8 +87,8 @@ class BlockMemory:
 
     def _on_gpu(self, config: VllmConfig, plan: device_copies.Plan) -> Copies:
         """On the GPU of the calling thread, which is the worker's here."""
-        copies = device_copies.load(plan, steps_overlap=config.max_concurrent_batches > 1)
         gpu = torch.cuda.current_device()
+        copies = device_copies.load(plan, steps_overlap=config.max_concurrent_batches > 1)
         self.after_step = lambda: copies.after_step(torch.cuda.current_stream(gpu).cuda_stream)
         self._close_copies = copies.close
         return copies
