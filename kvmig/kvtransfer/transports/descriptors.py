@@ -16,7 +16,9 @@ from kvmig.ground.errors import TransportError
 
 SECRET_BYTES = 16
 TIMEOUT_S = 2.0
-"""For the other side's half of one exchange."""
+"""For the donor's half of one exchange."""
+WORD_TIMEOUT_S = 0.2
+"""For a peer's half: much less, for others wait behind it."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -65,7 +67,7 @@ class Donor:
             os.close(self._descriptor)
 
     def _give(self, peer: socket.socket) -> None:
-        peer.settimeout(TIMEOUT_S)
+        peer.settimeout(WORD_TIMEOUT_S)
         raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, user, _ = _CREDENTIALS.unpack(raw)
         word = peer.recv(SECRET_BYTES, socket.MSG_WAITALL)
