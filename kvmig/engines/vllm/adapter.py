@@ -55,8 +55,8 @@ class VllmEngine:
         self._load_at = 0.0
         self.layout = self._memory.layout
         self.can_follow = runner.can_extend(core)
-        # A step on a GPU waits for memory: some tokens more cost nothing. On a CPU two more make
-        # a decode step a quarter longer (measured), and a copied tail costs a tenth of that.
+        # A step on a GPU waits for memory, so some tokens more should cost nothing there. On a CPU
+        # they make it longer than copying their KV would.
         self.following_pays = core.vllm_config.device_config.device_type != "cpu"
         core.after_step = self._memory.after_step
         core.between_steps = self.between_steps

@@ -153,7 +153,7 @@ class Destination:
         self._known(request_id).request.client_index = client_index
 
     def cancel(self, request_id: str) -> None:
-        """Free a reservation."""
+        """Free a reservation, or end its following. Unknown ids are ignored."""
         arriving = self._arriving.pop(request_id, None)
         if arriving is None:
             return
