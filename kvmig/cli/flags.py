@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import msgspec
 
+from kvmig.cli.priority_flags import add_priority_flags, priority_classes
 from kvmig.cli.quantity import quantity
 from kvmig.ground.config import (
     FOLLOWING,
@@ -113,6 +114,8 @@ def parser() -> argparse.ArgumentParser:
         help="least predicted gain of freeness that makes a move worth it",
     )
 
+    add_priority_flags(root)
+
     group = root.add_argument_group("migration")
     group.add_argument(
         "--transport",
@@ -203,6 +206,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
             report_ms=flags.report_ms,
             start_timeout_s=flags.start_timeout,
             drain_timeout_s=flags.drain_timeout,
+            priorities=priority_classes(flags),
             scheduler=SchedulerConfig(
                 policy=flags.policy,
                 migration=not flags.no_migration,

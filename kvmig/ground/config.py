@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from kvmig.ground.errors import ConfigError
+from kvmig.ground.priorities import NORMAL, PriorityClass, check_classes
 
 Policy = Literal["round-robin", "least-loaded", "freeness"]
 Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl", "gloo", "nccl"]
@@ -81,6 +82,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long SIGTERM lets running requests finish."""
     migration: MigrationConfig = MigrationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    priorities: tuple[PriorityClass, ...] = (NORMAL,)
+    """First to run first; one has priority 0."""
 
 
 def check(config: ClusterConfig) -> ClusterConfig:
@@ -144,4 +147,5 @@ def check(config: ClusterConfig) -> ClusterConfig:
     for holds, field, value, allowed in rules:
         if not holds:
             raise ConfigError(f"{field} is {value}, must be {allowed}")
+    check_classes(config.priorities)
     return config
