@@ -17,7 +17,8 @@ import uvloop
 
 from kvmig.cli import flags as kvmig_flags
 from kvmig.cli.cluster import Cluster
-from kvmig.cli.environment import available_memory, gpus, memory_flags
+from kvmig.cli.environment import available_memory, gpus, memory_flags, worker_threads
+from kvmig.cli.local import LocalLauncher
 from kvmig.cli.port import take_port
 from kvmig.cli.process import leave, quiet
 from kvmig.cli.shapes import InstanceShape, own_flags, shapes_of, unit_tokens
@@ -115,7 +116,10 @@ class Server:
         self._args = args
         self._sock = sock
         self._gate = GateState()
-        self._cluster = Cluster(config, secret, engine_argv, shapes, gpu_ids)
+        name = secrets.token_hex(4)
+        threads = worker_threads([shape.workers for shape in shapes], os.cpu_count() or 1)
+        launcher = LocalLauncher(name, gpu_ids, threads)
+        self._cluster = Cluster(name, config, secret, engine_argv, shapes, launcher)
         self._secret = secret
         self._engine_argv = engine_argv
         self._stop = asyncio.Event()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvmig.cli.environment import GIB, instance_environment, memory_flags
+from kvmig.cli.environment import GIB, instance_environment, memory_flags, worker_threads
 from kvmig.ground.errors import ConfigError
 
 
@@ -60,15 +60,11 @@ def test_each_worker_of_an_instance_takes_its_share_of_memory() -> None:
 
 
 def test_workers_share_the_cores() -> None:
-    environment = instance_environment(1, [1, 2, 1], 8, [], {})
+    assert worker_threads([1, 2, 1], 8) == 2
+    assert worker_threads([1] * 9, 8) == 1
+    assert instance_environment([], 2, {})["OMP_NUM_THREADS"] == "2"
+    assert instance_environment([], 2, {"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
 
-    assert environment["OMP_NUM_THREADS"] == "2"
 
-
-def test_each_worker_has_a_gpu_until_there_are_no_more() -> None:
-    visible = [
-        instance_environment(index, [1, 2, 1], 8, ["4", "5", "6"], {})["CUDA_VISIBLE_DEVICES"]
-        for index in range(3)
-    ]
-
-    assert visible == ["4", "5,6", "4"]
+def test_an_instance_sees_its_own_gpus_only() -> None:
+    assert instance_environment(["5", "6"], 2, {})["CUDA_VISIBLE_DEVICES"] == "5,6"

@@ -12,15 +12,13 @@ from collections.abc import Mapping
 import msgspec
 
 from kvmig.cli.launch import Announcement
+from kvmig.cli.launcher import STOP_S
 from kvmig.ground.errors import StartupError
 from kvmig.ground.leftovers import Files, of_session, remove, shared_by
 
-KILL_AFTER_S = 5.0
-"""Between asking a child to end and ending it."""
-
 
 class Child:
-    """One process of ours, in a session of its own so that Ctrl-C reaches only the launcher."""
+    """A `Handle`: one process, in a session of its own so that Ctrl-C reaches only the launcher."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, announced: int) -> None:
         self.name = name
@@ -55,6 +53,11 @@ class Child:
             process.stdin.write(msgspec.json.encode(launch) + b"\n")
         return cls(name, process, read_end)
 
+    @property
+    def alive(self) -> bool:
+        """Whether it runs still."""
+        return self._process.returncode is None
+
     async def ready(self, timeout_s: float) -> str:
         """Its endpoint. Raises StartupError with its own sentence, or how it ended."""
         reader = asyncio.StreamReader()
@@ -82,7 +85,7 @@ class Child:
         """Wait for its end; how it ended, in words."""
         return how_it_ended(await self._process.wait())
 
-    async def stop(self, timeout_s: float = KILL_AFTER_S) -> None:
+    async def stop(self, timeout_s: float = STOP_S) -> None:
         """Ask it to end, then end it and all that it started."""
         self._shared |= shared_by(of_session(self._process.pid))
         if self._process.returncode is None:

@@ -1,24 +1,21 @@
-"""The processes of one cluster on this host: llumlets and the scheduler."""
+"""The processes of one cluster: llumlets, wherever the launcher puts them, and the scheduler."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvmig.cli.children import Child
-from kvmig.cli.environment import instance_environment
 from kvmig.cli.launch import LlumletLaunch
+from kvmig.cli.launcher import Handle, Launcher
 from kvmig.cli.shapes import InstanceShape, instance_name
 from kvmig.controlplane.messages import ClusterMessage, Member, Members
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
-from kvmig.engines.vllm.preload import preloaded
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import KvmigError, PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Client
-from kvmig.kvtransfer.transports.shm import sweep
 
 log = logging.getLogger(__name__)
 
@@ -32,20 +29,23 @@ class Cluster:
 
     def __init__(
         self,
+        name: str,
         config: ClusterConfig,
         secret: bytes,
         engine_argv: Sequence[str],
         shapes: Sequence[InstanceShape],
-        gpus: Sequence[str],
+        launcher: Launcher,
     ) -> None:
-        """engine_argv: MODEL and vLLM's flags for all instances; shapes: one an instance."""
-        self.name = secrets.token_hex(4)
+        """name: of its shared memory. engine_argv: MODEL and vLLM's flags for all instances;
+        shapes: one an instance.
+        """
+        self._name = name
         self._config = config
         self._secret = secret
         self._engine_argv = list(engine_argv)
         self._shapes = list(shapes)
-        self._gpus = gpus
-        self._llumlets: dict[str, Child] = {}
+        self._launcher = launcher
+        self._llumlets: dict[str, Handle] = {}
         self._members: list[Member] = []
         self._scheduler: Child | None = None
         self._link: Client | None = None
@@ -53,7 +53,7 @@ class Cluster:
 
     async def start(self, progress: Callable[[str], None]) -> list[Member]:
         """All instances, ready; in parallel. Raises StartupError, and leaves nothing running."""
-        sweep()  # of clusters that were killed
+        await self._launcher.open()
         numbers = range(self._config.instances)
         starting = [asyncio.create_task(self._start(number, progress)) for number in numbers]
         try:
@@ -70,8 +70,8 @@ class Cluster:
         """Keep the scheduler running; tell `lost` (instance, how) when a llumlet ends."""
         if self._config.scheduler.migration:
             self._tasks.append(asyncio.create_task(self._keep_scheduler(), name="scheduler"))
-        for name, child in self._llumlets.items():
-            self._tasks.append(asyncio.create_task(self._watch(name, child, lost)))
+        for name, handle in self._llumlets.items():
+            self._tasks.append(asyncio.create_task(self._watch(name, handle, lost)))
 
     async def stop(self) -> None:
         """End every process and remove the cluster's shared memory. May be called twice."""
@@ -82,40 +82,34 @@ class Cluster:
         if self._link is not None:
             self._link.close()
             self._link = None
-        children = [*self._llumlets.values(), *([self._scheduler] if self._scheduler else [])]
-        await asyncio.gather(*(child.stop() for child in children))
+        handles = [*self._llumlets.values(), *([self._scheduler] if self._scheduler else [])]
+        await asyncio.gather(*(handle.stop() for handle in handles))
         self._llumlets.clear()
         self._scheduler = None
-        sweep(self.name)
+        await self._launcher.close()
 
     async def _start(self, number: int, progress: Callable[[str], None]) -> Member:
         began = asyncio.get_running_loop().time()
         config, name = self._config, instance_name(number)
-        workers = [shape.workers for shape in self._shapes]
-        environment = instance_environment(
-            number, workers, os.cpu_count() or 1, self._gpus, os.environ
-        )
-        if not self._gpus:
-            environment["LD_PRELOAD"] = preloaded(environment.get("LD_PRELOAD", ""))
         launch = LlumletLaunch(
-            cluster=self.name,
+            cluster=self._name,
             instance=name,
             secret=self._secret,
             config=config,
             engine_argv=[*self._engine_argv, *self._shapes[number].own],
         )
         progress(f"instance {name} starts")
-        child = await Child.start(f"instance {name}", "kvmig.cli.llumlet", launch, environment)
-        self._llumlets[name] = child
-        endpoint = await child.ready(config.start_timeout_s)
+        handle = await self._launcher.llumlet(launch, self._shapes[number].workers)
+        self._llumlets[name] = handle
+        endpoint = await handle.ready(config.start_timeout_s)
         progress(f"instance {name} is ready ({asyncio.get_running_loop().time() - began:.0f} s)")
         return Member(name, endpoint)
 
     async def _watch(
-        self, name: str, child: Child, lost: Callable[[str, str], Awaitable[None]]
+        self, name: str, handle: Handle, lost: Callable[[str, str], Awaitable[None]]
     ) -> None:
-        how = await child.ended()
-        await child.stop()  # its workers, and what they share
+        how = await handle.ended()
+        await handle.stop()  # its workers, and what they share
         self._members = [member for member in self._members if member.instance != name]
         self._tell_members()
         await lost(name, how)

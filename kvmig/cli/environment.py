@@ -47,23 +47,26 @@ def available_memory() -> int:
     raise ConfigError("/proc/meminfo names no MemAvailable; set --kv-cache-memory-bytes")
 
 
-def instance_environment(
-    index: int, workers: Sequence[int], cores: int, gpu_ids: Sequence[str], base: Mapping[str, str]
-) -> dict[str, str]:
-    """The environment of instance `index`; what the user has set stays.
+def worker_threads(workers: Sequence[int], cores: int) -> int:
+    """OpenMP threads of each worker on a CPU. workers: of each instance that is planned."""
+    return max(1, cores // sum(workers))
 
-    workers: of each instance; each takes a GPU, or its share of the cores.
+
+def instance_environment(
+    gpu_ids: Sequence[str], threads: int, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of an instance; what the user has set stays.
+
+    gpu_ids: its own, one a worker; none on a CPU. threads: of each worker there.
     """
     environment = dict(base)
     environment.setdefault("PYTHONUNBUFFERED", "1")
     if gpu_ids:
-        first = sum(workers[:index])
-        own = [gpu_ids[(first + one) % len(gpu_ids)] for one in range(workers[index])]
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
         return environment
     # Workers share the cores; vLLM's own binding would put all of them on the same ones.
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // sum(workers))))
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
     return environment
 
 
