@@ -10,7 +10,7 @@ import pytest
 from kvmig.cli.served import SMALL, Served
 from tests.leaks import Footprint, assert_server_is_empty
 
-NEVER_BY_ITSELF = "--migrate-below=-1000000"
+NEVER_BY_ITSELF = "--policy=freeness"
 """The scheduler moves nothing, so that a test decides what moves."""
 PATIENT = ("--reply-timeout-ms=20000", "--lease-ms=60000")
 """On a busy machine a migration takes its time, and a test is about how it ends."""

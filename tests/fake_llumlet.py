@@ -99,7 +99,7 @@ class FakeLlumlet:
 
     def report(self, load: EngineLoad = LOAD, state: str = "serving") -> None:
         self._seq += 1
-        self.send(LoadReport(self.instance, self._seq, load, load.used_blocks, 0, 0, state))
+        self.send(LoadReport(self.instance, self._seq, load, 0, 0, state))
 
     def step(self, *spans: tuple[str, int, int, list[int]], last: Sequence[str] = ()) -> None:
         """Outputs: (request, epoch, start, tokens) each; `last`: requests that end."""

@@ -10,17 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.dispatch import Dispatch, Freest, dispatch_policy
+from kvmig.controlplane.dispatch import (
+    Dispatch,
+    Freest,
+    LeastLoaded,
+    NewRequest,
+    RoomiestAfter,
+    RoundRobin,
+)
 from kvmig.controlplane.messages import LoadReport, Member
+from kvmig.controlplane.policy import POLICIES
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
-from kvmig.controlplane.virtual_usage import virtual_blocks
+from kvmig.controlplane.virtual_usage import usage
 from kvmig.engines.base import EngineLoad
-from kvmig.ground.config import POLICIES, Policy
+from kvmig.ground.config import PolicyName
 from kvmig.ground.errors import NoInstance
 
 
 def policy(name: str) -> Dispatch:
-    return dispatch_policy(cast("Policy", name))
+    return POLICIES[cast("PolicyName", name)].dispatcher()
 
 
 def instance(
@@ -36,11 +44,13 @@ def instance(
     reported_at: float | None = 0.0,
 ) -> InstanceView:
     load = EngineLoad(total, used, running, waiting, head, queued)
+    weight = usage(load, terminating=state == "draining")
     return InstanceView(
         instance=name,
         endpoint=f"tcp://{name}",
         load=load,
-        virtual_blocks=virtual_blocks(load, terminating=state == "draining"),
+        virtual_blocks=weight.virtual,
+        behind_blocks=weight.behind,
         state=state,
         reported_at=reported_at,
     )
@@ -51,53 +61,54 @@ def cluster(*instances: InstanceView) -> ClusterView:
 
 
 def picks(by: Dispatch, view: ClusterView, times: int, demand: float = 5) -> str:
-    return "".join(by.pick(view, demand).instance for _ in range(times))
+    return "".join(by.pick(view, NewRequest(demand)).instance for _ in range(times))
 
 
 def test_round_robin_takes_turns_whatever_the_load() -> None:
     view = cluster(instance("a", 90, 9), instance("b"), instance("c", 50, 5))
-    assert picks(dispatch_policy("round-robin"), view, 7) == "abcabca"
+    assert picks(RoundRobin(), view, 7) == "abcabca"
 
 
 def test_least_loaded_counts_memory_in_use_and_queued_for() -> None:
     view = cluster(instance("a", 40, 9), instance("b", 20, 1, 1, 25, 25), instance("c", 41, 1))
-    assert picks(dispatch_policy("least-loaded"), view, 1) == "a"
+    assert picks(LeastLoaded(), view, 1) == "a"
 
 
 def test_freeness_takes_the_instance_whose_batch_can_grow_longest() -> None:
     view = cluster(instance("a", 50, 10), instance("b", 60, 2), instance("c", 55, 10))
-    for queued in ("head", "all"):
-        assert picks(Freest(queued), view, 1) == "b"
+    for by in (Freest("head"), Freest("all"), RoomiestAfter()):
+        assert picks(by, view, 1) == "b"
 
 
 def test_an_idle_instance_is_freest() -> None:
     view = cluster(instance("a", 1, 1, total=1000), instance("b", total=20))
-    for queued in ("head", "all"):
-        assert picks(Freest(queued), view, 1) == "b"
+    for by in (Freest("head"), Freest("all"), RoomiestAfter()):
+        assert picks(by, view, 1) == "b"
 
 
 def test_with_the_head_only_a_long_queue_hides_and_with_all_of_it_it_counts() -> None:
     view = cluster(instance("a", 60, 6, 50, 5, 900), instance("b", 70, 6, 2, 5, 10))
     assert picks(Freest("head"), view, 1) == "a"
-    assert picks(Freest("all"), view, 1) == "b"
+    for by in (Freest("all"), RoomiestAfter()):
+        assert picks(by, view, 1) == "b"
 
 
 def test_a_request_goes_where_it_fits_now_rather_than_where_others_may_grow_more() -> None:
     view = cluster(instance("a", 60, 20), instance("b", 80, 4))
-    assert picks(Freest("all"), view, 1, demand=30) == "a"
+    assert picks(RoomiestAfter(), view, 1, demand=30) == "a"
     assert picks(Freest("head"), view, 1, demand=30) == "b"
 
 
 def test_when_all_are_overloaded_the_one_missing_the_fewest_blocks_is_taken() -> None:
     view = cluster(instance("a", 100, 4, 400, 5, 3000), instance("b", 100, 4, 10, 30, 300))
-    assert picks(Freest("all"), view, 1) == "b"
+    assert picks(RoomiestAfter(), view, 1) == "b"
 
 
 def test_ties_go_to_the_fewest_requests_and_then_round() -> None:
     view = cluster(instance("a", 40, 4), instance("b", 40, 2), instance("c", 40, 2))
-    assert picks(dispatch_policy("least-loaded"), view, 4) == "bcbc"
+    assert picks(LeastLoaded(), view, 4) == "bcbc"
     idle = cluster(*(instance(name) for name in "abc"))
-    assert picks(dispatch_policy("freeness"), idle, 5) == "abcab"
+    assert picks(RoomiestAfter(), idle, 5) == "abcab"
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -128,7 +139,7 @@ def test_one_that_does_not_serve_is_better_than_none(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_empty_cluster_is_an_error_that_says_so(name: str) -> None:
     with pytest.raises(NoInstance, match="the cluster has none"):
-        policy(name).pick(cluster(), 1)
+        policy(name).pick(cluster(), NewRequest(1))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -136,10 +147,10 @@ def test_a_burst_between_two_reports_spreads_out(name: str) -> None:
     views = ViewBuilder()
     views.members(Member(name, f"tcp://{name}") for name in "abcd")
     for seq, member in enumerate("abcd"):
-        views.report(LoadReport(member, seq, EngineLoad(100, 0, 0, 0, 0, 0), 0.0, 0, 0), 0.0)
+        views.report(LoadReport(member, seq, EngineLoad(100, 0, 0, 0, 0, 0), 0, 0), 0.0)
     by, went = policy(name), Counter[str]()
     for _ in range(40):
-        chosen = by.pick(views.view(0.01), 9).instance
+        chosen = by.pick(views.view(0.01), NewRequest(9)).instance
         views.dispatched(chosen, 9, 0.01)
         went[chosen] += 1
     assert went == {"a": 10, "b": 10, "c": 10, "d": 10}
@@ -150,6 +161,6 @@ def test_the_freest_is_never_one_with_more_usage_and_more_requests_than_another(
     used: list[int], demand: int
 ) -> None:
     view = cluster(*(instance(str(i), u, u // 5) for i, u in enumerate(used)))
-    chosen = Freest().pick(view, demand)
+    chosen = RoomiestAfter().pick(view, NewRequest(demand))
     assert chosen.load.used_blocks <= min(used) + 4
     assert chosen.virtual_blocks < inf

@@ -16,8 +16,8 @@ from kvmig.controlplane.freeness import (
     slack,
 )
 from kvmig.controlplane.view import InstanceView
-from kvmig.controlplane.virtual_usage import Holding, virtual_blocks, virtual_usage
-from kvmig.engines.base import EngineLoad
+from kvmig.controlplane.virtual_usage import Holding, usage, virtual_usage
+from kvmig.engines.base import ClassLoad, EngineLoad, GroupLoad
 
 
 def test_each_rule_weighs_its_request() -> None:
@@ -49,10 +49,29 @@ def test_the_sum_over_requests_is_the_sum_from_the_engines_totals(
     held += [Holding("behind" if place else "head", blocks) for place, blocks in enumerate(queue)]
     held += [Holding("terminating")] * terminating
     used = sum(blocks for blocks, _ in running)
-    load = EngineLoad(1000, used, len(running), len(queue), queue[0] if queue else 0, sum(queue))
-    kept = sum(headroom.get(priority, 0.0) for priority in {one for _, one in running})
-    total = virtual_blocks(load, terminating=terminating, headroom=kept)
-    assert total == pytest.approx(sum(virtual_usage(held, headroom)))
+    head = queue[0] if queue else 0
+    classes = tuple(
+        ClassLoad(priority, len(those), 0, sum(those))
+        for priority in range(3)
+        for those in [[blocks for blocks, its in running if its == priority]]
+    )
+    load = EngineLoad(1000, used, len(running), len(queue), head, sum(queue), classes)
+    weight = usage(load, headroom, terminating=terminating)
+    assert weight.virtual == pytest.approx(sum(virtual_usage(held, headroom)))
+    assert weight.behind == sum(queue) - head
+
+
+def test_an_engine_that_tells_of_no_classes_runs_normal_requests() -> None:
+    headroom = {0: 30.0, 1: 500.0}
+    assert usage(EngineLoad(100, 10, 1, 0, 0, 0), headroom).virtual == 40
+    assert usage(EngineLoad(100, 0, 0, 1, 7, 7), headroom).virtual == 7
+
+
+def test_of_several_pools_the_scarcest_counts_by_its_share() -> None:
+    load = EngineLoad(1000, 100, 4, 2, 10, 30, groups=(GroupLoad(50, 20, 5, 10),))
+    assert usage(load) == (500, 100)
+    roomy = EngineLoad(1000, 700, 4, 2, 10, 30, groups=(GroupLoad(50, 20, 5, 10),))
+    assert usage(roomy) == (710, 20)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +87,8 @@ def view(load: EngineLoad, **more: float) -> InstanceView:
         instance="a",
         endpoint="tcp://a",
         load=load,
-        virtual_blocks=virtual_blocks(load),
+        virtual_blocks=usage(load).virtual,
+        behind_blocks=usage(load).behind,
         state="serving",
         pending_blocks=more.get("pending_blocks", 0.0),
         pending_requests=int(more.get("pending_requests", 0)),

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmig.controlplane.freeness import batch_size, free_blocks, slack
-from kvmig.controlplane.messages import Pair
-from kvmig.controlplane.rebalance import Pairing, rebalance
+from kvmig.controlplane.messages import Pair, Pairs
+from kvmig.controlplane.policy import policy_of
+from kvmig.controlplane.rebalance import Pairing, Rounds, rebalance
 from kvmig.controlplane.scheduler import UNPAIR, Scheduler
 from kvmig.controlplane.view import ClusterView, InstanceView
-from kvmig.controlplane.virtual_usage import virtual_blocks
+from kvmig.controlplane.virtual_usage import usage
 from kvmig.engines.base import EngineLoad
 from kvmig.ground.config import SchedulerConfig
 
-CONFIG = SchedulerConfig(source_below=3, destination_above=6, min_gain=1)
+CONFIG = Rounds(source_below=3, destination_above=6, min_gain=1)
 
 
 def instance(
@@ -36,7 +37,8 @@ def instance(
         instance=name,
         endpoint=f"tcp://{name}",
         load=load,
-        virtual_blocks=virtual_blocks(load),
+        virtual_blocks=usage(load).virtual,
+        behind_blocks=usage(load).behind,
         state=state,
         migrations_out=out,
         reported_at=reported_at,
@@ -163,7 +165,7 @@ INSTANCES = st.lists(CROWDED | ROOMY, min_size=2, max_size=7).map(
     ]
 )
 CONFIGS = st.builds(
-    lambda below, above, gain: SchedulerConfig(
+    lambda below, above, gain: Rounds(
         source_below=below, destination_above=below + above, min_gain=gain
     ),
     st.sampled_from([3.0, 3.0, 10.0, 0.0, -2.0]),
@@ -198,7 +200,7 @@ def after(view: ClusterView, pairings: list[Pairing]) -> ClusterView:
 
 @given(INSTANCES, CONFIGS)
 def test_an_instance_is_in_one_pair_at_most_and_never_with_itself(
-    instances: list[InstanceView], config: SchedulerConfig
+    instances: list[InstanceView], config: Rounds
 ) -> None:
     pairings = rebalance(cluster(*instances), (), config)
     named = [name for one in pairings for name in (one.source, one.destination)]
@@ -208,7 +210,7 @@ def test_an_instance_is_in_one_pair_at_most_and_never_with_itself(
 @settings(max_examples=300)
 @given(INSTANCES, CONFIGS)
 def test_a_round_never_calls_for_the_way_back(
-    instances: list[InstanceView], config: SchedulerConfig
+    instances: list[InstanceView], config: Rounds
 ) -> None:
     view = cluster(*instances)
     went: set[tuple[str, str]] = set()
@@ -223,7 +225,7 @@ def test_a_round_never_calls_for_the_way_back(
 @settings(max_examples=300)
 @given(INSTANCES, CONFIGS)
 def test_a_pair_helps_and_leaves_the_destination_above_threshold_and_source(
-    instances: list[InstanceView], config: SchedulerConfig
+    instances: list[InstanceView], config: Rounds
 ) -> None:
     # Those that move already are part of the plan; without them the effect is whole.
     view = cluster(*(msgspec.structs.replace(one, migrations_out=0) for one in instances))
@@ -247,7 +249,7 @@ def test_a_pair_helps_and_leaves_the_destination_above_threshold_and_source(
 
 @given(INSTANCES, CONFIGS)
 def test_the_order_of_the_view_does_not_matter(
-    instances: list[InstanceView], config: SchedulerConfig
+    instances: list[InstanceView], config: Rounds
 ) -> None:
     assert rebalance(cluster(*instances), (), config) == rebalance(
         cluster(*instances[::-1]), (), config
@@ -258,9 +260,9 @@ def test_the_order_of_the_view_does_not_matter(
 
 
 def test_a_pair_is_renewed_every_round_and_undone_once() -> None:
-    scheduler = Scheduler(CONFIG)
+    scheduler = Scheduler(policy_of(SchedulerConfig()))
     uneven = cluster(instance("a", 90, 9), instance("b", 10, 1))
-    pair = ("a", Pair("b", "tcp://b", 40, 78))
+    pair = ("a", Pairs((Pair("b", "tcp://b", 40, 78),)))
     assert scheduler.round(uneven) == [pair]
     assert scheduler.round(uneven) == [pair]
     even = cluster(instance("a", 60, 6), instance("b", 40, 4))
@@ -269,7 +271,7 @@ def test_a_pair_is_renewed_every_round_and_undone_once() -> None:
 
 
 def test_an_instance_that_left_is_told_nothing() -> None:
-    scheduler = Scheduler(CONFIG)
+    scheduler = Scheduler(policy_of(SchedulerConfig()))
     scheduler.round(cluster(instance("a", 90, 9), instance("b", 10, 1)))
     assert scheduler.round(cluster(instance("b", 10, 1))) == []
 
@@ -286,11 +288,11 @@ def test_without_migration_and_under_other_policies_nothing_is_paired(
     config: SchedulerConfig,
 ) -> None:
     view = cluster(instance("a", 90, 9), instance("b", 10, 1))
-    assert Scheduler(config).round(view) == []
+    assert Scheduler(policy_of(config)).round(view) == []
 
 
 @given(st.lists(INSTANCES, max_size=4))
 def test_the_same_views_give_the_same_orders(rounds: list[list[InstanceView]]) -> None:
-    one, two = Scheduler(CONFIG), Scheduler(CONFIG)
+    one, two = Scheduler(policy_of(SchedulerConfig())), Scheduler(policy_of(SchedulerConfig()))
     for instances in rounds:
         assert one.round(cluster(*instances)) == two.round(cluster(*instances))

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members, Pair
+from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members, Pair, Pairs
 from kvmig.controlplane.scheduler import UNPAIR
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, SchedulerReady
 from kvmig.engines.base import EngineLoad
@@ -36,7 +36,7 @@ class Llumlet:
 
     def __init__(self, name: str, load: EngineLoad, port: int = 0) -> None:
         self.load = load
-        self.pairs: asyncio.Queue[Pair] = asyncio.Queue()
+        self.pairs: asyncio.Queue[Pair | None] = asyncio.Queue()
         self.server = Server(SECRET, "llumlet", name, ClusterMessage, port=port)
         self.member = Member(name, self.server.endpoint)
         self.peer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -45,8 +45,8 @@ class Llumlet:
     async def _hear(self) -> None:
         while True:
             sender, message, _ = await self.server.recv()
-            if isinstance(message, Pair):
-                self.pairs.put_nowait(message)
+            if isinstance(message, Pairs):
+                self.pairs.put_nowait(message.pairs[0] if message.pairs else None)
             elif not self.peer.done():
                 self.peer.set_result(sender)
 
@@ -54,9 +54,8 @@ class Llumlet:
         peer = await asyncio.shield(self.peer)
         seq = 0
         while True:
-            used = float(self.load.used_blocks)
             with suppress(TransportError):
-                self.server.send(peer, LoadReport(self.member.instance, seq, self.load, used, 0, 0))
+                self.server.send(peer, LoadReport(self.member.instance, seq, self.load, 0, 0))
             seq += 1
             await asyncio.sleep(0.01)
 
@@ -77,13 +76,16 @@ class Llumlet:
         await self.hang()
         self.server.close()
 
-    async def next_pair(self) -> Pair:
+    async def next_pair(self) -> Pair | None:
+        """None: it shall stop."""
         return await asyncio.wait_for(self.pairs.get(), 20)
 
-    async def until(self, wanted: Callable[[Pair], bool]) -> Pair:
-        while not wanted(pair := await self.next_pair()):
+    async def until(self, wanted: Callable[[Pair | None], bool]) -> None:
+        while not wanted(await self.next_pair()):
             pass
-        return pair
+
+    async def until_to(self, destination: str) -> None:
+        await self.until(lambda pair: pair is not None and pair.destination == destination)
 
 
 class Process:
@@ -152,10 +154,11 @@ async def test_the_crowded_one_of_two_is_paired_with_the_other_and_undone_when_e
         assert b.pairs.empty()
         a.load, b.load = CROWDED, ROOMY
         pair = await a.next_pair()
+        assert pair is not None
         assert (pair.destination, pair.endpoint) == ("b", b.member.endpoint)
-        await a.until(lambda pair: pair.budget_blocks == 40)
+        await a.until(lambda pair: pair is not None and pair.budget_blocks == 40)
         a.load, b.load = EVEN, EVEN
-        await a.until(lambda pair: pair == UNPAIR)
+        await a.until(lambda pair: pair is None)
         assert b.pairs.empty()
 
 
@@ -185,19 +188,19 @@ async def test_llumlets_that_hang_or_are_gone_do_not_keep_others_from_their_pair
             await hung.hang()
             await dead.close()
             for _ in range(10):
-                await a.until(lambda pair: pair.destination == "b")
+                await a.until_to("b")
 
 
 async def test_a_llumlet_that_comes_back_is_found_again_and_known_by_its_new_reports() -> None:
     async with llumlets(CROWDED, ROOMY) as (a, b), running() as process:
         process.members(a, b)
-        await a.until(lambda pair: pair.destination == "b")
+        await a.until_to("b")
         port = int(b.member.endpoint.rpartition(":")[2])
         await b.close()
-        await a.until(lambda pair: pair == UNPAIR)
+        await a.until(lambda pair: pair is None)
         again = Llumlet("b", ROOMY, port)
         try:
-            await a.until(lambda pair: pair.destination == "b")
+            await a.until_to("b")
         finally:
             await again.close()
 
@@ -205,9 +208,9 @@ async def test_a_llumlet_that_comes_back_is_found_again_and_known_by_its_new_rep
 async def test_a_removed_member_is_disconnected_and_no_destination_any_more() -> None:
     async with llumlets(CROWDED, ROOMY) as (a, b), running() as process:
         process.members(a, b)
-        await a.until(lambda pair: pair.destination == "b")
+        await a.until_to("b")
         process.members(a)
-        await a.until(lambda pair: pair == UNPAIR)
+        await a.until(lambda pair: pair is None)
         peer = await b.peer
         await b.hang()
         await asyncio.wait_for(b.lost(peer), 20)

@@ -59,7 +59,7 @@ REFUSED = [
     ([MODEL, "--host", "192.0.2.1"], "192.0.2.1 can't be used"),
     ([MODEL, "--instances", "0"], "--instances is 0, must be 1 or more"),
     ([MODEL, "--instances", "two"], "argument --instances: invalid int value: 'two'"),
-    ([MODEL, "--policy", "best"], "--policy is best, must be round-robin or"),
+    ([MODEL, "--policy", "best"], "--policy is best, must be kvmig or"),
     ([MODEL, "--transport", "ftp"], "--transport is ftp, must be auto or shm or tcp"),
     ([MODEL, "--chunk-bytes", "1"], "--chunk-bytes is 1, must be 4096 or more"),
 ]

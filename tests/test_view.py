@@ -8,7 +8,7 @@ from kvmig.engines.base import EngineLoad
 
 
 def report(instance: str, seq: int, used: int = 0, state: str = "serving") -> LoadReport:
-    return LoadReport(instance, seq, EngineLoad(100, used, 1, 0, 0, 0), used, 0, 0, state)
+    return LoadReport(instance, seq, EngineLoad(100, used, 1, 0, 0, 0), 0, 0, state)
 
 
 def builder(*instances: str) -> ViewBuilder:

@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--policy",
         default=scheduler.policy,
-        help=f"which instance gets a new request: {', '.join(POLICIES)}; only freeness migrates",
+        help=f"where new requests go and what moves: {', '.join(POLICIES)}",
     )
     group.add_argument(
         "--no-migration",
@@ -99,13 +99,13 @@ def parser() -> argparse.ArgumentParser:
         "--migrate-below",
         type=float,
         default=scheduler.source_below,
-        help="freeness under which an instance gives requests away",
+        help="freeness under which an instance gives requests away (None: the policy's own)",
     )
     group.add_argument(
         "--migrate-above",
         type=float,
         default=scheduler.destination_above,
-        help="freeness over which an instance takes requests in",
+        help="freeness over which an instance takes requests in (None: the policy's own)",
     )
     group.add_argument(
         "--min-gain",

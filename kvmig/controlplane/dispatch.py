@@ -6,22 +6,31 @@ others only if there is none. Ties go to the fewest requests, then round and rou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
+
+import msgspec
 
 from kvmig.controlplane.freeness import Queued, batch_size, free_blocks, freeness, slack
 from kvmig.controlplane.view import ClusterView, InstanceView
-from kvmig.ground.config import Policy
 from kvmig.ground.errors import NoInstance
 
 _STATES = {"serving": 0, "starting": 1, "draining": 2}
 
 
+class NewRequest(msgspec.Struct, frozen=True):
+    """What dispatch knows of a request."""
+
+    demand_blocks: float
+    """KV blocks of its prompt and first token."""
+    priority: int = 0
+    """vLLM's: the smaller one runs first."""
+
+
 class Dispatch(Protocol):
     """A dispatch policy."""
 
-    def pick(self, view: ClusterView, demand_blocks: float, priority: int = 0) -> InstanceView:
-        """Where a request of `demand_blocks` shall run. Raises NoInstance if there is none."""
+    def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:
+        """Where the request shall run. Raises NoInstance if there is none."""
         ...
 
 
@@ -59,9 +68,9 @@ class RoundRobin:
     def __init__(self) -> None:
         self._rotation = Rotation()
 
-    def pick(self, view: ClusterView, demand_blocks: float, priority: int = 0) -> InstanceView:
+    def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:
         """The next one."""
-        return self._rotation.take(view, candidates(view, demand_blocks))
+        return self._rotation.take(view, candidates(view, request.demand_blocks))
 
 
 class _Best:
@@ -74,11 +83,11 @@ class _Best:
         """How well the request would be there."""
         raise NotImplementedError
 
-    def pick(self, view: ClusterView, demand_blocks: float, priority: int = 0) -> InstanceView:
+    def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:
         """The one with the highest score, then with the fewest requests."""
+        demand = request.demand_blocks
         ranked = [
-            ((self.score(one, demand_blocks), -one.requests), one)
-            for one in candidates(view, demand_blocks)
+            ((self.score(one, demand), -one.requests), one) for one in candidates(view, demand)
         ]
         best = max(rank for rank, _ in ranked)
         return self._rotation.take(view, [one for rank, one in ranked if rank == best])
@@ -97,31 +106,27 @@ class LeastLoaded(_Best):
 class Freest(_Best):
     """The freest instance.
 
-    queued "head": the paper's rule, literally. "all": the slack that would be left with
-    the request there, all queued demand counted, so that one goes where it fits now
-    rather than where others have more room to grow; an idle one that it fits on is best.
+    queued: whose demand counts. The paper's rule, literally, with "head"; its artifact's
+    with "all".
     """
 
-    def __init__(self, queued: Queued = "all") -> None:
+    def __init__(self, queued: Queued) -> None:
         super().__init__()
         self.queued: Queued = queued
 
     def score(self, one: InstanceView, demand_blocks: float) -> float:
         """More freeness is better."""
-        free, batch = free_blocks(one, self.queued), batch_size(one, self.queued)
-        if self.queued == "head":
-            return freeness(free, batch)
-        free -= demand_blocks
+        return freeness(free_blocks(one, self.queued), batch_size(one, self.queued))
+
+
+class RoomiestAfter(_Best):
+    """The most slack that would be left with the request there, all queued demand counted.
+
+    So one goes where it fits now rather than where others have more room to grow; an idle
+    one that it fits on is best.
+    """
+
+    def score(self, one: InstanceView, demand_blocks: float) -> float:
+        """More slack is better."""
+        free, batch = free_blocks(one, "all") - demand_blocks, batch_size(one, "all")
         return slack(free, batch + 1 if batch else 0)
-
-
-_POLICIES: dict[Policy, Callable[[], Dispatch]] = {
-    "round-robin": RoundRobin,
-    "least-loaded": LeastLoaded,
-    "freeness": Freest,
-}
-
-
-def dispatch_policy(name: Policy) -> Dispatch:
-    """A new dispatcher for `--policy name`."""
-    return _POLICIES[name]()

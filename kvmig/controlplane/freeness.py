@@ -42,7 +42,7 @@ def slack(free: float, batch: int) -> float:
 
 def free_blocks(one: InstanceView, queued: Queued = "head") -> float:
     """M - sum V, with what is on its way counted as usage."""
-    behind = one.load.waiting_blocks - one.load.head_blocks if queued == "all" else 0
+    behind = one.behind_blocks if queued == "all" else 0
     return one.load.total_blocks - one.virtual_blocks - behind - one.pending_blocks
 
 

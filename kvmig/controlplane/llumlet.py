@@ -22,6 +22,7 @@ from kvmig.controlplane.messages import (
     Migrated,
     Outputs,
     Pair,
+    Pairs,
     Requests,
     Resolve,
     Resolved,
@@ -30,8 +31,8 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.controlplane.pairing import Pairing
 from kvmig.controlplane.peers import Peers
+from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.tracking import Tracking
-from kvmig.controlplane.virtual_usage import virtual_blocks
 from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
 from kvmig.ground.config import ClusterConfig
@@ -90,7 +91,12 @@ class Llumlet:
             on_commit_failed=self._on_commit_failed,
             on_left=self._on_left,
         )
-        self._pairing = Pairing(engine.requests, self._migrations.moving, self._migrate_for_pair)
+        self._pairing = Pairing(
+            engine.requests,
+            self._migrations.moving,
+            self._migrate_for_pair,
+            policy_of(config.scheduler).victims,
+        )
         self._resolving: dict[str, asyncio.Future[bool]] = {}
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -162,8 +168,8 @@ class Llumlet:
                 future = self._resolving.get(message.mid)
                 if future is not None and not future.done():
                     future.set_result(message.moved)
-            case Pair():
-                self._pairing.set(message)
+            case Pairs():
+                self._pairing.set(message.pairs)
             case _:
                 self._migrations.receive(sender, message, payload)
 
@@ -302,7 +308,6 @@ class Llumlet:
                     self.instance,
                     self._seq,
                     load,
-                    virtual_blocks(load),
                     *moving,
                     staging_used=self._migrations.staging_used,
                 )

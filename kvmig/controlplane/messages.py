@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from kvmig.engines.base import EngineLoad, RequestState
@@ -22,20 +24,22 @@ class Welcome(Message, frozen=True, tag=True):
 class LoadReport(Message, frozen=True, tag=True):
     """Llumlet: its load, every `report_ms` or on change.
 
-    `virtual_blocks` is the sum of virtual usage over its requests (paper section 4.4),
-    computed where the requests are, so that nobody else's cost grows with their number.
+    Of one size however many requests it has, so that nobody else's cost grows with them.
     """
 
     instance: str
     seq: int
     load: EngineLoad
-    virtual_blocks: float
     migrations_in: int
     migrations_out: int
     state: str = "serving"
     """starting, serving or draining."""
     staging_used: int = 0
     """Staging buffers that migrations out of it hold."""
+    headroom: dict[int, float] = msgspec.field(default_factory=dict)
+    """Priority -> KV blocks to keep free for all its running requests together (absent: 0)."""
+    bandwidth: float = 0.0
+    """KV blocks a second that migrations out of it have lately sent; 0: none was measured."""
 
 
 # -- front end to llumlet
@@ -166,15 +170,33 @@ class Members(Message, frozen=True, tag=True):
     members: list[Member]
 
 
-class Pair(Message, frozen=True, tag=True):
-    """Scheduler to a source llumlet: move requests there until told otherwise ("" : stop)."""
+Why = Literal["balance", "defragment", "priority", "drain", "queue"]
+"""What a move is for.
+
+balance: more freeness for the source; defragment: room for the head of its queue; priority:
+less company for its requests of a higher priority; drain: it shall be empty; queue: a
+waiting request that can start elsewhere at once.
+"""
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """Move requests to this destination."""
 
     destination: str
     endpoint: str
     budget_blocks: float = 0.0
-    """Move at most this much virtual usage before the next round."""
+    """Move at most this many KV blocks before the next round (defragment: at least, if it can)."""
     room_blocks: float = 0.0
     """Unless nothing fits the budget: then one request of up to this size."""
+    why: Why = "balance"
+    priority: int | None = None
+    """priority: only requests that come after this one (vLLM's: with a larger number)."""
+
+
+class Pairs(Message, frozen=True, tag=True):
+    """Scheduler to a source llumlet: these, in place of those told before; none: stop."""
+
+    pairs: tuple[Pair, ...] = ()
 
 
 ClusterMessage = (
@@ -196,6 +218,6 @@ ClusterMessage = (
     | Resolve
     | Resolved
     | Members
-    | Pair
+    | Pairs
 )
 """Everything on a control socket besides the migration's own messages."""

@@ -19,8 +19,20 @@ from collections.abc import Collection
 import msgspec
 
 from kvmig.controlplane.freeness import Queued, batch_size, free_blocks, slack
+from kvmig.controlplane.messages import Why
 from kvmig.controlplane.view import ClusterView, InstanceView
-from kvmig.ground.config import SchedulerConfig
+
+
+class Rounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler does each round. Freeness in KV blocks a request."""
+
+    queued: Queued = "all"
+    source_below: float = 3.0
+    """An instance whose freeness is under this is a source."""
+    destination_above: float = 6.0
+    """An instance whose freeness is over this may take requests in."""
+    min_gain: float = 1.0
+    """Least predicted growth of the lower freeness of two that makes a pair worth it."""
 
 
 class Pairing(msgspec.Struct, frozen=True):
@@ -31,6 +43,7 @@ class Pairing(msgspec.Struct, frozen=True):
     budget_blocks: float
     room_blocks: float
     """Size of the largest single request that leaves the destination above its threshold."""
+    why: Why = "balance"
 
 
 class _Side(msgspec.Struct, frozen=True):
@@ -52,8 +65,7 @@ def _side(one: InstanceView, queued: Queued) -> _Side:
 def rebalance(
     view: ClusterView,
     last: Collection[Pairing],
-    config: SchedulerConfig,
-    queued: Queued = "all",
+    rounds: Rounds,
 ) -> list[Pairing]:
     """The pairs of this round; each instance is in one at most.
 
@@ -67,10 +79,10 @@ def rebalance(
     for one in view.instances:
         if view.stale(one) or one.state == "starting":
             continue
-        side = _side(one, queued)
-        if side.slack < config.source_below and one.load.running > one.migrations_out:
+        side = _side(one, rounds.queued)
+        if side.slack < rounds.source_below and one.load.running > one.migrations_out:
             sources.append((side, one))
-        elif side.slack > config.destination_above and one.state == "serving":
+        elif side.slack > rounds.destination_above and one.state == "serving":
             destinations.append(side)
     sources.sort(key=lambda pair: (pair[0].slack, pair[0].instance))
     destinations.sort(key=lambda side: (side.slack, side.instance))
@@ -83,19 +95,17 @@ def rebalance(
         destination = destinations[-1]
         if (destination.instance, side.instance) in before:
             continue
-        pairing = _pair(side, one, destination, config)
+        pairing = _pair(side, one, destination, rounds)
         if pairing is not None:
             pairings.append(pairing)
             destinations.pop()
     return pairings
 
 
-def _pair(
-    source: _Side, one: InstanceView, destination: _Side, config: SchedulerConfig
-) -> Pairing | None:
+def _pair(source: _Side, one: InstanceView, destination: _Side, rounds: Rounds) -> Pairing | None:
     """The pair if it helps."""
     average = max(one.load.used_blocks / one.load.running, 1.0)
-    floor = max(config.destination_above, 0.0)
+    floor = max(rounds.destination_above, 0.0)
     room = destination.free - floor * destination.batch
     # (free_d - k average) / (batch_d + k) >= floor
     bounds = [room / (average + floor), one.load.running]
@@ -107,7 +117,7 @@ def _pair(
         return None
     low = slack(source.free + moves * average, source.batch - moves)
     high = slack(destination.free - moves * average, destination.batch + moves)
-    if not draining and min(low, high) - source.slack < config.min_gain:
+    if not draining and min(low, high) - source.slack < rounds.min_gain:
         return None
     # What moves already is still counted at its source: it uses the budget up.
     moves = max(moves - one.migrations_out, 0)

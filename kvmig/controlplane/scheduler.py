@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
-from kvmig.controlplane.freeness import Queued
-from kvmig.controlplane.messages import Pair
+from kvmig.controlplane.messages import Pair, Pairs
+from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.rebalance import Pairing, rebalance
 from kvmig.controlplane.view import ClusterView
-from kvmig.ground.config import SchedulerConfig
 
-UNPAIR = Pair("", "")
+UNPAIR = Pairs()
 
 
 class Scheduler:
     """Same views in the same order, same orders out."""
 
-    def __init__(self, config: SchedulerConfig, queued: Queued = "all") -> None:
-        self._config = config
-        self._queued: Queued = queued
+    def __init__(self, policy: Policy) -> None:
+        self._rounds = policy.rounds
         self._pairings: list[Pairing] = []
 
     @property
     def rebalances(self) -> bool:
-        """Whether rounds do anything: the other policies only dispatch."""
-        return self._config.migration and self._config.policy == "freeness"
+        """Whether rounds do anything: some policies only dispatch."""
+        return self._rounds is not None
 
-    def round(self, view: ClusterView) -> list[tuple[str, Pair]]:
-        """What to tell which source now: its pair, renewed every round, or to stop."""
-        if not self.rebalances:
+    def round(self, view: ClusterView) -> list[tuple[str, Pairs]]:
+        """What to tell which source now: its pairs, renewed every round, or to stop."""
+        if self._rounds is None:
             return []
         last, self._pairings = (
             self._pairings,
-            rebalance(view, self._pairings, self._config, self._queued),
+            rebalance(view, self._pairings, self._rounds),
         )
         endpoints = {one.instance: one.endpoint for one in view.instances}
-        paired = {
-            pairing.source: Pair(
+        paired: dict[str, Pairs] = {}
+        for pairing in self._pairings:
+            pair = Pair(
                 pairing.destination,
                 endpoints[pairing.destination],
                 pairing.budget_blocks,
                 pairing.room_blocks,
+                pairing.why,
             )
-            for pairing in self._pairings
-        }
+            before = paired.get(pairing.source, UNPAIR).pairs
+            paired[pairing.source] = Pairs((*before, pair))
         over = (one.source for one in last if one.source not in paired)
         orders = {source: UNPAIR for source in over if source in endpoints}
         return [*orders.items(), *paired.items()]

@@ -14,6 +14,7 @@ import zmq
 
 from kvmig.controlplane.child import announce, until_stopped
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members
+from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.scheduler import Scheduler
 from kvmig.controlplane.view import ViewBuilder
 from kvmig.ground.clock import Clock, monotonic
@@ -50,8 +51,11 @@ class SchedulerProcess:
         self._secret = launch.secret
         self._round_s = config.scheduler.round_ms / 1000
         self._clock = clock
-        self._scheduler = Scheduler(config.scheduler)
-        self._builder = ViewBuilder(stale_after_s=max(1.0, 4 * config.report_ms / 1000))
+        policy = policy_of(config.scheduler)
+        self._scheduler = Scheduler(policy)
+        self._builder = ViewBuilder(
+            stale_after_s=max(1.0, 4 * config.report_ms / 1000), headroom=policy.headroom
+        )
         self._clients: dict[str, Client] = {}
         self._following: dict[Member, asyncio.Task[None]] = {}
         try:
@@ -123,14 +127,14 @@ class SchedulerProcess:
     async def _rounds(self) -> None:
         while True:
             await asyncio.sleep(self._round_s)
-            for instance, pair in self._scheduler.round(self._builder.view(self._clock())):
+            for instance, pairs in self._scheduler.round(self._builder.view(self._clock())):
                 client = self._clients.get(instance)
                 if client is None:
                     continue
                 try:
-                    client.send(pair)
+                    client.send(pairs)
                 except TransportError as error:
-                    log.warning("no pair for llumlet %s: %s", instance, error)
+                    log.warning("no pairs for llumlet %s: %s", instance, error)
 
 
 async def serve(launch: SchedulerLaunch, descriptor: int) -> None:

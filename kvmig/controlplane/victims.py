@@ -32,7 +32,7 @@ def next_victim(
     arrived_at: Mapping[str, float],
     now: float,
     rule: VictimRule = DEFAULT_RULE,
-) -> str | None:
+) -> RequestState | None:
     """The request to move next under `pair`, or None when there is none this round.
 
     spent_blocks: blocks of the requests whose move was begun since `pair` came;
@@ -62,11 +62,11 @@ def next_victim(
     left = pair.budget_blocks - spent_blocks
     fitting = [one for one in movable if one.blocks <= left]
     if fitting:
-        return min(fitting, key=_order).request_id
+        return min(fitting, key=_order)
     if left <= 0 or spent_blocks > 0:
         return None
     large = [one for one in movable if one.blocks <= pair.room_blocks]
-    return min(large, key=lambda one: (one.blocks, *_order(one))).request_id if large else None
+    return min(large, key=lambda one: (one.blocks, *_order(one)), default=None)
 
 
 def _order(one: RequestState) -> tuple[int, int, str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvmig.controlplane.messages import LoadReport, Member
+from kvmig.controlplane.virtual_usage import usage
 from kvmig.engines.base import EngineLoad
 
 NO_LOAD = EngineLoad(0, 0, 0, 0, 0, 0)
@@ -24,12 +25,16 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     load: EngineLoad = NO_LOAD
     virtual_blocks: float = 0.0
-    """Sum of virtual usage, as the instance reports it (`virtual_usage.virtual_blocks`)."""
+    """Sum of virtual usage (`virtual_usage.usage`)."""
+    behind_blocks: float = 0.0
+    """Demand of those behind the head of the queue."""
     state: str = "starting"
     """starting, serving or draining."""
     migrations_in: int = 0
     migrations_out: int = 0
     staging_used: int = 0
+    bandwidth: float = 0.0
+    """KV blocks a second that migrations out of it have lately sent; 0: none was measured."""
     reported_at: float | None = None
     """None: not heard of yet."""
     pending_blocks: float = 0.0
@@ -73,11 +78,15 @@ class ViewBuilder:
     dispatched request yet (it was on its way, or the engine in the middle of a step),
     so the request stays pending until a later one. Counted twice for a moment is
     harmless; not counted, a burst would all go to one instance.
+    headroom: whether that of priorities counts as usage.
     """
 
-    def __init__(self, stale_after_s: float = 1.0, settle_s: float = 0.1) -> None:
+    def __init__(
+        self, stale_after_s: float = 1.0, settle_s: float = 0.1, headroom: bool = True
+    ) -> None:
         self.stale_after_s = stale_after_s
         self.settle_s = settle_s
+        self.headroom = headroom
         self._entries: dict[str, _Entry] = {}
         self._instances: tuple[InstanceView, ...] | None = ()
 
@@ -110,15 +119,22 @@ class ViewBuilder:
         entry.seq = report.seq
         while entry.pending and entry.pending[0][0] <= now - self.settle_s:
             entry.pending.popleft()
+        weight = usage(
+            report.load,
+            report.headroom if self.headroom else None,
+            terminating=report.state == "draining",
+        )
         entry.view = InstanceView(
             instance=report.instance,
             endpoint=entry.view.endpoint,
             load=report.load,
-            virtual_blocks=report.virtual_blocks,
+            virtual_blocks=weight.virtual,
+            behind_blocks=weight.behind,
             state=report.state,
             migrations_in=report.migrations_in,
             migrations_out=report.migrations_out,
             staging_used=report.staging_used,
+            bandwidth=report.bandwidth,
             reported_at=now,
             pending_blocks=sum(blocks for _, blocks in entry.pending),
             pending_requests=len(entry.pending),

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from kvmig.engines.base import EngineLoad
+from kvmig.engines.base import EngineLoad, GroupLoad
 
 Place = Literal["running", "head", "behind", "terminating"]
 """Where a request stands; `terminating` is the fake one that empties an instance."""
@@ -48,9 +48,34 @@ def virtual_usage(holdings: Iterable[Holding], headroom: Headroom | None = None)
     return [weigh(one) for one in held]
 
 
-def virtual_blocks(load: EngineLoad, *, terminating: bool = False, headroom: float = 0.0) -> float:
-    """The sum of `virtual_usage` from an engine's totals, whatever the number of requests.
+class Usage(NamedTuple):
+    """What an instance's requests weigh together, whatever their number. In KV blocks."""
 
-    headroom: the sum of `Headroom` over the priorities that have a running request.
+    virtual: float
+    """The sum of `virtual_usage`."""
+    behind: float
+    """Demand of those behind the head, which weigh nothing in the paper."""
+
+
+def usage(
+    load: EngineLoad, headroom: Headroom | None = None, *, terminating: bool = False
+) -> Usage:
+    """From an engine's totals. Of several pools of blocks, the one that is scarcest counts.
+
+    It is expressed in blocks of the first pool: a share of one is as good as the same share
+    of the other.
     """
-    return math.inf if terminating else load.used_blocks + headroom + load.head_blocks
+    pools: tuple[EngineLoad | GroupLoad, ...] = (load, *load.groups)
+    scarcest = max(pools, key=lambda p: (p.used_blocks + p.waiting_blocks) / max(p.total_blocks, 1))
+    scale = load.total_blocks / max(scarcest.total_blocks, 1)
+    kept = sum(headroom.get(priority, 0.0) for priority in _running(load)) if headroom else 0.0
+    held = scale * (scarcest.used_blocks + scarcest.head_blocks) + kept
+    behind = scale * (scarcest.waiting_blocks - scarcest.head_blocks)
+    return Usage(math.inf if terminating else held, behind)
+
+
+def _running(load: EngineLoad) -> Iterable[int]:
+    """Priorities that have a running request."""
+    if not load.classes:
+        return (0,) if load.running else ()
+    return (one.priority for one in load.classes if one.running)

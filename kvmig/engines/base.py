@@ -16,8 +16,30 @@ import msgspec
 from kvmig.ground.layout import KVLayout
 
 
+class ClassLoad(msgspec.Struct, frozen=True):
+    """What the requests of one priority hold. Sizes in KV blocks, counts in requests."""
+
+    priority: int
+    running: int
+    waiting: int
+    used_blocks: int
+    """Of those that run."""
+
+
+class GroupLoad(msgspec.Struct, frozen=True):
+    """A pool of KV blocks beside the first, in an engine that has several. In its own blocks."""
+
+    total_blocks: int
+    used_blocks: int
+    head_blocks: int
+    waiting_blocks: int
+
+
 class EngineLoad(msgspec.Struct, frozen=True):
-    """What an instance holds now. Sizes in KV blocks, counts in requests."""
+    """What an instance holds now: of one size however many requests it has.
+
+    Sizes in KV blocks, counts in requests.
+    """
 
     total_blocks: int
     used_blocks: int
@@ -27,6 +49,10 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """Demand of the request at the head of the queue (0 when none waits)."""
     waiting_blocks: int
     """Demand of all waiting requests."""
+    classes: tuple[ClassLoad, ...] = ()
+    """One a priority that has requests here; empty: all are of priority 0."""
+    groups: tuple[GroupLoad, ...] = ()
+    """Further pools of blocks."""
 
 
 class RequestState(msgspec.Struct, frozen=True):

@@ -36,7 +36,7 @@ class Instance(BaseModel):
     waiting: int
     freeness: float | None = Field(
         description="Blocks by which each of its requests can grow; below 0 when overloaded, "
-        "null when it is idle (infinite)."
+        "null when it is idle or draining (infinite)."
     )
     migrations_in: int = Field(description="Under way now.")
     migrations_out: int = Field(description="Under way now.")

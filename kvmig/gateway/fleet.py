@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from kvmig.controlplane.dispatch import dispatch_policy
+from kvmig.controlplane.dispatch import NewRequest
 from kvmig.controlplane.messages import LoadReport, Member
+from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.view import InstanceView, ViewBuilder
 from kvmig.gateway.errors import InstanceLost, UnknownInstance
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.links import Link, Listener
 from kvmig.ground.clock import Clock
-from kvmig.ground.config import Policy
 from kvmig.ground.errors import NoInstance
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.wire import Frame
@@ -42,8 +42,8 @@ class Fleet:
         self._clock = clock
         self._lost_after_s = lost_after_s
         self._listener = listener
-        self._dispatch = dispatch_policy(policy)
-        self._view = ViewBuilder()
+        self._dispatch = policy.dispatcher()
+        self._view = ViewBuilder(headroom=policy.headroom)
         self._links: dict[str, Link] = {}
         self._indexes: dict[str, int] = {}
         self._heard: dict[str, float] = {}
@@ -113,9 +113,8 @@ class Fleet:
         now = self._clock()
         while True:
             try:
-                instance = self._dispatch.pick(
-                    self._view.view(now), demand_blocks, priority
-                ).instance
+                request = NewRequest(demand_blocks, priority)
+                instance = self._dispatch.pick(self._view.view(now), request).instance
                 self.send(instance, message, payload)
             except NoInstance:
                 raise NoInstance("no instance is connected that could take the request") from None

@@ -23,6 +23,7 @@ from kvmig.controlplane.messages import (
     Span,
     Submit,
 )
+from kvmig.controlplane.policy import policy_of
 from kvmig.gateway.arbiter import FENCE_TIMEOUT_S, Arbiter
 from kvmig.gateway.calls import Calls
 from kvmig.gateway.errors import InstanceLost
@@ -76,7 +77,7 @@ class Router:
         self._clock = clock
         self._table = RequestTable()
         self._calls = Calls()
-        self._fleet = Fleet(name, secret, config.scheduler.policy, clock, lost_after_s, self)
+        self._fleet = Fleet(name, secret, policy_of(config.scheduler), clock, lost_after_s, self)
         self._questions = Questions(self._calls, self._fleet)
         self._arbiter = Arbiter(self._table, self._calls, self._fleet.send, fence_timeout_s)
         self._migrations = Migrations(

@@ -8,11 +8,20 @@ import msgspec
 
 from kvmig.ground.errors import ConfigError
 from kvmig.ground.priorities import NORMAL, PriorityClass, check_classes
+from kvmig.ground.scaling import ScalingConfig, check_scaling
 
-Policy = Literal["round-robin", "least-loaded", "freeness"]
+PolicyName = Literal[
+    "kvmig",
+    "freeness",
+    "llumnix",
+    "llumnix-base",
+    "llumnix-artifact",
+    "least-loaded",
+    "round-robin",
+]
 Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl", "gloo", "nccl"]
 Following = Literal["auto", "always", "never"]
-POLICIES: tuple[str, ...] = get_args(Policy)
+POLICIES: tuple[str, ...] = get_args(PolicyName)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 FOLLOWING: tuple[str, ...] = get_args(Following)
 
@@ -51,19 +60,19 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The global scheduler: dispatch and rebalancing.
+    """The global scheduler: dispatch and migration.
 
-    Freeness is in KV blocks a request, see `kvmig.controlplane.freeness`.
+    Freeness is in KV blocks a request, see `kvmig.controlplane.freeness`; None: the policy's own.
     """
 
-    policy: Policy = "freeness"
+    policy: PolicyName = "kvmig"
     migration: bool = True
     round_ms: float = 200.0
-    source_below: float = 3.0
+    source_below: float | None = None
     """An instance whose freeness is under this is a source of migrations."""
-    destination_above: float = 6.0
+    destination_above: float | None = None
     """An instance whose freeness is over this may take requests in."""
-    min_gain: float = 1.0
+    min_gain: float | None = None
     """Least predicted growth of the lower freeness of two that makes a pair worth it."""
 
 
@@ -82,6 +91,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long SIGTERM lets running requests finish."""
     migration: MigrationConfig = MigrationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    scaling: ScalingConfig | None = None
+    """None: as many instances as at the start."""
     priorities: tuple[PriorityClass, ...] = (NORMAL,)
     """First to run first; one has priority 0."""
 
@@ -100,12 +111,14 @@ def check(config: ClusterConfig) -> ClusterConfig:
         (scheduler.policy in POLICIES, "--policy", scheduler.policy, " or ".join(POLICIES)),
         (scheduler.round_ms > 0, "--round-ms", scheduler.round_ms, "more than 0"),
         (
-            scheduler.source_below <= scheduler.destination_above,
+            scheduler.source_below is None
+            or scheduler.destination_above is None
+            or scheduler.source_below <= scheduler.destination_above,
             "--migrate-below",
             scheduler.source_below,
             f"at most --migrate-above ({scheduler.destination_above})",
         ),
-        (scheduler.min_gain >= 0, "--min-gain", scheduler.min_gain, "0 or more"),
+        ((scheduler.min_gain or 0) >= 0, "--min-gain", scheduler.min_gain, "0 or more"),
         (migration.chunk_ms > 0, "--chunk-ms", migration.chunk_ms, "more than 0"),
         (migration.chunk_bytes >= 4096, "--chunk-bytes", migration.chunk_bytes, "4096 or more"),
         (migration.staging_chunks >= 1, "--staging-chunks", migration.staging_chunks, "1 or more"),
@@ -148,4 +161,6 @@ def check(config: ClusterConfig) -> ClusterConfig:
         if not holds:
             raise ConfigError(f"{field} is {value}, must be {allowed}")
     check_classes(config.priorities)
+    if config.scaling is not None:
+        check_scaling(config.scaling, config.instances)
     return config

@@ -1,0 +1,74 @@
+"""Policies by name: each says who gets a new request, what moves, and which of its requests.
+
+The front end makes the dispatcher, the scheduler runs the rounds, llumlets choose victims;
+the simulator runs the same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from kvmig.controlplane.dispatch import Dispatch, Freest, LeastLoaded, RoomiestAfter, RoundRobin
+from kvmig.controlplane.rebalance import Rounds
+from kvmig.controlplane.victims import VictimRule
+from kvmig.ground.config import PolicyName, SchedulerConfig
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to run a cluster."""
+
+    name: PolicyName
+    dispatcher: Callable[[], Dispatch]
+    rounds: Rounds | None = None
+    """None: nothing moves by itself."""
+    victims: VictimRule = VictimRule()
+    headroom: bool = True
+    """Whether the headroom of priorities counts as usage."""
+
+
+_PAPER = Rounds(queued="head", destination_above=3.0, min_gain=0.0)
+_PAPER_VICTIMS = VictimRule(cooldown_s=0.0, min_output_tokens=1)
+
+_POLICIES = (
+    Policy(name="round-robin", dispatcher=RoundRobin),
+    Policy(name="least-loaded", dispatcher=LeastLoaded),
+    Policy(name="freeness", dispatcher=RoomiestAfter),
+    Policy(
+        name="llumnix",
+        dispatcher=lambda: Freest("head"),
+        rounds=_PAPER,
+        victims=_PAPER_VICTIMS,
+    ),
+    Policy(
+        name="llumnix-base",
+        dispatcher=lambda: Freest("head"),
+        rounds=_PAPER,
+        victims=_PAPER_VICTIMS,
+        headroom=False,
+    ),
+    Policy(
+        name="llumnix-artifact",
+        dispatcher=lambda: Freest("all"),
+        rounds=msgspec.structs.replace(_PAPER, queued="all"),
+        victims=_PAPER_VICTIMS,
+    ),
+    Policy(name="kvmig", dispatcher=RoomiestAfter, rounds=Rounds()),
+)
+POLICIES = {one.name: one for one in _POLICIES}
+
+
+def policy_of(config: SchedulerConfig) -> Policy:
+    """The policy by its name, with the thresholds that the config gives."""
+    policy = POLICIES[config.policy]
+    if not config.migration:
+        return msgspec.structs.replace(policy, rounds=None)
+    if policy.rounds is None:
+        return policy
+    given = {
+        field: value
+        for field in ("source_below", "destination_above", "min_gain")
+        if (value := getattr(config, field)) is not None
+    }
+    return msgspec.structs.replace(policy, rounds=msgspec.structs.replace(policy.rounds, **given))
