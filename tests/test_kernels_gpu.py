@@ -121,6 +121,17 @@ def test_the_memory_of_a_refused_launch_is_kept_until_its_upload_is_over() -> No
     world.assert_all_comes_back()
 
 
+def test_memory_of_a_call_whose_end_is_not_marked_is_nobody_elses_until_the_end() -> None:
+    world = World()
+    world.device.fails = "record"
+    with pytest.raises(KvmigError, match="record: out of luck"):
+        world.start()
+    world.device.fails = ""
+    world.start().wait()
+    assert len(world.device.buffers) == 4
+    world.assert_all_comes_back()
+
+
 def test_a_device_that_fails_meanwhile_is_an_error_of_the_call() -> None:
     world = World(late=1)
     call = world.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmig.engines.base import Emitted, Frame
 from kvmig.models import BUNDLED
+from tests.environment import environment
 
 if TYPE_CHECKING:
     from kvmig.engines.vllm.serving import ServingVllm
@@ -45,7 +45,6 @@ def remembered(worker: Any) -> list[str]:
 
 def start(async_scheduling: bool, arguments: list[str], unit_tokens: int) -> ServingVllm:
     """An engine that nobody steps yet."""
-    os.environ.update(ENVIRONMENT)
     from kvmig.engines.vllm import flags
 
     flags.set_environment()  # vLLM reads it when it is imported
@@ -73,7 +72,8 @@ class Side:
         unit_tokens: int = 0,
         model: Path = BUNDLED,
     ) -> None:
-        with warnings.catch_warnings():
+        # Servers that other tests start must not inherit what an engine sets in here.
+        with environment(ENVIRONMENT), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             arguments = [str(model), *FLAGS, *own_flags]
             self.engine = start(async_scheduling, arguments, unit_tokens)

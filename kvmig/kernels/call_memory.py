@@ -90,6 +90,7 @@ class CallMemoryPool:
         self._device = device
         self._free: list[CallMemory] = []
         self._flying: list[Queued] = []
+        self._unmarked: list[CallMemory] = []
         self.lock = threading.Lock()
 
     def take(self, nbytes: int) -> CallMemory:
@@ -103,8 +104,17 @@ class CallMemoryPool:
         return self._make(max(SMALLEST, 1 << (nbytes - 1).bit_length()))
 
     def fly(self, memory: CallMemory, stream: int, sums_at: int = 0, count: int = 0) -> Queued:
-        """What is queued on `stream` now is the call that uses `memory`."""
-        self._device.record(memory.event, stream)
+        """What is queued on `stream` now is the call that uses `memory`.
+
+        Raises KvmigError if the device can't mark the call's end. The call may run, so nobody
+        else gets its memory; `close` frees it.
+        """
+        try:
+            self._device.record(memory.event, stream)
+        except BaseException:
+            with self.lock:
+                self._unmarked.append(memory)
+            raise
         call = Queued(self, memory, sums_at, count)
         with self.lock:
             self._flying.append(call)
@@ -118,14 +128,16 @@ class CallMemoryPool:
         self._free.append(memory)
 
     def close(self) -> None:
-        """Free what no call uses. Raises KvmigError."""
+        """Free what no call uses; freeing waits for the device. Raises KvmigError."""
         with self.lock:
             self._flying = [call for call in self._flying if not call.settle()]
+            self._free += self._unmarked
+            self._unmarked.clear()
             while self._free:
                 memory = self._free.pop()
-                self._device.destroy_event(memory.event)
+                self._device.free(memory.device)  # first: it is what waits
                 self._device.free_pinned(memory.pinned)
-                self._device.free(memory.device)
+                self._device.destroy_event(memory.event)
 
     def _make(self, nbytes: int) -> CallMemory:
         pinned = self._device.allocate_pinned(nbytes)
