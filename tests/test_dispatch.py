@@ -20,7 +20,8 @@ from kvmig.controlplane.dispatch import (
 )
 from kvmig.controlplane.messages import LoadReport, Member
 from kvmig.controlplane.policy import POLICIES
-from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
+from kvmig.controlplane.view import ClusterView, InstanceView
+from kvmig.controlplane.view_builder import ViewBuilder
 from kvmig.controlplane.virtual_usage import usage
 from kvmig.engines.base import EngineLoad
 from kvmig.ground.config import PolicyName

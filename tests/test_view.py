@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.controlplane.columns import FIELDS
 from kvmig.controlplane.messages import LoadReport, Member
-from kvmig.controlplane.view import InstanceView, ViewBuilder
+from kvmig.controlplane.view import ClusterView
+from kvmig.controlplane.view_builder import ViewBuilder
 from kvmig.engines.base import EngineLoad
 
 
@@ -77,13 +83,38 @@ def test_an_instance_at_a_new_endpoint_starts_anew() -> None:
     assert used(views) == {"a": 20}
 
 
-def test_a_view_does_not_change_any_more() -> None:
-    views = builder("a")
-    before = views.view(0.0)
-    views.report(report("a", 1, used=10), 0.0)
-    assert before.instances == (InstanceView(instance="a", endpoint="tcp://a"),)
+def test_policies_cannot_change_what_they_see() -> None:
+    columns = builder("a").view(0.0).columns
+    with pytest.raises(ValueError, match="read-only"):
+        columns.used[0] = 5
 
 
-def test_between_two_reports_views_share_their_instances() -> None:
-    views = builder("a")
-    assert views.view(0.0).instances is views.view(1.0).instances
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("join"), st.sampled_from("abc"), st.just(0)),
+            st.tuples(st.just("leave"), st.sampled_from("abc"), st.just(0)),
+            st.tuples(st.just("report"), st.sampled_from("abc"), st.integers(0, 100)),
+            st.tuples(st.just("dispatched"), st.sampled_from("abc"), st.integers(0, 9)),
+        )
+    )
+)
+def test_the_columns_always_show_what_the_instances_say(
+    events: list[tuple[str, str, int]],
+) -> None:
+    views = builder()
+    for now, (what, name, blocks) in enumerate(events):
+        match what:
+            case "join":
+                views.join(Member(name, f"tcp://{name}"))
+            case "leave":
+                views.leave(name)
+            case "report":
+                views.report(report(name, now, used=blocks), now)
+            case _:
+                views.dispatched(name, blocks, now)
+        view = views.view(now)
+        anew = ClusterView(now, view.instances).columns
+        assert len(anew) == len(view.columns)
+        for field in FIELDS:
+            assert list(getattr(anew, field)) == list(getattr(view.columns, field))

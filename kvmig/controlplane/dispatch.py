@@ -9,12 +9,16 @@ from __future__ import annotations
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from kvmig.controlplane.freeness import Queued, batch_size, free_blocks, freeness, slack
+from kvmig.controlplane.columns import Column, Columns, Mask
+from kvmig.controlplane.freeness import Queued, batch_sizes, free_blocks_of
 from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.ground.errors import NoInstance
 
-_STATES = {"serving": 0, "starting": 1, "draining": 2}
+_IDLE = 1e12
+"""Weight of an idle instance's slack: above all others, and the more the more it has."""
 
 
 class NewRequest(msgspec.Struct, frozen=True):
@@ -34,18 +38,17 @@ class Dispatch(Protocol):
         ...
 
 
-def candidates(view: ClusterView, demand_blocks: float) -> list[InstanceView]:
-    """The instances to choose from: the best kind there is, in the view's order."""
-
-    def kind(one: InstanceView) -> tuple[bool, int, bool]:
-        state = _STATES.get(one.state, len(_STATES))
-        return view.stale(one), state, demand_blocks > one.load.total_blocks
-
-    kinds = [kind(one) for one in view.instances]
-    if not kinds:
+def candidates(view: ClusterView, demand_blocks: float) -> Mask:
+    """The rows to choose from: of the best kind there is."""
+    columns = view.columns
+    if not len(columns):
         raise NoInstance("no instance to run a request on: the cluster has none")
-    best = min(kinds)
-    return [one for one, its in zip(view.instances, kinds, strict=True) if its == best]
+    fits = columns.total >= demand_blocks
+    good: Mask = (columns.open_until >= view.now) & fits
+    if good.any():
+        return good
+    kinds = (columns.fresh_until < view.now) * 100 + columns.state * 10 + ~fits
+    return np.asarray(kinds == kinds.min())
 
 
 class Rotation:
@@ -54,12 +57,11 @@ class Rotation:
     def __init__(self) -> None:
         self._taken = -1
 
-    def take(self, view: ClusterView, tied: list[InstanceView]) -> InstanceView:
-        """One of `tied`, which is not empty and in the view's order."""
-        places = {one.instance: place for place, one in enumerate(view.instances)}
-        chosen = min(tied, key=lambda one: places[one.instance] <= self._taken)
-        self._taken = places[chosen.instance]
-        return chosen
+    def take(self, rows: NDArray[np.intp]) -> int:
+        """One of `rows`, which are not empty and in order."""
+        after = int(np.searchsorted(rows, self._taken, side="right"))
+        self._taken = int(rows[after if after < len(rows) else 0])
+        return self._taken
 
 
 class RoundRobin:
@@ -70,7 +72,8 @@ class RoundRobin:
 
     def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:
         """The next one."""
-        return self._rotation.take(view, candidates(view, request.demand_blocks))
+        rows = np.flatnonzero(candidates(view, request.demand_blocks))
+        return view.instances[self._rotation.take(rows)]
 
 
 class _Best:
@@ -79,28 +82,28 @@ class _Best:
     def __init__(self) -> None:
         self._rotation = Rotation()
 
-    def score(self, one: InstanceView, demand_blocks: float) -> float:
-        """How well the request would be there."""
+    def scores(self, columns: Columns, demand_blocks: float) -> Column:
+        """How well the request would be at each."""
         raise NotImplementedError
 
     def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:
         """The one with the highest score, then with the fewest requests."""
-        demand = request.demand_blocks
-        ranked = [
-            ((self.score(one, demand), -one.requests), one) for one in candidates(view, demand)
-        ]
-        best = max(rank for rank, _ in ranked)
-        return self._rotation.take(view, [one for rank, one in ranked if rank == best])
+        good = candidates(view, request.demand_blocks)
+        scores = np.where(good, self.scores(view.columns, request.demand_blocks), -np.inf)
+        rows = np.flatnonzero(good & (scores == scores.max()))
+        if len(rows) > 1:
+            requests = view.columns.requests[rows]
+            rows = rows[requests == requests.min()]
+        return view.instances[self._rotation.take(rows)]
 
 
 class LeastLoaded(_Best):
     """The lowest share of memory in use or queued for: INFaaS++ of the paper."""
 
-    def score(self, one: InstanceView, demand_blocks: float) -> float:
+    def scores(self, columns: Columns, demand_blocks: float) -> Column:
         """Less load is better."""
-        load = one.load
-        demand = load.used_blocks + load.waiting_blocks + one.pending_blocks
-        return -demand / max(load.total_blocks, 1)
+        free = columns.free + columns.kept - columns.behind
+        return free / np.maximum(columns.total, 1)
 
 
 class Freest(_Best):
@@ -114,9 +117,10 @@ class Freest(_Best):
         super().__init__()
         self.queued: Queued = queued
 
-    def score(self, one: InstanceView, demand_blocks: float) -> float:
+    def scores(self, columns: Columns, demand_blocks: float) -> Column:
         """More freeness is better."""
-        return freeness(free_blocks(one, self.queued), batch_size(one, self.queued))
+        free, batch = free_blocks_of(columns, self.queued), batch_sizes(columns, self.queued)
+        return np.where((batch == 0) & (free >= 0), np.inf, free / np.maximum(batch, 1))
 
 
 class RoomiestAfter(_Best):
@@ -126,7 +130,8 @@ class RoomiestAfter(_Best):
     one that it fits on is best.
     """
 
-    def score(self, one: InstanceView, demand_blocks: float) -> float:
+    def scores(self, columns: Columns, demand_blocks: float) -> Column:
         """More slack is better."""
-        free, batch = free_blocks(one, "all") - demand_blocks, batch_size(one, "all")
-        return slack(free, batch + 1 if batch else 0)
+        free = columns.free - columns.behind - demand_blocks
+        weight = np.where(columns.requests == 0, _IDLE, 1 / (columns.requests + 1))
+        return np.where(free < 0, free, free * weight)

@@ -12,6 +12,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
+
+from kvmig.controlplane.columns import Column, Columns
 from kvmig.controlplane.view import InstanceView
 
 Queued = Literal["head", "all"]
@@ -56,3 +59,24 @@ def batch_size(one: InstanceView, queued: Queued = "head") -> int:
 def instance_freeness(one: InstanceView) -> float:
     """The paper's F of an instance, for reports and metrics."""
     return freeness(free_blocks(one), batch_size(one))
+
+
+# -- the same over all instances
+
+
+def free_blocks_of(columns: Columns, queued: Queued) -> Column:
+    """`free_blocks` of each."""
+    return columns.free - columns.behind if queued == "all" else columns.free
+
+
+def batch_sizes(columns: Columns, queued: Queued) -> Column:
+    """`batch_size` of each."""
+    if queued == "all":
+        return columns.requests
+    return np.where(columns.running > 0, columns.running, columns.requests > 0)
+
+
+def slacks(free: Column, batch: Column) -> Column:
+    """`slack` of each."""
+    quotients = np.where(batch == 0, np.inf, free / np.maximum(batch, 1))
+    return np.where(free < 0, free, quotients)

@@ -16,7 +16,7 @@ from kvmig.controlplane.child import announce, until_stopped
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.scheduler import Scheduler
-from kvmig.controlplane.view import ViewBuilder
+from kvmig.controlplane.view_builder import ViewBuilder
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import PeerError, StartupError, TransportError

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from kvmig.engines.base import EngineLoad, GroupLoad
+from kvmig.engines.base import ClassLoad, EngineLoad, GroupLoad
 
 Place = Literal["running", "head", "behind", "terminating"]
 """Where a request stands; `terminating` is the fake one that empties an instance."""
@@ -55,6 +55,10 @@ class Usage(NamedTuple):
     """The sum of `virtual_usage`."""
     behind: float
     """Demand of those behind the head, which weigh nothing in the paper."""
+    kept: float
+    """Headroom, a part of `virtual`."""
+    lower: float
+    """Held by running requests whose priority comes after one with headroom."""
 
 
 def usage(
@@ -68,14 +72,17 @@ def usage(
     pools: tuple[EngineLoad | GroupLoad, ...] = (load, *load.groups)
     scarcest = max(pools, key=lambda p: (p.used_blocks + p.waiting_blocks) / max(p.total_blocks, 1))
     scale = load.total_blocks / max(scarcest.total_blocks, 1)
-    kept = sum(headroom.get(priority, 0.0) for priority in _running(load)) if headroom else 0.0
+    kept, lower = _headroom(load, headroom) if headroom else (0.0, 0.0)
     held = scale * (scarcest.used_blocks + scarcest.head_blocks) + kept
     behind = scale * (scarcest.waiting_blocks - scarcest.head_blocks)
-    return Usage(math.inf if terminating else held, behind)
+    return Usage(math.inf if terminating else held, behind, kept, lower)
 
 
-def _running(load: EngineLoad) -> Iterable[int]:
-    """Priorities that have a running request."""
-    if not load.classes:
-        return (0,) if load.running else ()
-    return (one.priority for one in load.classes if one.running)
+def _headroom(load: EngineLoad, headroom: Headroom) -> tuple[float, float]:
+    """(headroom that is kept, blocks held by those who come after its owners)."""
+    classes = load.classes or (ClassLoad(0, load.running, load.waiting, load.used_blocks),)
+    owners = [one.priority for one in classes if one.running and headroom.get(one.priority)]
+    if not owners:
+        return 0.0, 0.0
+    lower = sum(one.used_blocks for one in classes if one.priority > min(owners))
+    return sum(headroom[priority] for priority in owners), lower

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from kvmig.controlplane.dispatch import NewRequest
 from kvmig.controlplane.messages import LoadReport, Member
 from kvmig.controlplane.policy import Policy
-from kvmig.controlplane.view import InstanceView, ViewBuilder
+from kvmig.controlplane.view import InstanceView
+from kvmig.controlplane.view_builder import ViewBuilder
 from kvmig.gateway.errors import InstanceLost, UnknownInstance
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.links import Link, Listener
