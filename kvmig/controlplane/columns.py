@@ -57,7 +57,7 @@ class Columns:
         ) = (_read_only(column) for column in self._table)
 
     def __len__(self) -> int:
-        return self._table.shape[1]
+        return len(self.total)
 
     def set(self, row: int, values: tuple[float, ...]) -> None:
         """Replace a row."""

@@ -102,8 +102,8 @@ class LeastLoaded(_Best):
 
     def scores(self, columns: Columns, demand_blocks: float) -> Column:
         """Less load is better."""
-        free = columns.free + columns.kept - columns.behind
-        return free / np.maximum(columns.total, 1)
+        free: Column = columns.free + columns.kept - columns.behind
+        return np.divide(free, np.maximum(columns.total, 1))
 
 
 class Freest(_Best):
