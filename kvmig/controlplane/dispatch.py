@@ -103,7 +103,8 @@ class LeastLoaded(_Best):
     def scores(self, columns: Columns, demand_blocks: float) -> Column:
         """Less load is better."""
         free: Column = columns.free + columns.kept - columns.behind
-        return np.divide(free, np.maximum(columns.total, 1))
+        share: Column = free / np.maximum(columns.total, 1)
+        return share
 
 
 class Freest(_Best):
