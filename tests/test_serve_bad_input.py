@@ -61,6 +61,8 @@ REFUSED = [
     ([MODEL, "--instances", "two"], "argument --instances: invalid int value: 'two'"),
     ([MODEL, "--policy", "best"], "--policy is best, must be kvmig or"),
     ([MODEL, "--transport", "ftp"], "--transport is ftp, must be auto or shm or tcp"),
+    ([MODEL, "--silent-after", "0"], "--silent-after is 0.0, must be more than 0"),
+    ([MODEL, "--max-crashes", "0"], "--max-crashes is 0, must be 1 or more"),
     ([MODEL, "--chunk-bytes", "1"], "--chunk-bytes is 1, must be 4096 or more"),
 ]
 

@@ -66,9 +66,13 @@ class Pair:
         priority: int = 0,
         resumable: bool = False,
         images: list[MultiModalFeatureSpec] | None = None,
+        again: Sequence[int] = (),
         **params: Any,
     ) -> None:
-        """A new request: greedy, 60 tokens, with log-probabilities, unless `params` differ."""
+        """A new request: greedy, 60 tokens, with log-probabilities, unless `params` differ.
+
+        again: output tokens that it has from elsewhere.
+        """
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.serial_utils import MsgpackEncoder
@@ -78,7 +82,7 @@ class Pair:
             request_id, list(prompt), images, SamplingParams(**wanted), None, time.time(), lora,
             None, None, priority=priority, resumable=resumable,
         )  # fmt: skip
-        side.engine.submit(1, MsgpackEncoder().encode(request))
+        side.engine.submit(1, request_id, MsgpackEncoder().encode(request), again)
         side.engine._builder.submit(lambda: None).result(10)
 
     async def settle(self) -> None:

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import msgspec
 
+from kvmig.cli.fault_flags import add_fault_flags, fault_config
 from kvmig.cli.priority_flags import add_priority_flags, priority_classes
 from kvmig.cli.quantity import quantity
 from kvmig.ground.config import (
@@ -115,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
     )
 
     add_priority_flags(root)
+    add_fault_flags(root)
 
     group = root.add_argument_group("migration")
     group.add_argument(
@@ -207,6 +209,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
             start_timeout_s=flags.start_timeout,
             drain_timeout_s=flags.drain_timeout,
             priorities=priority_classes(flags),
+            faults=fault_config(flags),
             scheduler=SchedulerConfig(
                 policy=flags.policy,
                 migration=not flags.no_migration,

@@ -183,8 +183,9 @@ class Llumlet:
 
     def _submit(self, sender: bytes, message: Submit, payload: list[memoryview]) -> None:
         gateway = self._fronts.name(sender)
-        self._tracking.begin(message.request_id, message.epoch, 0, gateway)
-        self._engine.submit(self._fronts.number(sender), payload)
+        known = message.output_token_ids
+        self._tracking.begin(message.request_id, 0, len(known), gateway)
+        self._engine.submit(self._fronts.number(sender), message.request_id, payload, known)
 
     def _abort(self, request_ids: list[str]) -> None:
         self._engine.abort(request_ids)
@@ -300,7 +301,8 @@ class Llumlet:
             now = monotonic()
             due = (now - sent_at) * 1000 >= self._config.report_ms
             # Blocks grow with every few steps; only who is there is news at once.
-            news = (load.running, load.waiting, *moving)
+            state = self._state()
+            news = (state, load.running, load.waiting, *moving)
             if due or news != self._reported:
                 self._reported, sent_at = news, now
                 self._seq += 1
@@ -309,11 +311,17 @@ class Llumlet:
                     self._seq,
                     load,
                     *moving,
+                    state=state,
                     staging_used=self._migrations.staging_used,
                 )
                 for sender in self._fronts.listeners():
                     self._send(sender, report)
             await asyncio.sleep(min(CHANGE_PERIOD_S, self._config.report_ms / 1000))
+
+    def _state(self) -> str:
+        if self._failed.done():
+            return "failed"
+        return "hung" if self._engine.step_s() > self._config.faults.hung_after_s else "serving"
 
     # -- helpers
 

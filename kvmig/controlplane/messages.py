@@ -33,7 +33,7 @@ class LoadReport(Message, frozen=True, tag=True):
     migrations_in: int
     migrations_out: int
     state: str = "serving"
-    """starting, serving or draining."""
+    """starting, serving, draining, hung (its present step takes too long) or failed."""
     staging_used: int = 0
     """Staging buffers that migrations out of it hold."""
     headroom: dict[int, float] = msgspec.field(default_factory=dict)
@@ -49,7 +49,9 @@ class Submit(Message, frozen=True, tag=True):
     """Front end: run this request (payload frames: the adapter's encoding)."""
 
     request_id: str
-    epoch: int = 0
+    """The run's own id, see `kvmig.gateway.requests.Entry`."""
+    output_token_ids: tuple[int, ...] = ()
+    """It ran elsewhere and goes on after these."""
 
 
 class AbortRequests(Message, frozen=True, tag=True):

@@ -242,8 +242,22 @@ class ServingEngine(Engine, Protocol):
         """Start stepping; the callbacks run on the event loop that is running now."""
         ...
 
-    def submit(self, client: int, payload: Sequence[Frame]) -> None:
-        """Run a new request (the front end's adapter encoded it)."""
+    def submit(
+        self,
+        client: int,
+        request_id: str,
+        payload: Sequence[Frame],
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Run a request (the front end's adapter encoded it) under this id.
+
+        output_token_ids: it ran elsewhere and goes on after these, as if it had run here.
+        One that can't ends with an error among the outputs.
+        """
+        ...
+
+    def step_s(self) -> float:
+        """For how many seconds the present step has been running; 0 between steps."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:

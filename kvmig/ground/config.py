@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from kvmig.ground.errors import ConfigError
+from kvmig.ground.faults import FaultConfig, check_faults
 from kvmig.ground.priorities import NORMAL, PriorityClass, check_classes
 from kvmig.ground.scaling import ScalingConfig, check_scaling
 
@@ -95,6 +96,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: as many instances as at the start."""
     priorities: tuple[PriorityClass, ...] = (NORMAL,)
     """First to run first; one has priority 0."""
+    faults: FaultConfig = FaultConfig()
 
 
 def check(config: ClusterConfig) -> ClusterConfig:
@@ -163,4 +165,5 @@ def check(config: ClusterConfig) -> ClusterConfig:
     check_classes(config.priorities)
     if config.scaling is not None:
         check_scaling(config.scaling, config.instances)
+    check_faults(config.faults)
     return config

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -54,6 +55,8 @@ class StepCore(EngineCoreProc):
         self.after_step: Callable[[], None] = lambda: None
         """Called on the engine's thread after each step, before that."""
         self.failed: BaseException | None = None
+        self.step_began: float | None = None
+        """When the present step began (time.monotonic); None between steps."""
         # What EngineCoreProc.__init__ sets besides sockets and threads.
         self.engine_index = 0
         self.engines_running = False
@@ -162,7 +165,11 @@ class StepCore(EngineCoreProc):
             future.set_exception(error)
 
     def _process_engine_step(self) -> bool:
-        executed = super()._process_engine_step()
+        self.step_began = time.monotonic()
+        try:
+            executed = super()._process_engine_step()
+        finally:
+            self.step_began = None
         self.after_step()
         self.between_steps()
         return executed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +11,17 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.executor import Executor
+from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Emitted, Frame, OnCallDone, OnOutputs
+from kvmig.engines.vllm import rerun
 from kvmig.engines.vllm.adapter import VllmEngine
 from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.draws import generator_after
+from kvmig.engines.vllm.payload import Progress, encode_request
 from kvmig.engines.vllm.warmup import warm_up_requests
+from kvmig.ground.errors import MigrationRefused
 
 _WARM_UP_TIMEOUT_S = 300.0
 
@@ -56,13 +62,26 @@ class ServingVllm(VllmEngine):
 
         self._core.start(exited)
 
-    def submit(self, client: int, payload: Sequence[Frame]) -> None:
+    def submit(
+        self,
+        client: int,
+        request_id: str,
+        payload: Sequence[Frame],
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
         frames = [bytes(frame) for frame in payload]
         request: EngineCoreRequest = self._request_decoder.decode(frames)
         request.client_index = client
-        self._submitted[request.request_id] = frames
+        if request.request_id != request_id:
+            request.request_id = request_id
+            frames = encode_request(request)
+        self._submitted[request_id] = frames
         # On one thread, in order: hashing a long prompt would hold the event loop.
-        self._builder.submit(self._add, request)
+        self._builder.submit(self._add, request, list(output_token_ids))
+
+    def step_s(self) -> float:
+        began = self._core.step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -80,7 +99,7 @@ class ServingVllm(VllmEngine):
         loop = asyncio.get_running_loop()
         for request in warm_up_requests(self._core.vllm_config):
             self._warming[request.request_id] = loop.create_future()
-            self.submit(0, MsgpackEncoder().encode(request))
+            self.submit(0, request.request_id, encode_request(request))
         await asyncio.wait_for(asyncio.gather(*self._warming.values()), _WARM_UP_TIMEOUT_S)
         self._warming.clear()
 
@@ -96,11 +115,31 @@ class ServingVllm(VllmEngine):
 
     # -- from the engine's and the builder's threads
 
-    def _add(self, request: EngineCoreRequest) -> None:
-        try:
-            self._core.add(request)
-        except Exception:  # noqa: BLE001 - vLLM's own answer: logged, and ended as an error
+    def _add(self, request: EngineCoreRequest, output_token_ids: list[int]) -> None:
+        def refuse() -> None:
+            # vLLM's own answer: logged, and ended as an error.
             self._core._handle_request_preproc_error(request)
+
+        def enter(built: Request, generator: bytes | None) -> None:
+            try:
+                rerun.go_on(self._core, built, generator)
+            except Exception:  # noqa: BLE001 - reported by `refuse`
+                refuse()
+
+        try:
+            if not output_token_ids:
+                self._core.add(request)
+                return
+            reason = rerun.not_again(request, self._core.vllm_config)
+            if reason:
+                raise MigrationRefused("unsupported", reason)
+            rerun.without_what_was_sent(request)
+            built = self._build(request, Progress(output_token_ids, 0, prefilled=True))
+            params = request.sampling_params
+            generator = generator_after(self._core, params, len(output_token_ids))
+            self._core.call(lambda: enter(built, generator))
+        except Exception:  # noqa: BLE001 - reported by `refuse`
+            refuse()
 
     def _deliver(self, client: int, outputs: EngineCoreOutputs) -> None:
         if self._loop is not None and not self._loop.is_closed():

@@ -1,0 +1,126 @@
+"""A request that was lost with its engine goes on elsewhere from the tokens that its client has."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from tests.vllm_pair import Output, Pair
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [40 + number * number % 90 for number in range(100)]
+LONG = [40 + number * number % 90 for number in range(300)]
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def engines(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(async_scheduling=request.param == "async")
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+async def pair(engines: Pair) -> AsyncIterator[Pair]:
+    engines.begin()
+    yield engines
+    await engines.assert_empty()
+
+
+async def rest_of(pair: Pair, prompt: list[int], whole: Output, known: int, **params: Any) -> None:
+    """Run the request again from `known` tokens: the rest is what came the first time."""
+    pair.submit(pair.b, "again", prompt, again=whole.tokens[:known], **params)
+    rest = await pair.finish("again")
+
+    assert whole.tokens[:known] + rest.tokens == whole.tokens
+    assert rest.logprobs == [pytest.approx(one, abs=1e-4) for one in whole.logprobs[known:]]
+    assert rest.finish_reason == whole.finish_reason
+
+
+@pytest.mark.parametrize("known", [1, 40])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.9, "seed": 7, "top_p": 0.9},
+        {"temperature": 1.2, "seed": 8, "top_k": 20, "min_p": 0.01},
+        {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+        {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.7},
+        {"temperature": 1.5, "seed": 5, "min_tokens": 59, "stop_token_ids": [60, 61, 62]},
+        {"temperature": 1.0, "seed": 6, "allowed_token_ids": [50, 51, 52, 53]},
+    ],
+    ids=str,
+)
+async def test_the_rest_equals_that_of_an_undisturbed_run(
+    pair: Pair, params: dict[str, Any], known: int
+) -> None:
+    whole = await pair.unmoved(PROMPT, **params)
+    await rest_of(pair, PROMPT, whole, known, **params)
+
+
+async def test_a_grammar_goes_on_where_it_was(pair: Pair) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def params() -> dict[str, Any]:
+        guided = StructuredOutputsParams(regex="([0-9]{3}[a-f] ){30}")
+        guided._backend = "xgrammar"
+        return {"temperature": 1.0, "seed": 2, "structured_outputs": guided, "ignore_eos": False}
+
+    whole = await pair.unmoved(PROMPT, **params())
+    await rest_of(pair, PROMPT, whole, 33, **params())
+
+
+async def test_prompt_log_probabilities_are_not_sent_twice(pair: Pair) -> None:
+    whole = await pair.unmoved(PROMPT, prompt_logprobs=1)
+    assert whole.prompt_logprobs
+
+    await rest_of(pair, PROMPT, whole, 20, prompt_logprobs=1)
+
+    assert pair.outputs["again"].prompt_logprobs == []
+
+
+async def test_it_runs_before_those_that_wait(pair: Pair) -> None:
+    whole = await pair.unmoved(LONG)
+    for number in range(4):
+        pair.submit(pair.b, f"busy {number}", PROMPT, max_tokens=30)
+        await pair.step(pair.b, until=(f"busy {number}", 1))
+    pair.submit(pair.b, "behind", PROMPT, max_tokens=1)
+
+    pair.submit(pair.b, "again", LONG, again=whole.tokens[:40])
+    await pair.step(pair.b, until=("again", 1))
+
+    assert "behind" not in pair.outputs
+    for name in ("again", "behind", *(f"busy {number}" for number in range(4))):
+        await pair.finish(name)
+    assert pair.outputs["again"].tokens == whole.tokens[40:]
+
+
+async def test_it_can_be_moved_before_it_has_come_to_its_turn_and_after(pair: Pair) -> None:
+    params: dict[str, Any] = {"temperature": 0.9, "seed": 7}
+    whole = await pair.unmoved(LONG, **params)
+    pair.submit(pair.a, "again", LONG, again=whole.tokens[:20], **params)
+    await pair.settle()
+    pair.a.take_calls()
+
+    await pair.move(pair.a, pair.b, "again", steps=0)
+    await pair.step(pair.b, until=("again", 10))
+    await pair.move(pair.b, pair.a, "again")
+
+    assert whole.tokens[:20] + (await pair.finish("again")).tokens == whole.tokens
+
+
+async def test_one_that_is_aborted_before_its_turn_leaves_nothing(pair: Pair) -> None:
+    whole = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "again", PROMPT, again=whole.tokens[:20])
+    pair.a.engine.abort(["again"])
+    pair.a.engine._builder.submit(lambda: None).result(10)
+
+
+async def test_what_its_tokens_do_not_determine_is_refused(pair: Pair) -> None:
+    pair.submit(pair.a, "again", PROMPT, again=[50], resumable=True)
+    await pair.settle()
+
+    assert str(pair.outputs["again"].finish_reason) == "error"
+    assert pair.outputs["again"].tokens == []
