@@ -91,11 +91,13 @@ def test_without_a_destination_nothing_moves(others: tuple[InstanceView, ...]) -
     [
         instance("a", 70, 10),
         instance("a", 99, 9, reported_at=-9),
+        instance("a", 99, 9, state="hung"),
+        instance("a", 99, 9, state="failed"),
         instance("a", 99, 1),
         instance("a", 0, 0, queue=(200,)),
         instance("a", 99, 9, out=9),
     ],
-    ids=["inside", "stale", "one request", "only a queue", "all move already"],
+    ids=["inside", "stale", "hung", "failed", "one request", "only a queue", "all move already"],
 )
 def test_who_is_not_a_source(source: InstanceView) -> None:
     assert decide(source, instance("b", 10, 1)) == []

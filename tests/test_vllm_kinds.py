@@ -186,7 +186,7 @@ async def test_a_pooling_request_stays() -> None:
     assert warm_up_requests(side.core.vllm_config) == []
     params = PoolingParams(task="embed")
     request = EngineCoreRequest("kept", LONG, None, None, params, time.time(), None, None, None)
-    side.engine.submit(1, MsgpackEncoder().encode(request))
+    side.engine.submit(1, "kept", MsgpackEncoder().encode(request))
     side.engine._builder.submit(lambda: None).result(10)
     side.step()
 

@@ -71,13 +71,13 @@ def rebalance(
 
     last: the pairs of the round before. A pair that isn't decided again is over (its
     source is back inside the thresholds, or it helps no more), and the reverse of one
-    is never decided, whatever the estimates missed. A draining or stale instance
-    takes nothing in; a stale one isn't asked to move anything either.
+    is never decided, whatever the estimates missed. A draining, stale or broken instance
+    takes nothing in; the latter two aren't asked to move anything either.
     """
     sources: list[tuple[_Side, InstanceView]] = []
     destinations: list[_Side] = []
     for one in view.instances:
-        if view.stale(one) or one.state == "starting":
+        if view.stale(one) or one.state not in ("serving", "draining"):
             continue
         side = _side(one, rounds.queued)
         if side.slack < rounds.source_below and one.load.running > one.migrations_out:
