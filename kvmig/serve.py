@@ -10,17 +10,18 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import uvloop
 
 from kvmig.cli import flags as kvmig_flags
 from kvmig.cli.cluster import Cluster
-from kvmig.cli.environment import available_memory, gpus, memory_flags, worker_threads
+from kvmig.cli.environment import available_memory, gpus, memory_flags, weights_of, worker_threads
+from kvmig.cli.launcher import Launcher
 from kvmig.cli.local import LocalLauncher
 from kvmig.cli.port import take_port
 from kvmig.cli.process import leave, quiet
+from kvmig.cli.ray_launcher import RayLauncher
 from kvmig.cli.shapes import InstanceShape, own_flags, shapes_of, unit_tokens
 from kvmig.engines.vllm import flags as vllm_flags
 from kvmig.engines.vllm.version import check_version
@@ -57,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     with sock:
         try:
-            rest = [*rest, *share_memory(args, rest, shapes, gpu_ids)]
+            if config.ray is None:
+                rest = [*rest, *share_memory(args, rest, shapes, gpu_ids)]
             return uvloop.run(Server(config, args, rest, shapes, gpu_ids, sock).run())
         except KvmigError as error:
             say(str(error))
@@ -83,11 +85,6 @@ def share_memory(
     args: Namespace, argv: list[str], shapes: Sequence[InstanceShape], gpu_ids: Sequence[str]
 ) -> list[str]:
     """vLLM flags for one worker's share of this machine. Raises ConfigError."""
-    weights = sum(
-        file.stat().st_size
-        for pattern in ("*.safetensors", "*.bin", "*.pt")
-        for file in Path(args.model).glob(pattern)
-    )
     return memory_flags(
         argv,
         args.kv_cache_memory_bytes,
@@ -95,7 +92,7 @@ def share_memory(
         len(gpu_ids),
         available_memory(),
         os.environ,
-        weights,
+        weights_of(args.model),
     )
 
 
@@ -118,7 +115,10 @@ class Server:
         self._gate = GateState()
         name = secrets.token_hex(4)
         threads = worker_threads([shape.workers for shape in shapes], os.cpu_count() or 1)
-        launcher = LocalLauncher(name, gpu_ids, threads)
+        launcher: Launcher = LocalLauncher(name, gpu_ids, threads)
+        if config.ray is not None:
+            workers = [shape.workers for shape in shapes]
+            launcher = RayLauncher(config.ray, workers, args.model, args.kv_cache_memory_bytes)
         self._cluster = Cluster(name, config, secret, engine_argv, shapes, launcher)
         self._secret = secret
         self._engine_argv = engine_argv

@@ -39,12 +39,30 @@ def gpus() -> list[str]:
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping."""
+    """Bytes that can be taken without swapping. Raises ConfigError."""
+    return _memory("MemAvailable")
+
+
+def part_of_memory(share: float) -> int:
+    """Bytes of an instance that may take `share` (0 to 1) of this machine. Raises ConfigError."""
+    return min(available_memory(), int(_memory("MemTotal") * share))
+
+
+def _memory(field: str) -> int:
     with Path("/proc/meminfo").open() as lines:
         for line in lines:
-            if line.startswith("MemAvailable:"):
+            if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo names no MemAvailable; set --kv-cache-memory-bytes")
+    raise ConfigError(f"/proc/meminfo names no {field}; set --kv-cache-memory-bytes")
+
+
+def weights_of(model: str) -> int:
+    """Bytes of a model's weights on disk; 0 if it isn't a folder."""
+    return sum(
+        file.stat().st_size
+        for pattern in ("*.safetensors", "*.bin", "*.pt")
+        for file in Path(model).glob(pattern)
+    )
 
 
 def worker_threads(workers: Sequence[int], cores: int) -> int:

@@ -10,6 +10,7 @@ import msgspec
 from kvmig.cli.fault_flags import add_fault_flags, fault_config
 from kvmig.cli.priority_flags import add_priority_flags, priority_classes
 from kvmig.cli.quantity import quantity
+from kvmig.cli.ray_flags import add_ray_flags, ray_config
 from kvmig.ground.config import (
     FOLLOWING,
     POLICIES,
@@ -81,6 +82,8 @@ def parser() -> argparse.ArgumentParser:
         default=cluster.drain_timeout_s,
         help="seconds that SIGTERM lets running requests finish",
     )
+
+    add_ray_flags(root)
 
     group = root.add_argument_group("scheduler")
     group.add_argument(
@@ -204,6 +207,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         config = ClusterConfig(
             instances=flags.instances,
             instance_flags=tuple(flags.instance_flags),
+            ray=ray_config(flags),
             control_host=flags.control_host,
             report_ms=flags.report_ms,
             start_timeout_s=flags.start_timeout,

@@ -77,12 +77,23 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Least predicted growth of the lower freeness of two that makes a pair worth it."""
 
 
+class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A Ray cluster whose nodes run the instances."""
+
+    address: str = "auto"
+    """HOST:PORT of its head, or auto: the one that this machine is a node of."""
+    resources: dict[str, float] = {}
+    """What an instance takes, by Ray's names; none: a GPU a worker."""
+
+
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that all processes of one cluster agree on."""
 
     instances: int = 2
     instance_flags: tuple[str, ...] = ()
     """As given: "iN: FLAGS", vLLM's flags that only instance N gets."""
+    ray: RayConfig | None = None
+    """None: all instances run on this host."""
     control_host: str = "127.0.0.1"
     """Address that llumlets and scheduler bind their sockets to."""
     report_ms: float = 50.0
