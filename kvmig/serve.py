@@ -177,7 +177,7 @@ class Server:
             await asyncio.wait([cluster])
             raise
         outlet = Outlet()
-        self._front = front = Front(self._gate)
+        self._front = front = Front(self._gate, self._config.priorities)
         self._router = router = Router(
             f"front-{secrets.token_hex(4)}",
             self._secret,

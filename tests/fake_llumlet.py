@@ -57,6 +57,7 @@ def report(
         destination=destination,
         state="aborted" if reason else "committed",
         reason=reason,
+        why="by-hand",
         stages=[StageReport(3, 3000, 1.5)],
         bytes=4000,
         downtime_ms=None if reason else Downtime(1.0, 2.0, 3.0, 4.0),

@@ -8,16 +8,18 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvmig.gateway.inventory import InstanceRow
 from kvmig.gateway.metrics import InstanceCollector, Metrics, with_instances
+from kvmig.ground.priorities import NORMAL
 from tests.fake_llumlet import report
 
 
 def test_migrations_are_counted_by_outcome_and_reason() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics(registry)
-    metrics.migrated(report())
-    metrics.migrated(report(reason="no_blocks"))
+    metrics = Metrics(registry, [NORMAL])
+    metrics.migrated(report(), 0)
+    metrics.migrated(report(reason="no_blocks"), None)
     for outcome, reason in (("committed", ""), ("aborted", "no_blocks")):
-        labels = {"outcome": outcome, "reason": reason, "source": "0", "destination": "1"}
+        labels = {"outcome": outcome, "reason": reason, "why": "by-hand"}
+        labels |= {"source": "0", "destination": "1"}
         assert registry.get_sample_value("kvmig_migrations_total", labels) == 1
     assert registry.get_sample_value("kvmig_migration_bytes_total") == 8000
     assert registry.get_sample_value("kvmig_migration_downtime_seconds_count") == 1
@@ -26,7 +28,7 @@ def test_migrations_are_counted_by_outcome_and_reason() -> None:
 
 def test_only_gaps_between_two_tokens_are_observed() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    metrics = Metrics(registry, [NORMAL])
     metrics.switched(None)
     metrics.switched(0.25)
     assert registry.get_sample_value("kvmig_client_gap_seconds_count") == 1

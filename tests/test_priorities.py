@@ -12,6 +12,7 @@ from kvmig.ground.errors import ConfigError
 from kvmig.ground.priorities import (
     NORMAL,
     PriorityClass,
+    class_of,
     named,
     names_and_numbers,
     with_normal,
@@ -39,6 +40,14 @@ def test_a_class_is_found_by_number_and_by_name() -> None:
     assert with_priority(classes, -1) == HIGH == named(classes, "high")
     assert with_priority(classes, 7) is None is named(classes, "low")
     assert names_and_numbers(classes) == "high (-1) or normal (0)"
+
+
+def test_a_number_between_the_classes_counts_as_the_next_one_after_it() -> None:
+    classes = with_normal([PriorityClass("high", -10), LOW])
+    numbers = (-99, -10, -9, 0, 3, 5, 6)
+    assert [class_of(classes, number).name for number in numbers] == [
+        "high", "high", "normal", "normal", "low", "low", "low",
+    ]  # fmt: skip
 
 
 def test_the_flag_fills_the_config_that_every_process_gets() -> None:

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import msgspec
+
 from kvmig.controlplane.fronts import Fronts
 from kvmig.controlplane.messages import (
     AbortRequests,
@@ -212,22 +214,27 @@ class Llumlet:
     # -- migrations
 
     async def _migrate_for_front(self, sender: bytes, message: Migrate) -> None:
-        report = await self._migrate(message.request_id, message.destination, message.endpoint)
+        report = await self._migrate(
+            message.request_id, message.destination, message.endpoint, "by-hand"
+        )
         self._server.send(sender, Migrated(message.call_id, report))
         self._tell(Migrated(0, report), but=sender)
 
     async def _migrate_for_pair(self, request_id: str, pair: Pair) -> MigrationReport:
-        report = await self._migrate(request_id, pair.destination, pair.endpoint)
+        report = await self._migrate(request_id, pair.destination, pair.endpoint, pair.why)
         self._tell(Migrated(0, report))
         return report
 
-    async def _migrate(self, request_id: str, destination: str, endpoint: str) -> MigrationReport:
+    async def _migrate(
+        self, request_id: str, destination: str, endpoint: str, why: str
+    ) -> MigrationReport:
         track = self._tracking.get(request_id)
         gateway = track.gateway if track else ""
         epoch = track.epoch if track else 0
-        return await self._migrations.migrate(
+        report = await self._migrations.migrate(
             request_id, destination, endpoint, gateway=gateway, epoch=epoch
         )
+        return msgspec.structs.replace(report, why=why)
 
     def _on_commit(self, request_id: str, epoch: int, output_tokens: int, gateway: str) -> None:
         """Just before a request starts here. Raises MigrationRefused without its front end."""

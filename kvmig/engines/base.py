@@ -35,6 +35,15 @@ class GroupLoad(msgspec.Struct, frozen=True):
     waiting_blocks: int
 
 
+class Preempted(msgspec.Struct, frozen=True):
+    """How often requests of one priority were preempted since the start."""
+
+    priority: int
+    times: int
+    below: int
+    """Those of `times` at which a request of a smaller number was in the batch."""
+
+
 class EngineLoad(msgspec.Struct, frozen=True):
     """What an instance holds now: of one size however many requests it has.
 
@@ -53,6 +62,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """One a priority that has requests here; empty: all are of priority 0."""
     groups: tuple[GroupLoad, ...] = ()
     """Further pools of blocks."""
+    preempted: tuple[Preempted, ...] = ()
+    """One a priority of which a request was ever preempted."""
 
 
 class RequestState(msgspec.Struct, frozen=True):

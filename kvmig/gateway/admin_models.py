@@ -119,6 +119,7 @@ class Migration(BaseModel):
     state: Literal["committed", "aborted"]
     reason: str = Field(description="One word; empty when it committed.")
     detail: str
+    why: str = Field(description="What it was for: the scheduler's word, or by-hand.")
     transport: str
     hit_blocks: int = Field(description="Found in the destination's prefix cache, not sent.")
     stages: list[Stage]

@@ -10,20 +10,31 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
 from kvmig.gateway.admin import admin_api
+from kvmig.gateway.class_metrics import PreemptionCollector
 from kvmig.gateway.gate import Gate, GateState
 from kvmig.gateway.metrics import InstanceCollector, Metrics, with_instances
+from kvmig.gateway.priorities import PriorityMiddleware
 from kvmig.gateway.request_id import RequestIdMiddleware
 from kvmig.gateway.router import Router
+from kvmig.ground.priorities import PriorityClass
 
-MIDDLEWARE = tuple(f"{one.__module__}.{one.__name__}" for one in (Gate, RequestIdMiddleware))
+MIDDLEWARE = tuple(
+    f"{one.__module__}.{one.__name__}" for one in (PriorityMiddleware, Gate, RequestIdMiddleware)
+)
 """Import paths, innermost first: the engine's application adds them when it is built."""
 
 
 class Front:
     """One front end's additions; `metrics` observes the router."""
 
-    def __init__(self, gate: GateState, registry: CollectorRegistry = REGISTRY) -> None:
-        self.metrics = Metrics(registry)
+    def __init__(
+        self,
+        gate: GateState,
+        priorities: Sequence[PriorityClass],
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self.metrics = Metrics(registry, priorities)
+        self._priorities = priorities
         self._gate = gate
         self._registry = registry
 
@@ -31,6 +42,7 @@ class Front:
         """Add everything to `app`, before it serves. Our /metrics takes the place of its own."""
         app.include_router(admin_api(router, model, api_keys))
         self._registry.register(InstanceCollector(router.instances))
+        self._registry.register(PreemptionCollector(router.instances, self._priorities))
         exposed = with_instances(self._registry, router.engine_indexes)
 
         async def metrics(_: Request) -> Response:
@@ -38,3 +50,4 @@ class Front:
 
         app.router.routes.insert(0, Route("/metrics", metrics))
         app.state.gate = self._gate
+        app.state.priorities = self._priorities

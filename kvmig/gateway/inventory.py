@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.view import InstanceView
-from kvmig.engines.base import RequestState
+from kvmig.engines.base import Preempted, RequestState
 from kvmig.gateway.requests import Entry
 
 
@@ -32,6 +32,7 @@ class InstanceRow:
     migrations_out: int
     staging_used: int
     """Staging buffers held by migrations out of it."""
+    preempted: tuple[Preempted, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ def instance_row(index: int, view: InstanceView, lost: bool) -> InstanceRow:
         migrations_in=view.migrations_in,
         migrations_out=view.migrations_out,
         staging_used=view.staging_used,
+        preempted=view.load.preempted,
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvmig.gateway.class_metrics import ClassMetrics
 from kvmig.gateway.inventory import InstanceRow
+from kvmig.ground.priorities import PriorityClass
 from kvmig.kvtransfer.report import Downtime, MigrationReport
 
 BUCKETS_S = (
@@ -26,11 +28,13 @@ def downtime_s(downtime: Downtime) -> float:
 class Metrics:
     """What happened: an `Observer` for the router."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, classes: Sequence[PriorityClass]) -> None:
+        self._by_class = ClassMetrics(registry, classes)
+        self.began, self.ended = self._by_class.began, self._by_class.ended
         self._migrations = Counter(
             "kvmig_migrations_total",
-            "Migrations that ended, by outcome (committed, aborted) and reason.",
-            ("outcome", "reason", "source", "destination"),
+            "Migrations that ended: outcome (committed, aborted), reason, what they were for.",
+            ("outcome", "reason", "why", "source", "destination"),
             registry=registry,
         )
         self._downtime = Histogram(
@@ -50,10 +54,12 @@ class Metrics:
             registry=registry,
         )
 
-    def migrated(self, report: MigrationReport) -> None:
+    def migrated(self, report: MigrationReport, priority: int | None) -> None:
         """A migration ended."""
+        if priority is not None:
+            self._by_class.migrated(report, priority)
         self._migrations.labels(
-            report.state, report.reason, report.source, report.destination
+            report.state, report.reason, report.why, report.source, report.destination
         ).inc()
         self._bytes.inc(report.bytes)
         if report.state == "committed" and report.downtime_ms is not None:

@@ -67,7 +67,8 @@ class Migrations:
         report = message.report
         if report.reason not in _REFUSED:
             self.reports.append(report)
-            self._observer.migrated(report)
+            known = self._table.entries.get(report.request_id)
+            self._observer.migrated(report, known.priority if known else None)
         if report.state != "committed":
             return None
         entry = self._table.entries.get(report.request_id)

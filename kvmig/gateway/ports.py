@@ -63,20 +63,34 @@ class Sink(Protocol):
 class Observer(Protocol):
     """Who counts what happened (see `kvmig.gateway.metrics`)."""
 
-    def migrated(self, report: MigrationReport) -> None:
-        """A migration ended."""
+    def migrated(self, report: MigrationReport, priority: int | None) -> None:
+        """A migration ended. priority: the request's, if it is one of this front end's."""
         ...
 
     def switched(self, gap_s: float | None) -> None:
         """A stream went over to a new owner; the gap is None when no token came before."""
         ...
 
+    def began(self, priority: int, ttft_s: float) -> None:
+        """A request's first token came, so long after the request."""
+        ...
+
+    def ended(self, priority: int, whole_s: float, decode_s: float, tokens: int) -> None:
+        """A request's last token came, the `tokens`th, `decode_s` after the first."""
+        ...
+
 
 class Unobserved:
     """Counts nothing."""
 
-    def migrated(self, report: MigrationReport) -> None:
+    def migrated(self, report: MigrationReport, priority: int | None) -> None:
         """Not counted."""
 
     def switched(self, gap_s: float | None) -> None:
+        """Not counted."""
+
+    def began(self, priority: int, ttft_s: float) -> None:
+        """Not counted."""
+
+    def ended(self, priority: int, whole_s: float, decode_s: float, tokens: int) -> None:
         """Not counted."""

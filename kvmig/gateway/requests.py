@@ -43,6 +43,8 @@ class Entry:
     """In the router's clock."""
     destination: str | None = None
     """Where it is being moved to, when this front end asked for it."""
+    first_at: float | None = None
+    """When its first token came, in the router's clock."""
     heir: str | None = None
     """Who is known to run it now, though none of its tokens has come yet."""
 

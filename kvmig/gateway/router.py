@@ -84,7 +84,13 @@ class Router:
             self._table, self._calls, self._fleet, self._observer, config.scheduler.migration
         )
         self._streams = Streams(
-            self._table, sink, decode, self._fleet.index, self._act, self._stray
+            self._table,
+            sink,
+            decode,
+            self._fleet.index,
+            self._act,
+            self._stray,
+            self._observer,
         )
         self._strays: OrderedDict[tuple[str, str, int], None] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -165,10 +171,18 @@ class Router:
         )
         return instance
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """These are not wanted any more. Unknown ids are ignored."""
-        gone = [self._table.remove(request_id) for request_id in request_ids]
-        self._abort([entry for entry in gone if entry is not None])
+    async def abort(self, request_ids: Sequence[str], complete: bool = False) -> None:
+        """These are not wanted any more. Unknown ids are ignored.
+
+        complete: their clients have all that they wanted, up to a stop string.
+        """
+        entries = [self._table.entries[one] for one in request_ids if one in self._table.entries]
+        for entry in entries:
+            if complete:
+                self._streams.ended(entry)
+            else:
+                self._table.remove(entry.request_id)
+        self._abort(entries)
 
     def give_up(self, reason: str) -> None:
         """End all live requests: each client gets an error."""

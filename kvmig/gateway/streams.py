@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from kvmig.controlplane.messages import Outputs, Span
-from kvmig.gateway.ports import Batch, Decode, Item, Sink
+from kvmig.gateway.ports import Batch, Decode, Item, Observer, Sink
 from kvmig.gateway.requests import Entry, RequestTable
 from kvmig.gateway.splice import Action, Fed
 from kvmig.ground.errors import PeerError
@@ -21,6 +21,7 @@ class Streams:
 
     index_of: an instance's engine index. act: does what a splicer asks for. stray: told
     of every output of a request that isn't in the table (instance, span, whether last).
+    observer: hears of first and last tokens.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Streams:
         index_of: Callable[[str], int],
         act: Callable[[Entry, Action], None],
         stray: Callable[[str, Span, bool], None],
+        observer: Observer,
     ) -> None:
         self._table = table
         self._sink = sink
@@ -38,6 +40,7 @@ class Streams:
         self._index_of = index_of
         self._act = act
         self._stray = stray
+        self._observer = observer
 
     def take(
         self, instance: str, outputs: Outputs, payload: Sequence[memoryview], now: float
@@ -53,17 +56,20 @@ class Streams:
             )
         entries = self._table.entries
         odd: list[int] = []
-        ended: list[str] = []
+        ended: list[Entry] = []
         for at, (span, item) in enumerate(zip(outputs.spans, batch.items, strict=True)):
             entry = entries.get(span.request_id)
             if entry is None or not entry.splicer.advance(
                 span.epoch, span.start, len(item.new_token_ids), now
             ):
                 odd.append(at)
-            elif item.finished:
-                ended.append(span.request_id)
-        for request_id in ended:
-            self._table.remove(request_id)
+                continue
+            if entry.first_at is None:
+                self._began(entry, now)
+            if item.finished:
+                ended.append(entry)
+        for entry in ended:
+            self.ended(entry)
         if odd:
             self._take_odd(instance, outputs.spans, batch, odd, now)
         else:
@@ -84,13 +90,32 @@ class Streams:
             if entry is None:
                 self._stray(instance, span, item.finished)
             else:
-                self._settle(entry, entry.splicer.feed(instance, span, item, now))
+                self._settle(entry, entry.splicer.feed(instance, span, item, now), now)
 
-    def _settle(self, entry: Entry, fed: Fed) -> None:
+    def ended(self, entry: Entry) -> None:
+        """The client has all that it wanted."""
+        self._table.remove(entry.request_id)
+        splicer = entry.splicer
+        if entry.first_at is not None and splicer.last_at is not None:
+            self._observer.ended(
+                entry.priority,
+                splicer.last_at - entry.arrived,
+                splicer.last_at - entry.first_at,
+                splicer.next,
+            )
+
+    def _began(self, entry: Entry, now: float) -> None:
+        if entry.splicer.next:
+            entry.first_at = now
+            self._observer.began(entry.priority, now - entry.arrived)
+
+    def _settle(self, entry: Entry, fed: Fed, now: float) -> None:
         for owner, pairs in itertools.groupby(fed.deliver, key=lambda pair: pair[0]):
             items: list[Item] = [item for _, item in pairs]
             self._sink.deliver(self._index_of(owner), items, None)
+        if entry.first_at is None:
+            self._began(entry, now)
         if entry.splicer.closed:
-            self._table.remove(entry.request_id)
+            self.ended(entry)
         for action in fed.actions:
             self._act(entry, action)

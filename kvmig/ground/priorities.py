@@ -51,6 +51,17 @@ def named(classes: Sequence[PriorityClass], name: str) -> PriorityClass | None:
     return next((one for one in classes if one.name == name), None)
 
 
+def class_of(classes: Sequence[PriorityClass], priority: int) -> PriorityClass:
+    """The class that a request of this number counts as: its own, else the next one after it.
+
+    Numbers between the classes' are not a client's: vLLM runs a call's later turns one before
+    its first.
+    """
+    after = [one for one in classes if one.priority >= priority]
+    choice = min if after else max
+    return choice(after or classes, key=lambda one: one.priority)
+
+
 def names_and_numbers(classes: Sequence[PriorityClass]) -> str:
     """What is allowed, for error messages: "high (-1) or normal (0)"."""
     return " or ".join(f"{one.name} ({one.priority})" for one in classes)

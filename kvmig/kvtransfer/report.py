@@ -75,6 +75,8 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["committed", "aborted"]
     reason: str = ""
     detail: str = ""
+    why: str = ""
+    """What it was for: the scheduler's word (`Pair.why`), or by-hand."""
     transport: str = ""
     hit_blocks: int = 0
     """Blocks that the destination's prefix cache held: not sent."""

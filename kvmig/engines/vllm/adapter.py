@@ -25,6 +25,7 @@ from kvmig.engines.vllm.payload import (
     decode_request,
     encode_progress,
 )
+from kvmig.engines.vllm.preemptions import Preemptions
 from kvmig.engines.vllm.source import Source
 from kvmig.ground.errors import MigrationRefused
 
@@ -51,7 +52,8 @@ class VllmEngine:
         self._submitted: dict[str, list[bytes]] = {}
         # Building a request hashes its blocks and feeds its grammar: not on the engine's thread.
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="kvmig-build")
-        self._load = engine_load(scheduler, self._memory.units)
+        self._preemptions = Preemptions(scheduler)
+        self._load = self._engine_load()
         self._load_at = 0.0
         self.layout = self._memory.layout
         self.can_follow = runner.can_extend(core)
@@ -72,9 +74,12 @@ class VllmEngine:
         now = time.monotonic()
         # After its last step an idle engine takes none that would renew the snapshot.
         if now - self._load_at >= _LOAD_PERIOD_S or not self._scheduler.running:
-            self._load, self._load_at = engine_load(self._scheduler, self._memory.units), now
+            self._load, self._load_at = self._engine_load(), now
 
     # -- what it holds
+
+    def _engine_load(self) -> EngineLoad:
+        return engine_load(self._scheduler, self._memory.units, self._preemptions)
 
     def load(self) -> EngineLoad:
         return self._load

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -49,13 +50,15 @@ class Requests(Protocol):
         payload: Sequence[Frame],
     ) -> object: ...
 
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 
     async def call(
         self, method: str, payload: Sequence[Frame]
     ) -> Mapping[str, Sequence[Frame]]: ...
 
 
+_left: ContextVar[bool] = ContextVar("left", default=False)
+"""Whether the client has left: AsyncLLM also aborts what a stop string has ended."""
 _outputs_decoder = MsgpackDecoder(EngineCoreOutputs)
 _utility_decoder = MsgpackDecoder(UtilityOutput)
 
@@ -146,7 +149,7 @@ class RoutingClient(AsyncMPClient):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         if request_ids and not self.resources.engine_dead:
-            await self._requests.abort(request_ids)
+            await self._requests.abort(request_ids, complete=not _left.get())
 
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self._outlet.queue.get()
@@ -198,3 +201,11 @@ class RoutedLLM(AsyncLLM):
                 usage_context=UsageContext.OPENAI_API_SERVER,
                 **options,
             )
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Somebody wants no more of it."""
+        token = _left.set(True)
+        try:
+            await super().abort(request_id, internal)
+        finally:
+            _left.reset(token)

@@ -9,10 +9,11 @@ from vllm.v1.request import Request
 
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.engines.vllm.movable import unmovable
+from kvmig.engines.vllm.preemptions import Preemptions
 from kvmig.engines.vllm.units import Units
 
 
-def engine_load(scheduler: Scheduler, units: Units) -> EngineLoad:
+def engine_load(scheduler: Scheduler, units: Units, preemptions: Preemptions) -> EngineLoad:
     """Blocks and counts. O(waiting requests)."""
     pool = scheduler.kv_cache_manager.block_pool
     total = pool.num_gpu_blocks - 1  # one is vLLM's null block
@@ -25,6 +26,7 @@ def engine_load(scheduler: Scheduler, units: Units) -> EngineLoad:
         waiting=len(demands),
         head_blocks=demands[0] if demands else 0,
         waiting_blocks=sum(demands),
+        preempted=preemptions.counts(),
     )
 
 

@@ -1,0 +1,125 @@
+"""The priority that a call asks for: checked at the door, a class's name made its number.
+
+vLLM's request models have an integer field `priority`, and a header that goes before it.
+Both must name a configured class. What has no priority is of the class of priority 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvmig.gateway.admin_errors import problem
+from kvmig.ground.priorities import PriorityClass, named, names_and_numbers, with_priority
+
+FIELD = "priority"
+HEADER = "x-vllm-priority"
+
+_Body = dict[str, msgspec.Raw]
+
+
+class UnknownPriority(ValueError):
+    """`param`: the field or header that is to blame."""
+
+    def __init__(self, param: str, value: Any, classes: Sequence[PriorityClass]) -> None:
+        super().__init__(f"{param} is {value!r}, must be {names_and_numbers(classes)}")
+        self.param = param
+
+
+def number_of(param: str, value: Any, classes: Sequence[PriorityClass]) -> int:
+    """The number of the class that `value`, a name or a number, means. Raises UnknownPriority."""
+    found = None
+    if isinstance(value, str):
+        found = named(classes, value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        found = with_priority(classes, value)
+    if found is None:
+        raise UnknownPriority(param, value, classes)
+    return found.priority
+
+
+def checked_header(given: str, classes: Sequence[PriorityClass]) -> str:
+    """The header with the number of the class that it names. Raises UnknownPriority."""
+    try:
+        value: int | str = int(given)
+    except ValueError:
+        value = given
+    return str(number_of(HEADER, value, classes))
+
+
+def checked_body(body: bytes, classes: Sequence[PriorityClass]) -> bytes:
+    """`body` with the number of the class that it names; itself if there is nothing to change.
+
+    What is no JSON object is the engine's to refuse. Raises UnknownPriority.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=_Body)
+    except msgspec.MsgspecError:
+        return body
+    if FIELD not in fields:
+        return body
+    value = msgspec.json.decode(fields[FIELD])
+    number = number_of(FIELD, value, classes)
+    if number == value:
+        return body
+    return msgspec.json.encode({**fields, FIELD: number})
+
+
+class PriorityMiddleware:
+    """Pure ASGI: a POST with an unknown priority is answered 400.
+
+    `app.state.priorities`: the configured classes.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        classes: Sequence[PriorityClass] = scope["app"].state.priorities
+        # A copy: the server's own list stays as it came.
+        headers = MutableHeaders(raw=list(scope["headers"]))
+        try:
+            if (given := headers.get(HEADER)) is not None:
+                headers[HEADER] = checked_header(given, classes)
+            if "json" in headers.get("content-type", ""):
+                body = await _read(receive)
+                if body["type"] == "http.request":
+                    body["body"] = checked_body(body["body"], classes)
+                    if "content-length" in headers:
+                        headers["content-length"] = str(len(body["body"]))
+                receive = _first(body, receive)
+        except UnknownPriority as error:
+            answer = problem(HTTPStatus.BAD_REQUEST, str(error), error.param)
+            await answer(scope, receive, send)
+            return
+        await self.app({**scope, "headers": headers.raw}, receive, send)
+
+
+async def _read(receive: Receive) -> Message:
+    """The whole body as one message; what came in its place if the client has left."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return message
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+
+
+def _first(message: Message, receive: Receive) -> Receive:
+    """`message`, then whatever `receive` gives."""
+    pending = [message]
+
+    async def next_message() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return next_message

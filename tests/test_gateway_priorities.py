@@ -1,0 +1,130 @@
+"""The priority of a call at the door: classes by name and number, everything else is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Message
+
+from kvmig.gateway.priorities import HEADER, PriorityMiddleware, checked_body
+from kvmig.ground.priorities import PriorityClass, with_normal
+
+CLASSES = with_normal([PriorityClass("high", -10)])
+ALLOWED = "must be high (-10) or normal (0)"
+
+
+async def echo(request: Request) -> JSONResponse:
+    """What the application sees."""
+    body = await request.body()
+    length = request.headers.get("content-length")
+    assert length is None or int(length) == len(body)
+    return JSONResponse({"body": body.decode(), "header": request.headers.get(HEADER)})
+
+
+def application() -> Starlette:
+    app = Starlette(
+        routes=[Route("/", echo, methods=["GET", "POST"])],
+        middleware=[Middleware(PriorityMiddleware)],
+    )
+    app.state.priorities = CLASSES
+    return app
+
+
+async def post(content: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+    transport = httpx.ASGITransport(app=application())
+    headers = {"content-type": "application/json", **(headers or {})}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.post("/", content=content, headers=headers)
+
+
+async def test_a_class_is_named_by_number_or_by_name() -> None:
+    for value in (-10, "high"):
+        answer = await post(json.dumps({"prompt": "é", "priority": value, "n": 1.50}))
+        assert json.loads(answer.json()["body"]) == {"prompt": "é", "priority": -10, "n": 1.5}
+
+
+async def test_a_body_that_comes_in_parts_is_put_together() -> None:
+    async def parts() -> Any:
+        for part in (b'{"prior', b'ity": "hi', b'gh"}'):
+            yield part
+
+    answer = await post(parts())
+    assert json.loads(answer.json()["body"]) == {"priority": -10}
+
+
+@pytest.mark.parametrize("value", [1, -1, "low", "0", 0.0, True, None, [0], {}])
+async def test_another_priority_is_a_400_with_one_sentence(value: Any) -> None:
+    answer = await post(json.dumps({"priority": value}))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("priority", 400)
+    assert error["message"] == f"priority is {value!r}, {ALLOWED}"
+
+
+async def test_the_header_is_checked_and_named_in_the_same_way() -> None:
+    answer = await post(b"{}", {HEADER: "high"})
+    assert answer.json()["header"] == "-10"
+    answer = await post(b"{}", {HEADER: "7"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == HEADER
+    assert answer.json()["error"]["message"] == f"{HEADER} is 7, {ALLOWED}"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"no json", b"[1]", b'{"prompt": 1', b'{"priority" : 0 , "a": 1}', b'{"a":1}']
+)
+async def test_what_needs_no_change_goes_through_as_it_came(body: bytes) -> None:
+    assert (await post(body)).json()["body"] == body.decode()
+
+
+async def test_other_calls_are_left_alone() -> None:
+    form = await post(b'{"priority": 7}', {"content-type": "multipart/form-data"})
+    assert form.json()["body"] == '{"priority": 7}'
+    transport = httpx.ASGITransport(app=application())
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        assert (await client.get("/", headers={HEADER: "7"})).status_code == 200
+
+
+async def test_the_application_hears_of_a_client_that_leaves_early() -> None:
+    messages: list[Message] = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        pass  # nobody listens
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    with pytest.raises(ClientDisconnect):
+        async with asyncio.timeout(5):
+            await application()(scope, receive, send)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(), json_values))
+def test_nothing_but_the_priority_changes(fields: dict[str, Any]) -> None:
+    body = json.dumps({**fields, "priority": "high"}).encode()
+    assert json.loads(checked_body(body, CLASSES)) == {**fields, "priority": -10}
