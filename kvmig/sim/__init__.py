@@ -1,0 +1,1 @@
+"""The real control plane on modelled engines, in virtual time."""

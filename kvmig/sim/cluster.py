@@ -1,0 +1,186 @@
+"""The simulated cluster: arrivals, dispatch and rounds, by the live control plane's code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+from kvmig.controlplane.dispatch import NewRequest
+from kvmig.controlplane.messages import Member
+from kvmig.controlplane.policy import Policy
+from kvmig.controlplane.scheduler import Scheduler
+from kvmig.controlplane.view import ClusterView, ViewBuilder
+from kvmig.ground.priorities import NORMAL, PriorityClass
+from kvmig.sim.cost import CostModel
+from kvmig.sim.engine import SimEngine
+from kvmig.sim.events import EventQueue
+from kvmig.sim.llumlet import SimLlumlet
+from kvmig.sim.migration import Migration, Outcome
+from kvmig.sim.network import Network
+from kvmig.sim.outcomes import Outcomes
+from kvmig.sim.policies import Setting
+from kvmig.sim.request import SimRequest
+
+
+class _Ears:
+    """An engine's listener: to its llumlet and to the outcomes."""
+
+    def __init__(self, cluster: SimCluster, name: str) -> None:
+        self._cluster = cluster
+        self._name = name
+
+    def first_token(self, request: SimRequest) -> None:
+        """Nobody needs to know."""
+
+    def finished(self, request: SimRequest) -> None:
+        """Count it."""
+        self._cluster.llumlets[self._name].gone(request, "finished")
+        self._cluster.finished(request)
+
+    def preempted(self, request: SimRequest) -> None:
+        """Its migration, if any, ends."""
+        self._cluster.llumlets[self._name].gone(request, "preempted")
+
+
+class SimCluster:
+    """Runs requests, in the order of their arrival, on `instances` modelled engines."""
+
+    def __init__(
+        self,
+        requests: Iterable[SimRequest],
+        instances: int,
+        cost: CostModel,
+        policy: Policy,
+        setting: Setting,
+        outcomes: Outcomes,
+        classes: Sequence[PriorityClass] = (NORMAL,),
+    ) -> None:
+        self.events = EventQueue()
+        self.cost = cost
+        self.policy = policy
+        self.setting = setting
+        self.outcomes = outcomes
+        self.llumlets: dict[str, SimLlumlet] = {}
+        self._network = Network(self.events, cost.copy.bandwidth)
+        self._dispatch = policy.dispatcher()
+        self._scheduler = Scheduler(policy)
+        self._builder = ViewBuilder(headroom=policy.headroom)
+        self._headroom = None
+        if len(classes) > 1:
+            tokens = cost.capacity.block_tokens
+            self._headroom = {one.priority: one.headroom_tokens / tokens for one in classes}
+        self._arrivals: Iterator[SimRequest] = iter(requests)
+        self._more = True
+        self._left = 0
+        self._reserved: set[str] = set()
+        for number in range(instances):
+            self._add(f"i{number}")
+
+    def run(self) -> Outcomes:
+        """Until every request has ended."""
+        self._next_arrival()
+        if self._scheduler.rebalances:
+            self.events.at(0.0, self._round)
+        self.events.run()
+        for llumlet in self.llumlets.values():
+            if not llumlet.engine.empty or llumlet.engine.used or llumlet.here:
+                raise AssertionError(f"{llumlet.name} holds something at the end")
+        self.outcomes.close(self.events.now, self.llumlets.values(), self._network.bytes)
+        return self.outcomes
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is here or to come."""
+        return self._more or self._left > 0
+
+    def _add(self, name: str) -> None:
+        engine = SimEngine(self.events, self.cost, _Ears(self, name))
+        self.llumlets[name] = SimLlumlet(
+            name,
+            self.events,
+            engine,
+            self.policy,
+            self.setting,
+            self._headroom,
+            self._migration,
+        )
+        self._builder.join(Member(name, name))
+
+    # -- requests
+
+    def _next_arrival(self) -> None:
+        request = next(self._arrivals, None)
+        if request is None:
+            self._more = False
+            return
+        self.events.at(request.arrival, partial(self._arrive, request))
+
+    def _arrive(self, request: SimRequest) -> None:
+        if request.final_tokens > self.cost.capacity.largest:
+            self.outcomes.refuse(request)
+        else:
+            self._left += 1
+            if self.setting.front_end_s:
+                self.events.after(self.setting.front_end_s, partial(self._place, request))
+            else:
+                self._place(request)
+        self._next_arrival()
+
+    def _place(self, request: SimRequest) -> None:
+        demand = -(-request.tokens // self.cost.capacity.block_tokens)
+        chosen = self._dispatch.pick(self._view(), NewRequest(demand, request.priority))
+        if self.setting.reports == "live":
+            self._builder.dispatched(chosen.instance, demand, self.events.now)
+        self.llumlets[chosen.instance].submit(request)
+
+    def finished(self, request: SimRequest) -> None:
+        """An engine is done with it."""
+        self._left -= 1
+        self.outcomes.finish(request)
+
+    # -- rounds
+
+    def _view(self) -> ClusterView:
+        now = self.events.now
+        for llumlet in self.llumlets.values():
+            report = llumlet.report()
+            if report is not None:
+                self._builder.report(report, now)
+        return self._builder.view(now)
+
+    def _round(self) -> None:
+        for source, pairs in self._scheduler.round(self._view()):
+            self.llumlets[source].pair(pairs.pairs)
+        if self.busy:
+            self.events.after(self.setting.round_s, self._round)
+
+    # -- migrations
+
+    def _migration(self, source: SimLlumlet, request: SimRequest, destination: str) -> Migration:
+        there = self.llumlets[destination]
+
+        def may_enter() -> str:
+            refusal = there.may_enter()
+            if not refusal:
+                self._reserved.add(request.request_id)
+                there.incoming += 1
+            return refusal
+
+        def end(outcome: Outcome) -> None:
+            if request.request_id in self._reserved:
+                self._reserved.remove(request.request_id)
+                there.incoming -= 1
+            self.outcomes.migrated(outcome)
+            source.migration_ended(request, destination, outcome)
+
+        return Migration(
+            self.events,
+            self._network,
+            request,
+            (source.name, source.engine),
+            (destination, there.engine),
+            self.setting.max_stages,
+            may_enter,
+            there.arrived,
+            end,
+        )

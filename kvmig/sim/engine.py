@@ -1,0 +1,351 @@
+"""A modelled engine: continuous batching over paged blocks, as vLLM schedules it.
+
+Steps take what the cost model says. While nothing but decoding happens many steps are
+one event, which ends early, at the end of a step, when something wants to happen there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from kvmig.sim.batch import DecodeBatch
+from kvmig.sim.cost import CostModel
+from kvmig.sim.events import Action, EventQueue, Timer
+from kvmig.sim.queue import WaitingQueue
+from kvmig.sim.request import SimRequest
+from kvmig.sim.steps import Steps
+
+
+class Listener(Protocol):
+    """Who hears of an engine's requests."""
+
+    def first_token(self, request: SimRequest) -> None:
+        """Its first token is out."""
+        ...
+
+    def finished(self, request: SimRequest) -> None:
+        """Its last token is out, and nothing of it is left here."""
+        ...
+
+    def preempted(self, request: SimRequest) -> None:
+        """Its blocks were taken; it waits again."""
+        ...
+
+
+class Prompt:
+    """A request whose prompt (and what it generated before a preemption) is being computed."""
+
+    __slots__ = ("blocks", "computed", "request", "step_tokens", "tokens")
+
+    def __init__(self, request: SimRequest, blocks: int) -> None:
+        self.request = request
+        self.tokens = request.tokens
+        self.blocks = blocks
+        self.computed = 0
+        self.step_tokens = 0
+        """Of it in the step that runs."""
+
+
+class SimEngine:
+    """One engine instance. Sizes in blocks."""
+
+    def __init__(self, events: EventQueue, cost: CostModel, listener: Listener) -> None:
+        self._events = events
+        self.cost = cost
+        self._listener = listener
+        capacity = cost.capacity
+        self.total = capacity.blocks
+        self._block_tokens = capacity.block_tokens
+        self._reserve = int(capacity.watermark * capacity.blocks)
+        self.batch = DecodeBatch(capacity.block_tokens)
+        self.prompts: list[Prompt] = []
+        self.waiting = WaitingQueue(capacity.block_tokens)
+        self.held: dict[int, int] = {}
+        """Blocks by request: of those that are suspended, or on their way here."""
+        self.used = 0
+        self._steps: Steps | None = None
+        self._timer: Timer | None = None
+        self._calls: deque[Action] = deque()
+        self.preemptions = 0
+        self.busy_s = 0.0
+        self.last_boundary = 0.0
+
+    # -- what it holds
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self._block_tokens)
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds, after those of the steps that are under way."""
+        return self.total - self.used
+
+    @property
+    def running(self) -> int:
+        """Requests that decode or whose prompts are computed."""
+        return len(self.batch.requests) + len(self.prompts)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it holds nothing at all."""
+        return not (self.running or self.waiting or self.held)
+
+    def steps_ahead(self) -> int:
+        """Steps of a leap that are done."""
+        return self._steps.done_at(self._events.now) if self._steps is not None else 0
+
+    def used_now(self) -> int:
+        """Blocks in use, those of the step that runs included."""
+        steps = self._steps
+        if steps is None or steps.count == 1:
+            return self.used
+        begun = min(self.steps_ahead() + 1, steps.count)
+        return self.used - self.batch.growth(steps.count) + self.batch.growth(begun)
+
+    def boundary_before(self) -> float:
+        """When the last step ended."""
+        steps = self._steps
+        return self.last_boundary if steps is None else steps.end_of(self.steps_ahead())
+
+    # -- what clients and llumlets ask for
+
+    def submit(self, request: SimRequest) -> None:
+        """Queue it: a new one, or one that has tokens but no cache. It fits by its size."""
+        request.queued_at = self._events.now
+        self.waiting.add(request)
+        if self.waiting.head is request:
+            self._stir()
+
+    def at_boundary(self, call: Action) -> None:
+        """Do it between two steps: now when idle, else when the running step ends."""
+        self._calls.append(call)
+        self._stir()
+
+    def reserve(self, request: SimRequest, tokens: int) -> bool:
+        """Take blocks for so many tokens and one spare, and a seat; between two steps."""
+        blocks = self.blocks_for(tokens) + 1
+        seats = self.running + len(self.held)
+        if blocks > self.free or seats >= self.cost.capacity.max_sequences:
+            return False
+        self.held[request.index] = blocks
+        self.used += blocks
+        return True
+
+    def grow(self, request: SimRequest, tokens: int) -> bool:
+        """Hold at least so many tokens and one spare."""
+        more = max(0, self.blocks_for(tokens) + 1 - self.held[request.index])
+        if more > self.free:
+            return False
+        self.held[request.index] += more
+        self.used += more
+        return True
+
+    def commit(self, request: SimRequest) -> None:
+        """Decode on a reserved request, or one that was suspended here."""
+        held = self.held.pop(request.index)
+        self.batch.add(request)
+        self.used += self.batch.blocks(request) - held
+        self._room()
+
+    def suspend(self, request: SimRequest) -> None:
+        """Take a decoding request out of the batch; it keeps its blocks."""
+        blocks = self.batch.blocks(request)
+        self.batch.remove(request)
+        self.held[request.index] = blocks
+        self._room()
+
+    def release(self, request: SimRequest) -> None:
+        """Free what is held for it. Unknown ones are ignored."""
+        self.used -= self.held.pop(request.index, 0)
+        self._room()
+
+    def withdraw(self, request: SimRequest) -> bool:
+        """Take a waiting request out of the queue, if it is there."""
+        there = self.waiting.remove(request)
+        if there:
+            self._room()
+        return there
+
+    # -- steps
+
+    def _stir(self) -> None:
+        """Something changed: go on now when idle, else at the end of the running step."""
+        steps = self._steps
+        if steps is None:
+            if self._timer is None:
+                self._timer = self._events.at(self._events.now, self._boundary)
+            return
+        count = steps.count
+        if steps.cut(self._events.now):
+            self.used -= self.batch.growth(count) - self.batch.growth(steps.count)
+            self._set_timer(steps.end)
+
+    def _room(self) -> None:
+        """Blocks or a seat became free, or the batch changed."""
+        if self.waiting or self._steps is None:
+            self._stir()
+
+    def _set_timer(self, time: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._events.at(time, self._boundary)
+
+    def _boundary(self) -> None:
+        """Between two steps."""
+        self._timer = None
+        steps, self._steps = self._steps, None
+        self.last_boundary = self._events.now
+        if steps is not None:
+            self.busy_s += self._events.now - steps.begin
+            self._step_done(steps)
+        while self._calls:
+            self._calls.popleft()()
+        if self._timer is not None:  # a call stirred: we are about to look anyway
+            self._timer.cancel()
+            self._timer = None
+        self._steps = self._plan()
+        if self._steps is not None:
+            self._set_timer(self._steps.end)
+
+    def _step_done(self, steps: Steps) -> None:
+        decoded = self.prompts and self.cost.capacity.prefill == "first"
+        if self.batch.requests and not decoded:
+            for request in self.batch.advance(steps.count):
+                self.used -= self.batch.blocks(request)
+                self.batch.remove(request)
+                self._finish(request)
+        left: list[Prompt] = []
+        for prompt in self.prompts:
+            prompt.computed += prompt.step_tokens
+            if prompt.computed < prompt.tokens:
+                left.append(prompt)
+            else:
+                self._prompt_done(prompt)
+        self.prompts = left
+
+    def _prompt_done(self, prompt: Prompt) -> None:
+        request, now = prompt.request, self._events.now
+        if request.preempted_at == request.preempted_at:  # not NaN
+            request.lost_s += now - request.preempted_at
+            request.preempted_at = float("nan")
+        request.generated += 1
+        if request.generated == 1:
+            request.first_token_at = now
+            self._listener.first_token(request)
+        if request.tokens >= request.final_tokens:
+            self.used -= prompt.blocks
+            self._finish(request)
+        else:
+            self.batch.add(request)
+
+    def _finish(self, request: SimRequest) -> None:
+        request.finished_at = self._events.now
+        self._listener.finished(request)
+
+    def _plan(self) -> Steps | None:
+        """What to do next; blocks for it are taken."""
+        if self.cost.capacity.prefill == "first":
+            self._admit(self.cost.capacity.max_batch_tokens)
+            if self.prompts:
+                seconds = self.cost.prefill.base_ms / 1e3
+                for prompt in self.prompts:
+                    prompt.step_tokens = prompt.tokens
+                    seconds += self.cost.prompt_s(prompt.tokens)
+                return Steps(self._events.now, seconds)
+            return self._decode()
+        return self._mixed()
+
+    def _decode(self) -> Steps | None:
+        """As many steps as go without an end or a preemption."""
+        batch = self.batch
+        if not batch.requests:
+            return None
+        self._make_room()
+        if not batch.requests:
+            return None
+        count = batch.steps_within(self.free, batch.steps_to_end())
+        self.used += batch.growth(count)
+        first = self.cost.decode_s(len(batch), batch.context)
+        growth = self.cost.decode.per_context_token_ms * len(batch) / 1e3
+        return Steps(self._events.now, first, growth, count)
+
+    def _mixed(self) -> Steps | None:
+        """Everybody decodes, and what is left of the step's tokens goes to prompts."""
+        preempted = bool(self.batch.requests) and self._make_room()
+        budget = self.cost.capacity.max_batch_tokens - len(self.batch)
+        seconds = 0.0
+        budget, seconds = self._chunk(self.prompts, budget)
+        begun = len(self.prompts)
+        if budget > 0 and not preempted:
+            # The blocks of this very step are spoken for.
+            growth = self.batch.growth(1)
+            self.used += growth
+            self._admit(budget)
+            self.used -= growth
+            _, more = self._chunk(self.prompts[begun:], budget)
+            seconds += more
+        if not self.prompts:
+            return self._decode()
+        if self.batch.requests:
+            self.used += self.batch.growth(1)
+            seconds += self.cost.decode_s(len(self.batch), self.batch.context)
+        else:
+            seconds += self.cost.prefill.base_ms / 1e3
+        return Steps(self._events.now, seconds)
+
+    def _chunk(self, prompts: list[Prompt], budget: int) -> tuple[int, float]:
+        """Share `budget` tokens out in order: (what is left, seconds)."""
+        seconds = 0.0
+        for prompt in prompts:
+            prompt.step_tokens = min(budget, prompt.tokens - prompt.computed)
+            seconds += self.cost.prompt_s(prompt.step_tokens, prompt.computed)
+            budget -= prompt.step_tokens
+        return budget, seconds
+
+    def _admit(self, budget: int) -> None:
+        """Take requests from the queue, in order, until one doesn't fit."""
+        whole = self.cost.capacity.prefill == "first"
+        while self.waiting and budget > 0:
+            request = self.waiting.head
+            tokens = request.tokens
+            blocks = self.blocks_for(tokens)
+            running = self.running
+            alone = running == 0 and not self.held
+            if (
+                (blocks > self.free - self._reserve and not (alone and blocks <= self.free))
+                or running + len(self.held) >= self.cost.capacity.max_sequences
+                or (whole and tokens > budget and self.prompts)
+            ):
+                return
+            self.waiting.pop()
+            budget -= tokens
+            self.used += blocks
+            self.prompts.append(Prompt(request, blocks))
+
+    def _make_room(self) -> bool:
+        """Preempt the last of the least priority until the next step fits; whether any was."""
+        count = self.preemptions
+        while self.batch.growth(1) > self.free:
+            self._preempt()
+        return self.preemptions > count
+
+    def _preempt(self) -> None:
+        candidates: list[SimRequest] = list(self.batch.requests.values())
+        candidates += [prompt.request for prompt in self.prompts]
+        victim = max(candidates, key=lambda one: one.rank)
+        if victim in self.batch:
+            self.used -= self.batch.blocks(victim)
+            self.batch.remove(victim)
+        else:
+            (prompt,) = [one for one in self.prompts if one.request is victim]
+            self.prompts.remove(prompt)
+            self.used -= prompt.blocks
+        self.preemptions += 1
+        victim.preemptions += 1
+        if victim.preempted_at != victim.preempted_at:
+            victim.preempted_at = self._events.now
+        victim.queued_at = self._events.now
+        self.waiting.add(victim)
+        self._listener.preempted(victim)

@@ -1,0 +1,134 @@
+"""One simulation from plain values, and many of them in parallel processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+
+from kvmig.ground.priorities import NORMAL, PriorityClass
+from kvmig.sim import cost, traces
+from kvmig.sim.cluster import SimCluster
+from kvmig.sim.outcomes import Outcomes
+from kvmig.sim.policies import policy, setting
+from kvmig.sim.request import SimRequest
+from kvmig.sim.workloads import PAPER_SEED, generate
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What is simulated. The same values give the same bytes."""
+
+    trace: str
+    """A workload's name, or a CSV file."""
+    policy: str
+    rate: float = 0.0
+    """Requests a second; 0: as the file says."""
+    cv: float = 1.0
+    requests: int = 10_000
+    """At most, of a file."""
+    instances: int = 16
+    gpu: str = "a10-llama7b"
+    setting: str = "live"
+    seed: int = PAPER_SEED
+    high_share: float = 0.0
+    headroom_tokens: int = 0
+    """Of high-priority requests."""
+    migration: bool = True
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it. Figures by name, see `Outcomes.summary`; times in seconds."""
+
+    run: Run
+    figures: dict[str, float]
+    high: dict[str, float] = {}
+    normal: dict[str, float] = {}
+    aborted: dict[str, int] = {}
+    """Migrations by reason."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A result, the rows behind it, and the seconds that it took to simulate."""
+
+    result: Result
+    outcomes: Outcomes
+    took_s: float
+
+
+HIGH = -1
+"""Priority of the requests that `high_share` picks."""
+
+
+def requests_of(run: Run) -> Iterable[SimRequest]:
+    """The requests of a run. Raises ConfigError, perhaps only when a bad row comes."""
+    if run.trace.endswith((".csv", ".csv.gz")):
+        return traces.read(Path(run.trace), run.requests, run.rate)
+    return generate(
+        run.trace,
+        run.rate,
+        count=run.requests,
+        cv=run.cv,
+        seed=run.seed,
+        high_share=run.high_share,
+        high_priority=HIGH,
+    )
+
+
+def simulate(run: Run) -> Finished:
+    """Do it. Raises ConfigError for values that can't be."""
+    began = perf_counter()
+    high = [PriorityClass("high", HIGH, run.headroom_tokens)] if run.high_share else []
+    policy_ = policy(run.policy)
+    if not run.migration:
+        policy_ = msgspec.structs.replace(policy_, rounds=None)
+    cluster = SimCluster(
+        requests_of(run),
+        run.instances,
+        cost.load(run.gpu),
+        policy_,
+        setting(run.setting),
+        Outcomes(),
+        [*high, NORMAL],
+    )
+    outcomes = cluster.run()
+    mixed = run.high_share > 0
+    result = Result(
+        run=run,
+        figures=outcomes.summary(),
+        high=outcomes.summary(HIGH) if mixed else {},
+        normal=outcomes.summary(NORMAL.priority) if mixed else {},
+        aborted={key: n for key, n in sorted(outcomes.migrations.items()) if key != "committed"},
+    )
+    return Finished(result, outcomes, perf_counter() - began)
+
+
+def simulate_all(
+    runs: Sequence[Run], done: Callable[[Finished], None], workers: int | None = None
+) -> list[Finished]:
+    """Each in a process of its own, in the order given; `done` hears of each as it ends.
+
+    workers: at once; None: as many as this process may use cores.
+    """
+    workers = min(workers or len(os.sched_getaffinity(0)), len(runs))
+    if workers <= 1:
+        finished = []
+        for run in runs:
+            finished.append(simulate(run))
+            done(finished[-1])
+        return finished
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(simulate, run) for run in runs]
+        try:
+            for future in as_completed(futures):
+                done(future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [future.result() for future in futures]

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmig.ground.errors import ConfigError
+from kvmig.sim import cost
+from kvmig.sim.cluster import SimCluster
+from kvmig.sim.cost import CostModel
+from kvmig.sim.outcomes import Outcomes
+from kvmig.sim.policies import NAMES, SETTINGS, policy, setting
+from kvmig.sim.request import SimRequest
+from kvmig.sim.run import Run, simulate
+from kvmig.simulate import main, parser, runs_of
+
+
+def small(prefill: str = "first", blocks: int = 24) -> CostModel:
+    """An A10 with little memory, so that requests are preempted and move."""
+    model = cost.load("a10-llama7b")
+    capacity = msgspec.structs.replace(
+        model.capacity,
+        blocks=blocks,
+        prefill=prefill,
+        max_batch_tokens=300,
+        max_sequences=8,
+        watermark=0.0,
+    )
+    return msgspec.structs.replace(model, capacity=capacity)
+
+
+def run(
+    requests: Iterable[SimRequest],
+    name: str = "kvmig",
+    model: CostModel | None = None,
+    around: str = "live",
+    instances: int = 3,
+) -> Outcomes:
+    """Raises AssertionError if an instance holds anything at the end."""
+    cluster = SimCluster(
+        requests, instances, model or small(), policy(name), setting(around), Outcomes()
+    )
+    return cluster.run()
+
+
+REQUESTS = st.lists(
+    st.tuples(st.floats(0, 2), st.integers(1, 200), st.integers(1, 120), st.sampled_from([-1, 0])),
+    min_size=1,
+    max_size=40,
+)
+
+
+@given(
+    REQUESTS,
+    st.sampled_from(NAMES),
+    st.sampled_from(["first", "chunked"]),
+    st.sampled_from([*SETTINGS]),
+)
+@settings(deadline=None, max_examples=80)
+def test_every_request_ends_whole_and_every_block_is_free_again(
+    rows: list[tuple[float, int, int, int]], name: str, prefill: str, around: str
+) -> None:
+    requests = [
+        SimRequest(index, at, prompt, output, priority)
+        for index, (at, prompt, output, priority) in enumerate(sorted(rows))
+    ]
+    outcomes = run(requests, name, small(prefill), around)
+    assert len(outcomes.table()) + outcomes.refused == len(requests)
+    for request in requests:
+        if request.finished_at == request.finished_at:
+            assert request.tokens == request.final_tokens
+            assert request.arrival < request.first_token_at <= request.finished_at
+            assert request.lost_s >= 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_policy_runs_a_workload(name: str) -> None:
+    result = simulate(Run(trace="S-S", policy=name, rate=34.0, requests=600)).result
+    assert result.figures["requests"] == 600
+    assert result.figures["refused"] == 0
+
+
+def test_the_same_seed_gives_the_same_bytes() -> None:
+    given_ = Run(trace="M-M", policy="llumnix", rate=8.0, requests=400, cv=4.0, high_share=0.1)
+    first, second = simulate(given_), simulate(given_)
+    assert msgspec.json.encode(first.result) == msgspec.json.encode(second.result)
+    assert first.outcomes.table().tobytes() == second.outcomes.table().tobytes()
+
+
+def test_requests_move_and_none_is_preempted_meanwhile() -> None:
+    result = simulate(
+        Run(trace="L-L", policy="llumnix", rate=3.0, requests=1000, setting="text")
+    ).result
+    assert result.figures["migrations"] > 0
+    assert result.figures["loss_mean_s"] < 0.5
+
+
+def test_a_request_larger_than_an_instance_is_refused() -> None:
+    outcomes = run([SimRequest(0, 0.0, 24 * 16, 1), SimRequest(1, 0.0, 10, 5)])
+    assert outcomes.refused == 1
+    assert len(outcomes.table()) == 1
+
+
+def test_one_request_alone_takes_what_the_cost_model_says() -> None:
+    model = cost.load("a10-llama7b")
+    request = SimRequest(0, 0.0, 100, 3)
+    run([request], model=model)
+    first = (5.6 + 0.203 * 100 + 5.1e-6 * 100**2) / 1e3
+    steps = sum(39.8 + 0.667 + 0.86e-3 * context for context in (101, 102)) / 1e3
+    assert request.first_token_at == pytest.approx(first)
+    assert request.finished_at == pytest.approx(first + steps)
+
+
+def test_prompts_in_chunks_let_others_decode_on() -> None:
+    def gap(prefill: str) -> float:
+        long = SimRequest(1, 0.5, 290, 2)
+        short = SimRequest(0, 0.0, 10, 60)
+        model = msgspec.structs.replace(
+            small(prefill),
+            capacity=msgspec.structs.replace(
+                small(prefill).capacity, max_batch_tokens=64 if prefill == "chunked" else 300
+            ),
+        )
+        run([short, long], model=model, instances=1)
+        return long.first_token_at
+
+    assert gap("chunked") > gap("first")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--policy", "fifo"], "--policy is fifo, must be"),
+        (["--rate", "-1"], "--rate is -1.0, must be more than 0"),
+        (["--gpu", "tpu"], "--gpu is tpu, must be"),
+        (["--instances", "0"], "--instances is 0, must be 1 or more"),
+        (["--high-share", "2"], "--high-share is 2.0, must be from 0 to 1"),
+        (["--cv", "0"], "--cv is 0.0, must be more than 0"),
+    ],
+)
+def test_bad_flags_are_one_sentence(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--trace", "S-S", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_an_unknown_trace_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="--trace is X, must be"):
+        runs_of(parser().parse_args(["--trace", "X"]))
