@@ -9,7 +9,8 @@ from kvmig.controlplane.dispatch import NewRequest
 from kvmig.controlplane.messages import Member
 from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.scheduler import Scheduler
-from kvmig.controlplane.view import ClusterView, ViewBuilder
+from kvmig.controlplane.view import ClusterView
+from kvmig.controlplane.view_builder import ViewBuilder
 from kvmig.ground.priorities import NORMAL, PriorityClass
 from kvmig.sim.cost import CostModel
 from kvmig.sim.engine import SimEngine

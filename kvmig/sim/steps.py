@@ -30,9 +30,9 @@ class Steps:
 
     def done_at(self, now: float) -> int:
         """How many are done at `now`."""
-        elapsed = now - self.begin
-        if elapsed < self.first:
+        if now < self.end_of(1):
             return 0
+        elapsed = now - self.begin
         half = self.growth / 2
         linear = self.first - half
         if half * elapsed > 1e-12:
