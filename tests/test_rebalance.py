@@ -1,4 +1,4 @@
-"""Which instance shall move requests where, and that it never comes back."""
+"""Load balance: which instance shall move requests where, and that it never comes back."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmig.controlplane.balance import balance
 from kvmig.controlplane.freeness import batch_size, free_blocks, slack
+from kvmig.controlplane.ledger import Pairing, Rounds
 from kvmig.controlplane.messages import Pair, Pairs
 from kvmig.controlplane.policy import policy_of
-from kvmig.controlplane.rebalance import Pairing, Rounds, rebalance
+from kvmig.controlplane.rebalance import rebalance
 from kvmig.controlplane.scheduler import UNPAIR, Scheduler
 from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.controlplane.virtual_usage import usage
 from kvmig.engines.base import EngineLoad
 from kvmig.ground.config import SchedulerConfig
 
-CONFIG = Rounds(source_below=3, destination_above=6, min_gain=1)
+CONFIG = Rounds(rules=(balance,), source_below=3, destination_above=6, min_gain=1)
 
 
 def instance(
@@ -68,6 +70,22 @@ def test_the_lowest_is_paired_with_the_highest_again_and_again() -> None:
     assert decide(*lows, *highs, middle) == [("lower", "higher"), ("low", "high")]
 
 
+def test_a_source_that_one_destination_cannot_relieve_gets_several() -> None:
+    crowded = instance("a", 96, 12, queue=(30, 30))
+    assert decide(crowded, instance("b", 40, 4), instance("c", 10, 1)) == [("a", "c"), ("a", "b")]
+
+
+def test_a_destination_with_much_room_relieves_several() -> None:
+    lows = instance("a", 98, 9), instance("b", 99, 9)
+    assert decide(*lows, instance("c", total=1000)) == [("b", "c"), ("a", "c")]
+
+
+def test_a_source_whose_requests_would_be_on_their_way_too_long_keeps_them() -> None:
+    slow = msgspec.structs.replace(instance("a", 90, 9), bandwidth=1.0)
+    assert decide(slow, instance("b", 10, 1)) == []
+    assert decide(msgspec.structs.replace(slow, bandwidth=10.0), instance("b", 10, 1))
+
+
 @pytest.mark.parametrize(
     "others",
     [
@@ -113,13 +131,6 @@ def test_a_move_that_gains_too_little_is_not_made() -> None:
 
 def test_a_deeply_overloaded_source_is_relieved_though_it_stays_overloaded() -> None:
     assert decide(instance("a", 90, 9, queue=(300, 300, 300)), instance("b", 10, 1)) == [("a", "b")]
-
-
-def test_a_draining_instance_is_emptied() -> None:
-    [pairing] = rebalance(
-        cluster(instance("a", 20, 2, state="draining"), instance("b", 10, 1)), (), CONFIG
-    )
-    assert (pairing.source, pairing.budget_blocks) == ("a", 20)
 
 
 def test_what_moves_already_uses_the_budget_up() -> None:
@@ -168,7 +179,7 @@ INSTANCES = st.lists(CROWDED | ROOMY, min_size=2, max_size=7).map(
 )
 CONFIGS = st.builds(
     lambda below, above, gain: Rounds(
-        source_below=below, destination_above=below + above, min_gain=gain
+        rules=(balance,), source_below=below, destination_above=below + above, min_gain=gain
     ),
     st.sampled_from([3.0, 3.0, 10.0, 0.0, -2.0]),
     st.sampled_from([0.0, 0.0, 3.0]),
@@ -189,24 +200,25 @@ def moved(one: InstanceView, blocks: float, requests: int) -> InstanceView:
 
 
 def after(view: ClusterView, pairings: list[Pairing]) -> ClusterView:
-    by_name = {one.instance: one for one in view.instances}
+    before = {one.instance: one for one in view.instances}
+    later = dict(before)
     for pairing in pairings:
-        source = by_name[pairing.source]
-        average = max(source.load.used_blocks / source.load.running, 1.0)
+        load = before[pairing.source].load
+        average = max(load.used_blocks / load.running, 1.0)
         requests = round(pairing.budget_blocks / average)
-        by_name[pairing.source] = moved(source, pairing.budget_blocks, requests)
-        there = by_name[pairing.destination]
-        by_name[pairing.destination] = moved(there, -pairing.budget_blocks, -requests)
-    return ClusterView(view.now, tuple(by_name.values()), view.stale_after_s)
+        for name, sign in ((pairing.source, 1), (pairing.destination, -1)):
+            later[name] = moved(later[name], sign * pairing.budget_blocks, sign * requests)
+    return ClusterView(view.now, tuple(later.values()), view.stale_after_s)
 
 
 @given(INSTANCES, CONFIGS)
-def test_an_instance_is_in_one_pair_at_most_and_never_with_itself(
+def test_an_instance_gives_or_takes_and_never_both(
     instances: list[InstanceView], config: Rounds
 ) -> None:
     pairings = rebalance(cluster(*instances), (), config)
-    named = [name for one in pairings for name in (one.source, one.destination)]
-    assert len(named) == len(set(named))
+    assert not {one.source for one in pairings} & {one.destination for one in pairings}
+    pairs = [(one.source, one.destination) for one in pairings]
+    assert len(pairs) == len(set(pairs))
 
 
 @settings(max_examples=300)
@@ -226,7 +238,7 @@ def test_a_round_never_calls_for_the_way_back(
 
 @settings(max_examples=300)
 @given(INSTANCES, CONFIGS)
-def test_a_pair_helps_and_leaves_the_destination_above_threshold_and_source(
+def test_a_pair_helps_and_leaves_the_destination_above_its_threshold(
     instances: list[InstanceView], config: Rounds
 ) -> None:
     # Those that move already are part of the plan; without them the effect is whole.
@@ -246,16 +258,6 @@ def test_a_pair_helps_and_leaves_the_destination_above_threshold_and_source(
         if states[one.source] == "serving":
             low = min(later[one.source], later[one.destination])
             assert low >= before[one.source] + config.min_gain - 1e-6
-            assert later[one.destination] >= later[one.source] - 1e-6
-
-
-@given(INSTANCES, CONFIGS)
-def test_the_order_of_the_view_does_not_matter(
-    instances: list[InstanceView], config: Rounds
-) -> None:
-    assert rebalance(cluster(*instances), (), config) == rebalance(
-        cluster(*instances[::-1]), (), config
-    )
 
 
 # -- the scheduler

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kvmig.controlplane.bandwidth import Bandwidth
 from kvmig.controlplane.fronts import Fronts
 from kvmig.controlplane.messages import (
     AbortRequests,
@@ -99,6 +100,7 @@ class Llumlet:
             self._migrate_for_pair,
             policy_of(config.scheduler).victims,
         )
+        self._bandwidth = Bandwidth(engine.layout.block_bytes)
         self._resolving: dict[str, asyncio.Future[bool]] = {}
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -234,6 +236,7 @@ class Llumlet:
         report = await self._migrations.migrate(
             request_id, destination, endpoint, gateway=gateway, epoch=epoch
         )
+        self._bandwidth.take(report)
         return msgspec.structs.replace(report, why=why)
 
     def _on_commit(self, request_id: str, epoch: int, output_tokens: int, gateway: str) -> None:
@@ -320,6 +323,7 @@ class Llumlet:
                     *moving,
                     state=state,
                     staging_used=self._migrations.staging_used,
+                    bandwidth=self._bandwidth.blocks_s,
                 )
                 for sender in self._fronts.listeners():
                     self._send(sender, report)

@@ -95,7 +95,7 @@ class Pairing:
         )
         if victim is None:
             return False
-        self._spent[destination] += victim.blocks
+        self._spent[destination] += victim.weight_blocks
         self._chosen.add(victim.request_id)
         try:
             report = await self._migrate(victim.request_id, pair)

@@ -10,8 +10,13 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvmig.controlplane.balance import balance
+from kvmig.controlplane.defragment import make_room, move_queues
 from kvmig.controlplane.dispatch import Dispatch, Freest, LeastLoaded, RoomiestAfter, RoundRobin
-from kvmig.controlplane.rebalance import Rounds
+from kvmig.controlplane.drain import drain
+from kvmig.controlplane.extremes import pair_extremes
+from kvmig.controlplane.ledger import Rounds
+from kvmig.controlplane.protect import protect
 from kvmig.controlplane.victims import VictimRule
 from kvmig.ground.config import PolicyName, SchedulerConfig
 
@@ -28,7 +33,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the headroom of priorities counts as usage."""
 
 
-_PAPER = Rounds(queued="head", destination_above=3.0, min_gain=0.0)
+_PAPER = Rounds(rules=(pair_extremes,), queued="head", destination_above=3.0, min_gain=0.0)
 _PAPER_VICTIMS = VictimRule(cooldown_s=0.0, min_output_tokens=1)
 
 _POLICIES = (
@@ -54,7 +59,11 @@ _POLICIES = (
         rounds=msgspec.structs.replace(_PAPER, queued="all"),
         victims=_PAPER_VICTIMS,
     ),
-    Policy(name="kvmig", dispatcher=RoomiestAfter, rounds=Rounds()),
+    Policy(
+        name="kvmig",
+        dispatcher=RoomiestAfter,
+        rounds=Rounds(rules=(drain, protect, move_queues, make_room, balance)),
+    ),
 )
 POLICIES = {one.name: one for one in _POLICIES}
 

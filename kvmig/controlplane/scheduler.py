@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvmig.controlplane.ledger import Pairing
 from kvmig.controlplane.messages import Pair, Pairs
 from kvmig.controlplane.policy import Policy
-from kvmig.controlplane.rebalance import Pairing, rebalance
+from kvmig.controlplane.rebalance import rebalance
 from kvmig.controlplane.view import ClusterView
 
 UNPAIR = Pairs()
@@ -39,6 +40,7 @@ class Scheduler:
                 pairing.budget_blocks,
                 pairing.room_blocks,
                 pairing.why,
+                pairing.priority,
             )
             before = paired.get(pairing.source, UNPAIR).pairs
             paired[pairing.source] = Pairs((*before, pair))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
@@ -14,11 +14,11 @@ class VictimRule(msgspec.Struct, frozen=True, kw_only=True):
     """What a request must be to be worth a move."""
 
     cooldown_s: float = 2.0
-    """A request that came here by a migration stays at least so long."""
+    """A request that came here by a migration stays at least so long, but in a drain."""
     min_output_tokens: int = 16
     """Nobody knows how long a request will run, but short answers are common: one that has
     outlived the first tokens probably pays its move back. It also leaves those in prefill
-    alone, whose blocks are still being filled."""
+    alone, whose blocks are still being filled. In a drain all go."""
 
 
 DEFAULT_RULE = VictimRule()
@@ -35,39 +35,94 @@ def next_victim(
 ) -> RequestState | None:
     """The request to move next under `pair`, or None when there is none this round.
 
-    spent_blocks: blocks of the requests whose move was begun since `pair` came;
-    migrating: requests that are moving already; arrived_at: when those that were moved
-    here came.
-
-    Lower priority first (vLLM's: the larger number), then the shorter sequence, among
-    those that fit what is left of the budget. If none fits though nothing was spent,
-    the smallest request that the destination has room for: a budget of average
-    requests would otherwise leave the large ones where they are for ever.
+    requests: those that wait in the order of their queue; spent_blocks: blocks of the
+    requests whose move was begun since `pair` came; migrating: requests that are moving
+    already; arrived_at: when those that were moved here came.
     """
 
-    def recent(one: RequestState) -> bool:
+    def may_go(one: RequestState) -> bool:
+        if one.unmovable or one.request_id in migrating:
+            return False
         since = arrived_at.get(one.request_id)
-        return since is not None and now - since < rule.cooldown_s
+        return pair.why == "drain" or since is None or now - since >= rule.cooldown_s
 
-    movable = [
+    able = [one for one in requests if may_go(one)]
+    return _CHOICES[pair.why](able, pair, spent_blocks, rule)
+
+
+def _balance(
+    able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+) -> RequestState | None:
+    """Lower priority first (vLLM's: the larger number), then the shorter sequence.
+
+    Among those that fit what is left of the budget. If none fits though nothing was
+    spent, the smallest request that the destination has room for: a budget of average
+    requests would otherwise leave the large ones where they are for ever.
+    """
+    running = [
         one
-        for one in requests
+        for one in able
         if one.state == "running"
-        and not one.unmovable
         and one.blocks > 0
         and one.output_tokens >= rule.min_output_tokens
-        and one.request_id not in migrating
-        and not recent(one)
+        and (pair.priority is None or one.priority > pair.priority)
     ]
-    left = pair.budget_blocks - spent_blocks
-    fitting = [one for one in movable if one.blocks <= left]
+    return _within_budget(running, pair, spent)
+
+
+def _within_budget(running: list[RequestState], pair: Pair, spent: float) -> RequestState | None:
+    left = pair.budget_blocks - spent
+    fitting = [one for one in running if one.blocks <= left]
     if fitting:
         return min(fitting, key=_order)
-    if left <= 0 or spent_blocks > 0:
+    if left <= 0 or spent > 0:
         return None
-    large = [one for one in movable if one.blocks <= pair.room_blocks]
+    large = [one for one in running if one.blocks <= pair.room_blocks]
     return min(large, key=lambda one: (one.blocks, *_order(one)), default=None)
 
 
 def _order(one: RequestState) -> tuple[int, int, str]:
     return -one.priority, one.tokens, one.request_id
+
+
+def _queue(
+    able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+) -> RequestState | None:
+    """The first in the queue that still fits where it goes."""
+    left = pair.budget_blocks - spent
+    return next((one for one in able if one.state == "waiting" and one.wanted_blocks <= left), None)
+
+
+def _defragment(
+    able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+) -> RequestState | None:
+    """As few blocks as free enough: the smallest that does alone, else the largest that fits."""
+    left, room = pair.budget_blocks - spent, pair.room_blocks - spent
+    fitting = [one for one in able if one.state == "running" and 0 < one.blocks <= room]
+    if left <= 0 or not fitting:
+        return None
+    enough = [one for one in fitting if one.blocks >= left]
+    if enough:
+        return min(enough, key=lambda one: (one.blocks, *_order(one)))
+    return max(fitting, key=lambda one: (one.blocks, one.priority, one.request_id))
+
+
+def _drain(
+    able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+) -> RequestState | None:
+    """Those that wait, for they cost nothing; then whatever runs, in prefill or not."""
+    waiting = next((one for one in able if one.state == "waiting"), None)
+    if waiting is not None:
+        return waiting
+    return _within_budget([one for one in able if one.state == "running"], pair, spent)
+
+
+_CHOICES: dict[
+    str, Callable[[list[RequestState], Pair, float, VictimRule], RequestState | None]
+] = {
+    "balance": _balance,
+    "priority": _balance,
+    "queue": _queue,
+    "defragment": _defragment,
+    "drain": _drain,
+}

@@ -79,6 +79,13 @@ class RequestState(msgspec.Struct, frozen=True):
     priority: int
     unmovable: str = ""
     """Why it can't be moved now, in a few words; empty when it can."""
+    wanted_blocks: int = 0
+    """Blocks that starting it takes; 0 when it runs."""
+
+    @property
+    def weight_blocks(self) -> int:
+        """Blocks that it takes where it goes."""
+        return self.blocks or self.wanted_blocks
 
 
 class Export(msgspec.Struct, frozen=True):
@@ -146,7 +153,7 @@ class Engine(Protocol):
         ...
 
     async def requests(self) -> list[RequestState]:
-        """All requests that the engine holds."""
+        """All requests that the engine holds; those that wait in the order of the queue."""
         ...
 
     # -- source

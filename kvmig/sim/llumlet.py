@@ -146,7 +146,7 @@ class SimLlumlet:
         )
         if victim is None:
             return
-        self._spent[destination] += victim.blocks
+        self._spent[destination] += victim.weight_blocks
         self._busy.add(destination)
         migration = self._begin(self, self.here[victim.request_id], destination)
         self.leaving[victim.request_id] = migration

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvmig.engines.base import ClassLoad, EngineLoad, RequestState
 from kvmig.sim.request import SimRequest
 
@@ -53,7 +55,12 @@ def request_states(engine: SimEngine) -> list[RequestState]:
         output, blocks = tokens - one.input_tokens, batch.blocks(one, ahead)
         states.append(RequestState(one.request_id, "running", tokens, output, blocks, one.priority))
     states += [_undecoded(one.request, "running", one.blocks) for one in engine.prompts]
-    states += [_undecoded(one, "waiting", 0) for one in engine.waiting]
+    states += [
+        msgspec.structs.replace(
+            _undecoded(one, "waiting", 0), wanted_blocks=engine.waiting.demand(one)
+        )
+        for one in engine.waiting
+    ]
     return states
 
 

@@ -151,8 +151,17 @@ class Migration:
 
     def _export(self) -> list[here.Action]:
         if self.request not in self._source.batch:
-            return self._here.failed("finished")
+            if not self._source.withdraw(self.request):
+                return self._here.failed("finished")
+            self._send(self._queue)  # it waited, and holds nothing
+            return []
         return self._here.exported(self._source.batch.tokens(self.request))
+
+    def _queue(self) -> None:
+        self._destination.submit(self.request)
+        self.request.migrations += 1
+        self._on_moved(self.request)
+        self._end("committed")
 
     def _check(self, sent: int) -> list[here.Action]:
         tokens = self._source.batch.tokens(self.request)

@@ -1,0 +1,145 @@
+"""What a round has decided so far, and what the cluster will look like by it.
+
+The rules of a round run one after the other on one ledger: each sees the free blocks and
+batches as those before it will have left them. An instance either gives or takes in a
+round, never both, and the reverse of a pair of the last round is never made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import msgspec
+import numpy as np
+
+from kvmig.controlplane.columns import DRAINING, Column, Mask
+from kvmig.controlplane.freeness import Queued, batch_sizes, free_blocks_of, slack, slacks
+from kvmig.controlplane.messages import Why
+from kvmig.controlplane.view import ClusterView
+
+MAX_SOURCES = 256
+"""Instances that a rule looks at in a round, the worst first: the others' turn comes in
+the next one. It bounds what a round costs when everybody is overloaded at once."""
+MAX_DESTINATIONS = 4
+"""Of one source in a round."""
+
+
+class Rounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler does each round. Freeness in KV blocks a request."""
+
+    rules: tuple[Callable[[Ledger], None], ...]
+    """In their order."""
+    queued: Queued = "all"
+    source_below: float = 3.0
+    """An instance whose freeness is under this is a source."""
+    destination_above: float = 6.0
+    """An instance whose freeness is over this may take requests in."""
+    min_gain: float = 1.0
+    """Least predicted growth of the lower freeness of two that makes a pair worth it."""
+    longest_move_s: float = 5.0
+    """A source that needs longer for an average request, by the bandwidth it measured, does
+    not balance: nobody knows whether the request lasts so long."""
+
+
+class Pairing(msgspec.Struct, frozen=True):
+    """Move up to `budget_blocks` of requests from source to destination this round."""
+
+    source: str
+    destination: str
+    budget_blocks: float
+    room_blocks: float
+    """Size of the largest single request that leaves the destination well."""
+    why: Why = "balance"
+    priority: int | None = None
+    """priority: only requests that come after this one."""
+
+
+class Ledger:
+    """One round. Rows are those of the view; sizes in KV blocks."""
+
+    def __init__(self, view: ClusterView, last: Collection[Pairing], rounds: Rounds) -> None:
+        columns = view.columns
+        self.view = view
+        self.columns = columns
+        self.rounds = rounds
+        heard = columns.fresh_until >= view.now
+        self.draining: Mask = heard & (columns.state == DRAINING)
+        self.serving: Mask = columns.open_until >= view.now
+        self.free: Column = free_blocks_of(columns, rounds.queued).copy()
+        self.free[columns.state == DRAINING] = -np.inf
+        self.batch: Column = batch_sizes(columns, rounds.queued).copy()
+        self._before = {(pair.source, pair.destination) for pair in last}
+        self._pairs: dict[tuple[int, int], Pairing] = {}
+        self._gives: set[int] = set()
+        self._takes: set[int] = set()
+
+    @property
+    def pairings(self) -> list[Pairing]:
+        """What was decided, in order."""
+        return list(self._pairs.values())
+
+    def slacks(self) -> Column:
+        """Of each, as predicted now."""
+        return slacks(self.free, self.batch)
+
+    def slack(self, row: int) -> float:
+        """Of one, as predicted now."""
+        return slack(float(self.free[row]), int(self.batch[row]))
+
+    def worst(self, rows: Mask, by: Column) -> list[int]:
+        """Those that may still give, lowest `by` first, at most MAX_SOURCES."""
+        return [row for row in _first(rows, by) if row not in self._takes]
+
+    def best(self, rows: Mask, by: Column) -> list[int]:
+        """Those that may still take, highest `by` first, at most MAX_SOURCES."""
+        return [row for row in _first(rows, -by) if row not in self._gives]
+
+    def may_pair(self, source: int, destination: int) -> bool:
+        """Whether this pair is still allowed this round."""
+        names = self.view.instances
+        return (
+            source != destination
+            and destination not in self._gives
+            and source not in self._takes
+            and (source, destination) not in self._pairs
+            and (names[destination].instance, names[source].instance) not in self._before
+        )
+
+    def pair(
+        self,
+        source: int,
+        destination: int,
+        requests: float,
+        blocks: float,
+        *,
+        budget: float,
+        room: float,
+        why: Why,
+        priority: int | None = None,
+    ) -> None:
+        """Decide a pair that will move `requests` of `blocks` in all.
+
+        budget: what is left to move of them, less what is on its way already.
+        """
+        names = self.view.instances
+        self._pairs[source, destination] = Pairing(
+            names[source].instance, names[destination].instance, budget, room, why, priority
+        )
+        self._gives.add(source)
+        self._takes.add(destination)
+        self.free[source] += blocks
+        self.free[destination] -= blocks
+        self.batch[source] -= requests
+        self.batch[destination] += requests
+
+
+def _first(rows: Mask, by: Column) -> list[int]:
+    """`rows` by their `by`, lowest first, ties in the view's order; at most MAX_SOURCES."""
+    found = np.flatnonzero(rows)
+    keys = by[found]
+    if len(found) > MAX_SOURCES:
+        cut = np.partition(keys, MAX_SOURCES - 1)[MAX_SOURCES - 1]
+        near = keys <= cut
+        found, keys = found[near], keys[near]
+    ordered: list[int] = found[np.argsort(keys, kind="stable")].tolist()
+    return ordered[:MAX_SOURCES]
