@@ -13,8 +13,18 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
+from msgspec.structs import replace
 
-from kvmig.engines.base import EngineLoad, Export, OnTokens, Pace, RequestState, Stage, Tail
+from kvmig.engines.base import (
+    CameBlocks,
+    EngineLoad,
+    Export,
+    OnTokens,
+    Pace,
+    RequestState,
+    Stage,
+    Tail,
+)
 from kvmig.ground.errors import MigrationRefused, RequestGone
 from kvmig.ground.layout import KVLayout, Region
 
@@ -50,12 +60,18 @@ class FakeEngine:
     """`before` runs at the start of each call, with the method's name: to fail or to wait there;
     `on_started` when a request that came begins to decode.
 
+    at_once: whether it gathers when it suspends, as far as the buffer's size allows;
     steps: tokens that each request that leaves decodes at every stage and suspend; after a
     fork it decodes one a millisecond.
     """
 
     def __init__(
-        self, num_blocks: int = 200, steps: int = 1, hits: int = 0, can_follow: bool = False
+        self,
+        num_blocks: int = 200,
+        steps: int = 1,
+        hits: int = 0,
+        can_follow: bool = False,
+        at_once: bool = True,
     ) -> None:
         self.layout = KVLayout(
             (Region(0, BLOCK_BYTES, BLOCK_BYTES),), num_blocks, BLOCK_TOKENS, "m"
@@ -71,6 +87,7 @@ class FakeEngine:
         self.hits = hits
         self.calls: list[str] = []
         self.corrupt = False
+        self.at_once = at_once
         self.on_started: Callable[[str], None] = lambda request_id: None
         self.before: Callable[[str], Awaitable[None]] = self._nothing
 
@@ -155,12 +172,16 @@ class FakeEngine:
         request.decoding = asyncio.create_task(steps())
         return fork
 
-    async def suspend(self, request_id: str, sent: int) -> Tail:
+    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         await self._enter("suspend")
         request = self._live(request_id)
         self.decode(request, self.steps)
         request.suspended = True
-        return self._tail(request, sent)
+        tail = self._tail(request, sent)
+        size = len(tail.block_ids) * BLOCK_BYTES
+        if not self.at_once or out is None or size > len(out):
+            return tail
+        return replace(tail, checksums=self._gather(tail.block_ids, out[:size]))
 
     def _tail(self, request: Request, sent: int) -> Tail:
         used = -(-(len(request.tokens) - 1) // BLOCK_TOKENS)
@@ -231,8 +252,13 @@ class FakeEngine:
             start = self._address(request, position)
             self.memory[start : start + TOKEN_BYTES] = kv(tokens, position)
 
-    async def commit(self, request_id: str, tail: Tail) -> None:
+    async def prepare(self, request_id: str) -> None:
+        await self._enter("prepare")
+
+    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         await self._enter("commit")
+        if last is not None:
+            last.check(self._scatter(last.block_ids, last.fused))
         tokens = msgspec.msgpack.decode(tail.state)
         if request_id in self.following:
             request = self.following.pop(request_id)
@@ -255,6 +281,9 @@ class FakeEngine:
 
     async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
         await self._enter("gather")
+        return self._gather(block_ids, out)
+
+    def _gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
         for index, block in enumerate(block_ids):
             run = self.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
             out[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES] = run
@@ -265,6 +294,9 @@ class FakeEngine:
 
     async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
         await self._enter("scatter")
+        return self._scatter(block_ids, fused)
+
+    def _scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
         for index, block in enumerate(block_ids):
             run = fused[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
             self.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = run

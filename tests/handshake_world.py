@@ -35,6 +35,7 @@ from kvmig.kvtransfer.source_machine import SourceMachine
 EXPORT = base.Export("r", 8, [])
 TAIL = Tail([13], 11, 1, b"")
 COMMIT = Commit("m", "r", 1, TAIL, 3)
+WITH_TAIL = Commit("m", "r", 1, TAIL, 3, Chunk("m", 9, 2, 0, 0, [0]))
 SAID = 2
 """Tokens messages that a source sends at most."""
 
@@ -45,6 +46,8 @@ class World:
 
     faults: int
     can_follow: bool = False
+    together: bool = False
+    """The tail's blocks go with the commit."""
     said: int = 0
     source: SourceMachine = field(default_factory=lambda: SourceMachine("m", max_stages=8))
     destination: DestinationMachine = field(default_factory=lambda: DestinationMachine("m"))
@@ -228,10 +231,13 @@ class World:
                 self.at_source = "suspended"
                 self._here(machine.suspended(TAIL))
             case here.SendTail(first, tail):
-                if tail.block_ids:
+                if tail.block_ids and not self.together:
                     self._say(Chunk("m", 9, first, 0, 0, [0]))
-                self._say(COMMIT)
+                self._say(self._commit())
                 self._here(machine.commit_sent())
+
+    def _commit(self) -> Commit:
+        return WITH_TAIL if self.together and not self.source.forked_there else COMMIT
 
     def _go_on(self, actions: list[here.Action]) -> None:
         if actions:
@@ -245,7 +251,7 @@ class World:
                     export = None if stage else EXPORT
                     self._say(Reserve("m", "r", 1, stage, tokens, export=export))
                 case here.SendCommit():
-                    self._say(COMMIT)
+                    self._say(self._commit())
                 case here.SendAbort(reason):
                     self._say(Abort("m", reason))
                 case here.Listen():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvmig.engines import base
-from kvmig.engines.base import Stage, Tail
+from kvmig.engines.base import Pace, Stage, Tail
 from kvmig.ground.errors import InvalidTransition
 from kvmig.kvtransfer import destination_machine as destination
 from kvmig.kvtransfer import source_machine as source
@@ -20,6 +20,7 @@ from kvmig.kvtransfer.messages import (
     ChunkDone,
     Commit,
     Committed,
+    Follow,
     Message,
     Refused,
     Reserve,
@@ -99,7 +100,7 @@ def test_the_source_goes_from_export_to_release() -> None:
     assert machine.checked(Stage([4, 5, 6], 31)) == [source.SendReserve(1, 31)]
     assert machine.reserved(0) == [source.Copy(1, 2, (4, 5, 6))]
     assert machine.copied() == [source.Check(sent=5)]
-    assert machine.checked(Stage([7], 33)) == [source.SendReserve(2, 33)]
+    assert machine.checked(Stage([7], 33)) == [source.SendReserve(2, 33, last=True)]
     assert machine.reserved(0) == [source.Suspend(sent=5)]
     assert machine.suspended(TAIL) == [source.SendTail(5, TAIL)]
     assert machine.commit_sent() == []
@@ -165,7 +166,7 @@ def test_the_source_stops_copying_at_the_last_stage() -> None:
     machine.checked(Stage([1, 2], 30))
     machine.reserved(0)
     machine.copied()
-    assert machine.checked(Stage([3, 4, 5], 50)) == [source.SendReserve(2, 50)]
+    assert machine.checked(Stage([3, 4, 5], 50)) == [source.SendReserve(2, 50, last=True)]
     assert machine.reserved(0) == [source.Suspend(2)]
 
 
@@ -173,7 +174,7 @@ def test_without_live_stages_the_request_is_suspended_first() -> None:
     machine = SourceMachine("m", max_stages=0)
     machine.exported(30)
     machine.reserved(0)
-    assert machine.checked(Stage([1, 2, 3], 30)) == [source.SendReserve(1, 30)]
+    assert machine.checked(Stage([1, 2, 3], 30)) == [source.SendReserve(1, 30, last=True)]
     assert machine.reserved(0) == [source.Suspend(0)]
 
 
@@ -235,6 +236,30 @@ def test_a_missing_chunk_is_noticed_by_the_next_one_or_by_the_commit() -> None:
     assert machine.chunk(chunk(2, 1))[0] == FreeBlocks()
     machine = destination_at(destination.S.RECEIVING)
     assert refusal(machine.commit(commit(3))[1:]) == "error"
+
+
+def test_blocks_that_come_with_the_commit_count() -> None:
+    machine = destination_at(destination.S.RECEIVING)
+    last = chunk(1, 2)
+    message = Commit("m", "r", 1, TAIL, 3, last)
+    assert machine.commit(message) == [destination.RunRequest(TAIL, last)]
+
+
+@pytest.mark.parametrize(
+    "last", [chunk(0, 3), chunk(2, 1), chunk(1, 1)], ids=["shared prefix", "gap", "too few"]
+)
+def test_blocks_that_come_with_the_commit_must_fit(last: Chunk) -> None:
+    machine = destination_at(destination.S.RECEIVING)
+    machine.commit(Commit("m", "r", 1, TAIL, 3, last))
+    assert machine.state is destination.S.CANCELLED
+
+
+def test_a_follower_takes_no_blocks_with_the_commit() -> None:
+    machine = destination_at(destination.S.RECEIVING)
+    machine.follow(Follow("m", TAIL, 1))
+    machine.joined(Pace(0, 0), 0.0)
+    machine.commit(Commit("m", "r", 1, TAIL, 1, chunk(1, 1)))
+    assert machine.state is destination.S.CANCELLED
 
 
 def test_a_chunk_never_writes_into_the_shared_prefix() -> None:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tests.handshake_world import World
 
 
-@pytest.mark.parametrize("can_follow", [False, True])
+@pytest.mark.parametrize(("can_follow", "together"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("faults", [0, 1])
 def test_in_every_order_at_most_one_side_decodes_and_in_the_end_one_does(
-    faults: int, can_follow: bool
+    faults: int, can_follow: bool, together: bool
 ) -> None:
-    start = World(faults, can_follow)
+    start = World(faults, can_follow, together)
     seen, waiting, ends = {start.key()}, [start], 0
     while waiting:
         world = waiting.pop()
@@ -34,9 +34,9 @@ def test_in_every_order_at_most_one_side_decodes_and_in_the_end_one_does(
     assert ends > 10
 
 
-@given(st.data(), st.booleans())
-def test_with_many_faults_too(data: st.DataObject, can_follow: bool) -> None:
-    world = World(faults=6, can_follow=can_follow)
+@given(st.data(), st.booleans(), st.booleans())
+def test_with_many_faults_too(data: st.DataObject, can_follow: bool, together: bool) -> None:
+    world = World(faults=6, can_follow=can_follow, together=together)
     while world.progress():
         was_committed = world.destination.committed_here
         data.draw(st.sampled_from(world.moves()))()

@@ -103,7 +103,7 @@ SOURCE_FAILURES = [
 async def test_a_failing_source_keeps_the_request(
     method: str, after: int, error: Exception, reason: str
 ) -> None:
-    async with cluster() as them:
+    async with cluster(source=FakeEngine(at_once=False)) as them:
         them.a.engine.before = failing(method, error, after)
         report = await them.move()
         assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
@@ -121,11 +121,45 @@ DESTINATION_FAILURES = [
 async def test_a_failing_destination_leaves_the_request_at_the_source(
     method: str, after: int, error: Exception, reason: str
 ) -> None:
-    async with cluster() as them:
+    async with cluster(source=FakeEngine(at_once=False)) as them:
         them.b.engine.before = failing(method, error, after)
         report = await them.move()
         assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
         assert them.b.committing == {}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_tail_that_is_small_goes_with_the_commit(transport: Transport) -> None:
+    async with cluster(transport=transport) as them:
+        report = await them.move()
+        assert (report.state, them.owners()) == ("committed", "b")
+        assert report.tail_blocks > 0
+        calls = them.a.engine.calls
+        assert "gather" not in calls[calls.index("suspend") :]
+        assert them.b.engine.calls.count("scatter") == calls.count("gather")
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_corrupt_block_that_comes_with_the_commit_leaves_the_request_at_the_source(
+    transport: Transport,
+) -> None:
+    async with cluster(transport=transport) as them:
+
+        async def corrupt(method: str) -> None:
+            them.a.engine.corrupt = method == "suspend"
+
+        them.a.engine.before = corrupt
+        report = await them.move()
+        assert (report.state, report.reason, them.owners()) == ("aborted", "corrupt", "a")
+        assert them.b.committing == {}
+
+
+async def test_a_destination_prepares_before_the_pause_and_not_before_its_stages() -> None:
+    async with cluster() as them:
+        await them.move()
+        calls = them.b.engine.calls
+        assert calls.count("prepare") == 1
+        assert calls.index("prepare") > max(i for i, one in enumerate(calls) if one == "scatter")
 
 
 async def test_a_full_destination_refuses() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
+from kvmig.engines.base import CameBlocks
 from kvmig.ground.errors import MigrationRefused, RequestGone
 from tests.vllm_pair import Output, Pair, Side
 
@@ -191,6 +193,71 @@ async def test_a_commit_that_fails_leaves_nothing_and_the_source_goes_on(
     await pair.done(pair.a.engine.resume("kept"))
 
     same(await pair.finish("kept"), unmoved)
+
+
+async def test_a_corrupt_block_that_comes_with_a_commit_leaves_nothing_there(pair: Pair) -> None:
+    unmoved = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "kept", PROMPT)
+    await pair.step(pair.a, until=("kept", 10))
+    export = await pair.done(pair.a.engine.export("kept"))
+    await pair.done(pair.b.engine.reserve(export))
+    buffer = memoryview(bytearray(pair.a.engine.layout.block_bytes * 4))
+    tail = await pair.suspend(pair.a, "kept", 0, buffer)
+    blocks = await pair.done(pair.b.engine.grow("kept", tail.num_tokens))
+    count = len(tail.block_ids)
+    buffer[pair.a.engine.layout.block_bytes * count - 1] ^= 1
+    last = CameBlocks(0, blocks[:count], buffer[: len(buffer) // 4 * count], tail.checksums)
+
+    with pytest.raises(MigrationRefused, match=f"block {count - 1} came changed"):
+        await pair.done(pair.b.engine.commit("kept", tail, last))
+    assert pair.b.used_blocks == 0
+    await pair.done(pair.a.engine.resume("kept"))
+
+    same(await pair.finish("kept"), unmoved)
+
+
+async def test_a_tail_that_does_not_fit_is_left_to_be_gathered(pair: Pair) -> None:
+    pair.submit(pair.a, "kept", PROMPT)
+    await pair.step(pair.a, until=("kept", 10))
+    await pair.done(pair.a.engine.export("kept"))
+    buffer = memoryview(bytearray(pair.a.engine.layout.block_bytes - 1))
+    tail = await pair.suspend(pair.a, "kept", 0, buffer)
+    assert tail.block_ids
+    assert not tail.checksums
+    assert not any(buffer)
+    await pair.done(pair.a.engine.resume("kept"))
+    await pair.finish("kept")
+
+
+async def test_a_suspension_that_is_given_up_writes_nothing_later(pair: Pair) -> None:
+    pair.submit(pair.a, "kept", PROMPT)
+    await pair.step(pair.a, until=("kept", 10))
+    await pair.done(pair.a.engine.export("kept"))
+    buffer = memoryview(bytearray(pair.a.engine.layout.block_bytes * 4))
+    task = asyncio.ensure_future(pair.a.engine.suspend("kept", 0, buffer))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    pair.a.take_calls()
+    assert not any(buffer)
+    await pair.done(pair.a.engine.resume("kept"))
+    await pair.finish("kept")
+
+
+async def test_only_an_idle_engine_makes_a_step_of_nothing_before_a_request_comes(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    for name, side in (("idle", pair.b), ("busy", pair.a)):
+        monkeypatch.setattr(side.core, "execute_dummy_batch", lambda name=name: steps.append(name))
+    pair.submit(pair.a, "other", PROMPT)
+    await pair.step(pair.a, until=("other", 2))
+
+    await pair.done(pair.a.engine.prepare("moved"))
+    await pair.done(pair.b.engine.prepare("moved"))
+
+    assert steps == ["idle"]
+    await pair.finish("other")
 
 
 async def test_a_request_preempted_at_the_source_is_told_so_and_goes_on(pair: Pair) -> None:

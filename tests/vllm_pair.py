@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvmig.engines.base import Pace, Tail
+from kvmig.engines.base import CameBlocks, Pace, Tail
 from kvmig.models import BUNDLED
 from tests.vllm_side import Output, Side, remembered
 
@@ -22,6 +22,8 @@ __all__ = ["Output", "Pair", "Side"]
 
 T = TypeVar("T")
 
+MOST_TAIL = 64
+"""Blocks, or units, that a test's tail has at most."""
 PATIENCE = 2000
 """Rounds without progress after which a test is stuck."""
 
@@ -149,9 +151,11 @@ class Pair:
         sums = await self.done(source.engine.gather(ids, buffer))
         assert await self.done(to.engine.scatter(into, buffer)) == sums
 
-    async def suspend(self, side: Side, request_id: str, sent: int) -> Tail:
+    async def suspend(
+        self, side: Side, request_id: str, sent: int, out: memoryview | None = None
+    ) -> Tail:
         """Out of the batch; the engine steps as far as it must."""
-        task = asyncio.ensure_future(side.engine.suspend(request_id, sent))
+        task = asyncio.ensure_future(side.engine.suspend(request_id, sent, out))
         for _ in range(PATIENCE):
             side.take_calls()
             await self.settle()
@@ -161,7 +165,10 @@ class Pair:
         raise AssertionError("the request is not let go")
 
     async def move(self, source: Side, to: Side, request_id: str, *, steps: int = 2) -> int:
-        """A whole migration with the source stepping in between; how many blocks were a hit."""
+        """A whole migration with the source stepping in between; how many blocks were a hit.
+
+        The tail is gathered when the request is suspended, and scattered by the commit.
+        """
         export = await self.done(source.engine.export(request_id))
         sent = hit = await self.done(to.engine.reserve(export))
         for _ in range(steps):
@@ -170,13 +177,18 @@ class Pair:
             to.step()
             await self.settle()
         await self.done(source.engine.stage(request_id, sent))
-        tail = await self.suspend(source, request_id, sent)
+        await self.done(to.engine.prepare(request_id))
+        buffer = memoryview(bytearray(source.engine.layout.block_bytes * MOST_TAIL))
+        tail = await self.suspend(source, request_id, sent, buffer)
+        last = None
         if tail.block_ids:
+            assert len(tail.checksums) == len(tail.block_ids)
             blocks = await self.done(to.engine.grow(request_id, tail.num_tokens))
             end = sent + len(tail.block_ids)
-            await self.copy(source, to, tail.block_ids, blocks[sent:end])
+            fused = buffer[: source.engine.layout.block_bytes * len(tail.block_ids)]
+            last = CameBlocks(sent, blocks[sent:end], fused, tail.checksums)
         to.engine.assign(request_id, 1)
-        await self.done(to.engine.commit(request_id, tail))
+        await self.done(to.engine.commit(request_id, tail, last))
         await self.done(source.engine.release(request_id))
         return hit
 

@@ -9,10 +9,12 @@ which the request was submitted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from kvmig.ground.errors import MigrationRefused
 from kvmig.ground.layout import KVLayout
 
 
@@ -116,6 +118,27 @@ class Tail(msgspec.Struct, frozen=True):
     num_output_tokens: int
     state: bytes
     """The adapter's own: tokens since the export, sampling state."""
+    checksums: list[int] = []
+    """Of `block_ids`, where `suspend` has gathered them already."""
+
+
+@dataclass(frozen=True, slots=True)
+class CameBlocks:
+    """Fused blocks that came for a request, and where they go."""
+
+    first: int
+    """Which block of the request the first one is."""
+    block_ids: list[int]
+    fused: memoryview
+    """[n * block_bytes]"""
+    checksums: list[int]
+    """What the source has read."""
+
+    def check(self, checksums: Sequence[int]) -> None:
+        """Raises MigrationRefused ("corrupt") unless the destination has read the same."""
+        for index, (sent, came) in enumerate(zip(self.checksums, checksums, strict=True)):
+            if sent != came:
+                raise MigrationRefused("corrupt", f"block {self.first + index} came changed")
 
 
 class Pace(msgspec.Struct, frozen=True):
@@ -173,8 +196,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def suspend(self, request_id: str, sent: int) -> Tail:
-        """Take the request out of the batch at the next step boundary; it keeps its blocks."""
+    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+        """Take the request out of the batch at the next step boundary; it keeps its blocks.
+
+        out: where an engine that can gathers the remaining blocks at once, if they fit.
+        """
         ...
 
     async def resume(self, request_id: str) -> None:
@@ -209,8 +235,15 @@ class Engine(Protocol):
         """
         ...
 
-    async def commit(self, request_id: str, tail: Tail) -> None:
-        """Run the reserved or following request from the tail's state at the next boundary."""
+    async def prepare(self, request_id: str) -> None:
+        """The reserved request comes within some steps: make its first step a quick one."""
+        ...
+
+    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+        """Run the reserved or following request from the tail's state at the next boundary.
+
+        last: blocks to scatter and to check first.
+        """
         ...
 
     async def cancel(self, request_id: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from msgspec.structs import replace
 
@@ -83,30 +82,44 @@ class Copier:
         self._spare = await self._staging.acquire(self._timeout_s)
         self._parts.wait += (self._clock() - started) * 1e3
 
+    def room(self) -> memoryview:
+        """The slot that `ready` took, as far as one copy may fill it."""
+        nbytes = self._sizer.blocks() * self._engine.layout.block_bytes
+        return self._staging.buffer(self._slot())[:nbytes]
+
     async def send(self, stage: int, first: int, block_ids: Sequence[int]) -> None:
         """Gather one chunk into the slot that `ready` took, and bring it there."""
-        slot = self._spare
-        if slot is None:
-            raise ValueError("no slot: call ready first")
+        buffer = self._staging.buffer(self._slot())
         nbytes = len(block_ids) * self._engine.layout.block_bytes
-        parts, started = self._parts, self._clock()
+        started = self._clock()
         async with asyncio.timeout(self._timeout_s):
-            checksums = await self._engine.gather(block_ids, self._staging.buffer(slot)[:nbytes])
-        gathered = self._clock()
-        self._sizer.observe(nbytes, (gathered - started) * 1e3)
+            checksums = await self._engine.gather(block_ids, buffer[:nbytes])
+        ms = (self._clock() - started) * 1e3
+        self._sizer.observe(nbytes, ms)
+        self._parts.gather += ms
+        await self.push(stage, first, checksums, self._send)
+
+    async def push(self, stage: int, first: int, checksums: list[int], say: Send) -> None:
+        """Bring the chunk that was gathered into the slot there; `say` gets its message."""
+        slot, parts, started = self._slot(), self._parts, self._clock()
+        nbytes = len(checksums) * self._engine.layout.block_bytes
         self._line.use(nbytes)
         self._spare = None
         self._flying.append((slot, parts))
         chunk = Chunk(self._mid, stage, first, slot, nbytes, checksums)
+
+        def announce(payload: Sequence[Frame] = (), number: int = 0) -> None:
+            say(replace(chunk, slot=PAYLOAD_SLOT if payload else slot, number=number), payload)
+
         async with asyncio.timeout(self._timeout_s):
-            await self._channel.push(chunk, partial(self._announce, chunk))
-        parts.gather += (gathered - started) * 1e3
-        parts.push += (self._clock() - gathered) * 1e3
+            await self._channel.push(chunk, announce)
+        parts.push += (self._clock() - started) * 1e3
         self.bytes += nbytes
 
-    def _announce(self, chunk: Chunk, payload: Sequence[Frame] = (), number: int = 0) -> None:
-        slot = PAYLOAD_SLOT if payload else chunk.slot
-        self._send(replace(chunk, slot=slot, number=number), payload)
+    def _slot(self) -> int:
+        if self._spare is None:
+            raise ValueError("no slot: call ready first")
+        return self._spare
 
     def end_stage(self) -> StageParts:
         """Where the stage's time went; grows with what is still on its way."""

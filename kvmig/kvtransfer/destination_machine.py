@@ -77,6 +77,8 @@ class ReserveBlocks:
 
     export: Export | None
     num_tokens: int
+    last: bool = False
+    """The pause comes next: have the engine prepare, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,10 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """Commit in the engine."""
+    """Commit in the engine; `last` are blocks that come along."""
 
     tail: Tail
+    last: Chunk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,8 @@ class DestinationMachine(Machine):
         if self.state is S.FOLLOWING:
             return []  # said twice
         self._stage = message.stage
-        return [ReserveBlocks(message.export if opening else None, message.num_tokens)]
+        export = message.export if opening else None
+        return [ReserveBlocks(export, message.num_tokens, message.last)]
 
     def chunk(self, message: Chunk) -> list[Action]:
         """Blocks came in: in order, and never into those that the prefix cache shares."""
@@ -222,13 +226,14 @@ class DestinationMachine(Machine):
 
     def commit(self, message: Commit) -> list[Action]:
         """Run the request, once; a repeated Commit gets the first one's answer."""
-        if self.state in (S.RECEIVING, S.FOLLOWING) and message.blocks != self.received:
-            return self.failed("error", f"{self.received} of {message.blocks} blocks came")
+        came = self._come_with(message)
+        if self.state in (S.RECEIVING, S.FOLLOWING) and message.blocks != came:
+            return self.failed("error", f"{came} of {message.blocks} blocks came")
         unknown = self.state is S.NEW
         self.go(E.COMMIT)
         if unknown:
             return self._refuse("superseded", "the migration isn't known")
-        return [Answer(self._answer)] if self.ended else [RunRequest(message.tail)]
+        return [Answer(self._answer)] if self.ended else [RunRequest(message.tail, message.last)]
 
     def abort(self) -> list[Action]:
         """The source gives up; too late after a commit."""
@@ -294,6 +299,15 @@ class DestinationMachine(Machine):
         was = self.state
         self.go(E.CANCEL)
         return [] if was is self.state else [*_free(was), *self._refuse(reason)]
+
+    def _come_with(self, message: Commit) -> int:
+        """Blocks that are there, those of the message among them; -1: not where they belong."""
+        last = message.last
+        if last is None:
+            return self.received
+        if self.state is S.FOLLOWING or not self._hit <= last.first <= self.received:
+            return -1
+        return max(self.received, last.first + len(last.checksums))
 
     def _refuse(self, reason: str, detail: str = "") -> list[Action]:
         self._answer = Refused(self.key, reason, detail)

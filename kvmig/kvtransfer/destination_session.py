@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvmig.engines.base import Engine, Export, Pace, Tail
+from kvmig.engines.base import CameBlocks, Engine, Export, Pace, Tail
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
@@ -216,8 +216,10 @@ class DestinationSession:
 
     async def _perform(self, action: Action, payload: list[memoryview]) -> list[Action]:
         match action:
-            case do.ReserveBlocks(None, num_tokens):
+            case do.ReserveBlocks(None, num_tokens, last):
                 await self._grow(num_tokens)
+                if last:
+                    await self._bounded(self._engine.prepare(self.request_id))
                 return self.machine.reserved()
             case do.ReserveBlocks(export) if export is not None:
                 return await self._open(export)
@@ -232,8 +234,9 @@ class DestinationSession:
                 task = asyncio.create_task(self._extend(tokens))
                 self._extending.add(task)
                 task.add_done_callback(self._extending.discard)
-            case do.RunRequest(tail):
-                return await self._commit(tail)
+            case do.RunRequest(tail, last):
+                came = None if last is None else await self._came(last, payload)
+                return await self._commit(tail, came)
             case do.FreeBlocks():
                 await self._engine.cancel(self.request_id)
             case do.Answer(message):
@@ -255,20 +258,21 @@ class DestinationSession:
         self._blocks = await self._bounded(self._engine.grow(self.request_id, num_tokens))
 
     async def _scatter(self, chunk: Chunk, payload: list[memoryview]) -> list[Action]:
+        began = self._clock()
+        came = await self._came(chunk, payload)
+        came.check(await self._bounded(self._engine.scatter(came.block_ids, came.fused)))
+        return self.machine.scattered(chunk, (self._clock() - began) * 1e3)
+
+    async def _came(self, chunk: Chunk, payload: list[memoryview]) -> CameBlocks:
+        """The chunk's bytes, and blocks for them."""
         layout, count = self._engine.layout, len(chunk.checksums)
         if count == 0 or chunk.nbytes != count * layout.block_bytes or self._inbox is None:
             raise PeerError(f"{chunk.nbytes} bytes can't be {count} blocks")
-        began, end = self._clock(), chunk.first + count
+        end = chunk.first + count
         if end > len(self._blocks):
             await self._grow(end * layout.block_tokens)
         fused = await self._bounded(self._inbox.receive(chunk, payload[0] if payload else None))
-        checksums = await self._bounded(
-            self._engine.scatter(self._blocks[chunk.first : end], fused)
-        )
-        for index, (sent, came) in enumerate(zip(chunk.checksums, checksums, strict=True)):
-            if sent != came:
-                raise MigrationRefused("corrupt", f"block {chunk.first + index} came changed")
-        return self.machine.scattered(chunk, (self._clock() - began) * 1e3)
+        return CameBlocks(chunk.first, self._blocks[chunk.first : end], fused, chunk.checksums)
 
     async def _extend(self, tokens: Tokens) -> None:
         began = self._clock()
@@ -291,12 +295,12 @@ class DestinationSession:
             return self.machine.failed(error.reason, error.detail)
         return self.machine.failed("timeout" if isinstance(error, TimeoutError) else "error")
 
-    async def _commit(self, tail: Tail) -> list[Action]:
+    async def _commit(self, tail: Tail, last: CameBlocks | None) -> list[Action]:
         began = self._clock()
         try:
             self._on_commit(self, tail)
             # No time-out: it ends with a step, and until then nobody can say how.
-            await self._engine.commit(self.request_id, tail)
+            await self._engine.commit(self.request_id, tail, last)
         except BaseException:
             self._on_commit_failed(self)
             raise

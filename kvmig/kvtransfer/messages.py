@@ -50,6 +50,8 @@ class Reserve(Message, frozen=True, tag=True):
     model: str = ""
     """The source's layout fingerprint, block tokens and runs: must agree."""
     offers: list[Offer] = []
+    last: bool = False
+    """The pause comes next: be ready."""
 
 
 class Reserved(Message, frozen=True, tag=True):
@@ -131,6 +133,8 @@ class Commit(Message, frozen=True, tag=True):
     tail: Tail
     blocks: int
     """Blocks of the request: as many must have come, those of the prefix hit included."""
+    last: Chunk | None = None
+    """The last of them, if they come along."""
 
 
 class Committed(Message, frozen=True, tag=True):

@@ -92,6 +92,8 @@ class SendReserve:
 
     stage: int
     num_tokens: int
+    last: bool = False
+    """The pause comes next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +274,8 @@ class SourceMachine(Machine):
         self.go(E.ENOUGH if stop else E.MORE)
         self._plan = plan
         self.stage += 1
-        return [SendReserve(self.stage, plan.num_tokens)]
+        pause = stop and not (self._follow and plan.decoding)
+        return [SendReserve(self.stage, plan.num_tokens, pause)]
 
     def copied(self) -> list[Action]:
         """All blocks of the stage are gathered and sent."""

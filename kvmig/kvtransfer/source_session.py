@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from kvmig.engines import base
 from kvmig.engines.base import Engine, Tail
@@ -28,12 +30,14 @@ from kvmig.kvtransfer.mailbox import Cancel, Event, Mailbox, PeerLost
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
+    Chunk,
     ChunkDone,
     Commit,
     Committed,
     FirstToken,
     Follow,
     Following,
+    Message,
     Refused,
     Reserve,
     Reserved,
@@ -44,6 +48,7 @@ from kvmig.kvtransfer.source_machine import Action, S, SourceMachine
 from kvmig.kvtransfer.throttle import UNLIMITED, Throttle
 from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.kvtransfer.transports.base import Staging
+from kvmig.kvtransfer.wire import Frame
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +100,7 @@ class SourceSession:
         self._sender: BlockSender | None = None
         self._export: base.Export | None = None
         self._commit: Commit | None = None
+        self._payload: Sequence[Frame] = ()
         self._first_token: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._timeline = Timeline(clock)
         self._tokens = Feed(self._say_tokens, clock)
@@ -189,8 +195,8 @@ class SourceSession:
                 self._export = await self._bounded(engine.export(request_id))
                 self._admit(self.move.mid, self._export.num_tokens)
                 return self.machine.exported(self._export.num_tokens)
-            case do.SendReserve(stage, num_tokens):
-                self._send(self._reserve(stage, num_tokens), ())
+            case do.SendReserve():
+                self._send(self._reserve(action), ())
                 return await self._answer()
             case do.Check(sent):
                 return self.machine.checked(await self._bounded(engine.stage(request_id, sent)))
@@ -226,10 +232,12 @@ class SourceSession:
             case do.SendAbort(reason):
                 self._send(Abort(self.move.mid, reason), ())
 
-    def _reserve(self, stage: int, num_tokens: int) -> Reserve:
-        move = self.move
+    def _reserve(self, asked: do.SendReserve) -> Reserve:
+        move, stage, num_tokens = self.move, asked.stage, asked.num_tokens
         if stage:
-            return Reserve(move.mid, move.request_id, move.epoch, stage, num_tokens)
+            return Reserve(
+                move.mid, move.request_id, move.epoch, stage, num_tokens, last=asked.last
+            )
         return Reserve(
             move.mid,
             move.request_id,
@@ -269,24 +277,42 @@ class SourceSession:
 
     async def _suspend(self, sent: int) -> list[Action]:
         self._tokens.end()
-        # A slot in hand, so that nobody else's chunks stand in the pause.
-        if not self.machine.forked_there and (stop := await self._blocks().ready()):
-            return stop
+        out: memoryview | None = None
+        if not self.machine.forked_there:
+            # A slot in hand, so that nobody else's chunks stand in the pause.
+            if stop := await self._blocks().ready():
+                return stop
+            out = self._blocks().copier.room()
         self._timeline.pause()
-        tail = await self._bounded(self._engine.suspend(self.move.request_id, sent))
+        tail = await self._bounded(self._engine.suspend(self.move.request_id, sent, out))
         self._timeline.pause()
         return self.machine.suspended(tail)
 
     async def _send_tail(self, first: int, tail: Tail) -> list[Action]:
         self._timeline.tail_blocks = len(tail.block_ids)
         self._timeline.output_tokens = tail.num_output_tokens
-        self._commit = Commit(
-            self.move.mid, self.move.request_id, self.move.epoch, tail, first + len(tail.block_ids)
-        )
-        if stop := await self._blocks().send(self.machine.stage, first, tail.block_ids):
+        last: list[tuple[Chunk, Sequence[Frame]]] = []
+        if tail.checksums:  # gathered already: goes with the commit
+
+            def keep(message: Message, payload: Sequence[Frame]) -> None:
+                assert isinstance(message, Chunk)
+                last.append((message, payload))
+
+            copier = self._blocks().copier
+            await copier.push(self.machine.stage, first, tail.checksums, keep)
+        elif stop := await self._blocks().send(self.machine.stage, first, tail.block_ids):
             return stop
         if stop := self._mailbox.read():
             return stop
+        chunk, self._payload = last[0] if last else (None, ())
+        self._commit = Commit(
+            self.move.mid,
+            self.move.request_id,
+            self.move.epoch,
+            replace(tail, checksums=[]),
+            first + len(tail.block_ids),
+            chunk,
+        )
         self._send_commit()
         self._timeline.pause()
         self.machine.commit_sent()
@@ -294,7 +320,7 @@ class SourceSession:
 
     def _send_commit(self) -> None:
         if self._commit is not None:
-            self._send(self._commit, ())
+            self._send(self._commit, self._payload)
 
     async def _ask_arbiter(self) -> list[Action]:
         """The arbiter's word, or a late answer of the destination: whichever comes first."""

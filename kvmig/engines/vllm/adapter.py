@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,16 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from kvmig.engines.base import EngineLoad, Export, OnTokens, Pace, RequestState, Stage, Tail
+from kvmig.engines.base import (
+    CameBlocks,
+    EngineLoad,
+    Export,
+    OnTokens,
+    Pace,
+    RequestState,
+    Stage,
+    Tail,
+)
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.destination import Destination
@@ -27,6 +37,7 @@ from kvmig.engines.vllm.payload import (
 )
 from kvmig.engines.vllm.preemptions import Preemptions
 from kvmig.engines.vllm.source import Source
+from kvmig.engines.vllm.warm_step import WarmStep
 from kvmig.ground.errors import MigrationRefused
 
 T = TypeVar("T")
@@ -49,6 +60,7 @@ class VllmEngine:
         self._memory = BlockMemory(core, unit_tokens)
         self._source = Source(core, self._memory.units)
         self._destination = Destination(core, self._memory.units)
+        self._warm_step = WarmStep(core)
         self._submitted: dict[str, list[bytes]] = {}
         # Building a request hashes its blocks and feeds its grammar: not on the engine's thread.
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="kvmig-build")
@@ -120,9 +132,14 @@ class VllmEngine:
 
         return await self._on_engine(lambda: self._source.fork(request_id, sent, tell))
 
-    async def suspend(self, request_id: str, sent: int) -> Tail:
+    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         loop = asyncio.get_running_loop()
         tail: asyncio.Future[Tail] = loop.create_future()
+        copying, wanted = threading.Lock(), out is not None
+
+        def gather(block_ids: list[int]) -> list[int]:
+            with copying:
+                return self._memory.gather_now(block_ids, out) if wanted and out else []
 
         def settle(result: Tail | Exception) -> None:
             if tail.done():
@@ -135,8 +152,13 @@ class VllmEngine:
         def done(result: Tail | Exception) -> None:
             loop.call_soon_threadsafe(settle, result)
 
-        await self._on_engine(lambda: self._source.suspend(request_id, sent, done))
-        return await tail
+        try:
+            await self._on_engine(lambda: self._source.suspend(request_id, sent, gather, done))
+            return await tail
+        except BaseException:
+            with copying:  # `out` is somebody else's next: no copy may be running or begin
+                wanted = False
+            raise
 
     async def resume(self, request_id: str) -> None:
         await self._on_engine(lambda: self._source.resume(request_id))
@@ -169,11 +191,23 @@ class VllmEngine:
     async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
         return await self._on_engine(lambda: self._destination.extend(request_id, start, token_ids))
 
-    async def commit(self, request_id: str, tail: Tail) -> None:
+    async def prepare(self, request_id: str) -> None:
+        await self._on_engine(self._warm_step.run)
+
+    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         progress = decode_progress(tail.state)
+        if last is not None and self._memory.on_gpu:
+            try:
+                last.check(await self._memory.scatter(last.block_ids, last.fused))
+            except BaseException:
+                await self.cancel(request_id)
+                raise
+            last = None
 
         def run() -> None:
             try:
+                if last is not None:
+                    last.check(self._memory.scatter_now(last.block_ids, last.fused))
                 self._destination.commit(request_id, progress, progress.generator)
             except Exception:
                 self._destination.cancel(request_id)

@@ -69,7 +69,7 @@ class BlockMemory:
     def _describe(self, core: EngineCore, unit_tokens: int) -> tuple[KVLayout, Copies]:
         config, ranks = core.vllm_config, self._cache.ranks
         num_blocks = core.scheduler.kv_cache_config.num_blocks
-        on_gpu = config.device_config.device_type != "cpu"
+        on_gpu = self.on_gpu = config.device_config.device_type != "cpu"
         if not on_gpu:
             backend()  # built now if it must be, not in somebody's first copy
         if unit_tokens:
@@ -100,6 +100,18 @@ class BlockMemory:
     async def scatter(self, block_ids: Sequence[int], data: memoryview) -> list[int]:
         """`data` [n * block_bytes] into blocks [n]; returns n checksums of `data`."""
         return await self._run(self._copies.scatter, block_ids, data)
+
+    def gather_now(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
+        """`gather` on the calling thread; [] and nothing done where that would wait for a GPU,
+        or where they don't fit into `out`."""
+        size = len(block_ids) * self.layout.block_bytes
+        if self.on_gpu or size > out.nbytes:
+            return []
+        return self._copies.gather(list(block_ids), out[:size])
+
+    def scatter_now(self, block_ids: Sequence[int], data: memoryview) -> list[int]:
+        """`scatter` on the calling thread, where it needn't wait for a GPU."""
+        return self._copies.scatter(list(block_ids), data)
 
     def close(self) -> None:
         """Wait for the running copy and end the copy thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
@@ -15,6 +16,9 @@ from kvmig.engines.vllm.movable import check_movable
 from kvmig.engines.vllm.payload import Progress, encode_progress
 from kvmig.engines.vllm.units import Units
 from kvmig.ground.errors import RequestGone
+
+Gather = Callable[[list[int]], list[int]]
+"""Copies blocks at once and returns their checksums; none if that isn't wanted."""
 
 
 @dataclass
@@ -68,7 +72,9 @@ class Source:
         leaving.on_tokens, leaving.told = on_tokens, leaving.request.num_output_tokens
         return self._tail(request_id, sent)
 
-    def suspend(self, request_id: str, sent: int, done: Callable[[Tail | Exception], None]) -> None:
+    def suspend(
+        self, request_id: str, sent: int, gather: Gather, done: Callable[[Tail | Exception], None]
+    ) -> None:
         """Take the request out of the batch; `done` gets its tail once no step holds it."""
         leaving = self._checked(request_id)
         request, scheduler = leaving.request, self._scheduler
@@ -80,7 +86,8 @@ class Source:
 
         def drained() -> None:
             try:
-                done(self._tail(request_id, sent))
+                tail = self._tail(request_id, sent)
+                done(replace(tail, checksums=gather(tail.block_ids)))
             except RequestGone as gone:
                 done(gone)
 
