@@ -24,6 +24,7 @@ from kvmig.cli.process import leave, quiet
 from kvmig.cli.ray_launcher import RayLauncher
 from kvmig.cli.shapes import InstanceShape, own_flags, shapes_of, unit_tokens
 from kvmig.engines.vllm import flags as vllm_flags
+from kvmig.engines.vllm.scheduling_policy import scheduling_flags
 from kvmig.engines.vllm.version import check_version
 from kvmig.gateway.gate import GateState
 from kvmig.ground.config import ClusterConfig
@@ -48,8 +49,10 @@ def main(argv: Sequence[str]) -> int:
         check_version()
         vllm_flags.set_environment()
         gpu_ids = gpus()
-        args = vllm_flags.parse(rest)
         own = own_flags(config.instance_flags, config.instances)
+        every = [word for words in (rest, *own.values()) for word in words]
+        rest = [*rest, *scheduling_flags(every, config.priorities)]
+        args = vllm_flags.parse(rest)
         shapes = shapes_of(args, rest, own, config.instances, vllm_flags.parse)
         config = in_units(config, unit_tokens(shapes))
         sock = take_port(args.host, args.port)

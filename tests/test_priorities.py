@@ -7,6 +7,7 @@ import pytest
 
 from kvmig.cli.flags import parse
 from kvmig.cli.priority_flags import parse_class
+from kvmig.engines.vllm.scheduling_policy import scheduling_flags
 from kvmig.ground.config import ClusterConfig, check
 from kvmig.ground.errors import ConfigError
 from kvmig.ground.priorities import (
@@ -82,6 +83,16 @@ def test_bad_classes_are_refused_by_name(given: list[str], sentence: str) -> Non
     with pytest.raises(ConfigError) as refused:
         parse(["m", *argv])
     assert sentence in str(refused.value)
+
+
+def test_engines_order_by_priority_where_there_are_classes() -> None:
+    two = with_normal([HIGH])
+    assert scheduling_flags(["m"], [NORMAL]) == []
+    assert scheduling_flags(["m", "--port=1"], two) == ["--scheduling-policy=priority"]
+    for said in (["--scheduling-policy", "fcfs"], ["--scheduling_policy=fcfs"]):
+        assert scheduling_flags(said, [NORMAL]) == []
+        with pytest.raises(ConfigError, match="--scheduling-policy is fcfs, must be priority"):
+            scheduling_flags(said, two)
 
 
 def test_a_config_without_a_class_of_priority_0_is_refused() -> None:

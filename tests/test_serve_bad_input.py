@@ -59,6 +59,11 @@ REFUSED = [
     ([MODEL, "--host", "192.0.2.1"], "192.0.2.1 can't be used"),
     ([MODEL, "--instances", "0"], "--instances is 0, must be 1 or more"),
     ([MODEL, "--instances", "two"], "argument --instances: invalid int value: 'two'"),
+    ([MODEL, "--priority-class", "high=-1,headroom=-5"], "high: headroom is -5, must be 0 or more"),
+    (
+        [MODEL, "--priority-class=high=-1", "--instance-flags", "i1: --scheduling-policy fcfs"],
+        "--scheduling-policy is fcfs, must be priority",
+    ),
     ([MODEL, "--policy", "best"], "--policy is best, must be kvmig or"),
     ([MODEL, "--transport", "ftp"], "--transport is ftp, must be auto or shm or tcp"),
     ([MODEL, "--silent-after", "0"], "--silent-after is 0.0, must be more than 0"),

@@ -11,6 +11,7 @@ import msgspec
 
 from kvmig.controlplane.bandwidth import Bandwidth
 from kvmig.controlplane.fronts import Fronts
+from kvmig.controlplane.headroom import headroom_blocks
 from kvmig.controlplane.messages import (
     AbortRequests,
     Call,
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 RESOLVE_TRIES = 3
 RESOLVE_TIMEOUT_S = 5.0
+STEP_TIMES_S = 30.0
+"""How long decode steps may be measured at the start, once for a model on a device."""
 CHANGE_PERIOD_S = 0.01
 """Least time between two load reports, however often the load changes."""
 
@@ -104,6 +107,7 @@ class Llumlet:
         self._resolving: dict[str, asyncio.Future[bool]] = {}
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._headroom: dict[int, float] = {}
         self._seq = 0
         self._reported: tuple[object, ...] = ()
 
@@ -116,8 +120,17 @@ class Llumlet:
         """Step the engine, warm it up, then take messages."""
         self._engine.connect(self._on_outputs, self._on_call_done, self._on_exit)
         await self._engine.warm_up()
+        self._headroom = await self._measure_headroom()
         for loop in (self._receive(), self._report(), self._pairing.run()):
             self._spawn(loop)
+
+    async def _measure_headroom(self) -> dict[int, float]:
+        """Of each priority; its engine is measured only for classes with a target."""
+        classes = self._config.priorities
+        targets = any(one.target_ms for one in classes)
+        times = await self._engine.step_times(STEP_TIMES_S) if targets else []
+        total = self._engine.load().total_blocks
+        return headroom_blocks(classes, times, total, self._engine.layout.block_tokens)
 
     async def failed(self) -> BaseException | None:
         """Wait until the engine has stopped by itself; its error."""
@@ -324,6 +337,7 @@ class Llumlet:
                     state=state,
                     staging_used=self._migrations.staging_used,
                     bandwidth=self._bandwidth.blocks_s,
+                    headroom=self._headroom,
                 )
                 for sender in self._fronts.listeners():
                     self._send(sender, report)

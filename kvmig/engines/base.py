@@ -90,6 +90,13 @@ class RequestState(msgspec.Struct, frozen=True):
         return self.blocks or self.wanted_blocks
 
 
+class StepTime(msgspec.Struct, frozen=True):
+    """A decode step of a batch with so many tokens of KV cache took so long."""
+
+    tokens: int
+    ms: float
+
+
 class Export(msgspec.Struct, frozen=True):
     """A request as another engine needs it to take it over. `payload` is the adapter's own."""
 
@@ -329,6 +336,13 @@ class ServingEngine(Engine, Protocol):
 
     async def warm_up(self) -> None:
         """Run what a first request would otherwise wait for."""
+        ...
+
+    async def step_times(self, limit_s: float) -> list[StepTime]:
+        """How long decode steps take, for batches that grow; known ones, or measured now.
+
+        After `warm_up` and before the first request. Ends after `limit_s` with what it has.
+        """
         ...
 
     async def close(self, timeout_s: float) -> None:

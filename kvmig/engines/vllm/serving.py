@@ -14,12 +14,13 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvmig.engines.base import Emitted, Frame, OnCallDone, OnOutputs
-from kvmig.engines.vllm import rerun
+from kvmig.engines.base import Emitted, Frame, OnCallDone, OnOutputs, StepTime
+from kvmig.engines.vllm import profiles, rerun
 from kvmig.engines.vllm.adapter import VllmEngine
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.draws import generator_after
 from kvmig.engines.vllm.payload import Progress, encode_request
+from kvmig.engines.vllm.step_times import StepTimes
 from kvmig.engines.vllm.warmup import warm_up_requests
 from kvmig.ground.errors import MigrationRefused
 
@@ -47,6 +48,7 @@ class ServingVllm(VllmEngine):
         self._call_decoder = MsgpackDecoder()
         self._encoder = MsgpackEncoder()
         self._warming: dict[str, asyncio.Future[None]] = {}
+        self._measuring: StepTimes | None = None
 
     def connect(
         self,
@@ -102,6 +104,37 @@ class ServingVllm(VllmEngine):
             self.submit(0, request.request_id, encode_request(request))
         await asyncio.wait_for(asyncio.gather(*self._warming.values()), _WARM_UP_TIMEOUT_S)
         self._warming.clear()
+
+    async def step_times(self, limit_s: float) -> list[StepTime]:
+        config = self._core.vllm_config
+        if config.model_config.runner_type == "pooling":
+            return []
+        capacity = self.layout.block_tokens * self._load.total_blocks
+        path = profiles.profile_path(config, capacity)
+        times = profiles.read(path)
+        if not times:
+            times = await self._measure(capacity, limit_s)
+            profiles.write(path, times)
+        return times
+
+    async def _measure(self, capacity: int, limit_s: float) -> list[StepTime]:
+
+        def submit(request: EngineCoreRequest) -> None:
+            self.submit(0, request.request_id, encode_request(request))
+
+        measuring = self._measuring = StepTimes(self._core.vllm_config, capacity, submit)
+        try:
+            async with asyncio.timeout(limit_s):
+                await measuring.ended.wait()
+        except TimeoutError:
+            pass  # what was found by then has to do
+        finally:
+            measuring.ended.set()
+            self.abort(measuring.started)
+            await asyncio.get_running_loop().run_in_executor(self._builder, lambda: None)
+            await self._on_engine(lambda: None)
+            self._measuring = None
+        return measuring.found
 
     async def close(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -159,6 +192,9 @@ class ServingVllm(VllmEngine):
                 if output.finished and output.request_id in self._warming:
                     self._warming[output.request_id].set_result(None)
                     self._submitted.pop(output.request_id, None)
+            return
+        if client == 0 and self._measuring is not None:
+            self._measuring.take(outputs)
             return
         emitted = [
             Emitted(output.request_id, len(output.new_token_ids), output.finished)
