@@ -33,7 +33,7 @@ SECRET = b"a secret of the cluster"
 LOAD = EngineLoad(100, 10, 1, 0, 0, 0)
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class Tokens(msgspec.Struct):
     """What a step gave a request."""
 
     request_id: str
@@ -79,7 +79,9 @@ class FakeLlumlet:
         """Of the last message that had one; also of the answers."""
         self._gateway = b""
         self._seq = 0
-        self._task = asyncio.create_task(self._run())
+        self._reported = LOAD, "serving"
+        self.silent = False
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._report())]
 
     async def _run(self) -> None:
         while True:
@@ -95,11 +97,18 @@ class FakeLlumlet:
                 self.send(answer, self.payload)
             self.heard.put_nowait(message)
 
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            if self._gateway and not self.silent:
+                self.report(*self._reported)
+
     def send(self, message: Message, payload: Sequence[bytes] = ()) -> None:
         self.server.send(self._gateway, message, payload)
 
     def report(self, load: EngineLoad = LOAD, state: str = "serving") -> None:
         self._seq += 1
+        self._reported = load, state
         self.send(LoadReport(self.instance, self._seq, load, 0, 0, state))
 
     def step(self, *spans: tuple[str, int, int, list[int]], last: Sequence[str] = ()) -> None:
@@ -127,8 +136,9 @@ class FakeLlumlet:
 
     async def close(self) -> None:
         """As if the process had died."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self.server.close()
 
 
@@ -149,6 +159,8 @@ class Front:
     places: dict[str, list[int]] = field(default_factory=dict)
     metas: list[object] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    final: list[str] = field(default_factory=list)
+    """Of those that failed, the ones that are to blame themselves."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
@@ -159,8 +171,9 @@ class Front:
             self.metas.append(meta)
         self.changed.set()
 
-    def fail(self, request_ids: Sequence[str], reason: str) -> None:
+    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
         self.failed.update(dict.fromkeys(request_ids, reason))
+        self.final += [] if retry else request_ids
         self.changed.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -197,10 +210,11 @@ async def cluster(
     clock: Clock = monotonic,
     lost_after_s: float = 10.0,
     fence_timeout_s: float = 0.1,
+    instances: int = 2,
 ) -> AsyncIterator[Cluster]:
-    """Two instances that are alive; everything is closed at the end."""
+    """Instances "0", "1", ... that are alive; everything is closed at the end."""
     front = Front()
-    llumlets = [FakeLlumlet("0"), FakeLlumlet("1")]
+    llumlets = [FakeLlumlet(str(number)) for number in range(instances)]
     router = Router(
         "front", SECRET, config or ClusterConfig(), front, decode,
         clock=clock, lost_after_s=lost_after_s, fence_timeout_s=fence_timeout_s,

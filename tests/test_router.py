@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from math import inf
 
-import msgspec
 import pytest
 
 from kvmig.controlplane.messages import (
@@ -19,11 +17,9 @@ from kvmig.controlplane.messages import (
     ListRequests,
     Migrate,
     Migrated,
-    Outputs,
     Requests,
     Resolve,
     Resolved,
-    Span,
     Submit,
 )
 from kvmig.engines.base import EngineLoad, RequestState
@@ -54,16 +50,6 @@ from tests.fake_llumlet import (
     eventually,
     report,
 )
-
-
-@dataclass
-class Hands:
-    """A clock that goes when told to."""
-
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def other(it: Cluster, llumlet: FakeLlumlet) -> FakeLlumlet:
@@ -238,36 +224,6 @@ async def test_an_instance_that_does_not_list_its_requests_is_left_out(
         assert (row.state, row.instance) == ("submitted", a.instance)
 
 
-async def test_lost_tokens_fail_the_request_and_free_it_at_its_instance() -> None:
-    async with cluster() as it:
-        a = await it.submit()
-        a.step(("r", 0, 3, [10]))
-        await it.front.until(lambda: "r" in it.front.failed)
-        assert it.front.failed["r"] == f"tokens 0 to 2 of {a.instance} were lost"
-        assert await a.hear() == AbortRequests(["r"])
-
-
-async def test_tokens_that_never_come_fail_the_request_in_the_end() -> None:
-    clock = Hands()
-    async with cluster(clock=clock, lost_after_s=0.2) as it:
-        a = await it.submit()
-        b = other(it, a)
-        b.step(("r", 1, 5, [10]))
-        await it.front.until(lambda: len(it.front.metas) == 1)
-        clock.now = 60.0
-        for llumlet in it.llumlets:
-            llumlet.report()
-        await it.front.until(lambda: "r" in it.front.failed)
-
-
-async def test_outputs_that_do_not_match_their_spans_cost_the_connection() -> None:
-    async with cluster() as it:
-        a = await it.submit()
-        a.send(Outputs([Span("r", 0, 0)]), [msgspec.msgpack.encode([]), b""])
-        await it.front.until(lambda: "r" in it.front.failed)
-        assert it.front.failed["r"].endswith("sent 1 spans for 0 items")
-
-
 # -- migrations
 
 
@@ -438,79 +394,3 @@ async def test_of_a_request_that_ended_neither_side_keeps_anything() -> None:
         await a.hear()
         assert await resolve(it, a) == Resolved("m", moved=True)
         assert await b.hear() == Discard("r", 1)
-
-
-# -- lost instances
-
-
-async def test_a_lost_instance_fails_its_requests_and_calls_and_gets_no_new_ones() -> None:
-    async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
-        calling = asyncio.create_task(it.router.call("sleep", instances=[a.instance]))
-        await a.hear()
-        await a.close()
-        await it.front.until(lambda: "r" in it.front.failed)
-        assert it.front.failed["r"].startswith(f"instance {a.instance} is lost: ")
-        with pytest.raises(InstanceLost):
-            await calling
-        assert it.router.instances()[int(a.instance)].state == "lost"
-        for n in range(3):
-            assert await it.router.submit(f"s{n}", "s", 20, 0, [b""]) == b.instance
-        with pytest.raises(InstanceLost):
-            await it.router.migrate("s0", a.instance)
-
-
-async def test_a_silent_instance_is_lost_and_comes_back_with_its_next_report() -> None:
-    clock = Hands()
-    async with cluster(clock=clock, lost_after_s=0.2) as it:
-        a = await it.submit()
-        clock.now = 1.0
-        other(it, a).report()
-        await it.front.until(lambda: "r" in it.front.failed)
-        assert "no report for 1.0 s" in it.front.failed["r"]
-        await eventually(lambda: it.state(a) == "serving")
-        a.step(("r", 0, 0, [10]))
-        assert await a.hear() == Discard("r", 0)
-
-
-async def test_a_moved_request_does_not_fail_with_its_old_instance() -> None:
-    async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
-        a.moves()
-        await it.router.migrate("r", b.instance)
-        await a.close()
-        await eventually(lambda: it.state(a) == "lost")
-        b.step(("r", 1, 0, [10]))
-        await it.front.until(lambda: it.front.tokens.get("r") == [10])
-        assert it.front.failed == {}
-
-
-async def test_a_moved_request_fails_with_its_new_instance_though_nothing_came_from_there() -> None:
-    async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
-        a.moves()
-        await it.router.migrate("r", b.instance)
-        await b.close()
-        await it.front.until(lambda: "r" in it.front.failed)
-
-
-async def test_a_report_that_comes_after_the_destination_was_lost_fails_the_request() -> None:
-    async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
-        await b.close()
-        await eventually(lambda: it.state(b) == "lost")
-        a.send(Migrated(0, report("r", a.instance, b.instance)))
-        await it.front.until(lambda: "r" in it.front.failed)
-        assert await a.hear() == AbortRequests(["r"])
-
-
-async def test_a_removed_instance_fails_what_it_runs() -> None:
-    async with cluster() as it:
-        a = await it.submit()
-        await it.router.remove_instance(a.instance)
-        assert it.front.failed == {"r": f"instance {a.instance} was removed"}
-        assert [row.id for row in it.router.instances()] == [other(it, a).instance]

@@ -15,7 +15,7 @@ from kvmig.gateway.ports import Item
 from kvmig.gateway.splice import Action, Broken, Fed, Splicer, Stale, Switched
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tokens:
     """An item of numbered tokens: token i is the number i."""
 

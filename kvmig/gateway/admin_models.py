@@ -27,7 +27,7 @@ class Instance(BaseModel):
 
     id: str
     index: int = Field(description="The label `engine` of vLLM's metrics.")
-    state: str = Field(description="starting, serving, draining or lost.")
+    state: str = Field(description="starting, serving, draining, silent, hung, failed or lost.")
     model: str
     endpoint: str
     blocks_total: int

@@ -49,5 +49,6 @@ class Front:
             return Response(generate_latest(exposed), media_type=CONTENT_TYPE_LATEST)
 
         app.router.routes.insert(0, Route("/metrics", metrics))
+        self._gate.vacant = router.vacant
         app.state.gate = self._gate
         app.state.priorities = self._priorities

@@ -41,9 +41,10 @@ class Arbiter:
 
     async def moved(self, question: Resolve) -> bool:
         """Whether the destination runs the request; if not, it never will under that epoch."""
-        entry = self._table.entries.get(question.request_id)
+        entry = self._table.runs.get(question.request_id)
         if entry is None:
-            # It ended: neither side shall keep it. The source frees it on `moved`.
+            # It ended, or runs again elsewhere: neither side shall keep it. The source frees
+            # it on `moved`.
             self._discard(question)
             return True
         if entry.splicer.reached(question.epoch):
@@ -56,7 +57,7 @@ class Arbiter:
             task.add_done_callback(lambda _: self._asking.pop(key))
             self._asking[key] = task
         committed = await asyncio.shield(self._asking[key])
-        if question.request_id not in self._table.entries:
+        if question.request_id not in self._table.runs:
             self._discard(question)
             return True
         if committed:

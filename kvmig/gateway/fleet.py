@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 
 from kvmig.controlplane.dispatch import NewRequest
@@ -12,6 +13,7 @@ from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.view import InstanceView
 from kvmig.controlplane.view_builder import ViewBuilder
 from kvmig.gateway.errors import InstanceLost, UnknownInstance
+from kvmig.gateway.health import Health
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.links import Link, Listener
 from kvmig.ground.clock import Clock
@@ -26,7 +28,8 @@ class Fleet:
     """Instances by id, in the order in which they were added; each keeps its engine index.
 
     An instance is alive while it is connected. Only those that report are dispatched to;
-    one that was lost comes back with its next report.
+    one that was lost comes back with its next report. It is fit while it also says enough,
+    and nothing bad (`Health`).
     """
 
     def __init__(
@@ -35,9 +38,13 @@ class Fleet:
         secret: bytes,
         policy: Policy,
         clock: Clock,
+        silent_after_s: float,
         lost_after_s: float,
+        tick_s: float,
         listener: Listener,
     ) -> None:
+        self.block_tokens = 16
+        """Tokens a KV block."""
         self._name = name
         self._secret = secret
         self._clock = clock
@@ -47,8 +54,8 @@ class Fleet:
         self._view = ViewBuilder(headroom=policy.headroom)
         self._links: dict[str, Link] = {}
         self._indexes: dict[str, int] = {}
-        self._heard: dict[str, float] = {}
-        """When each instance in the view was last heard of."""
+        self._health = Health(silent_after_s, tick_s, clock())
+        """Of the instances in the view."""
 
     async def add(self, instance: str, endpoint: str, timeout_s: float) -> bytes:
         """See `Router.add_instance`."""
@@ -62,7 +69,7 @@ class Fleet:
         except BaseException:
             await self.remove(instance)
             raise
-        if instance not in self._heard:
+        if instance not in self._health:
             self._join(instance)
         return welcome.engine
 
@@ -89,6 +96,27 @@ class Fleet:
         """Those that are connected."""
         return [name for name, link in self._links.items() if link.alive]
 
+    def fit(self, instance: str) -> bool:
+        """Whether requests had better be there than elsewhere."""
+        link = self._links.get(instance)
+        known = link is not None and link.alive and instance in self._health
+        return known and not self._health.ailment(instance)
+
+    def any_fit(self) -> bool:
+        """Whether there is one that is fit."""
+        return any(self.fit(instance) for instance in self._links)
+
+    def ailing(self) -> dict[str, str]:
+        """Those that are connected and not fit: silent, hung or failed."""
+        return {name: ill for name in self.alive if (ill := self._ailment(name))}
+
+    def silence_s(self) -> dict[str, float]:
+        """For how long each connected instance has said nothing."""
+        return self._health.silence_s()
+
+    def _ailment(self, instance: str) -> str:
+        return self._health.ailment(instance) if instance in self._health else ""
+
     def index(self, instance: str) -> int:
         """Its engine index, also after it was removed."""
         return self._indexes[instance]
@@ -108,14 +136,26 @@ class Fleet:
         link.send(message, payload)
 
     def dispatch(
-        self, demand_blocks: int, priority: int, message: Message, payload: Sequence[Frame]
+        self,
+        tokens: int,
+        priority: int,
+        message: Message,
+        payload: Sequence[Frame],
+        *,
+        fit: bool = False,
     ) -> str:
-        """Send a new request where the policy wants it. Raises NoInstance."""
+        """Send a request of so many tokens where the policy wants it. Raises NoInstance.
+
+        fit: if that one isn't, there is none.
+        """
         now = self._clock()
+        demand_blocks = math.ceil((tokens + 1) / self.block_tokens)
         while True:
             try:
                 request = NewRequest(demand_blocks, priority)
                 instance = self._dispatch.pick(self._view.view(now), request).instance
+                if fit and not self.fit(instance):
+                    raise NoInstance(f"instance {instance} is not fit")
                 self.send(instance, message, payload)
             except NoInstance:
                 raise NoInstance("no instance is connected that could take the request") from None
@@ -130,27 +170,31 @@ class Fleet:
         """An instance told of its load."""
         if report.instance not in self._links:
             return
-        if report.instance not in self._heard:
+        if report.instance not in self._health:
             self._join(report.instance)
-        self._heard[report.instance] = self._clock()
+        self._health.said(report.instance, report.state)
         self._view.report(report, self._clock())
+
+    def heard(self, instance: str) -> None:
+        """It has said something."""
+        self._health.heard(instance)
 
     def _join(self, instance: str) -> None:
         self._view.join(Member(instance, self._links[instance].endpoint))
-        self._heard[instance] = self._clock()
+        self._health.join(instance)
 
     def forget(self, instance: str) -> None:
         """Dispatch nothing there until its next report."""
-        self._heard.pop(instance, None)
+        self._health.leave(instance)
         self._view.leave(instance)
 
-    def drop_silent(self) -> None:
-        """Give up connections over which no report has come for long."""
-        now = self._clock()
-        for instance, heard in list(self._heard.items()):
-            if now - heard > self._lost_after_s:
+    def tick(self) -> None:
+        """Let time pass; give up connections over which nothing has come for long."""
+        self._health.tick(self._clock())
+        for instance, silence in self._health.silence_s().items():
+            if silence > self._lost_after_s:
                 self.forget(instance)
-                self._links[instance].drop(f"no report for {now - heard:.1f} s")
+                self._links[instance].drop(f"nothing was heard for {silence:.1f} s")
 
     def rows(self) -> list[InstanceRow]:
         """All instances as last heard of."""
@@ -159,7 +203,7 @@ class Fleet:
             instance_row(
                 self._indexes[name],
                 known.get(name) or InstanceView(instance=name, endpoint=link.endpoint),
-                lost=not link.alive,
+                self._ailment(name) if link.alive else "lost",
             )
             for name, link in self._links.items()
         ]

@@ -1,11 +1,15 @@
-"""The door while the server stops: no new work, what runs goes on."""
+"""The door while nobody could take new work: the server stops, or no instance is there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+ADMIN = "/kvmig/"
+"""Under which an operator may ask for instances when there is none."""
 
 
 @dataclass
@@ -13,19 +17,30 @@ class GateState:
     """`app.state.gate`: shared with whoever closes the door."""
 
     closed: bool = False
+    vacant: Callable[[], bool] = lambda: False
+    """Whether there is no instance."""
+
+    def refusal(self, path: str) -> str:
+        """Why a POST there isn't taken, as a sentence; empty when it is."""
+        if self.closed:
+            return "the server is stopping and takes no new requests"
+        if self.vacant() and not path.startswith(ADMIN):
+            return "no instance is there to run it"
+        return ""
 
 
 class Gate:
-    """Pure ASGI: once closed, every POST is answered 503 with OpenAI's error shape."""
+    """Pure ASGI: a POST that can't be served is answered 503 with OpenAI's error shape."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         posted = scope["type"] == "http" and scope["method"] == "POST"
-        if posted and scope["app"].state.gate.closed:
+        refusal = scope["app"].state.gate.refusal(scope["path"]) if posted else ""
+        if refusal:
             error = {
-                "message": "the server is stopping and takes no new requests",
+                "message": refusal,
                 "type": "ServiceUnavailableError",
                 "param": None,
                 "code": 503,

@@ -19,7 +19,7 @@ class InstanceRow:
     index: int
     """Engine index, as in vLLM's metrics."""
     state: str
-    """starting, serving, draining or lost."""
+    """starting, serving, draining, silent, hung, failed or lost."""
     endpoint: str
     blocks_total: int
     blocks_used: int
@@ -52,18 +52,18 @@ class RequestRow:
     migrating_to: str | None
 
 
-def instance_row(index: int, view: InstanceView, lost: bool) -> InstanceRow:
-    """One row; `lost`: not connected now, after it was."""
+def instance_row(index: int, view: InstanceView, ailment: str) -> InstanceRow:
+    """One row; ailment: silent, hung, failed, lost (not connected), or empty."""
     return InstanceRow(
         id=view.instance,
         index=index,
-        state="lost" if lost else view.state,
+        state=ailment or view.state,
         endpoint=view.endpoint,
         blocks_total=view.load.total_blocks,
         blocks_used=view.load.used_blocks,
         running=view.load.running,
         waiting=view.load.waiting,
-        freeness=0.0 if lost else instance_freeness(view),
+        freeness=0.0 if ailment == "lost" else instance_freeness(view),
         migrations_in=view.migrations_in,
         migrations_out=view.migrations_out,
         staging_used=view.staging_used,
@@ -84,7 +84,7 @@ def request_rows(
     rows = []
     for entry in sorted(entries, key=lambda entry: entry.arrived):
         places = [entry.owner, *sorted(entry.holders - {entry.owner}), *told]
-        found = next((at for at in places if (entry.request_id, at) in states), None)
+        found = next((at for at in places if (entry.run_id, at) in states), None)
         state = RequestState(
             request_id=entry.request_id,
             state="submitted",
@@ -94,7 +94,7 @@ def request_rows(
             priority=entry.priority,
         )
         if found is not None:
-            state = states[entry.request_id, found]
+            state = states[entry.run_id, found]
         rows.append(
             RequestRow(
                 id=entry.request_id,

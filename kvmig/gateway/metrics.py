@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvmig.gateway.class_metrics import ClassMetrics
+from kvmig.gateway.fault_metrics import FaultMetrics
 from kvmig.gateway.inventory import InstanceRow
 from kvmig.ground.priorities import PriorityClass
 from kvmig.kvtransfer.report import Downtime, MigrationReport
@@ -31,6 +32,9 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry, classes: Sequence[PriorityClass]) -> None:
         self._by_class = ClassMetrics(registry, classes)
         self.began, self.ended = self._by_class.began, self._by_class.ended
+        faults = FaultMetrics(registry)
+        self.missing, self.ran_again = faults.missing, faults.ran_again
+        self.poisoned = faults.poisoned
         self._migrations = Counter(
             "kvmig_migrations_total",
             "Migrations that ended: outcome (committed, aborted), reason, what they were for.",

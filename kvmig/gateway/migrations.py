@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
+
 from kvmig.controlplane.messages import Migrate, Migrated
 from kvmig.gateway.calls import Calls
 from kvmig.gateway.errors import (
@@ -46,15 +48,18 @@ class Migrations:
         """See `Router.migrate`."""
         entry, source, endpoint = self._check(any_id, destination)
 
+        run_id = entry.run_id
+
         def send(call_id: int) -> None:
-            self._fleet.send(source, Migrate(call_id, entry.request_id, destination, endpoint))
+            self._fleet.send(source, Migrate(call_id, run_id, destination, endpoint))
 
         entry.destination = destination
         try:
             answer, _ = await self._calls.ask(source, send, Migrated, timeout_s, "Migrate")
         finally:
-            entry.destination = None
-        report = answer.report
+            if entry.run_id == run_id:
+                entry.destination = None
+        report = msgspec.structs.replace(answer.report, request_id=entry.request_id)
         if report.reason == "already_migrating":
             raise AlreadyMigrating(f"request {any_id} is being moved already")
         if report.reason == "unknown_request" and entry.request_id not in self._table.entries:
@@ -64,14 +69,14 @@ class Migrations:
     def ended(self, message: Migrated) -> Entry | None:
         """A report came in. Returns the request if it runs at its destination from now on,
         and the client has seen no token from there yet."""
-        report = message.report
+        report, entry = message.report, self._table.runs.get(message.report.request_id)
+        if entry is not None:
+            report = msgspec.structs.replace(report, request_id=entry.request_id)
         if report.reason not in _REFUSED:
             self.reports.append(report)
-            known = self._table.entries.get(report.request_id)
-            self._observer.migrated(report, known.priority if known else None)
+            self._observer.migrated(report, entry.priority if entry else None)
         if report.state != "committed":
             return None
-        entry = self._table.entries.get(report.request_id)
         if entry is None or entry.owner != report.source:
             return None
         entry.heir = report.destination
@@ -83,7 +88,9 @@ class Migrations:
             raise MigrationDisabled("migration is off: the server runs with --no-migration")
         endpoint = self._fleet.endpoint(destination)
         entry = self._table.find(any_id)
-        source = entry.heir or entry.owner
+        source = entry.instance
+        if source is None:
+            raise InstanceLost(f"request {any_id} has no instance now")
         if source == destination:
             raise SameInstance(f"request {any_id} runs on instance {destination} already")
         if entry.destination is not None:

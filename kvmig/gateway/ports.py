@@ -12,10 +12,8 @@ from kvmig.kvtransfer.report import MigrationReport
 class Item(Protocol):
     """What one step gave one request (vLLM: `EngineCoreOutput`, as it is)."""
 
-    @property
-    def request_id(self) -> str:
-        """The id under which it was submitted."""
-        ...
+    request_id: str
+    """The id under which it was submitted; the front end puts its own in the place of a run's."""
 
     @property
     def new_token_ids(self) -> Sequence[int]:
@@ -55,8 +53,11 @@ class Sink(Protocol):
         """Tokens in their right order. `index`: the engine index of the instance they are from."""
         ...
 
-    def fail(self, request_ids: Sequence[str], reason: str) -> None:
-        """These requests get no more tokens; `reason` is a sentence for the client."""
+    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+        """These requests get no more tokens; `reason` is a sentence for the client.
+
+        retry: it may go well another time; otherwise the request is to blame.
+        """
         ...
 
 
@@ -79,6 +80,18 @@ class Observer(Protocol):
         """A request's last token came, the `tokens`th, `decode_s` after the first."""
         ...
 
+    def missing(self, instance: str, ailment: str) -> None:
+        """An instance can't be relied on any more: it is silent, hung, failed or lost."""
+        ...
+
+    def ran_again(self, tokens: int) -> None:
+        """A request runs on another instance; KV of so many tokens is to be computed again."""
+        ...
+
+    def poisoned(self) -> None:
+        """A request was failed because instances crashed while they ran it."""
+        ...
+
 
 class Unobserved:
     """Counts nothing."""
@@ -93,4 +106,13 @@ class Unobserved:
         """Not counted."""
 
     def ended(self, priority: int, whole_s: float, decode_s: float, tokens: int) -> None:
+        """Not counted."""
+
+    def missing(self, instance: str, ailment: str) -> None:
+        """Not counted."""
+
+    def ran_again(self, tokens: int) -> None:
+        """Not counted."""
+
+    def poisoned(self) -> None:
         """Not counted."""

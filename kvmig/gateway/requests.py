@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvmig.gateway.crashes import Crashes
 from kvmig.gateway.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.gateway.splice import Splicer
 from kvmig.kvtransfer.wire import Frame
@@ -47,6 +48,24 @@ class Entry:
     """When its first token came, in the router's clock."""
     heir: str | None = None
     """Who is known to run it now, though none of its tokens has come yet."""
+    output_token_ids: list[int] = field(default_factory=list)
+    """What the client has got: from there it runs again when its instance is lost."""
+    run: int = 0
+    """A run starts with a Submit and goes on by migration, one epoch after the other; the next
+    one starts when that is lost."""
+    unplaced_since: float | None = None
+    """Since when it has had no instance to run on; in the router's clock."""
+    crashes: Crashes = field(default_factory=Crashes)
+
+    @property
+    def run_id(self) -> str:
+        """Its id at instances, of this run alone."""
+        return f"{self.request_id}+{self.run}" if self.run else self.request_id
+
+    @property
+    def instance(self) -> str | None:
+        """Where it runs, as far as is known; None without an instance."""
+        return None if self.unplaced_since is not None else self.heir or self.owner
 
     @property
     def owner(self) -> str:
@@ -55,7 +74,9 @@ class Entry:
 
     @property
     def holders(self) -> set[str]:
-        """Every instance that may hold something of it."""
+        """Every instance that may hold something of its present run."""
+        if self.unplaced_since is not None:
+            return set()
         return {one for one in (self.owner, self.destination, self.heir) if one is not None}
 
 
@@ -65,6 +86,8 @@ class RequestTable:
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         """By request id; read only."""
+        self.runs: dict[str, Entry] = {}
+        """By run id, which is what instances know; read only."""
         self._calls: defaultdict[str, set[str]] = defaultdict(set)
         self._ended: OrderedDict[str, None] = OrderedDict()
 
@@ -78,7 +101,7 @@ class RequestTable:
         """Raises ValueError if the id is taken: engines never use one twice."""
         if entry.request_id in self.entries:
             raise ValueError(f"request {entry.request_id} is running already")
-        self.entries[entry.request_id] = entry
+        self.entries[entry.request_id] = self.runs[entry.run_id] = entry
         for name in {entry.call_id, entry.external_id}:
             self._calls[name].add(entry.request_id)
 
@@ -87,6 +110,7 @@ class RequestTable:
         entry = self.entries.pop(request_id, None)
         if entry is None:
             return None
+        del self.runs[entry.run_id]
         names = {entry.call_id, entry.external_id}
         for name in names:
             self._calls[name].discard(request_id)
@@ -98,6 +122,15 @@ class RequestTable:
         while len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
         return entry
+
+    def next_run(self, entry: Entry, now: float) -> None:
+        """Its present run is lost: nothing of it counts any more, and it has no instance."""
+        del self.runs[entry.run_id]
+        entry.run += 1
+        self.runs[entry.run_id] = entry
+        entry.heir = entry.destination = None
+        if entry.unplaced_since is None:
+            entry.unplaced_since = now
 
     def find(self, any_id: str) -> Entry:
         """By request id, external id or call id.

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Coroutine, Sequence
 
 from kvmig.controlplane.messages import (
-    AbortRequests,
     CallDone,
     Discard,
     Fenced,
@@ -26,13 +23,14 @@ from kvmig.controlplane.messages import (
 from kvmig.controlplane.policy import policy_of
 from kvmig.gateway.arbiter import FENCE_TIMEOUT_S, Arbiter
 from kvmig.gateway.calls import Calls
-from kvmig.gateway.errors import InstanceLost
+from kvmig.gateway.endings import Endings
 from kvmig.gateway.fleet import Fleet
 from kvmig.gateway.inventory import InstanceRow, RequestRow, request_rows
 from kvmig.gateway.links import Link
 from kvmig.gateway.migrations import Migrations
 from kvmig.gateway.ports import Decode, Observer, Sink, Unobserved
 from kvmig.gateway.questions import Questions
+from kvmig.gateway.recovery import Recovery
 from kvmig.gateway.request_id import current_call
 from kvmig.gateway.requests import Entry, RequestTable, call_of
 from kvmig.gateway.splice import Action, Broken, Splicer, Stale, Switched
@@ -45,6 +43,8 @@ from kvmig.kvtransfer.wire import Frame
 
 HOLD_S = 10.0
 """Longest wait for an old owner's tokens while the new one's are there."""
+TICK_S = 0.2
+"""Between two looks for what nobody tells of."""
 STRAYS = 4096
 """Stale copies that are remembered as told to stop."""
 
@@ -54,8 +54,7 @@ log = logging.getLogger(__name__)
 class Router:
     """Engine-agnostic. Make, use and close it inside one running event loop.
 
-    `block_tokens` (tokens a KV block) is set by whoever read it from the engine's
-    description, before the first `submit`.
+    Requests run again elsewhere when their instance is lost or ails, see `Recovery`.
     """
 
     def __init__(
@@ -71,13 +70,26 @@ class Router:
         lost_after_s: float = 10.0,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
-        self.block_tokens = 16
-        self._sink = sink
         self._observer = observer or Unobserved()
         self._clock = clock
         self._table = RequestTable()
         self._calls = Calls()
-        self._fleet = Fleet(name, secret, policy_of(config.scheduler), clock, lost_after_s, self)
+        silent_after_s = config.faults.silent_after_s
+        tick_s = min(TICK_S, silent_after_s / 4)
+        self._fleet = Fleet(
+            name,
+            secret,
+            policy_of(config.scheduler),
+            clock,
+            silent_after_s,
+            lost_after_s,
+            tick_s,
+            self,
+        )
+        self._endings = Endings(self._table, self._fleet, sink)
+        self._recovery = Recovery(
+            self._table, self._fleet, self._endings, self._observer, clock, config.faults
+        )
         self._questions = Questions(self._calls, self._fleet)
         self._arbiter = Arbiter(self._table, self._calls, self._fleet.send, fence_timeout_s)
         self._migrations = Migrations(
@@ -94,7 +106,7 @@ class Router:
         )
         self._strays: OrderedDict[tuple[str, str, int], None] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._start(self._watch(min(0.5, lost_after_s / 4)))
+        self._start(self._watch(tick_s))
 
     async def close(self) -> None:
         """Disconnect from all; nothing is delivered any more."""
@@ -109,15 +121,28 @@ class Router:
     async def add_instance(self, instance: str, endpoint: str, timeout_s: float = 30.0) -> bytes:
         """Connect; returns the engine's description (`Welcome.engine`).
 
-        Its engine index is the number of instances added before. Raises InstanceLost,
-        and ValueError if there is one of that name.
+        Its engine index is the number of instances added before, or that of an earlier one
+        of its name. Raises InstanceLost, and ValueError if there is one of that name.
         """
         return await self._fleet.add(instance, endpoint, timeout_s)
 
-    async def remove_instance(self, instance: str) -> None:
-        """Disconnect; requests that it still runs fail. Unknown ones are ignored."""
+    async def remove_instance(self, instance: str, *, crashed: bool = False) -> None:
+        """Disconnect for good; requests that it still runs run again elsewhere.
+
+        crashed: its process has died, maybe of one of them. Unknown ones are ignored.
+        """
         if await self._fleet.remove(instance):
-            self._gone(instance, f"instance {instance} was removed")
+            reason = f"instance {instance} {'has died' if crashed else 'was removed'}"
+            self._calls.lost(instance, reason)
+            self._recovery.removed(instance, reason, crashed=crashed)
+
+    def silence_s(self) -> dict[str, float]:
+        """For how long each connected instance has said nothing, in seconds."""
+        return self._fleet.silence_s()
+
+    def vacant(self) -> bool:
+        """Whether no instance is connected, so that new requests can't be taken."""
+        return not self._fleet.alive
 
     def instances(self) -> list[InstanceRow]:
         """All instances as last heard of, in the order in which they were added."""
@@ -155,8 +180,7 @@ class Router:
 
         The payload is kept as long as the request lives. Raises NoInstance.
         """
-        demand = math.ceil((prompt_tokens + 1) / self.block_tokens)
-        instance = self._fleet.dispatch(demand, priority, Submit(request_id), payload)
+        instance = self._fleet.dispatch(prompt_tokens, priority, Submit(request_id), payload)
         self._table.add(
             Entry(
                 request_id=request_id,
@@ -182,11 +206,11 @@ class Router:
                 self._streams.ended(entry)
             else:
                 self._table.remove(entry.request_id)
-        self._abort(entries)
+        self._endings.abort(entries)
 
     def give_up(self, reason: str) -> None:
         """End all live requests: each client gets an error."""
-        self._give_up(list(self._table), reason)
+        self._endings.give_up(list(self._table), reason)
 
     def live(self) -> list[str]:
         """Ids of all requests that have not ended."""
@@ -215,6 +239,7 @@ class Router:
 
     def on_message(self, link: Link, message: Message, payload: list[memoryview]) -> None:
         """See `Listener`."""
+        self._fleet.heard(link.instance)
         match message:
             case Outputs():
                 self._streams.take(link.instance, message, payload, self._clock())
@@ -231,29 +256,30 @@ class Router:
 
     def on_lost(self, link: Link, reason: str) -> None:
         """See `Listener`."""
-        log.warning("instance %s is lost: %s", link.instance, reason)
         self._fleet.forget(link.instance)
-        self._gone(link.instance, f"instance {link.instance} is lost: {reason}")
+        reason = f"instance {link.instance} is lost: {reason}"
+        self._calls.lost(link.instance, reason)
+        self._recovery.lost(link.instance, reason)
 
     def _migrated(self, message: Migrated, payload: list[memoryview]) -> None:
         entry = self._migrations.ended(message)
         self._calls.answer(message.call_id, message, payload)
         if entry is not None and entry.heir not in self._fleet.alive:
-            self._give_up([entry], f"instance {entry.heir}, which ran it, is lost")
+            self._recovery.heir_lost(entry, message.report.destination)
 
     async def _resolve(self, source: str, question: Resolve) -> None:
         moved = await self._arbiter.moved(question)
-        self._tell(source, Resolved(question.mid, moved))
+        self._endings.tell(source, Resolved(question.mid, moved))
 
     def _act(self, entry: Entry, action: Action) -> None:
         match action:
             case Stale(instance, epoch):
-                self._tell(instance, Discard(entry.request_id, epoch))
+                self._endings.tell(instance, Discard(entry.run_id, epoch))
             case Switched(_, _, _, gap_s):
                 entry.heir = None
                 self._observer.switched(gap_s)
             case Broken(reason):
-                self._give_up([entry], reason)
+                self._recovery.run_again([entry], reason)
 
     def _stray(self, instance: str, span: Span, last: bool) -> None:
         """Output of a request that is over: whoever still runs it is told to stop, once."""
@@ -263,38 +289,18 @@ class Router:
         self._strays[key] = None
         if len(self._strays) > STRAYS:
             self._strays.popitem(last=False)
-        self._tell(instance, Discard(span.request_id, span.epoch))
-
-    # -- the end of requests
-
-    def _gone(self, instance: str, reason: str) -> None:
-        """An instance will send nothing more: neither answers nor tokens."""
-        self._calls.lost(instance, reason)
-        self._give_up([one for one in self._table if (one.heir or one.owner) == instance], reason)
-
-    def _give_up(self, entries: Sequence[Entry], reason: str) -> None:
-        """These can't go on. (They could run again elsewhere: `Entry.payload`.)"""
-        if not entries:
-            return
-        for entry in entries:
-            self._table.remove(entry.request_id)
-        self._abort(entries)
-        self._sink.fail([entry.request_id for entry in entries], reason)
-
-    def _abort(self, entries: Iterable[Entry]) -> None:
-        told: defaultdict[str, list[str]] = defaultdict(list)
-        for entry in entries:
-            for instance in entry.holders:
-                told[instance].append(entry.request_id)
-        for instance, request_ids in told.items():
-            self._tell(instance, AbortRequests(request_ids))
+        self._endings.tell(instance, Discard(span.request_id, span.epoch))
 
     # -- small things
 
-    def _tell(self, instance: str, message: Message) -> None:
-        """Send what a lost instance needn't know: its requests are gone with it."""
-        with contextlib.suppress(InstanceLost):
-            self._fleet.send(instance, message)
+    @property
+    def block_tokens(self) -> int:
+        """Tokens a KV block, as load reports count; whoever knows it sets it."""
+        return self._fleet.block_tokens
+
+    @block_tokens.setter
+    def block_tokens(self, tokens: int) -> None:
+        self._fleet.block_tokens = tokens
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
@@ -310,7 +316,8 @@ class Router:
         """Find out what nobody tells: silent instances, and tokens that never come."""
         while True:
             await asyncio.sleep(period_s)
-            self._fleet.drop_silent()
+            self._fleet.tick()
             long_ago = self._clock() - HOLD_S
             overdue = [one for one in self._table if one.splicer.waits_since(long_ago)]
-            self._give_up(overdue, "tokens of its last owner were lost")
+            self._recovery.run_again(overdue, "tokens of its last owner were lost")
+            self._recovery.tick()

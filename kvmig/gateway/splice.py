@@ -83,6 +83,13 @@ class Splicer:
         self._granted: set[int] = set()
         self._told: set[Stale] = set()
 
+    def restart(self, owner: str) -> None:
+        """A new run goes on where the stream is. Whoever feeds it hears nothing of earlier runs."""
+        self.owner, self.epoch, self.closed = owner, 0, False
+        self._held = []
+        for names in (self._fenced, self._granted, self._told):
+            names.clear()
+
     def advance(self, epoch: int, start: int, count: int, now: float) -> bool:
         """Whether `count` tokens are just what comes next, as nearly always; then count them.
 

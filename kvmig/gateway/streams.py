@@ -54,16 +54,17 @@ class Streams:
             raise PeerError(
                 f"{instance} sent {len(outputs.spans)} spans for {len(batch.items)} items"
             )
-        entries = self._table.entries
+        runs = self._table.runs
         odd: list[int] = []
         ended: list[Entry] = []
         for at, (span, item) in enumerate(zip(outputs.spans, batch.items, strict=True)):
-            entry = entries.get(span.request_id)
+            entry = runs.get(span.request_id)
             if entry is None or not entry.splicer.advance(
                 span.epoch, span.start, len(item.new_token_ids), now
             ):
                 odd.append(at)
                 continue
+            _keep(entry, item)
             if entry.first_at is None:
                 self._began(entry, now)
             if item.finished:
@@ -86,7 +87,7 @@ class Streams:
             span, item = spans[at], batch.items[at]
             if span.epoch < 0:
                 continue  # aborted there before it came out: nobody's
-            entry = self._table.entries.get(span.request_id)
+            entry = self._table.runs.get(span.request_id)
             if entry is None:
                 self._stray(instance, span, item.finished)
             else:
@@ -110,12 +111,21 @@ class Streams:
             self._observer.began(entry.priority, now - entry.arrived)
 
     def _settle(self, entry: Entry, fed: Fed, now: float) -> None:
+        for _, item in fed.deliver:
+            _keep(entry, item)
         for owner, pairs in itertools.groupby(fed.deliver, key=lambda pair: pair[0]):
             items: list[Item] = [item for _, item in pairs]
             self._sink.deliver(self._index_of(owner), items, None)
         if entry.first_at is None:
             self._began(entry, now)
-        if entry.splicer.closed:
+        if fed.deliver and fed.deliver[-1][1].finished:
             self.ended(entry)
         for action in fed.actions:
             self._act(entry, action)
+
+
+def _keep(entry: Entry, item: Item) -> None:
+    """What the client gets is where the request would go on; it knows nothing of runs."""
+    entry.output_token_ids += item.new_token_ids
+    if entry.run:
+        item.request_id = entry.request_id

@@ -8,15 +8,19 @@ hands requests to a router and takes spliced outputs from it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Protocol
 from unittest.mock import patch
 
 import msgspec
 from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError
+from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import (
     EngineCoreOutput,
@@ -34,6 +38,8 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Frame
+from kvmig.engines.vllm import failures
+from kvmig.ground.errors import NoInstance
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +110,16 @@ class Outlet:
         if outputs.outputs or outputs.scheduler_stats:
             self.queue.put_nowait(outputs)
 
-    def fail(self, request_ids: Sequence[str], reason: str) -> None:
-        """End requests that can't go on: each client gets vLLM's own error."""
+    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+        """End requests that can't go on: each client gets an error that says why."""
         logger.error("requests %s failed: %s", ", ".join(request_ids), reason)
+        said = failures.encode(reason, retry)
         self.queue.put_nowait(
             EngineCoreOutputs(
                 outputs=[
-                    EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+                    EngineCoreOutput(
+                        request_id, [], finish_reason=FinishReason.ERROR, stop_reason=said
+                    )
                     for request_id in request_ids
                 ]
             )
@@ -139,13 +148,16 @@ class RoutingClient(AsyncMPClient):
         prompt = len(request.prompt_token_ids or ()) or (
             0 if request.prompt_embeds is None else len(request.prompt_embeds)
         )
-        await self._requests.submit(
-            request.request_id,
-            request.external_req_id or request.request_id,
-            prompt,
-            request.priority,
-            self._encoder.encode(request),
-        )
+        try:
+            await self._requests.submit(
+                request.request_id,
+                request.external_req_id or request.request_id,
+                prompt,
+                request.priority,
+                self._encoder.encode(request),
+            )
+        except NoInstance as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         if request_ids and not self.resources.engine_dead:
@@ -201,6 +213,13 @@ class RoutedLLM(AsyncLLM):
                 usage_context=UsageContext.OPENAI_API_SERVER,
                 **options,
             )
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        """As AsyncLLM; a request that the front end has failed says why."""
+        async with contextlib.aclosing(super().generate(*args, **options)) as outputs:
+            async for output in outputs:
+                failures.check(output)
+                yield output
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Somebody wants no more of it."""

@@ -1,0 +1,45 @@
+"""Prometheus: instances that went, and what became of their requests."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter
+
+
+class FaultMetrics:
+    """An `Observer`'s part."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._missing = Counter(
+            "kvmig_instances_missing_total",
+            "Instances that could not be relied on any more: silent, hung, failed or lost.",
+            ("instance", "ailment"),
+            registry=registry,
+        )
+        self._again = Counter(
+            "kvmig_requests_run_again_total",
+            "Requests that were run again because their instance was missing.",
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "kvmig_recomputed_tokens_total",
+            "Tokens of those requests, prompt and output; the prefix cache may hold some.",
+            registry=registry,
+        )
+        self._poisoned = Counter(
+            "kvmig_requests_poisoned_total",
+            "Requests that were failed because instances crashed while they ran them.",
+            registry=registry,
+        )
+
+    def missing(self, instance: str, ailment: str) -> None:
+        """An instance can't be relied on any more."""
+        self._missing.labels(instance, ailment).inc()
+
+    def ran_again(self, tokens: int) -> None:
+        """A request runs again elsewhere."""
+        self._again.inc()
+        self._tokens.inc(tokens)
+
+    def poisoned(self) -> None:
+        """A request was failed for what it does to instances."""
+        self._poisoned.inc()

@@ -1,0 +1,473 @@
+"""What the router does when instances go, on llumlets without engines."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from kvmig.controlplane.messages import (
+    AbortRequests,
+    Call,
+    Discard,
+    ListRequests,
+    Migrate,
+    Migrated,
+    Outputs,
+    Requests,
+    Resolve,
+    Resolved,
+    Span,
+    Submit,
+)
+from kvmig.engines.base import RequestState
+from kvmig.gateway import crashes, recovery, router
+from kvmig.gateway.errors import InstanceLost
+from kvmig.gateway.ports import Unobserved
+from kvmig.gateway.router import Router
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import NoInstance
+from kvmig.ground.faults import FaultConfig
+from tests.fake_llumlet import (
+    LOAD,
+    SECRET,
+    Cluster,
+    FakeLlumlet,
+    Front,
+    cluster,
+    decode,
+    eventually,
+    report,
+)
+
+QUICK = ClusterConfig(faults=FaultConfig(silent_after_s=0.3))
+"""Their reports come every 0.05 s, on the same event loop."""
+
+
+def others(it: Cluster, llumlet: FakeLlumlet) -> list[FakeLlumlet]:
+    return [one for one in it.llumlets if one is not llumlet]
+
+
+async def running(it: Cluster, *tokens: int) -> FakeLlumlet:
+    """Request r has got so many tokens; who runs it."""
+    a = await it.submit()
+    a.step(("r", 0, 0, list(tokens)))
+    await it.front.until(lambda: it.front.tokens.get("r") == list(tokens))
+    return a
+
+
+async def resubmitted(b: FakeLlumlet) -> Submit:
+    """The next message is a Submit."""
+    message = await b.hear()
+    assert isinstance(message, Submit)
+    return message
+
+
+# -- lost
+
+
+async def test_a_lost_instances_requests_run_again_from_the_tokens_that_are_known() -> None:
+    async with cluster() as it:
+        a = await running(it, 10, 11)
+        (b,) = others(it, a)
+        await a.close()
+        assert await b.hear() == Submit("r+1", (10, 11))
+        assert b.payload == [b"payload"]
+        b.step(("r+1", 0, 2, [12, 13]))
+        b.step(("r+1", 0, 4, [14]), last=["r+1"])
+        await it.front.until(lambda: it.front.tokens["r"] == [10, 11, 12, 13, 14])
+        assert it.front.failed == {}
+        assert it.router.live() == []
+
+
+async def test_one_without_a_token_is_submitted_anew() -> None:
+    async with cluster() as it:
+        a = await it.submit()
+        await a.close()
+        assert await others(it, a)[0].hear() == Submit("r+1")
+
+
+async def test_a_lost_instance_gets_nothing_new_and_its_calls_fail() -> None:
+    async with cluster() as it:
+        a = await it.submit()
+        (b,) = others(it, a)
+        calling = asyncio.create_task(it.router.call("sleep", instances=[a.instance]))
+        assert isinstance(await a.hear(), Call)
+        await a.close()
+        with pytest.raises(InstanceLost):
+            await calling
+        assert it.state(a) == "lost"
+        for n in range(3):
+            assert await it.router.submit(f"s{n}", "s", 20, 0, [b""]) == b.instance
+        with pytest.raises(InstanceLost):
+            await it.router.migrate("s0", a.instance)
+
+
+async def test_it_may_be_lost_again_and_moves_like_any_other() -> None:
+    async with cluster(instances=3) as it:
+        a = await running(it, 10)
+        await a.close()
+        await eventually(lambda: any(not one.heard.empty() for one in others(it, a)))
+        b = next(one for one in others(it, a) if not one.heard.empty())
+        (c,) = [one for one in others(it, a) if one is not b]
+        assert await b.hear() == Submit("r+1", (10,))
+        moving = asyncio.create_task(it.router.migrate("r", c.instance))
+        migrate = await b.hear()
+        assert isinstance(migrate, Migrate)
+        assert migrate.request_id == "r+1"
+        b.send(Migrated(migrate.call_id, report("r+1", b.instance, c.instance)))
+        told = await moving
+        assert (told.request_id, it.router.reports[0].request_id) == ("r", "r")
+        c.step(("r+1", 1, 1, [11]))
+        await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
+
+
+async def test_an_abort_names_the_run() -> None:
+    async with cluster() as it:
+        a = await running(it, 10)
+        (b,) = others(it, a)
+        await a.close()
+        await resubmitted(b)
+        await it.router.abort(["r"])
+        assert await b.hear() == AbortRequests(["r+1"])
+
+
+async def test_requests_are_listed_under_their_own_ids() -> None:
+    async with cluster() as it:
+        a = await running(it, 10)
+        (b,) = others(it, a)
+        await a.close()
+        await resubmitted(b)
+        states = [RequestState("r+1", "running", 21, 1, 2, 0)]
+        b.on[ListRequests] = lambda asked: Requests(getattr(asked, "call_id", 0), states)
+        (row,) = await it.router.requests()
+        assert (row.id, row.instance, row.state, row.blocks) == ("r", b.instance, "running", 2)
+
+
+async def test_outputs_that_do_not_match_their_spans_cost_the_connection() -> None:
+    async with cluster() as it:
+        a = await it.submit()
+        (b,) = others(it, a)
+        a.send(Outputs([Span("r", 0, 0)]), [msgspec.msgpack.encode([]), b""])
+        assert await b.hear() == Submit("r+1")
+        await eventually(lambda: it.state(a) == "serving")
+
+
+# -- silent, hung, failed
+
+
+async def test_a_silent_instances_requests_run_elsewhere_and_its_copies_are_fenced_off() -> None:
+    async with cluster(QUICK) as it:
+        a = await running(it, 10)
+        (b,) = others(it, a)
+        a.silent = True
+        assert await b.hear() == Submit("r+1", (10,))
+        assert it.state(a) == "silent"
+        assert await a.hear() == AbortRequests(["r"]), "its connection is kept"
+        a.step(("r", 0, 1, [99]))
+        assert await a.hear() == Discard("r", 0)
+        b.step(("r+1", 0, 1, [11]))
+        await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
+        a.silent = False
+        await eventually(lambda: it.state(a) == "serving")
+
+
+@pytest.mark.parametrize("state", ["hung", "failed"])
+async def test_an_instance_that_says_that_it_ails_is_left_at_once(state: str) -> None:
+    async with cluster() as it:
+        a = await running(it, 10)
+        (b,) = others(it, a)
+        a.report(LOAD, state)
+        assert await b.hear() == Submit("r+1", (10,))
+        assert it.state(a) == state
+        assert await it.router.submit("s", "s", 20, 0, [b""]) == b.instance
+        a.report(LOAD, "serving")
+        await eventually(lambda: it.state(a) == "serving")
+
+
+async def test_without_a_better_instance_requests_stay_with_a_silent_one() -> None:
+    async with cluster(QUICK, instances=1) as it:
+        a = await running(it, 10)
+        a.silent = True
+        await eventually(lambda: it.state(a) == "silent")
+        assert await it.router.submit("s", "s", 20, 0, [b""]) == a.instance
+        assert await a.hear() == Submit("s")
+        a.step(("r", 0, 1, [11]))
+        await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
+        assert a.heard.empty()
+
+
+async def test_a_connection_over_which_nothing_comes_is_made_again() -> None:
+    async with cluster(QUICK, instances=1, lost_after_s=0.6) as it:
+        a = await running(it, 10)
+        a.silent = True
+        # Hello is answered, and with it comes a report: it may run there again.
+        assert await a.hear() == Submit("r+1", (10,))
+
+
+async def test_a_front_end_that_stood_still_takes_nobody_for_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with cluster(QUICK) as it:
+        await running(it, 10)
+        threads = asyncio.get_running_loop()
+        await threads.run_in_executor(None, lambda: None)
+        __import__("time").sleep(1.0)  # the loop, and all that it should hear
+        await asyncio.sleep(0.2)
+        assert all(one.heard.empty() for one in it.llumlets)
+
+
+# -- migrations with a lost end
+
+
+async def test_a_moved_request_stays_when_its_old_instance_is_lost() -> None:
+    async with cluster() as it:
+        a = await it.submit()
+        (b,) = others(it, a)
+        a.moves()
+        await it.router.migrate("r", b.instance)
+        await a.close()
+        await eventually(lambda: it.state(a) == "lost")
+        b.step(("r", 1, 0, [10]))
+        await it.front.until(lambda: it.front.tokens.get("r") == [10])
+        assert b.heard.empty()
+
+
+async def test_a_moved_request_runs_again_when_its_new_instance_is_lost() -> None:
+    async with cluster() as it:
+        a = await it.submit()
+        (b,) = others(it, a)
+        a.moves()
+        await it.router.migrate("r", b.instance)
+        assert isinstance(await a.hear(), Migrate)
+        await b.close()
+        assert await a.hear() == AbortRequests(["r"])
+        assert await a.hear() == Submit("r+1")
+
+
+async def test_it_runs_again_when_the_report_comes_after_the_destination_was_lost() -> None:
+    async with cluster() as it:
+        a = await it.submit()
+        (b,) = others(it, a)
+        await b.close()
+        await eventually(lambda: it.state(b) == "lost")
+        a.send(Migrated(0, report("r", a.instance, b.instance)))
+        assert await a.hear() == AbortRequests(["r"])
+        assert await a.hear() == Submit("r+1")
+
+
+async def test_who_holds_a_lost_run_is_told_to_drop_it() -> None:
+    async with cluster(instances=3) as it:
+        a = await running(it, 10)
+        b, c = others(it, a)
+        await a.close()  # it has just handed the request on to c, which nobody knows
+        await eventually(lambda: not (b.heard.empty() and c.heard.empty()))
+        taker, stale = (b, c) if c.heard.empty() else (c, b)
+        await resubmitted(taker)
+        stale.step(("r", 1, 1, [11]))
+        assert await stale.hear() == Discard("r", 1)
+        stale.send(Resolve("m", "r", 2, taker.instance))
+        assert await stale.hear() == Resolved("m", moved=True)
+        taker.step(("r+1", 0, 1, [21]))
+        await it.front.until(lambda: it.front.tokens["r"] == [10, 21])
+
+
+async def test_lost_tokens_make_a_request_run_again() -> None:
+    async with cluster(instances=1) as it:
+        a = await running(it, 10)
+        a.step(("r", 0, 3, [13]))
+        assert await a.hear() == AbortRequests(["r"])
+        assert await a.hear() == Submit("r+1", (10,))
+
+
+async def test_tokens_that_never_come_make_a_request_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router, "HOLD_S", 0.2)
+    async with cluster() as it:
+        a = await running(it, 10)
+        (b,) = others(it, a)
+        b.step(("r", 1, 5, [15]))
+        assert await a.hear() == AbortRequests(["r"])
+        await eventually(lambda: not (a.heard.empty() and b.heard.empty()))
+        taker = a if b.heard.empty() else b
+        assert await taker.hear() == Submit("r+1", (10,))
+
+
+async def test_a_request_whose_tokens_get_lost_again_and_again_is_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "MAX_RUNS", 1)
+    async with cluster(instances=1) as it:
+        a = await running(it, 10)
+        a.step(("r", 0, 3, [13]))
+        await a.hear()
+        await resubmitted(a)
+        a.step(("r+1", 0, 3, [13]))
+        await it.front.until(lambda: "r" in it.front.failed)
+        assert it.front.failed["r"] == f"tokens 1 to 2 of {a.instance} were lost"
+
+
+# -- poison
+
+
+async def test_a_request_that_two_instances_died_of_is_failed() -> None:
+    async with cluster(instances=3) as it:
+        names = []
+        for run in range(2):
+            if run == 0:
+                a = await running(it, 10)
+            else:
+                await eventually(lambda: any(not one.heard.empty() for one in it.llumlets))
+                a = next(one for one in it.llumlets if not one.heard.empty())
+                await resubmitted(a)
+            names.append(a.instance)
+            await a.close()
+            await it.router.remove_instance(a.instance, crashed=True)
+        await it.front.until(lambda: "r" in it.front.failed)
+        assert it.front.failed["r"].startswith(
+            f"instances {names[0]} and {names[1]} crashed while they ran this request"
+        )
+        assert it.front.final == ["r"]
+        (last,) = [one for one in it.llumlets if one.instance not in names]
+        assert last.heard.empty()
+
+
+async def test_instances_that_come_back_were_not_poisoned() -> None:
+    async with cluster(QUICK, instances=3) as it:
+        a = await running(it, 10)
+        for run in range(1, 5):
+            a.silent = True
+            await eventually(lambda a=a: any(not one.heard.empty() for one in others(it, a)))  # type: ignore[misc]
+            b = next(one for one in others(it, a) if not one.heard.empty())
+            assert (await resubmitted(b)).request_id == f"r+{run}"
+            a.silent = False
+            await eventually(lambda a=a: it.state(a) == "serving")  # type: ignore[misc]
+            await asyncio.sleep(0.2)
+            while not a.heard.empty():
+                a.heard.get_nowait()
+            a = b
+        assert it.front.failed == {}
+
+
+async def test_a_suspect_takes_no_third_instance_along_but_goes_on_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crashes, "PATIENCE_S", 1.0)
+    async with cluster(instances=3) as it:
+        a = await running(it, 10)
+        await a.close()
+        await eventually(lambda: any(not one.heard.empty() for one in it.llumlets))
+        b = next(one for one in it.llumlets if not one.heard.empty())
+        (c,) = [one for one in others(it, a) if one is not b]
+        await b.close()
+        await eventually(lambda: it.state(b) == "lost")
+        assert c.heard.empty()
+        assert (await resubmitted(c)).request_id == "r+2"
+
+
+async def test_removed_instances_are_no_crashes() -> None:
+    async with cluster(instances=3) as it:
+        a = await running(it, 10)
+        await it.router.remove_instance(a.instance)
+        await eventually(lambda: any(not one.heard.empty() for one in others(it, a)))
+        b = next(one for one in others(it, a) if not one.heard.empty())
+        await it.router.remove_instance(b.instance)
+        (c,) = [one for one in others(it, a) if one is not b]
+        assert (await resubmitted(c)).request_id == "r+2"
+        assert [row.id for row in it.router.instances()] == [c.instance]
+
+
+# -- nobody there
+
+
+async def test_requests_wait_for_an_instance_in_the_order_of_dispatch() -> None:
+    async with cluster(instances=1) as it:
+        a = await running(it, 10)
+        await it.router.submit("urgent", "u", 20, -1, [b"payload"])
+        await it.router.remove_instance(a.instance, crashed=True)
+        assert it.router.vacant()
+        with pytest.raises(NoInstance):
+            await it.router.submit("new", "n", 20, 0, [b""])
+        again = FakeLlumlet(a.instance)
+        it.llumlets.append(again)
+        await it.router.add_instance(again.instance, again.endpoint)
+        assert [await again.hear(), await again.hear()] == [
+            Submit("urgent+1"), Submit("r+1", (10,)),
+        ]  # fmt: skip
+        assert it.router.engine_indexes() == {0: a.instance}
+        again.step(("r+1", 0, 1, [11]))
+        await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
+
+
+async def test_who_waits_too_long_is_failed_and_may_try_again() -> None:
+    config = ClusterConfig(faults=FaultConfig(instance_wait_s=0.3))
+    async with cluster(config, instances=1) as it:
+        a = await running(it, 10)
+        await it.router.remove_instance(a.instance, crashed=True)
+        await it.front.until(lambda: "r" in it.front.failed)
+        assert it.front.failed["r"] == (
+            f"instance {a.instance} has died, and no other one was there for 0 s"
+        )
+        assert it.front.final == []
+        assert it.router.live() == []
+
+
+async def test_one_that_is_not_wanted_any_more_does_not_wait() -> None:
+    async with cluster(instances=1) as it:
+        a = await running(it, 10)
+        await it.router.remove_instance(a.instance, crashed=True)
+        await it.router.abort(["r"])
+        again = FakeLlumlet(a.instance)
+        it.llumlets.append(again)
+        await it.router.add_instance(again.instance, again.endpoint)
+        await asyncio.sleep(0.5)
+        assert again.heard.empty()
+
+
+async def test_a_waiting_request_is_in_the_list_and_can_not_be_moved() -> None:
+    async with cluster(instances=2) as it:
+        a = await running(it, 10)
+        (b,) = others(it, a)
+        b.report(LOAD, "failed")
+        await eventually(lambda: it.state(b) == "failed")
+        await it.router.remove_instance(a.instance, crashed=True)
+        (row,) = await it.router.requests()
+        assert (row.id, row.state) == ("r", "submitted")
+        with pytest.raises(InstanceLost, match="request r has no instance now"):
+            await it.router.migrate("r", b.instance)
+
+
+# -- what is counted
+
+
+@dataclass
+class Counted(Unobserved):
+    """An `Observer` that keeps what it hears."""
+
+    heard: list[tuple[object, ...]] = field(default_factory=list)
+
+    def missing(self, instance: str, ailment: str) -> None:
+        self.heard.append((instance, ailment))
+
+    def ran_again(self, tokens: int) -> None:
+        self.heard.append(("again", tokens))
+
+
+async def test_what_happened_is_counted() -> None:
+    counted, front = Counted(), Front()
+    llumlets = [FakeLlumlet("0"), FakeLlumlet("1")]
+    it = Router("front", SECRET, ClusterConfig(), front, decode, observer=counted)
+    for llumlet in llumlets:
+        await it.add_instance(llumlet.instance, llumlet.endpoint)
+    place = await it.submit("r", "x", 20, 0, [b""])
+    await llumlets[int(place)].close()
+    await eventually(lambda: len(counted.heard) == 2)
+    assert counted.heard == [(place, "lost"), ("again", 20)]
+    await it.remove_instance(place, crashed=True)
+    assert len(counted.heard) == 2
+    await it.close()
+    for llumlet in llumlets:
+        await llumlet.close()
