@@ -255,9 +255,10 @@ class Server:
     async def _instance_lost(self, instance: str, how: str) -> None:
         self._left -= 1
         say(f"instance {instance} is gone ({how}), {self._left} of {self._config.instances} left")
-        await self._router.remove_instance(instance)
+        await self._router.remove_instance(instance, crashed=True)
         if self._left == 0 and not self._stop.is_set():
             say("no instance is left, stopping")
+            self._router.give_up("no instance is left")
             self._exit_code = 1
             self._stop.set()
 

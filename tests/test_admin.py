@@ -126,11 +126,11 @@ async def test_a_lost_instance_is_503() -> None:
         await it.router.remove_instance(b.instance)
         assert problem(await move(client, "r", b.instance))[0] == 404
         assert not it.front.failed
-        a_instance = a.instance
         await a.close()
-        await it.front.until(lambda: "r" in it.front.failed)
+        await eventually(lambda: it.state(a) == "lost")
         rows = (await client.get("/instances")).json()["data"]
-        assert [(row["id"], row["state"]) for row in rows] == [(a_instance, "lost")]
+        assert [(row["id"], row["state"]) for row in rows] == [(a.instance, "lost")]
+        assert problem(await move(client, "r", a.instance))[0] == 503
 
 
 async def test_with_migration_off_it_is_409() -> None:
