@@ -69,7 +69,6 @@ class SimEngine:
         self._calls: deque[Action] = deque()
         self.preemptions = 0
         self.busy_s = 0.0
-        self.last_boundary = 0.0
 
     # -- what it holds
 
@@ -105,9 +104,9 @@ class SimEngine:
         return self.used - self.batch.growth(steps.count) + self.batch.growth(begun)
 
     def boundary_before(self) -> float:
-        """When the last step ended."""
+        """When the last step ended; now, if none runs."""
         steps = self._steps
-        return self.last_boundary if steps is None else steps.end_of(self.steps_ahead())
+        return self._events.now if steps is None else steps.end_of(self.steps_ahead())
 
     # -- what clients and llumlets ask for
 
@@ -196,7 +195,6 @@ class SimEngine:
         """Between two steps."""
         self._timer = None
         steps, self._steps = self._steps, None
-        self.last_boundary = self._events.now
         if steps is not None:
             self.busy_s += self._events.now - steps.begin
             self._step_done(steps)

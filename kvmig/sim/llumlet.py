@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvmig.controlplane.messages import LoadReport, Pair
 from kvmig.controlplane.policy import Policy
@@ -128,12 +129,11 @@ class SimLlumlet:
         self._pairs = {pair.destination: pair for pair in pairs}
         self._spent = dict.fromkeys(self._pairs, 0.0)
         for destination in self._pairs:
-            if destination not in self._busy:
-                self._move_one(destination)
+            self._move_one(destination)
 
     def _move_one(self, destination: str) -> None:
         pair = self._pairs.get(destination)
-        if pair is None:
+        if pair is None or destination in self._busy:
             return
         victim = next_victim(
             request_states(self.engine),
@@ -160,4 +160,5 @@ class SimLlumlet:
             self._forget(request)
         elif outcome.reason != "finished":
             return  # the pair doesn't work now; the next round decides anew
-        self._move_one(destination)
+        # Not here: the engine may be in the middle of a step's end.
+        self._events.after(0.0, partial(self._move_one, destination))
