@@ -1,7 +1,7 @@
 """Several hosts on one machine: each a network namespace with an address of its own.
 
-A host also has its own /dev/shm, so that nothing but the network connects it to the others.
-Nothing has a name outside: hosts and wire are gone with the processes that hold them.
+A host also has its own /dev/shm and its own disk (`Network.scratch`), so that nothing but the
+network connects it to the others. Hosts and wire are gone with the processes that hold them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from types import TracebackType
 RELAY = Path(__file__).with_name("network_relay.py")
 SUBNET = "198.18.77"
 """Of the range for measuring networks (RFC 2544), which nobody else uses."""
-HOLD = "mount -t tmpfs tmpfs /dev/shm && ip link set lo up && echo ready && read _"
+HOLD = """mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$0" && ip link set lo up &&
+echo ready && read _"""
 TIMEOUT_S = 20.0
 
 
@@ -46,6 +48,8 @@ class Network:
         """Raises NoNetwork."""
         if os.geteuid() != 0:
             raise NoNetwork("network namespaces need root")
+        # Short: the paths of Unix sockets have at most 107 characters.
+        self.scratch = Path(tempfile.mkdtemp(prefix="kvmig-", dir="/tmp"))
         self._held: list[subprocess.Popen[str]] = []
         self._delay_s = 0.0
         self._cut: set[tuple[int, int]] = set()
@@ -79,7 +83,9 @@ class Network:
         return process
 
     def _host(self, number: int, device: str) -> Host:
-        holder = self._hold(["unshare", "--net", "--mount", "--uts", "sh", "-c", HOLD])
+        holder = self._hold(
+            ["unshare", "--net", "--mount", "--uts", "sh", "-c", HOLD, str(self.scratch)]
+        )
         host = Host(_address(number), holder.pid)
         _run(["ip", "link", "set", device, "netns", str(holder.pid)])
         _up(device, host.address, [*host.enter, "ip"])
@@ -118,6 +124,7 @@ class Network:
         """End it; what runs on the hosts should have ended before."""
         for process in self._held:
             process.communicate(timeout=TIMEOUT_S)
+        self.scratch.rmdir()
 
     def __enter__(self) -> Network:
         return self

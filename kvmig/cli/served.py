@@ -43,6 +43,7 @@ class Served:
     """`python -m MODULE MODEL flags` until it answers /health; ended at the end of the block.
 
     MODULE is kvmig.serve, or plain vLLM for comparison. log: where its output goes.
+    host: address that it listens on. enter: a command that runs it elsewhere, such as nsenter.
     """
 
     def __init__(
@@ -53,13 +54,15 @@ class Served:
         command: Sequence[str] = ("-m", "kvmig.serve"),
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
+        host: str = "127.0.0.1",
+        enter: Sequence[str] = (),
     ) -> None:
         self.model = str(model)
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self._command = [
-            sys.executable, *command, self.model,
-            "--port", str(self.port), "--host", "127.0.0.1", "--disable-uvicorn-access-log",
+            *enter, sys.executable, *command, self.model,
+            "--port", str(self.port), "--host", host, "--disable-uvicorn-access-log",
             *flags,
         ]  # fmt: skip
         self._environment = {**os.environ, **(environment or {})}

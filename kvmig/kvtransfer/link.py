@@ -28,6 +28,10 @@ HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 10_000
 """As long as a silent instance is waited for: a machine may stall for seconds. A process that
 dies is noticed at once, by its connection."""
+NETWORK_TIMEOUT_MS = 5000
+"""For a connection to be made, and for the peer's kernel to acknowledge what was sent. Shorter than
+a heartbeat's: processes stall on a busy machine, kernels don't. Without it TCP, after a cut, would
+try again ever more seldom, and the peer would stay unreachable long after the network is back."""
 LINGER_MS = 100
 """What is still queued at close gets this long to leave."""
 
@@ -46,6 +50,7 @@ def _configure(socket: zmq.asyncio.Socket, keys: KeyPair) -> None:
     socket.maxmsgsize = MAX_FRAME
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
+    socket.connect_timeout = socket.tcp_maxrt = NETWORK_TIMEOUT_MS
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
 
 
