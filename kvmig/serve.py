@@ -16,27 +16,23 @@ import uvloop
 
 from kvmig.cli import flags as kvmig_flags
 from kvmig.cli.cluster import Cluster
+from kvmig.cli.control import Control
 from kvmig.cli.environment import available_memory, gpus, memory_flags, weights_of, worker_threads
 from kvmig.cli.launcher import Launcher
 from kvmig.cli.local import LocalLauncher
 from kvmig.cli.port import take_port
-from kvmig.cli.process import leave, quiet
+from kvmig.cli.process import leave, quiet, say
 from kvmig.cli.ray_launcher import RayLauncher
-from kvmig.cli.shapes import InstanceShape, own_flags, shapes_of, unit_tokens
+from kvmig.cli.scheduler_keeper import SchedulerKeeper
+from kvmig.cli.shapes import InstanceShape, Shapes, own_flags, shapes_of, unit_tokens
+from kvmig.controlplane.messages import Member
 from kvmig.engines.vllm import flags as vllm_flags
 from kvmig.engines.vllm.scheduling_policy import scheduling_flags
 from kvmig.engines.vllm.version import check_version
-from kvmig.gateway.gate import GateState
+from kvmig.front_end import FrontEnd, FrontLaunch
+from kvmig.front_ends import FrontEnds
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import KvmigError
-
-GRACE_S = 2.0
-"""How long connections may take to close once nothing runs any more."""
-
-
-def say(text: str) -> None:
-    """One line of progress for whoever started us."""
-    print(f"kvmig: {text}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
         every = [word for words in (rest, *own.values()) for word in words]
         rest = [*rest, *scheduling_flags(every, config.priorities)]
         args = vllm_flags.parse(rest)
-        shapes = shapes_of(args, rest, own, config.instances, vllm_flags.parse)
-        config = in_units(config, unit_tokens(shapes))
+        planned = shapes_of(args, rest, own, planned_instances(config), vllm_flags.parse)
+        config = in_units(config, unit_tokens(planned))
         sock = take_port(args.host, args.port)
     except KvmigError as error:
         say(str(error))
@@ -62,11 +58,28 @@ def main(argv: Sequence[str]) -> int:
     with sock:
         try:
             if config.ray is None:
-                rest = [*rest, *share_memory(args, rest, shapes, gpu_ids)]
-            return uvloop.run(Server(config, args, rest, shapes, gpu_ids, sock).run())
+                rest = [*rest, *share_memory(args, rest, planned, gpu_ids)]
+            first = planned[: config.instances]
+            shapes = Shapes(rest, own, first, config.migration.unit_tokens, vllm_flags.parse)
+            cluster = secrets.token_hex(4)
+            launcher: Launcher
+            if config.ray is not None:
+                workers = [shape.workers for shape in first]
+                launcher = RayLauncher(config.ray, workers, args.model, args.kv_cache_memory_bytes)
+            else:
+                workers = [shape.workers for shape in planned]
+                launcher = LocalLauncher(
+                    cluster, gpu_ids, worker_threads(workers, os.cpu_count() or 1)
+                )
+            return uvloop.run(Server(cluster, config, args, rest, shapes, launcher, sock).run())
         except KvmigError as error:
             say(str(error))
             return 2
+
+
+def planned_instances(config: ClusterConfig) -> int:
+    """How many instances this machine is shared among."""
+    return config.instances if config.scaling is None else config.lifecycle.max_instances
 
 
 def show_help(what: str) -> int:
@@ -100,42 +113,38 @@ def share_memory(
 
 
 class Server:
-    """One cluster with its front end, from start to end."""
+    """One cluster with its front ends, from start to end."""
 
     def __init__(
         self,
+        name: str,
         config: ClusterConfig,
         args: Namespace,
         engine_argv: list[str],
-        shapes: Sequence[InstanceShape],
-        gpu_ids: Sequence[str],
+        shapes: Shapes,
+        launcher: Launcher,
         sock: socket.socket,
     ) -> None:
+        """name: of the cluster. args: the front ends'; engine_argv: of all instances."""
         secret = os.environ.get("KVMIG_SECRET", "").encode() or secrets.token_bytes(32)
         self._config = config
+        self._secret = secret
         self._args = args
         self._sock = sock
-        self._gate = GateState()
-        name = secrets.token_hex(4)
-        threads = worker_threads([shape.workers for shape in shapes], os.cpu_count() or 1)
-        launcher: Launcher = LocalLauncher(name, gpu_ids, threads)
-        if config.ray is not None:
-            workers = [shape.workers for shape in shapes]
-            launcher = RayLauncher(config.ray, workers, args.model, args.kv_cache_memory_bytes)
-        self._cluster = Cluster(name, config, secret, engine_argv, shapes, launcher)
-        self._secret = secret
         self._engine_argv = engine_argv
+        self._cluster = Cluster(name, config, secret, engine_argv, shapes, launcher, say)
+        self._control: Control | None = None
+        self._front: FrontEnd | FrontEnds | None = None
+        self._scheduler: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._at_once = asyncio.Event()
         self._exit_code = 0
-        self._left = config.instances
 
     async def run(self) -> int:
         """Serve until a signal; returns the exit code."""
-        loop = asyncio.get_running_loop()
-        self._take_signals(loop)
+        self._take_signals()
         starting = asyncio.create_task(self._start())
-        stopping = asyncio.create_task(self._at_once_or_stop())
+        stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         try:
             if not starting.done():  # a signal before it was ready
@@ -147,118 +156,76 @@ class Server:
             return self._exit_code
         finally:
             stopping.cancel()
+            if self._scheduler is not None:
+                self._scheduler.cancel()
+                await asyncio.gather(self._scheduler, return_exceptions=True)
+            if self._front is not None:
+                await self._front.close()
+            if self._control is not None:
+                await self._control.close()
             await self._cluster.stop()
 
-    def _take_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, self._signalled)
 
     def _signalled(self) -> None:
         (self._at_once if self._stop.is_set() else self._stop).set()
 
-    async def _at_once_or_stop(self) -> None:
-        await self._stop.wait()
-
     async def _start(self) -> None:
-        from kvmig.engines.vllm.config import engine_config
-        from kvmig.engines.vllm.front import Outlet, RoutedLLM, apply_ready, decode_outputs
-        from kvmig.engines.vllm.server import ApiServer
-        from kvmig.gateway.app import MIDDLEWARE, Front
-        from kvmig.gateway.ports import Batch
-        from kvmig.gateway.router import Router
+        """All of it, ready. Raises KvmigError."""
+        self._control = control = Control(self._cluster, self._secret, self._config.control_host)
+        launch = FrontLaunch(
+            name=f"front-{secrets.token_hex(4)}",
+            launcher=control.endpoint,
+            secret=self._secret,
+            config=self._config,
+            engine_argv=self._engine_argv,
+        )
 
-        loop = asyncio.get_running_loop()
-        cluster = asyncio.create_task(self._cluster.start(say))
+        async def instances() -> None:
+            await self._cluster.start()
+            control.open()
+
+        async def front() -> None:
+            if self._config.lifecycle.front_ends == 1:
+                self._front = FrontEnd(launch, self._args, self._sock)
+            else:
+                self._front = FrontEnds(launch, self._sock)
+            await self._front.start()
+
+        both = [asyncio.create_task(instances()), asyncio.create_task(front())]
         try:
-            # vLLM reads the model's configuration while the instances load theirs.
-            vllm_config = await loop.run_in_executor(
-                None, engine_config, vllm_flags.parse(self._engine_argv)
-            )
-            members = await cluster
+            await asyncio.gather(*both)
         except BaseException:
-            cluster.cancel()
-            await asyncio.wait([cluster])
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
             raise
-        outlet = Outlet()
-        self._front = front = Front(self._gate, self._config.priorities)
-        self._router = router = Router(
-            f"front-{secrets.token_hex(4)}",
-            self._secret,
-            self._config,
-            outlet,
-            lambda payload: Batch((outputs := decode_outputs(payload)).outputs, outputs),
-            observer=front.metrics,
-        )
-        ready = [await router.add_instance(one.instance, one.endpoint) for one in members]
-        vllm_config.cache_config.num_gpu_blocks = 0
-        apply_ready(vllm_config, ready)
-        # What instances report in, see `engines.vllm.load`.
-        exchanged = self._config.migration.unit_tokens
-        router.block_tokens = exchanged or vllm_config.cache_config.block_size
-        self._llm = RoutedLLM(
-            vllm_config,
-            router,
-            outlet,
-            len(members),
-            log_requests=self._args.enable_log_requests,
-            log_stats=not self._args.disable_log_stats,
-        )
-        names = self._args.served_model_name or [self._args.model]
-        self._http = ApiServer(
-            self._llm,
-            self._args,
-            self._sock,
-            MIDDLEWARE,
-            lambda app: front.attach(app, router, names[0], self._args.api_key or ()),
-        )
-        await self._http.start()
-        self._take_signals(loop)  # vLLM's server has put its own in place
-        self._cluster.watch(self._instance_lost)
+        self._take_signals()  # vLLM's server has put its own in place
+        self._cluster.on_change.append(self._stop_without_instances)
+        if self._config.scheduler.migration or self._config.scaling is not None:
+            keeper = SchedulerKeeper(self._config, self._secret, self._cluster)
+            self._scheduler = asyncio.create_task(keeper.run(), name="scheduler")
 
     async def _serve(self) -> None:
+        assert self._front is not None
         host, port = self._sock.getsockname()[:2]
         say(f"serving {self._args.model} on http://{host}:{port} (Ctrl-C stops)")
-        http = asyncio.create_task(self._http.ended())
+        ended = asyncio.create_task(self._front.ended())
         stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait((http, stop), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((ended, stop), return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
-            await self._drain()
+            await self._front.drain(self._at_once)
         else:
             stop.cancel()
             self._exit_code = 1
-        self._router.give_up("the server stops")
-        await self._http.stop(GRACE_S)
-        http.cancel()
-        self._llm.shutdown()
-        await self._router.close()
+        ended.cancel()
 
-    async def _drain(self) -> None:
-        """Take nothing new; wait for what runs, for the time-out, or for a second signal."""
-        self._gate.closed = True
-        running = len(self._router.live())
-        if running:
-            say(f"stopping: {running} requests run, at most {self._config.drain_timeout_s:g} s")
-        at_once = asyncio.create_task(self._at_once.wait())
-        empty = asyncio.create_task(self._empty())
-        await asyncio.wait(
-            (at_once, empty),
-            timeout=self._config.drain_timeout_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        for task in (at_once, empty):
-            task.cancel()
-
-    async def _empty(self) -> None:
-        while self._router.live():  # noqa: ASYNC110 - the end of the last one is no event
-            await asyncio.sleep(0.05)
-
-    async def _instance_lost(self, instance: str, how: str) -> None:
-        self._left -= 1
-        say(f"instance {instance} is gone ({how}), {self._left} of {self._config.instances} left")
-        await self._router.remove_instance(instance, crashed=True)
-        if self._left == 0 and not self._stop.is_set():
+    def _stop_without_instances(self, members: Sequence[Member]) -> None:
+        if all(one.state == "failed" for one in members) and not self._stop.is_set():
             say("no instance is left, stopping")
-            self._router.give_up("no instance is left")
             self._exit_code = 1
             self._stop.set()
 

@@ -23,7 +23,7 @@ async def served(
 ) -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
     async with cluster(config) as it:
         app = FastAPI()
-        app.include_router(admin_api(it.router, "the model", keys))
+        app.include_router(admin_api(it.router, it.router.instances, "the model", keys))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://test/kvmig/v1"
@@ -56,7 +56,7 @@ async def test_instances_are_listed_and_infinite_freeness_is_null() -> None:
             "id": "0", "index": 0, "state": "serving", "model": "the model",
             "endpoint": it.llumlets[0].endpoint, "blocks_total": 100, "blocks_used": 10,
             "running": 1, "waiting": 0, "freeness": 90.0, "migrations_in": 0, "migrations_out": 0,
-            "staging_used": 0,
+            "staging_used": 0, "detail": "",
         }  # fmt: skip
         assert second["freeness"] is None
 

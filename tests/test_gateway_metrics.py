@@ -52,16 +52,18 @@ def test_vllms_metrics_get_the_instance_and_others_stay_as_they_are() -> None:
     source = CollectorRegistry()
     labels = ("model_name", "engine")
     Gauge("vllm:running", "", labels, registry=source).labels("m", "1").set(5)
-    Gauge("vllm:unknown", "", labels, registry=source).labels("m", "9").set(5)
+    Gauge("vllm:never", "", labels, registry=source).labels("m", "9").set(5)
+    Gauge("vllm:all", "", ("model_name",), registry=source).labels("m").set(3)
     Counter("vllm:tokens", "", labels, registry=source).labels("m", "0").inc(7)
     Histogram("vllm:ttft", "", labels, registry=source, buckets=(1,)).labels("m", "0").observe(0.5)
     Gauge("other", "", ("engine",), registry=source).labels("0").set(1)
     shown = generate_latest(with_instances(source, lambda: {0: "a", 1: "b"})).decode()
     for line in (
         'vllm:running{engine="1",instance="b",model_name="m"} 5.0',
-        'vllm:unknown{engine="9",model_name="m"} 5.0',
+        'vllm:all{model_name="m"} 3.0',
         'vllm:tokens_total{engine="0",instance="a",model_name="m"} 7.0',
         'vllm:ttft_bucket{engine="0",instance="a",le="1.0",model_name="m"} 1.0',
         'other{engine="0"} 1.0',
     ):
         assert line in shown
+    assert 'engine="9"' not in shown

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -28,9 +28,17 @@ class Child:
 
     @classmethod
     async def start(
-        cls, name: str, module: str, launch: msgspec.Struct, environment: Mapping[str, str]
+        cls,
+        name: str,
+        module: str,
+        launch: msgspec.Struct,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int] = (),
     ) -> Child:
-        """`python -m module DESCRIPTOR` with the launch document on its stdin, kept open."""
+        """`python -m module DESCRIPTOR` with the launch document on its stdin, kept open.
+
+        descriptors: what else it inherits, under the same numbers.
+        """
         read_end, write_end = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -40,7 +48,7 @@ class Child:
                 str(write_end),
                 stdin=asyncio.subprocess.PIPE,
                 env=dict(environment),
-                pass_fds=(write_end,),
+                pass_fds=(write_end, *descriptors),
                 start_new_session=True,
             )
         except OSError as error:
@@ -85,12 +93,17 @@ class Child:
         """Wait for its end; how it ended, in words."""
         return how_it_ended(await self._process.wait())
 
+    def terminate(self) -> None:
+        """Ask it to end; it may take its time, see `ended`."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
     async def stop(self, timeout_s: float = STOP_S) -> None:
         """Ask it to end, then end it and all that it started."""
         self._shared |= shared_by(of_session(self._process.pid))
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+            self.terminate()
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._process.wait()

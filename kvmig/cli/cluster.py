@@ -1,31 +1,29 @@
-"""The processes of one cluster: llumlets, wherever the launcher puts them, and the scheduler."""
+"""The instances of one cluster: how many there are, and what becomes of orders about them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from kvmig.cli.children import Child
+from kvmig.cli.instance import Instance
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.launcher import Handle, Launcher
-from kvmig.cli.shapes import InstanceShape, instance_name
-from kvmig.controlplane.messages import ClusterMessage, Member, Members
-from kvmig.controlplane.scheduler_process import SchedulerLaunch
+from kvmig.cli.shapes import InstanceShape, Shapes, instance_name
+from kvmig.controlplane.messages import Member
+from kvmig.controlplane.orders import AddInstances, DrainInstance, OrderRefused, Scale, StopDrain
 from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import KvmigError, PeerError, StartupError, TransportError
-from kvmig.kvtransfer.link import Client
+from kvmig.ground.errors import ConfigError, StartupError
 
 log = logging.getLogger(__name__)
 
-SCHEDULER_TIMEOUT_S = 30.0
-RESTART_S = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""Pauses before the scheduler is started again; the last one repeats."""
-
 
 class Cluster:
-    """Starts and ends all processes; the scheduler is started again when it dies."""
+    """Make it inside a running event loop; `stop` ends all instances.
+
+    on_change: called after every change, with all members. on_evacuate: called with the
+    instance whose requests shall run again elsewhere.
+    """
 
     def __init__(
         self,
@@ -33,119 +31,167 @@ class Cluster:
         config: ClusterConfig,
         secret: bytes,
         engine_argv: Sequence[str],
-        shapes: Sequence[InstanceShape],
+        shapes: Shapes,
         launcher: Launcher,
+        say: Callable[[str], None],
     ) -> None:
-        """name: of its shared memory. engine_argv: MODEL and vLLM's flags for all instances;
-        shapes: one an instance.
-        """
+        """name: of its shared memory. engine_argv: MODEL and vLLM's flags for all instances."""
+        self.on_change: list[Callable[[list[Member]], None]] = []
+        self.on_evacuate: list[Callable[[str], None]] = []
+        self.say = say
         self._name = name
         self._config = config
         self._secret = secret
         self._engine_argv = list(engine_argv)
-        self._shapes = list(shapes)
+        self._shapes = shapes
         self._launcher = launcher
-        self._llumlets: dict[str, Handle] = {}
-        self._members: list[Member] = []
-        self._scheduler: Child | None = None
-        self._link: Client | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._instances: dict[str, Instance] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        """Being ended; their names are taken still."""
+        self._stopped = False
 
-    async def start(self, progress: Callable[[str], None]) -> list[Member]:
-        """All instances, ready; in parallel. Raises StartupError, and leaves nothing running."""
+    async def start(self) -> None:
+        """The first instances, ready. Raises StartupError; `stop` it then, too."""
         await self._launcher.open()
-        numbers = range(self._config.instances)
-        starting = [asyncio.create_task(self._start(number, progress)) for number in numbers]
-        try:
-            self._members = list(await asyncio.gather(*starting))
-        except BaseException:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
-            await self.stop()
-            raise
-        return self._members
-
-    def watch(self, lost: Callable[[str, str], Awaitable[None]]) -> None:
-        """Keep the scheduler running; tell `lost` (instance, how) when a llumlet ends."""
-        if self._config.scheduler.migration:
-            self._tasks.append(asyncio.create_task(self._keep_scheduler(), name="scheduler"))
-        for name, handle in self._llumlets.items():
-            self._tasks.append(asyncio.create_task(self._watch(name, handle, lost)))
+        names = [instance_name(number) for number in range(self._config.instances)]
+        for name in names:
+            self._begin(name, self._shapes.of(name))
+        for name in names:
+            if failed := await self._instances[name].first_start:
+                raise StartupError(failed)
 
     async def stop(self) -> None:
-        """End every process and remove the cluster's shared memory. May be called twice."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-        handles = [*self._llumlets.values(), *([self._scheduler] if self._scheduler else [])]
-        await asyncio.gather(*(handle.stop() for handle in handles))
-        self._llumlets.clear()
-        self._scheduler = None
+        """End every instance and free what they held. May be called twice."""
+        self._stopped = True
+        closing = [instance.close() for instance in self._instances.values()]
+        await asyncio.gather(*closing, *self._leaving.values())
+        self._instances.clear()
         await self._launcher.close()
 
-    async def _start(self, number: int, progress: Callable[[str], None]) -> Member:
-        began = asyncio.get_running_loop().time()
-        config, name = self._config, instance_name(number)
+    def members(self) -> list[Member]:
+        """All instances, in the order in which they came."""
+        return [instance.member for instance in self._instances.values()]
+
+    # -- orders
+
+    def add(self, order: AddInstances) -> tuple[str, ...]:
+        """Start instances; their names, which nothing else has now. Raises OrderRefused."""
+        if order.count < 1:
+            raise OrderRefused("invalid", f"count is {order.count}, must be 1 or more")
+        most = self._config.lifecycle.max_instances
+        present = sum(one.state != "failed" for one in self._instances.values())
+        if present + order.count > most:
+            raise OrderRefused(
+                "conflict",
+                f"count is {order.count}: there are {present} instances, and --max-instances"
+                f" allows {most}",
+            )
+        taken = self._instances.keys() | self._leaving.keys()
+        numbers = range(len(taken) + order.count)
+        free = [name for name in map(instance_name, numbers) if name not in taken][: order.count]
+        try:
+            shapes = [self._shapes.of(name, order.flags) for name in free]
+        except ConfigError as error:
+            raise OrderRefused("invalid", str(error)) from error
+        for name, shape in zip(free, shapes, strict=True):
+            self._begin(name, shape).first_start.add_done_callback(self._say_failure)
+        self.changed()
+        return tuple(free)
+
+    def drain(self, order: DrainInstance) -> tuple[str, ...]:
+        """Drain one, or end it; its name. Raises OrderRefused."""
+        instance = self._find(order.instance)
+        usual = self._config.lifecycle.drain_deadline_s
+        deadline_s = usual if order.deadline_s is None else order.deadline_s
+        if deadline_s < 0:
+            raise OrderRefused("invalid", f"deadline_s is {deadline_s:g}, must be 0 or more")
+        if order.leave and instance.state in ("serving", "draining"):
+            if not self.others_serve(instance):
+                raise OrderRefused(
+                    "conflict", f"instance {instance.name} is the only one that serves"
+                )
+            if not order.now:
+                instance.drain(deadline_s, leave=True)
+                return (instance.name,)
+        if order.leave:  # at once: nothing runs there, or it shall go on elsewhere
+            self.left(instance)
+        else:
+            instance.drain(deadline_s, leave=False)
+        return (instance.name,)
+
+    def stop_drain(self, order: StopDrain) -> tuple[str, ...]:
+        """Let a draining one serve again; its name. Raises OrderRefused."""
+        self._find(order.instance).stop_drain()
+        return (order.instance,)
+
+    def scale(self, decision: Scale) -> None:
+        """The scheduler's decision. One that has become impossible is logged."""
+        try:
+            if decision.add:
+                self.say(f"autoscaling: {decision.add} more")
+                self.add(AddInstances(0, decision.add))
+            if decision.drain:
+                self.say(f"autoscaling: instance {decision.drain} goes")
+                self.drain(DrainInstance(0, decision.drain, leave=True))
+        except OrderRefused as refused:
+            log.warning("autoscaling: %s", refused)
+
+    # -- what instances need (`Surroundings`)
+
+    def changed(self) -> None:
+        """Tell everybody."""
+        if not self._stopped:
+            members = self.members()
+            for tell in self.on_change:
+                tell(members)
+
+    def left(self, instance: Instance) -> None:
+        """Take it out, and end its process."""
+        if self._instances.get(instance.name) is not instance:
+            return
+        del self._instances[instance.name]
+        self.changed()
+        self.say(f"instance {instance.name} is taken out")
+        ending = asyncio.create_task(instance.close(), name=f"end of {instance.name}")
+        self._leaving[instance.name] = ending
+        ending.add_done_callback(lambda _: self._leaving.pop(instance.name))
+
+    def others_serve(self, instance: Instance) -> bool:
+        """Whether another one is in state serving."""
+        return any(
+            one.state == "serving" and one is not instance for one in self._instances.values()
+        )
+
+    def evacuate(self, instance: Instance) -> None:
+        """Tell everybody who has requests there."""
+        self.say(f"instance {instance.name}: what is left goes on elsewhere by recompute")
+        for tell in self.on_evacuate:
+            tell(instance.name)
+
+    # -- small things
+
+    def _say_failure(self, first_start: asyncio.Future[str]) -> None:
+        if not first_start.cancelled() and (how := first_start.result()):
+            self.say(f"{how}; it is given up")
+
+    def _begin(self, name: str, shape: InstanceShape) -> Instance:
         launch = LlumletLaunch(
             cluster=self._name,
             instance=name,
             secret=self._secret,
-            config=config,
-            engine_argv=[*self._engine_argv, *self._shapes[number].own],
+            config=self._config,
+            engine_argv=[*self._engine_argv, *shape.own],
         )
-        progress(f"instance {name} starts")
-        handle = await self._launcher.llumlet(launch, self._shapes[number].workers)
-        self._llumlets[name] = handle
-        endpoint = await handle.ready(config.start_timeout_s)
-        progress(f"instance {name} is ready ({asyncio.get_running_loop().time() - began:.0f} s)")
-        return Member(name, endpoint)
 
-    async def _watch(
-        self, name: str, handle: Handle, lost: Callable[[str, str], Awaitable[None]]
-    ) -> None:
-        how = await handle.ended()
-        await handle.stop()  # its workers, and what they share
-        self._members = [member for member in self._members if member.instance != name]
-        self._tell_members()
-        await lost(name, how)
+        async def start() -> Handle:
+            return await self._launcher.llumlet(launch, shape.workers)
 
-    async def _keep_scheduler(self) -> None:
-        failures = 0
-        while True:
-            try:
-                await self._run_scheduler()
-            except KvmigError as error:
-                log.warning("scheduler: %s; serving goes on without migrations", error)
-            await asyncio.sleep(RESTART_S[min(failures, len(RESTART_S) - 1)])
-            failures += 1
+        instance = Instance(name, start, self._secret, self._config, self)
+        self._instances[name] = instance
+        return instance
 
-    async def _run_scheduler(self) -> None:
-        """From start to death. Raises StartupError or TransportError saying how it ended."""
-        launch = SchedulerLaunch(self._secret, self._config)
-        child = await Child.start("scheduler", "kvmig.cli.scheduler", launch, os.environ)
-        self._scheduler = child
-        try:
-            endpoint = await child.ready(SCHEDULER_TIMEOUT_S)
-            self._link = Client(endpoint, self._secret, "launcher", "launcher", ClusterMessage)
-            self._tell_members()
-            how = await child.ended()
-            raise StartupError(f"it ended ({how})")
-        finally:
-            if self._link is not None:
-                self._link.close()
-                self._link = None
-            await child.stop()
-            self._scheduler = None
-
-    def _tell_members(self) -> None:
-        if self._link is None:
-            return
-        try:
-            self._link.send(Members(self._members))
-        except (TransportError, PeerError) as error:
-            log.warning("the scheduler did not hear of the instances: %s", error)
+    def _find(self, name: str) -> Instance:
+        if name not in self._instances:
+            known = ", ".join(self._instances)
+            raise OrderRefused("unknown", f"there is no instance {name}, only {known}")
+        return self._instances[name]

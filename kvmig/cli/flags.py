@@ -8,6 +8,7 @@ from typing import NoReturn
 import msgspec
 
 from kvmig.cli.fault_flags import add_fault_flags, fault_config
+from kvmig.cli.lifecycle_flags import add_lifecycle_flags, lifecycle
 from kvmig.cli.priority_flags import add_priority_flags, priority_classes
 from kvmig.cli.quantity import quantity
 from kvmig.cli.ray_flags import add_ray_flags, ray_config
@@ -84,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     )
 
     add_ray_flags(root)
+    add_lifecycle_flags(root)
 
     group = root.add_argument_group("scheduler")
     group.add_argument(
@@ -212,6 +214,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
             report_ms=flags.report_ms,
             start_timeout_s=flags.start_timeout,
             drain_timeout_s=flags.drain_timeout,
+            lifecycle=lifecycle(flags),
             priorities=priority_classes(flags),
             faults=fault_config(flags),
             scheduler=SchedulerConfig(

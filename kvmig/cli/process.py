@@ -9,6 +9,11 @@ import warnings
 from typing import NoReturn
 
 
+def say(text: str) -> None:
+    """One line of progress for whoever started us."""
+    print(f"kvmig: {text}", file=sys.stderr, flush=True)
+
+
 def quiet(name: str) -> None:
     """Log kvmig's warnings, and of libraries only errors; to be called before vLLM is imported.
 

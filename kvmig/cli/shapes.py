@@ -6,7 +6,7 @@ import math
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmig.ground.errors import ConfigError
 
@@ -76,6 +76,54 @@ def unit_tokens(shapes: Sequence[InstanceShape]) -> int:
     if len({(shape.workers, shape.block_tokens) for shape in shapes}) <= 1:
         return 0
     return math.gcd(*(shape.block_tokens or USUAL_BLOCK_TOKENS for shape in shapes))
+
+
+class Shapes:
+    """The shapes of all instances that may ever be there."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        own: Mapping[str, tuple[str, ...]],
+        started: Sequence[InstanceShape],
+        unit_tokens: int,
+        parse: Parse,
+    ) -> None:
+        """argv: MODEL and the flags for all; own: more flags by name; started: of the first
+        instances; unit_tokens: what they exchange.
+        """
+        self._argv = list(argv)
+        self._own = dict(own)
+        self._parse = parse
+        self._units = unit_tokens
+        self._started = {instance_name(number): one for number, one in enumerate(started)}
+
+    def of(self, name: str, words: str = "") -> InstanceShape:
+        """Of instance `name`, with more flags in `words`.
+
+        Raises ConfigError if vLLM doesn't take the flags, or if the instance could exchange
+        nothing with the others.
+        """
+        if not words and name in self._started:
+            return self._started[name]
+        try:
+            own = (*self._own.get(name, ()), *shlex.split(words))
+        except ValueError as error:
+            raise ConfigError(f"flags is {words!r}: {error}") from error
+        shape = _shape(self._parse([*self._argv, *own]), own)
+        alike = next(iter(self._started.values()))
+        if self._units:
+            fits = (shape.block_tokens or USUAL_BLOCK_TOKENS) % self._units == 0
+            allowed = f"a multiple of {self._units}"
+        else:
+            fits = replace(shape, own=()) == replace(alike, own=())
+            allowed = f"{alike.block_tokens or 'left out'} with {alike.workers} workers"
+        if not fits:
+            raise ConfigError(
+                f"--block-size is {shape.block_tokens} with {shape.workers} workers, must be"
+                f" {allowed}, which the instances that run exchange"
+            )
+        return shape
 
 
 def _shape(args: Namespace, own: tuple[str, ...]) -> InstanceShape:

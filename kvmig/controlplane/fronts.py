@@ -1,4 +1,4 @@
-"""Who listens to a llumlet: front ends, numbered for the engine, and schedulers."""
+"""Who listens to a llumlet: front ends, numbered for the engine, scheduler and launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Fronts:
         self._number.setdefault(name, len(self._number) + 1)
 
     def listen(self, identity: bytes) -> None:
-        """A scheduler said hello: it gets load reports."""
+        """A scheduler or the launcher said hello: it gets load reports."""
         self._listeners.add(identity)
 
     def leave(self, identity: bytes) -> str | None:
@@ -63,5 +63,5 @@ class Fronts:
         return list(self._name)
 
     def listeners(self) -> list[bytes]:
-        """Everyone who gets load reports: front ends and schedulers."""
+        """Everyone who gets load reports: front ends, scheduler and launcher."""
         return [*self._name, *self._listeners]

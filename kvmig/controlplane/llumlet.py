@@ -33,6 +33,7 @@ from kvmig.controlplane.messages import (
     Submit,
     Welcome,
 )
+from kvmig.controlplane.orders import SetState
 from kvmig.controlplane.pairing import Pairing
 from kvmig.controlplane.peers import Peers
 from kvmig.controlplane.policy import policy_of
@@ -110,6 +111,7 @@ class Llumlet:
         self._headroom: dict[int, float] = {}
         self._seq = 0
         self._reported: tuple[object, ...] = ()
+        self._wanted = "serving"
 
     @property
     def endpoint(self) -> str:
@@ -185,8 +187,8 @@ class Llumlet:
                 future = self._resolving.get(message.mid)
                 if future is not None and not future.done():
                     future.set_result(message.moved)
-            case Pairs():
-                self._pairing.set(message.pairs)
+            case Pairs() | SetState():
+                self._obey(message)
             case _:
                 self._migrations.receive(sender, message, payload)
 
@@ -195,8 +197,15 @@ class Llumlet:
             self._fronts.join(hello.name, sender)
             welcome = Welcome(PROTOCOL, self.instance, self._engine.describe())
             self._server.send(sender, welcome)
-        elif hello.role == "scheduler":
+        elif hello.role in ("scheduler", "launcher"):
             self._fronts.listen(sender)
+
+    def _obey(self, order: Pairs | SetState) -> None:
+        """What the scheduler and the launcher want."""
+        if isinstance(order, Pairs):
+            self._pairing.set(order.pairs)
+        else:
+            self._wanted = order.state
 
     def _submit(self, sender: bytes, message: Submit, payload: list[memoryview]) -> None:
         gateway = self._fronts.name(sender)
@@ -346,7 +355,7 @@ class Llumlet:
     def _state(self) -> str:
         if self._failed.done():
             return "failed"
-        return "hung" if self._engine.step_s() > self._config.faults.hung_after_s else "serving"
+        return "hung" if self._engine.step_s() > self._config.faults.hung_after_s else self._wanted
 
     # -- helpers
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from kvmig.controlplane.orders import LifecycleMessage
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.kvtransfer.messages import Hello, Message
 from kvmig.kvtransfer.report import MigrationReport
@@ -159,15 +160,23 @@ class Resolved(Message, frozen=True, tag=True):
     moved: bool
 
 
+MemberState = Literal["starting", "serving", "draining", "failed"]
+"""What the launcher knows of an instance; failed: given up."""
+
+
 class Member(msgspec.Struct, frozen=True):
     """An instance and where its llumlet listens."""
 
     instance: str
     endpoint: str
+    """Empty while it doesn't serve."""
+    state: MemberState = "serving"
+    detail: str = ""
+    """For people: why it is in this state."""
 
 
 class Members(Message, frozen=True, tag=True):
-    """Launcher to the scheduler: these instances are the cluster."""
+    """Launcher to the scheduler and to front ends: these instances are the cluster."""
 
     members: list[Member]
 
@@ -221,5 +230,6 @@ ClusterMessage = (
     | Resolved
     | Members
     | Pairs
+    | LifecycleMessage
 )
 """Everything on a control socket besides the migration's own messages."""

@@ -1,4 +1,4 @@
-"""The scheduler as a process: load reports in, pairs out, a round every `round_ms`.
+"""The scheduler as a process: load reports in, pairs and scaling out, a round every `round_ms`.
 
 Every llumlet has a connection and a task of its own and nothing is ever waited for in
 a round, so one that hangs or is gone delays nobody.
@@ -14,8 +14,11 @@ import zmq
 
 from kvmig.controlplane.child import announce, until_stopped
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members
+from kvmig.controlplane.orders import Scale
 from kvmig.controlplane.policy import policy_of
+from kvmig.controlplane.scaling import In, Out, Scaler
 from kvmig.controlplane.scheduler import Scheduler
+from kvmig.controlplane.view import ClusterView
 from kvmig.controlplane.view_builder import ViewBuilder
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
@@ -53,6 +56,8 @@ class SchedulerProcess:
         self._clock = clock
         policy = policy_of(config.scheduler)
         self._scheduler = Scheduler(policy)
+        self._scaler = Scaler(config.scaling) if config.scaling is not None else None
+        self._launcher = b""
         self._builder = ViewBuilder(
             stale_after_s=max(1.0, 4 * config.report_ms / 1000), headroom=policy.headroom
         )
@@ -77,20 +82,22 @@ class SchedulerProcess:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
-            if self._scheduler.rebalances:
+            if self._scheduler.rebalances or self._scaler is not None:
                 group.create_task(self._rounds())
             while True:
                 try:
-                    _, message, _ = await self._server.recv()
+                    sender, message, _ = await self._server.recv()
                 except PeerError as error:
                     log.warning("ignored: %s", error)
                     continue
                 if isinstance(message, Members):
+                    self._launcher = sender
                     self._take(message, group)
 
     def _take(self, members: Members, group: asyncio.TaskGroup) -> None:
         self._builder.members(members.members)
-        wanted = set(members.members)
+        # Those that start have no endpoint yet, but count as room that comes.
+        wanted = {Member(one.instance, one.endpoint) for one in members.members if one.endpoint}
         for gone in self._following.keys() - wanted:
             self._following.pop(gone).cancel()
         for member in wanted - self._following.keys():
@@ -127,7 +134,9 @@ class SchedulerProcess:
     async def _rounds(self) -> None:
         while True:
             await asyncio.sleep(self._round_s)
-            for instance, pairs in self._scheduler.round(self._builder.view(self._clock())):
+            view = self._builder.view(self._clock())
+            self._scale(view)
+            for instance, pairs in self._scheduler.round(view):
                 client = self._clients.get(instance)
                 if client is None:
                     continue
@@ -135,6 +144,22 @@ class SchedulerProcess:
                     client.send(pairs)
                 except TransportError as error:
                     log.warning("no pairs for llumlet %s: %s", instance, error)
+
+    def _scale(self, view: ClusterView) -> None:
+        """Tell the launcher when there shall be more or fewer instances."""
+        if self._scaler is None or not view.instances:
+            return
+        match self._scaler.decide(view):
+            case None:
+                return
+            case Out(count):
+                order = Scale(add=count)
+            case In(instance):
+                order = Scale(drain=instance)
+        try:
+            self._server.send(self._launcher, order)
+        except TransportError as error:
+            log.warning("the launcher did not hear of %s: %s", order, error)
 
 
 async def serve(launch: SchedulerLaunch, descriptor: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -16,17 +16,23 @@ from kvmig.gateway.admin_models import (
     MigrationBody,
     Request,
 )
+from kvmig.gateway.inventory import InstanceRow
 from kvmig.gateway.migrations import RECENT
 from kvmig.gateway.router import Router
 
 PREFIX = "/kvmig/v1"
 
 
-def admin_api(router: Router, model: str, api_keys: Sequence[str] = ()) -> APIRouter:
+def admin_api(
+    router: Router,
+    rows: Callable[[], Sequence[InstanceRow]],
+    model: str,
+    api_keys: Sequence[str] = (),
+) -> APIRouter:
     """The routes, for `app.include_router`.
 
-    model: the served model's name. api_keys: those of the OpenAI API, if it has any
-    (vLLM's own middleware guards other paths only).
+    rows: of all instances, now. model: the served model's name. api_keys: those of the
+    OpenAI API, if it has any (vLLM's own middleware guards other paths only).
     """
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody} for status in (400, 404, 409, 503, 504)
@@ -40,7 +46,7 @@ def admin_api(router: Router, model: str, api_keys: Sequence[str] = ()) -> APIRo
     @api.get("/instances")
     async def instances() -> Listing[Instance]:
         """All instances and their load."""
-        return Listing(data=[Instance.of(row, model) for row in router.instances()])
+        return Listing(data=[Instance.of(row, model) for row in rows()])
 
     @api.get("/requests")
     async def requests() -> Listing[Request]:

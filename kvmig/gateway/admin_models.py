@@ -26,8 +26,9 @@ class Instance(BaseModel):
     """An instance as last heard of. Sizes in KV blocks, counts in requests."""
 
     id: str
-    index: int = Field(description="The label `engine` of vLLM's metrics.")
+    index: int = Field(description="The label `engine` of vLLM's metrics; -1 until it has served.")
     state: str = Field(description="starting, serving, draining, silent, hung, failed or lost.")
+    detail: str = Field(description="Why it is in this state; empty when it serves.")
     model: str
     endpoint: str
     blocks_total: int
@@ -80,6 +81,28 @@ class MigrationBody(BaseModel):
         description="x-request-id of the call, or a sequence's own id (GET /kvmig/v1/requests).",
     )
     destination: str = Field(min_length=1, description="Id of an instance.")
+
+
+class AddBody(BaseModel):
+    """Start so many instances more."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    count: int = Field(default=1, ge=1)
+    flags: str = Field(default="", description="vLLM's flags that only these get.")
+
+
+class DrainBody(BaseModel):
+    """Let an instance's requests go elsewhere."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    deadline_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="What is still there then goes on elsewhere by recompute; null: "
+        "--drain-deadline.",
+    )
 
 
 class StageParts(BaseModel):

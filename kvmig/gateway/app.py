@@ -10,8 +10,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
 from kvmig.gateway.admin import admin_api
+from kvmig.gateway.admin_instances import instances_api
 from kvmig.gateway.class_metrics import PreemptionCollector
 from kvmig.gateway.gate import Gate, GateState
+from kvmig.gateway.inventory import InstanceRow, cluster_rows
+from kvmig.gateway.launcher_link import LauncherLink
+from kvmig.gateway.membership import Membership
 from kvmig.gateway.metrics import InstanceCollector, Metrics, with_instances
 from kvmig.gateway.priorities import PriorityMiddleware
 from kvmig.gateway.request_id import RequestIdMiddleware
@@ -38,9 +42,22 @@ class Front:
         self._gate = gate
         self._registry = registry
 
-    def attach(self, app: FastAPI, router: Router, model: str, api_keys: Sequence[str]) -> None:
+    def attach(
+        self,
+        app: FastAPI,
+        router: Router,
+        membership: Membership,
+        launcher: LauncherLink,
+        model: str,
+        api_keys: Sequence[str],
+    ) -> None:
         """Add everything to `app`, before it serves. Our /metrics takes the place of its own."""
-        app.include_router(admin_api(router, model, api_keys))
+
+        def rows() -> list[InstanceRow]:
+            return cluster_rows(router.instances(), membership.members)
+
+        app.include_router(admin_api(router, rows, model, api_keys))
+        app.include_router(instances_api(launcher, rows, model, api_keys))
         self._registry.register(InstanceCollector(router.instances))
         self._registry.register(PreemptionCollector(router.instances, self._priorities))
         exposed = with_instances(self._registry, router.engine_indexes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from typing import ClassVar
 
+from kvmig.controlplane.orders import Refusal
 from kvmig.ground.errors import KvmigError
 
 
@@ -72,6 +74,26 @@ class CallTimeout(GatewayError):
     """An instance took too long to answer."""
 
     status = HTTPStatus.GATEWAY_TIMEOUT
+
+
+class LauncherGone(GatewayError):
+    """Nobody is there to start or end instances."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+class OrderFailed(GatewayError):
+    """The launcher refused an order."""
+
+    _STATUS: ClassVar[dict[Refusal, HTTPStatus]] = {
+        "unknown": HTTPStatus.NOT_FOUND,
+        "conflict": HTTPStatus.CONFLICT,
+        "invalid": HTTPStatus.BAD_REQUEST,
+    }
+
+    def __init__(self, refusal: Refusal, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = self._STATUS[refusal]
 
 
 class CallFailed(GatewayError):

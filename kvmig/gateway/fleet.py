@@ -121,6 +121,10 @@ class Fleet:
         """Its engine index, also after it was removed."""
         return self._indexes[instance]
 
+    def engine_indexes(self) -> dict[int, str]:
+        """Instance by index, also those that were removed."""
+        return {index: instance for instance, index in self._indexes.items()}
+
     def endpoint(self, instance: str) -> str:
         """Where it listens. Raises UnknownInstance."""
         if instance not in self._links:

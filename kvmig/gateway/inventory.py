@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmig.controlplane.freeness import instance_freeness
+from kvmig.controlplane.messages import Member
 from kvmig.controlplane.view import InstanceView
 from kvmig.engines.base import Preempted, RequestState
 from kvmig.gateway.requests import Entry
@@ -33,6 +34,8 @@ class InstanceRow:
     staging_used: int
     """Staging buffers held by migrations out of it."""
     preempted: tuple[Preempted, ...] = ()
+    detail: str = ""
+    """For people: why it is in this state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,24 @@ def instance_row(index: int, view: InstanceView, ailment: str) -> InstanceRow:
         staging_used=view.staging_used,
         preempted=view.load.preempted,
     )
+
+
+def cluster_rows(linked: Sequence[InstanceRow], members: Iterable[Member]) -> list[InstanceRow]:
+    """Rows of all instances: `linked`, those that are connected to, in the order of `members`.
+
+    The launcher's word counts, but where a front end can't reach the instance, or that says
+    itself that something is wrong.
+    """
+    rows = {row.id: row for row in linked}
+    joined = []
+    for member in members:
+        row = rows.pop(member.instance, None) or instance_row(
+            -1, InstanceView(instance=member.instance, endpoint=member.endpoint), ""
+        )
+        sound = member.state in ("starting", "failed") or row.state in ("serving", "draining")
+        state = member.state if sound else row.state
+        joined.append(replace(row, state=state, detail=member.detail))
+    return [*joined, *rows.values()]
 
 
 def request_rows(

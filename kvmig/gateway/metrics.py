@@ -103,7 +103,11 @@ class InstanceCollector(Collector):
 
 
 class _Labelled(Collector):
-    """All of `source`, with `instance` beside vLLM's label `engine`."""
+    """All of `source`, with `instance` beside vLLM's label `engine`.
+
+    vLLM's samples of engines that never were (it wants to know them all at its start) are
+    left out.
+    """
 
     def __init__(
         self, source: CollectorRegistry, instances: Callable[[], Mapping[int, str]]
@@ -117,9 +121,10 @@ class _Labelled(Collector):
             if metric.name.startswith("vllm:"):
                 metric.samples = [
                     sample._replace(labels={**sample.labels, "instance": names[engine]})
-                    if (engine := sample.labels.get("engine")) in names
+                    if (engine := sample.labels.get("engine")) is not None
                     else sample
                     for sample in metric.samples
+                    if sample.labels.get("engine") in (None, *names)
                 ]
             yield metric
 
@@ -129,7 +134,8 @@ def with_instances(
 ) -> CollectorRegistry:
     """A registry to expose on /metrics in place of `source`.
 
-    instances: gives the instance's id by vLLM's engine index (`Router.engine_indexes`).
+    instances: gives the instance's id by vLLM's engine index (`Router.engine_indexes`), of
+    all that ever were.
     """
     registry = CollectorRegistry()
     registry.register(_Labelled(source, instances))

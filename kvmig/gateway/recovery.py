@@ -69,6 +69,12 @@ class Recovery:
                 entry.crashes.returned(instance)
         self.place()
 
+    def evacuate(self, instance: str) -> None:
+        """It serves, but shall be empty: a drain has taken too long."""
+        for entry in self._running(instance):
+            self._displace(entry, f"instance {instance} drains")
+        self.place()
+
     def tick(self) -> None:
         """Look for instances that ail or are well again, and for places."""
         ailing = self._fleet.ailing()

@@ -144,13 +144,17 @@ class Router:
         """Whether no instance is connected, so that new requests can't be taken."""
         return not self._fleet.alive
 
+    def evacuate(self, instance: str) -> None:
+        """What still runs there shall go on elsewhere, by recompute."""
+        self._recovery.evacuate(instance)
+
     def instances(self) -> list[InstanceRow]:
         """All instances as last heard of, in the order in which they were added."""
         return self._fleet.rows()
 
     def engine_indexes(self) -> dict[int, str]:
-        """Instance by engine index."""
-        return {self._fleet.index(instance): instance for instance in self._fleet.names}
+        """Instance by engine index, those that are gone included."""
+        return self._fleet.engine_indexes()
 
     async def call(
         self,

@@ -8,6 +8,7 @@ import msgspec
 
 from kvmig.ground.errors import ConfigError
 from kvmig.ground.faults import FaultConfig, check_faults
+from kvmig.ground.lifecycle import LifecycleConfig, check_lifecycle
 from kvmig.ground.priorities import NORMAL, PriorityClass, check_classes
 from kvmig.ground.scaling import ScalingConfig, check_scaling
 
@@ -105,6 +106,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     scaling: ScalingConfig | None = None
     """None: as many instances as at the start."""
+    lifecycle: LifecycleConfig = LifecycleConfig()
     priorities: tuple[PriorityClass, ...] = (NORMAL,)
     """First to run first; one has priority 0."""
     faults: FaultConfig = FaultConfig()
@@ -173,6 +175,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     for holds, field, value, allowed in rules:
         if not holds:
             raise ConfigError(f"{field} is {value}, must be {allowed}")
+    check_lifecycle(config.lifecycle, config.instances)
     check_classes(config.priorities)
     if config.scaling is not None:
         check_scaling(config.scaling, config.instances)

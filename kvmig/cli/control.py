@@ -1,0 +1,105 @@
+"""The launcher's socket: front ends hear from it who the instances are, and give orders."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import zmq
+
+from kvmig.cli.cluster import Cluster
+from kvmig.controlplane.messages import ClusterMessage, Member, Members
+from kvmig.controlplane.orders import (
+    AddInstances,
+    DrainInstance,
+    Evacuate,
+    OrderDone,
+    OrderRefused,
+    StopDrain,
+)
+from kvmig.ground.errors import PeerError, StartupError, TransportError
+from kvmig.kvtransfer.link import Server
+from kvmig.kvtransfer.messages import Hello, Message
+
+log = logging.getLogger(__name__)
+
+
+class Control:
+    """Make it inside a running event loop; `close` it.
+
+    Front ends hear nothing before `open`: the first instances are ready then.
+    """
+
+    def __init__(self, cluster: Cluster, secret: bytes, host: str) -> None:
+        """Binds a port of `host`. Raises StartupError."""
+        self._cluster = cluster
+        self._fronts: list[bytes] = []
+        self._open = False
+        try:
+            self._server = Server(secret, "launcher", "launcher", ClusterMessage, host=host)
+        except (zmq.ZMQError, ValueError) as error:
+            raise StartupError(f"launcher on {host}: {error}") from error
+        self._task = asyncio.create_task(self._receive(), name="launcher's socket")
+        cluster.on_change.append(self._members)
+        cluster.on_evacuate.append(lambda instance: self._tell(Evacuate(instance)))
+
+    @property
+    def endpoint(self) -> str:
+        """Where front ends connect to."""
+        return self._server.endpoint
+
+    def open(self) -> None:
+        """Tell the members from now on."""
+        self._open = True
+        self._members(self._cluster.members())
+
+    async def close(self) -> None:
+        """Unbind."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._server.close()
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                sender, message, _ = await self._server.recv()
+            except PeerError as error:
+                log.warning("ignored: %s", error)
+                continue
+            if isinstance(message, Hello):
+                self._fronts = [*(one for one in self._fronts if one != sender), sender]
+                self._members(self._cluster.members())
+            elif (answer := self._answer(message)) is not None:
+                self._send(sender, answer)
+
+    def _answer(self, order: Message) -> OrderDone | None:
+        try:
+            match order:
+                case AddInstances():
+                    return OrderDone(order.call_id, self._cluster.add(order))
+                case DrainInstance():
+                    return OrderDone(order.call_id, self._cluster.drain(order))
+                case StopDrain():
+                    return OrderDone(order.call_id, self._cluster.stop_drain(order))
+                case _:
+                    log.warning("a front end sent %s", type(order).__name__)
+                    return None
+        except OrderRefused as refused:
+            assert isinstance(order, AddInstances | DrainInstance | StopDrain)
+            return OrderDone(order.call_id, (), refused.refusal, str(refused))
+
+    def _members(self, members: Sequence[Member]) -> None:
+        if self._open:
+            self._tell(Members(list(members)))
+
+    def _tell(self, message: Message) -> None:
+        for sender in list(self._fronts):
+            self._send(sender, message)
+
+    def _send(self, sender: bytes, message: Message) -> None:
+        try:
+            self._server.send(sender, message)
+        except TransportError as error:
+            log.info("a front end is gone: %s", error)
+            self._fronts = [one for one in self._fronts if one != sender]

@@ -1,0 +1,210 @@
+"""One instance's life: started, started again when it dies, drained, ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, Protocol
+
+from kvmig.cli.launcher import Handle
+from kvmig.cli.llumlet_link import LlumletLink
+from kvmig.controlplane.messages import Member, MemberState
+from kvmig.controlplane.orders import OrderRefused, SetState
+from kvmig.controlplane.restarts import Restarts
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import StartupError
+
+POLL_S = 0.05
+"""Between two looks at whether a draining instance is empty."""
+EVACUATE_S = 5.0
+"""Between two calls to run again elsewhere what a drain hasn't moved by its deadline."""
+
+
+class Surroundings(Protocol):
+    """What an instance needs of its cluster."""
+
+    def say(self, text: str) -> None:
+        """Progress, for people."""
+        ...
+
+    def changed(self) -> None:
+        """Somebody's `member` has changed."""
+        ...
+
+    def left(self, instance: Instance) -> None:
+        """It was to leave, and is empty or dead: take it out."""
+        ...
+
+    def others_serve(self, instance: Instance) -> bool:
+        """Whether there is another one that its requests can go to."""
+        ...
+
+    def evacuate(self, instance: Instance) -> None:
+        """Its deadline is over: its requests shall go on elsewhere."""
+        ...
+
+
+class Instance:
+    """Runs from its making to `close`, or until it is given up."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Awaitable[Handle]],
+        secret: bytes,
+        config: ClusterConfig,
+        around: Surroundings,
+    ) -> None:
+        """start: of its process, each time anew; may raise StartupError."""
+        self.name = name
+        self.state: MemberState = "starting"
+        self.first_start: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why the first start failed; empty if it didn't."""
+        self._start = start
+        self._secret = secret
+        self._config = config
+        self._around = around
+        self._detail = ""
+        self._endpoint = ""
+        self._served_s = 0.0
+        """The process before."""
+        self._link: LlumletLink | None = None
+        self._wanted = SetState("serving")
+        self._leaving = False
+        self._deadline = 0.0
+        self._draining: asyncio.Task[None] | None = None
+        self._closing = False
+        self._task = asyncio.create_task(self._run(), name=f"instance {name}")
+
+    @property
+    def member(self) -> Member:
+        """What others are told of it."""
+        return Member(self.name, self._endpoint, self.state, self._detail)
+
+    async def close(self) -> None:
+        """End it at once. May be called twice, and by several."""
+        if not self._closing:
+            self._closing = True
+            self._task.cancel()
+            if self._draining is not None:
+                self._draining.cancel()
+        await asyncio.wait([self._task])
+
+    def drain(self, deadline_s: float, leave: bool) -> None:
+        """Let its requests go elsewhere; called again: with this deadline.
+
+        leave: then take it out of the cluster. Raises OrderRefused.
+        """
+        if self.state not in ("serving", "draining"):
+            raise OrderRefused("conflict", f"instance {self.name} is {self.state}")
+        self._leaving = self._leaving or leave
+        self._deadline = _now() + deadline_s
+        self._want("draining", "ends when it is empty" if self._leaving else "")
+        if self._draining is None or self._draining.done():
+            self._draining = asyncio.create_task(self._drain(), name=f"drain of {self.name}")
+
+    def stop_drain(self) -> None:
+        """Let it serve again. Raises OrderRefused."""
+        if self.state != "draining" or self._draining is None:
+            raise OrderRefused("conflict", f"instance {self.name} is {self.state}, not draining")
+        self._draining.cancel()
+        self._leaving = False
+        self._want("serving", "")
+
+    # -- its process
+
+    async def _run(self) -> None:
+        restarts = Restarts(self._config.lifecycle.max_restarts)
+        while True:
+            try:
+                how = await self._live()
+            except StartupError as error:
+                how = str(error)
+            if self._leaving:
+                self._around.left(self)
+                return
+            if not self.first_start.done():  # it would fail in the same way again
+                self._set("failed", how)
+                self.first_start.set_result(how)
+                return
+            pause_s = restarts.died(self._served_s)
+            if pause_s is None:
+                again = self._config.lifecycle.max_restarts
+                how = f"{how}, after {again} restarts" if again else how
+                self._around.say(f"instance {self.name} is given up ({how})")
+                self._set("failed", how)
+                return
+            self._around.say(f"instance {self.name} is gone ({how}), again in {pause_s:g} s")
+            self._set("starting", f"it was gone ({how})")
+            await asyncio.sleep(pause_s)
+
+    async def _live(self) -> str:
+        """From start to death; how it ended. Raises StartupError."""
+        began, self._served_s = _now(), 0.0
+        self._around.say(f"instance {self.name} starts")
+        handle = await self._start()
+        link: LlumletLink | None = None
+        try:
+            endpoint = await handle.ready(self._config.start_timeout_s)
+            self._around.say(f"instance {self.name} is ready ({_now() - began:.0f} s)")
+            link = self._link = LlumletLink(self.name, endpoint, self._secret)
+            self._endpoint, ready = endpoint, _now()
+            self._want(self._wanted.state, "")
+            if not self.first_start.done():
+                self.first_start.set_result("")
+            how = await _first(handle.ended(), link.silent())
+            self._served_s = _now() - ready
+            return how
+        finally:
+            self._link, self._endpoint = None, ""
+            self._set("starting", "its process is gone")
+            if link is not None:
+                await link.close()
+            await handle.stop()
+
+    # -- draining
+
+    async def _drain(self) -> None:
+        while not self._may_rest():
+            if _now() >= self._deadline and self._around.others_serve(self):
+                self._around.evacuate(self)
+                self._deadline = _now() + EVACUATE_S
+            await asyncio.sleep(POLL_S)
+        if self._leaving:
+            self._around.left(self)
+        else:
+            self._set("draining", "it is empty")
+
+    def _may_rest(self) -> bool:
+        """Whether nothing is left on it, and nothing will come."""
+        report = None if self._link is None else self._link.report
+        if report is None or report.state != "draining":
+            return False
+        load = report.load
+        held = load.running + load.waiting + report.migrations_in + report.migrations_out
+        return held == 0 and self._around.others_serve(self)
+
+    def _want(self, state: Literal["serving", "draining"], detail: str) -> None:
+        self._wanted = SetState(state)
+        if self._link is not None:
+            self._link.set_state(self._wanted)
+        self._set(state, detail)
+
+    def _set(self, state: MemberState, detail: str) -> None:
+        self.state, self._detail = state, detail
+        self._around.changed()
+
+
+async def _first(*waits: Coroutine[Any, Any, str]) -> str:
+    """What the first to end says."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

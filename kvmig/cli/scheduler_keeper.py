@@ -1,0 +1,87 @@
+"""The scheduler's process: started again whenever it dies, told of members, heard."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+
+from kvmig.cli.children import Child
+from kvmig.cli.cluster import Cluster
+from kvmig.controlplane.messages import ClusterMessage, Member, Members
+from kvmig.controlplane.orders import Scale
+from kvmig.controlplane.restarts import Restarts
+from kvmig.controlplane.scheduler_process import SchedulerLaunch
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import KvmigError, PeerError, StartupError, TransportError
+from kvmig.kvtransfer.link import Client
+
+SCHEDULER_TIMEOUT_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class SchedulerKeeper:
+    """`run` it as a task until it is cancelled."""
+
+    def __init__(self, config: ClusterConfig, secret: bytes, cluster: Cluster) -> None:
+        self._config = config
+        self._secret = secret
+        self._cluster = cluster
+        self._link: Client | None = None
+
+    async def run(self) -> None:
+        """Keep it running, and do what it decides."""
+        self._cluster.on_change.append(self._tell)
+        restarts = Restarts()
+        while True:
+            began = asyncio.get_running_loop().time()
+            try:
+                await self._live()
+            except KvmigError as error:
+                log.warning("scheduler: %s; serving goes on without migrations", error)
+            pause_s = restarts.died(asyncio.get_running_loop().time() - began)
+            assert pause_s is not None, "it is never given up"
+            await asyncio.sleep(pause_s)
+
+    async def _live(self) -> None:
+        """From start to death. Raises StartupError or TransportError saying how it ended."""
+        launch = SchedulerLaunch(self._secret, self._config)
+        child = await Child.start("scheduler", "kvmig.cli.scheduler", launch, os.environ)
+        hearing: asyncio.Task[None] | None = None
+        try:
+            endpoint = await child.ready(SCHEDULER_TIMEOUT_S)
+            self._link = Client(endpoint, self._secret, "launcher", "launcher", ClusterMessage)
+            hearing = asyncio.create_task(self._hear(self._link), name="scheduler's decisions")
+            self._tell(self._cluster.members())
+            raise StartupError(f"it ended ({await child.ended()})")
+        finally:
+            if hearing is not None:
+                hearing.cancel()
+                await asyncio.gather(hearing, return_exceptions=True)
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+            await child.stop()
+
+    async def _hear(self, link: Client) -> None:
+        while True:
+            try:
+                message, _ = await link.recv()
+            except PeerError as error:
+                log.warning("ignored from the scheduler: %s", error)
+                continue
+            except TransportError as error:
+                log.info("scheduler: %s", error)  # its process has died, or will be found dead
+                return
+            if isinstance(message, Scale):
+                self._cluster.scale(message)
+
+    def _tell(self, members: Sequence[Member]) -> None:
+        if self._link is None:
+            return
+        try:
+            self._link.send(Members([one for one in members if one.state != "failed"]))
+        except (TransportError, PeerError) as error:
+            log.warning("the scheduler did not hear of the instances: %s", error)

@@ -1,0 +1,139 @@
+"""A front end: vLLM's OpenAI application on all instances, in the launcher's process or its own.
+
+It knows the launcher by its socket only, so it makes no difference where it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from argparse import Namespace
+
+import msgspec
+
+from kvmig.cli.process import say
+from kvmig.engines.vllm import flags as vllm_flags
+from kvmig.gateway.gate import GateState
+from kvmig.ground.config import ClusterConfig
+
+GRACE_S = 2.0
+"""How long connections may take to close once nothing runs any more."""
+
+
+class FrontLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a front end must know to start (JSON; the secret in base64)."""
+
+    name: str
+    """Its own among the front ends of all times: llumlets number them by it."""
+    launcher: str
+    """The launcher's endpoint."""
+    secret: bytes
+    config: ClusterConfig
+    engine_argv: list[str]
+    """MODEL and vLLM's flags."""
+    listening: int = -1
+    """Descriptor of the port's socket, for one in a process of its own."""
+
+
+class FrontEnd:
+    """Make it inside a running event loop. `start`, then `drain` or not, then `close`."""
+
+    def __init__(self, launch: FrontLaunch, args: Namespace, sock: socket.socket) -> None:
+        """args: of `launch.engine_argv`. sock: listening; it is closed with the front end."""
+        from kvmig.engines.vllm.front import Outlet, decode_outputs
+        from kvmig.gateway.app import Front
+        from kvmig.gateway.launcher_link import LauncherLink
+        from kvmig.gateway.membership import Membership
+        from kvmig.gateway.ports import Batch
+        from kvmig.gateway.router import Router
+
+        self._launch = launch
+        self._args = args
+        self._sock = sock
+        self._gate = GateState()
+        self._front = Front(self._gate, launch.config.priorities)
+        self._outlet = Outlet()
+        self._router = Router(
+            launch.name,
+            launch.secret,
+            launch.config,
+            self._outlet,
+            lambda payload: Batch((outputs := decode_outputs(payload)).outputs, outputs),
+            observer=self._front.metrics,
+        )
+        self._membership = Membership(self._router)
+        self._launcher = LauncherLink(launch.launcher, launch.secret, launch.name, self._membership)
+        self._started = False
+
+    async def start(self) -> None:
+        """Return once requests are taken: when the launcher has told who serves.
+
+        Raises KvmigError; `close` it then, too.
+        """
+        from kvmig.engines.vllm.config import engine_config
+        from kvmig.engines.vllm.front import RoutedLLM, apply_ready
+        from kvmig.engines.vllm.server import ApiServer
+        from kvmig.gateway.app import MIDDLEWARE
+
+        args, config = self._args, self._launch.config
+        # vLLM reads the model's configuration while the instances load theirs.
+        vllm_config = await asyncio.get_running_loop().run_in_executor(
+            None, engine_config, vllm_flags.parse(self._launch.engine_argv)
+        )
+        ready = await self._membership.first(config.start_timeout_s)
+        vllm_config.cache_config.num_gpu_blocks = 0
+        apply_ready(vllm_config, ready)
+        # What instances report in, see `engines.vllm.load`.
+        self._router.block_tokens = (
+            config.migration.unit_tokens or vllm_config.cache_config.block_size
+        )
+        self._llm = RoutedLLM(
+            vllm_config,
+            self._router,
+            self._outlet,
+            config.lifecycle.max_instances,
+            log_requests=args.enable_log_requests,
+            log_stats=not args.disable_log_stats,
+        )
+        names = args.served_model_name or [args.model]
+        self._http = ApiServer(
+            self._llm,
+            args,
+            self._sock,
+            MIDDLEWARE,
+            lambda app: self._front.attach(
+                app, self._router, self._membership, self._launcher, names[0], args.api_key or ()
+            ),
+        )
+        self._started = True
+        await self._http.start()
+
+    async def ended(self) -> None:
+        """Wait until its HTTP server has stopped by itself."""
+        await self._http.ended()
+
+    async def drain(self, at_once: asyncio.Event) -> None:
+        """Take nothing new; wait for what runs, for the time-out, or for `at_once`."""
+        self._gate.closed = True
+        running, timeout_s = len(self._router.live()), self._launch.config.drain_timeout_s
+        if running:
+            say(f"stopping: {running} requests run, at most {timeout_s:g} s")
+        waits = [asyncio.create_task(at_once.wait()), asyncio.create_task(self._empty())]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waits:
+            task.cancel()
+
+    async def close(self) -> None:
+        """End what still runs, stop serving, disconnect."""
+        self._router.give_up("the server stops")
+        if self._started:
+            await self._http.stop(GRACE_S)
+            self._llm.shutdown()
+        await self._launcher.close()
+        await self._membership.close()
+        await self._router.close()
+        self._sock.close()
+
+    async def _empty(self) -> None:
+        while self._router.live():  # noqa: ASYNC110 - the end of the last one is no event
+            await asyncio.sleep(0.05)

@@ -1,0 +1,103 @@
+"""Several front ends behind one port: processes that are kept running."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+
+import msgspec
+
+from kvmig.cli.children import Child
+from kvmig.cli.process import say
+from kvmig.controlplane.restarts import Restarts
+from kvmig.front_end import FrontLaunch
+from kvmig.ground.errors import StartupError
+
+CLOSE_S = 5.0
+"""For a front end to close, once nothing runs any more."""
+
+log = logging.getLogger(__name__)
+
+
+class FrontEnds:
+    """The same to its user as one `FrontEnd`, but that they live in processes of their own.
+
+    All listen on one socket, so no connection waits for one that is gone. One that dies is
+    started again; its streams are over, for their clients' connections were its own.
+    """
+
+    def __init__(self, launch: FrontLaunch, sock: socket.socket) -> None:
+        """launch: of any of them, but for the name. sock: listening; the caller closes it."""
+        self._launch = launch
+        self._sock = sock
+        self._children: dict[int, Child] = {}
+        self._keeping: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Return once all take requests. Raises StartupError; `close` it then, too."""
+        numbers = range(self._launch.config.lifecycle.front_ends)
+        await asyncio.gather(*map(self._begin, numbers))
+        for number in numbers:
+            self._keeping.append(asyncio.create_task(self._keep(number)))
+
+    async def ended(self) -> None:
+        """Never: they are started again."""
+        await asyncio.Event().wait()
+
+    async def drain(self, at_once: asyncio.Event) -> None:
+        """They take nothing new; wait for what runs, for the time-out, or for `at_once`."""
+        self._stop_keeping()
+        for child in self._children.values():
+            child.terminate()
+        ends = [asyncio.create_task(child.ended()) for child in self._children.values()]
+        everybody = asyncio.gather(*ends)
+        hurry = asyncio.create_task(at_once.wait())
+        timeout_s = self._launch.config.drain_timeout_s + CLOSE_S
+        await asyncio.wait(
+            (everybody, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        hurry.cancel()
+        everybody.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End them all."""
+        self._stop_keeping()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*(child.stop(CLOSE_S) for child in self._children.values()))
+        self._children.clear()
+
+    def _stop_keeping(self) -> None:
+        for task in self._keeping:
+            task.cancel()
+
+    async def _begin(self, number: int) -> None:
+        """Start it, and wait until it takes requests. Raises StartupError."""
+        listening = self._sock.fileno()
+        launch = msgspec.structs.replace(
+            self._launch, name=f"front-{secrets.token_hex(4)}", listening=listening
+        )
+        child = await Child.start(
+            f"front end {number}", "kvmig.front_process", launch, os.environ, [listening]
+        )
+        self._children[number] = child
+        await child.ready(launch.config.start_timeout_s)
+
+    async def _keep(self, number: int) -> None:
+        loop, restarts = asyncio.get_running_loop(), Restarts()
+        while True:
+            began = loop.time()
+            how = await self._children[number].ended()
+            await self._children[number].stop()
+            pause_s = restarts.died(loop.time() - began)
+            assert pause_s is not None, "it is never given up"
+            say(f"front end {number} is gone ({how}), it starts again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+            try:
+                await self._begin(number)
+                say(f"front end {number} is ready")
+            except StartupError as error:
+                log.warning("%s", error)

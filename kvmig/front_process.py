@@ -1,0 +1,95 @@
+"""`python -m kvmig.front_process DESCRIPTOR`: one of several front ends, for the launcher only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from kvmig.cli.launch import Announcement
+from kvmig.cli.process import leave, quiet
+from kvmig.controlplane.child import announce, read_launch
+from kvmig.engines.vllm import flags as vllm_flags
+from kvmig.front_end import FrontEnd, FrontLaunch
+from kvmig.ground.errors import KvmigError, StartupError
+
+
+class Ends:
+    """What the launcher wants: `stop` at SIGTERM, `at_once` at a second one or at its end."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    def listen(self) -> None:
+        """SIGINT is the launcher's to understand: a terminal sends it to all."""
+        loop = asyncio.get_running_loop()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        loop.add_signal_handler(signal.SIGTERM, self._signalled)
+        loop.add_reader(sys.stdin.fileno(), self._heard)
+
+    def _signalled(self) -> None:
+        (self.at_once if self.stop.is_set() else self.stop).set()
+
+    def _heard(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self.stop.set()
+            self.at_once.set()
+
+
+async def run(launch: FrontLaunch, descriptor: int) -> None:
+    """Serve until the launcher wants an end, or has come to one. Raises StartupError."""
+    ends = Ends()
+    ends.listen()
+    args = vllm_flags.parse(launch.engine_argv)
+    front = FrontEnd(launch, args, socket.socket(fileno=launch.listening))
+    stopped = asyncio.create_task(ends.stop.wait())
+    try:
+        starting = asyncio.create_task(front.start())
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+            return
+        await starting
+        ends.listen()  # vLLM's server has put its own handlers in place
+        announce(descriptor, Announcement(endpoint="shared"))
+        ended = asyncio.create_task(front.ended())
+        await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not stopped.done():
+            raise StartupError("its HTTP server has stopped")
+        await front.drain(ends.at_once)
+    finally:
+        stopped.cancel()
+        await front.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launch document on stdin, readiness on the file descriptor named by argv[1]."""
+    if len(argv) != 2 or not argv[1].isdecimal():
+        print("usage: python -m kvmig.front_process DESCRIPTOR", file=sys.stderr)
+        return 2
+    descriptor = int(argv[1])
+    try:
+        launch = read_launch(FrontLaunch)
+        quiet(launch.name)
+        vllm_flags.set_environment()
+        uvloop.run(run(launch, descriptor))
+    except KvmigError as error:
+        try:
+            announce(descriptor, Announcement(failed=str(error)))
+        except StartupError:  # announced before: it ran, then failed
+            print(f"kvmig: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv))
