@@ -13,11 +13,10 @@ and the lower of the two must come up by `min_gain`.
 
 from __future__ import annotations
 
-import heapq
 import math
 
 from kvmig.controlplane.freeness import slack
-from kvmig.controlplane.ledger import MAX_DESTINATIONS, Ledger
+from kvmig.controlplane.ledger import Ledger, Takers
 
 
 def balance(ledger: Ledger) -> None:
@@ -30,10 +29,11 @@ def balance(ledger: Ledger) -> None:
     sources = [row for row in ledger.worst(low, slacks) if not _slow(ledger, row)]
     if not sources:
         return
-    highest = [(-ledger.slack(row), row) for row in ledger.best(high, slacks)]
-    heapq.heapify(highest)
+    takers = Takers(ledger, high, slacks, ledger.slack)
     for source in sources:
+        highest = takers.take(source)
         _relieve(ledger, source, highest)
+        takers.put_back(highest)
 
 
 def _slow(ledger: Ledger, row: int) -> bool:
@@ -47,37 +47,23 @@ def _average(ledger: Ledger, row: int) -> float:
     return max(float(ledger.columns.used[row] / ledger.columns.running[row]), 1.0)
 
 
-def _relieve(ledger: Ledger, source: int, highest: list[tuple[float, int]]) -> None:
-    """Pair one source with the highest, until it needs no more or there is none."""
-    rounds = ledger.rounds
+def _relieve(ledger: Ledger, source: int, highest: list[int]) -> None:
+    """Pair one source with the highest, until it needs no more."""
     out = float(ledger.columns.out[source])
-    refused: list[tuple[float, int]] = []
-    taken = 0
-    while highest and taken < MAX_DESTINATIONS and ledger.slack(source) < rounds.source_below:
-        entry = heapq.heappop(highest)
-        destination = entry[1]
-        if not ledger.may_pair(source, destination):
-            refused.append(entry)
-            continue
+    for destination in highest:
         moves = _moves(ledger, source, destination)
         if moves < 1:  # nobody else is higher
-            refused.append(entry)
-            break
+            return
         out = _pair(ledger, source, destination, moves, out)
-        taken += 1
-        # Back only after this source is done: each pair once.
-        refused.append((-ledger.slack(destination), destination))
-    for entry in refused:
-        if -entry[0] > rounds.destination_above:
-            heapq.heappush(highest, entry)
+        if ledger.slack(source) >= ledger.rounds.source_below:
+            return
 
 
 def _pair(ledger: Ledger, source: int, destination: int, moves: int, out: float) -> float:
     """Decide it. What moves already (`out`) uses the budget up; returns how much is left."""
     average = _average(ledger, source)
-    floor = max(ledger.rounds.destination_above, 0.0)
-    room = float(ledger.free[destination] - floor * (ledger.batch[destination] + 1))
     budget = max(moves - out, 0.0) * average
+    room = ledger.room(destination)
     ledger.pair(
         source, destination, moves, moves * average, budget=budget, room=room, why="balance"
     )
@@ -87,7 +73,7 @@ def _pair(ledger: Ledger, source: int, destination: int, moves: int, out: float)
 def _moves(ledger: Ledger, source: int, destination: int) -> int:
     """How many average requests go; 0: the pair doesn't help."""
     average = _average(ledger, source)
-    floor = max(ledger.rounds.destination_above, 0.0)
+    floor = ledger.floor
     free_s, batch_s = float(ledger.free[source]), float(ledger.batch[source])
     free_d, batch_d = float(ledger.free[destination]), float(ledger.batch[destination])
     # (free_d - k average) / (batch_d + k) >= floor

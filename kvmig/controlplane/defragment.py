@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvmig.controlplane.columns import Column
-from kvmig.controlplane.ledger import MAX_DESTINATIONS, Ledger
+from kvmig.controlplane.ledger import Ledger, Takers
 
 
 def move_queues(ledger: Ledger) -> None:
@@ -21,19 +21,20 @@ def move_queues(ledger: Ledger) -> None:
     stuck = ledger.worst(ledger.serving & (missing > 0), -missing)
     if not stuck:
         return
-    takers = ledger.best(ledger.serving & (columns.waiting == 0), _room(ledger))
+    takers = _takers(ledger)
     for source in stuck:
+        roomiest = takers.take(source)
         wanted = float(columns.head[source])
-        if not takers:
-            return
-        destination = max(takers, key=lambda row: _room_at(ledger, row))
-        room = _room_at(ledger, destination)
-        if room < wanted or not ledger.may_pair(source, destination):
-            continue
-        queue = wanted + float(columns.behind[source])
-        blocks = min(queue, room)
-        requests = float(columns.waiting[source]) * blocks / queue
-        ledger.pair(source, destination, requests, blocks, budget=blocks, room=room, why="queue")
+        if roomiest and ledger.room(roomiest[0]) >= wanted:
+            destination = roomiest[0]
+            room = ledger.room(destination)
+            queue = wanted + float(columns.behind[source])
+            blocks = min(queue, room)
+            requests = float(columns.waiting[source]) * blocks / queue
+            ledger.pair(
+                source, destination, requests, blocks, budget=blocks, room=room, why="queue"
+            )
+        takers.put_back(roomiest)
 
 
 def make_room(ledger: Ledger) -> None:
@@ -44,26 +45,28 @@ def make_room(ledger: Ledger) -> None:
     stuck = ledger.worst(ledger.serving & (missing > 0) & possible, missing)
     if not stuck:
         return
-    takers = ledger.best(ledger.serving & (columns.waiting == 0), _room(ledger))
+    takers = _takers(ledger)
     for source in stuck:
-        average = float(columns.used[source] / columns.running[source])
-        need = float(missing[source])
-        shares: list[tuple[int, float]] = []
-        for row in takers:
-            room = _room_at(ledger, row)
-            if len(shares) == MAX_DESTINATIONS or need <= 0 or room < 1:
-                break
-            if ledger.may_pair(source, row):
-                shares.append((row, min(room, need)))
-                need -= room
-        if need > 0:  # to move some but not enough helps nobody
-            continue
-        out = float(columns.out[source]) * average
-        for row, share in shares:
-            budget, out = max(share - out, 0.0), max(out - share, 0.0)
-            room = _room_at(ledger, row)
-            requests = share / max(average, 1.0)
-            ledger.pair(source, row, requests, share, budget=budget, room=room, why="defragment")
+        roomiest = takers.take(source)
+        _let_in(ledger, source, float(missing[source]), roomiest)
+        takers.put_back(roomiest)
+
+
+def _let_in(ledger: Ledger, source: int, need: float, roomiest: list[int]) -> None:
+    """Move `need` blocks, if there is room for so many: some but not enough helps nobody."""
+    rooms = [max(ledger.room(row), 0.0) for row in roomiest]
+    if sum(rooms) < need or ledger.gives(source):
+        return
+    columns = ledger.columns
+    average = max(float(columns.used[source] / columns.running[source]), 1.0)
+    out = float(columns.out[source]) * average
+    for row, room in zip(roomiest, rooms, strict=True):
+        share = min(room, need)
+        if share < 1:
+            return
+        budget, out = max(share - out, 0.0), max(out - share, 0.0)
+        need -= share
+        ledger.pair(source, row, share / average, share, budget=budget, room=room, why="defragment")
 
 
 def _missing(ledger: Ledger) -> Column:
@@ -73,13 +76,7 @@ def _missing(ledger: Ledger) -> Column:
     return np.where(columns.waiting > 0, missing, 0.0)
 
 
-def _room(ledger: Ledger) -> Column:
-    """Blocks that each can take in with one request more and stay above its threshold."""
-    floor = max(ledger.rounds.destination_above, 0.0)
-    room: Column = ledger.free - floor * (ledger.batch + 1)
-    return room
-
-
-def _room_at(ledger: Ledger, row: int) -> float:
-    floor = max(ledger.rounds.destination_above, 0.0)
-    return float(ledger.free[row] - floor * (ledger.batch[row] + 1))
+def _takers(ledger: Ledger) -> Takers:
+    """Those with the most room and no queue of their own."""
+    free = ledger.serving & (ledger.columns.waiting == 0)
+    return Takers(ledger, free, ledger.rooms(), ledger.room)

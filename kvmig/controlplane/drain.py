@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import math
 
-from kvmig.controlplane.ledger import MAX_DESTINATIONS, Ledger
+from kvmig.controlplane.ledger import Ledger, Takers
 
 
 def drain(ledger: Ledger) -> None:
     """Pair each draining instance with the roomiest, an equal share of its requests each."""
     columns = ledger.columns
     held = columns.running + columns.waiting
-    for source in ledger.worst(ledger.draining & (held > columns.out), held):
-        _empty(ledger, source)
+    sources = ledger.worst(ledger.draining & (held > columns.out), held)
+    if not sources:
+        return
+    takers = Takers(ledger, ledger.serving, ledger.slacks(), ledger.slack)
+    for source in sources:
+        roomiest = takers.take(source)
+        _empty(ledger, source, roomiest)
+        takers.put_back(roomiest)
 
 
-def _empty(ledger: Ledger, source: int) -> None:
+def _empty(ledger: Ledger, source: int, roomiest: list[int]) -> None:
     columns = ledger.columns
     held = float(columns.running[source] + columns.waiting[source])
     wanted = float(columns.used[source] + columns.head[source] + columns.behind[source])
     average = max(wanted / held, 1.0)
     left, out = math.ceil(held), float(columns.out[source])
-    roomiest = [
-        row for row in ledger.best(ledger.serving, ledger.slacks()) if ledger.may_pair(source, row)
-    ][:MAX_DESTINATIONS]
     for place, destination in enumerate(roomiest):
         free = float(ledger.free[destination])
         share = math.ceil(left / (len(roomiest) - place))

@@ -7,7 +7,8 @@ round, never both, and the reverse of a pair of the last round is never made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import heapq
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 import numpy as np
@@ -68,6 +69,7 @@ class Ledger:
         self.free: Column = free_blocks_of(columns, rounds.queued).copy()
         self.free[columns.state == DRAINING] = -np.inf
         self.batch: Column = batch_sizes(columns, rounds.queued).copy()
+        self.floor = max(rounds.destination_above, 0.0)
         self._before = {(pair.source, pair.destination) for pair in last}
         self._pairs: dict[tuple[int, int], Pairing] = {}
         self._gives: set[int] = set()
@@ -77,6 +79,15 @@ class Ledger:
     def pairings(self) -> list[Pairing]:
         """What was decided, in order."""
         return list(self._pairs.values())
+
+    def room(self, row: int) -> float:
+        """Blocks that it can take in with one request more and stay above its threshold."""
+        return float(self.free[row] - self.floor * (self.batch[row] + 1))
+
+    def rooms(self) -> Column:
+        """`room` of each."""
+        rooms: Column = self.free - self.floor * (self.batch + 1)
+        return rooms
 
     def slacks(self) -> Column:
         """Of each, as predicted now."""
@@ -93,6 +104,10 @@ class Ledger:
     def best(self, rows: Mask, by: Column) -> list[int]:
         """Those that may still take, highest `by` first, at most MAX_SOURCES."""
         return [row for row in _first(rows, -by) if row not in self._gives]
+
+    def gives(self, row: int) -> bool:
+        """Whether something of it goes by what was decided."""
+        return row in self._gives
 
     def may_pair(self, source: int, destination: int) -> bool:
         """Whether this pair is still allowed this round."""
@@ -131,6 +146,39 @@ class Ledger:
         self.free[destination] -= blocks
         self.batch[source] -= requests
         self.batch[destination] += requests
+
+
+class Takers:
+    """Destinations, the best first; who was asked for one gets it back in its new place."""
+
+    def __init__(
+        self, ledger: Ledger, rows: Mask, by: Column, value: Callable[[int], float]
+    ) -> None:
+        """by: what orders them now; value: the same of one row, as predicted later."""
+        self._ledger = ledger
+        self._value = value
+        best = ledger.best(rows, by)
+        self._heap = [(-value(row), row) for row in best]
+        heapq.heapify(self._heap)
+
+    def take(self, source: int) -> list[int]:
+        """The best that may be paired with it, at most MAX_DESTINATIONS; to be put back."""
+        taken: list[int] = []
+        passed: list[tuple[float, int]] = []
+        while self._heap and len(taken) < MAX_DESTINATIONS and len(passed) < MAX_DESTINATIONS:
+            entry = heapq.heappop(self._heap)
+            if self._ledger.may_pair(source, entry[1]):
+                taken.append(entry[1])
+            else:
+                passed.append(entry)
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return taken
+
+    def put_back(self, rows: Iterable[int]) -> None:
+        """After the pairs with them, if any, were decided."""
+        for row in rows:
+            heapq.heappush(self._heap, (-self._value(row), row))
 
 
 def _first(rows: Mask, by: Column) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvmig.controlplane.ledger import MAX_DESTINATIONS, Ledger
+from kvmig.controlplane.ledger import Ledger, Takers
 from kvmig.controlplane.view import InstanceView
 
 
@@ -18,24 +18,23 @@ def protect(ledger: Ledger) -> None:
     sources = ledger.worst(crowded & (columns.running > columns.out), -over)
     slacks = ledger.slacks()
     roomy = ledger.serving & (columns.kept == 0) & (slacks > ledger.rounds.destination_above)
-    takers = ledger.best(roomy, slacks)
+    takers = Takers(ledger, roomy, slacks, ledger.slack)
     for source in sources:
-        _clear(ledger, source, min(float(over[source]), float(columns.lower[source])), takers)
+        roomiest = takers.take(source)
+        need = min(float(over[source]), float(columns.lower[source]))
+        _clear(ledger, source, need, roomiest)
+        takers.put_back(roomiest)
 
 
-def _clear(ledger: Ledger, source: int, need: float, takers: list[int]) -> None:
+def _clear(ledger: Ledger, source: int, need: float, roomiest: list[int]) -> None:
     columns = ledger.columns
     average = max(float(columns.used[source] / columns.running[source]), 1.0)
     out = float(columns.out[source]) * average
-    floor = max(ledger.rounds.destination_above, 0.0)
-    pairs = 0
-    for row in takers:
-        room = float(ledger.free[row] - floor * (ledger.batch[row] + 1))
+    for row in roomiest:
+        room = ledger.room(row)
         blocks = min(need, room)
-        if need <= 0 or pairs == MAX_DESTINATIONS:
+        if blocks < 1:
             return
-        if blocks < 1 or not ledger.may_pair(source, row):
-            continue
         ledger.pair(
             source,
             row,
@@ -48,7 +47,6 @@ def _clear(ledger: Ledger, source: int, need: float, takers: list[int]) -> None:
         )
         out = max(out - blocks, 0.0)
         need -= blocks
-        pairs += 1
 
 
 def protected_priority(one: InstanceView) -> int | None:

@@ -1,0 +1,36 @@
+"""Instances as a scheduler sees them, made from what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvmig.controlplane.messages import LoadReport, Member
+from kvmig.controlplane.view import ClusterView, InstanceView
+from kvmig.controlplane.view_builder import ViewBuilder
+from kvmig.engines.base import ClassLoad, EngineLoad
+
+
+def instance(
+    name: str,
+    used: int = 0,
+    running: int = 0,
+    queue: Sequence[int] = (),
+    *,
+    out: int = 0,
+    total: int = 100,
+    state: str = "serving",
+    classes: Sequence[ClassLoad] = (),
+    headroom: Mapping[int, float] | None = None,
+) -> InstanceView:
+    """As the builder makes it from a report at 0; `queue`: the demand of each that waits."""
+    head = queue[0] if queue else 0
+    load = EngineLoad(total, used, running, len(queue), head, sum(queue), tuple(classes))
+    builder = ViewBuilder()
+    builder.join(Member(name, f"tcp://{name}"))
+    builder.report(LoadReport(name, 0, load, 0, out, state, headroom=dict(headroom or {})), 0.0)
+    return builder.view(0.0).instances[0]
+
+
+def cluster(*instances: InstanceView) -> ClusterView:
+    """Half a second later."""
+    return ClusterView(0.5, instances)

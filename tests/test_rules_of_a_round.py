@@ -1,0 +1,256 @@
+"""Drains, queues, de-fragmentation, priorities, and the paper's pairing."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.controlplane.balance import balance
+from kvmig.controlplane.defragment import make_room, move_queues
+from kvmig.controlplane.drain import drain
+from kvmig.controlplane.extremes import pair_extremes
+from kvmig.controlplane.ledger import MAX_DESTINATIONS, MAX_SOURCES, Pairing, Rounds
+from kvmig.controlplane.protect import protect
+from kvmig.controlplane.rebalance import rebalance
+from kvmig.controlplane.view import InstanceView
+from kvmig.engines.base import ClassLoad
+from tests.made_up_instances import cluster, instance
+
+ALL = Rounds(rules=(drain, protect, move_queues, make_room, balance))
+PAPER = Rounds(rules=(pair_extremes,), queued="head", destination_above=3.0)
+
+
+def decide(*instances: InstanceView, rounds: Rounds = ALL) -> list[Pairing]:
+    return rebalance(cluster(*instances), (), rounds)
+
+
+def short(pairings: list[Pairing]) -> list[tuple[str, str, str, float]]:
+    return [(one.why, one.source, one.destination, one.budget_blocks) for one in pairings]
+
+
+# -- drain
+
+
+def test_a_draining_instance_is_spread_over_several() -> None:
+    others = [instance(name, 20, 2) for name in "bcd"]
+    pairings = decide(instance("a", 60, 6, state="draining"), *others)
+    assert short(pairings) == [("drain", "a", name, 20) for name in "bcd"]
+
+
+def test_a_drain_goes_where_there_is_room_and_never_to_one_that_drains_too() -> None:
+    full, roomy = instance("b", 95, 9), instance("c", 0, 0)
+    both = instance("a", 40, 4, state="draining"), instance("d", 40, 4, state="draining")
+    pairings = decide(both[0], full, roomy, both[1], rounds=Rounds(rules=(drain,)))
+    assert {one.source for one in pairings} == {"a", "d"}
+    assert {one.destination for one in pairings} <= {"b", "c"}
+    assert all(one.budget_blocks == 0 for one in pairings if one.destination == "b")
+    assert sum(one.budget_blocks for one in pairings if one.destination == "c") >= 40
+
+
+def test_what_waits_at_a_draining_instance_goes_even_where_nothing_is_free() -> None:
+    pairings = decide(instance("a", 0, 0, (30,), state="draining"), instance("b", 100, 5))
+    assert short(pairings) == [("drain", "a", "b", 0)]
+
+
+def test_what_moves_out_of_a_draining_instance_already_is_not_asked_for_again() -> None:
+    [pairing] = decide(instance("a", 60, 6, out=4, state="draining"), instance("b", 0, 0))
+    assert pairing.budget_blocks == 20
+    assert decide(instance("a", 60, 6, out=6, state="draining"), instance("b", 0, 0)) == []
+
+
+def test_an_empty_draining_instance_needs_nothing() -> None:
+    assert decide(instance("a", state="draining"), instance("b")) == []
+
+
+# -- queues and de-fragmentation
+
+
+def test_a_head_that_fits_elsewhere_changes_queue() -> None:
+    pairings = decide(instance("a", 80, 4, (30,)), instance("b", 40, 4))
+    assert short(pairings) == [("queue", "a", "b", 30)]
+
+
+def test_no_more_of_a_queue_moves_than_can_start_there() -> None:
+    [pairing] = decide(
+        instance("a", 80, 4, (30, 30, 30)),
+        instance("b", 30, 4),
+        rounds=Rounds(rules=(move_queues,)),
+    )
+    # 70 free, 6 for each of four and one more stay free.
+    assert pairing.budget_blocks == 40
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        instance("b", 60, 4),
+        instance("b", 40, 4, (1,)),
+        instance("b", 40, 4, state="draining"),
+        instance("b", 40, 4, state="hung"),
+    ],
+    ids=["full", "has a queue", "draining", "hung"],
+)
+def test_a_queue_moves_only_where_it_starts_at_once(other: InstanceView) -> None:
+    assert decide(instance("a", 80, 4, (30,)), other, rounds=Rounds(rules=(move_queues,))) == []
+
+
+def test_a_head_that_can_start_where_it_is_stays() -> None:
+    rounds = Rounds(rules=(move_queues, make_room))
+    assert decide(instance("a", 60, 4, (30,)), instance("b"), rounds=rounds) == []
+
+
+def test_room_is_made_for_a_head_that_fits_nowhere() -> None:
+    # It wants 45, its own instance has 20 free, the others 40 and 35 less what they keep.
+    others = instance("b", 60, 2), instance("c", 65, 2)
+    pairings = decide(instance("a", 80, 4, (45,)), *others)
+    assert short(pairings) == [("defragment", "a", "b", 22), ("defragment", "a", "c", 3)]
+
+
+def test_no_request_moves_for_a_head_that_would_not_fit_all_the_same() -> None:
+    others = instance("b", 75, 2), instance("c", 80, 2)
+    assert decide(instance("a", 80, 4, (45,)), *others, rounds=Rounds(rules=(make_room,))) == []
+    larger_than_all = instance("a", 80, 4, (200,))
+    assert decide(larger_than_all, instance("b"), rounds=Rounds(rules=(make_room,))) == []
+
+
+def test_what_is_moving_already_counts_as_room_made() -> None:
+    others = instance("b", 60, 2), instance("c", 65, 2)
+    pairings = decide(instance("a", 80, 4, (45,), out=1), *others)
+    assert sum(one.budget_blocks for one in pairings) == 5
+
+
+# -- priority
+
+HEADROOM = {-1: 60.0}
+
+
+def mixed(name: str, high: int, normal: int) -> InstanceView:
+    """Requests of 10 blocks, so many of each class."""
+    classes = (ClassLoad(-1, high, 0, 10 * high), ClassLoad(0, normal, 0, 10 * normal))
+    running = high + normal
+    return instance(name, 10 * running, running, classes=classes, headroom=HEADROOM)
+
+
+def test_normal_requests_make_way_for_a_protected_one() -> None:
+    # 10 + 60 blocks belong to the high one, so 3 of 6 normal ones go.
+    pairings = decide(mixed("a", 1, 6), mixed("b", 0, 1))
+    assert short(pairings) == [("priority", "a", "b", 30)]
+    assert pairings[0].priority == -1
+
+
+def test_without_one_or_with_headroom_left_nobody_makes_way() -> None:
+    assert decide(mixed("a", 0, 7), mixed("b", 0, 1)) == []
+    assert decide(mixed("a", 1, 3), mixed("b", 0, 1), rounds=Rounds(rules=(protect,))) == []
+
+
+def test_nobody_makes_way_towards_another_protected_request() -> None:
+    assert decide(mixed("a", 1, 6), mixed("b", 1, 0), rounds=Rounds(rules=(protect,))) == []
+
+
+# -- the paper's
+
+
+def test_the_paper_pairs_lowest_with_highest_each_once_and_without_a_budget() -> None:
+    lows = instance("a", 95, 9), instance("b", 99, 9), instance("c", 98, 9)
+    highs = instance("d", 40, 4), instance("e", 10, 1)
+    pairings = decide(*lows, *highs, rounds=PAPER)
+    assert short(pairings) == [("balance", "b", "e", inf), ("balance", "c", "d", inf)]
+
+
+def test_in_the_paper_a_draining_instance_is_the_lowest_of_all() -> None:
+    pairings = decide(
+        instance("a", 99, 9), instance("b", 5, 1, state="draining"), instance("c"), rounds=PAPER
+    )
+    assert short(pairings) == [("drain", "b", "c", inf)]
+
+
+def test_headroom_makes_a_source_in_the_paper() -> None:
+    pairings = decide(mixed("a", 1, 5), mixed("b", 0, 1), rounds=PAPER)
+    assert short(pairings) == [("balance", "a", "b", inf)]
+
+
+# -- all together
+
+CLUSTERS = st.lists(
+    st.builds(
+        lambda used, running, queue, out, state, high: (
+            used if running else 0,
+            running,
+            queue,
+            min(out, running),
+            state,
+            min(high, running),
+        ),
+        st.integers(0, 100),
+        st.integers(0, 12),
+        st.lists(st.integers(1, 120), max_size=3),
+        st.sampled_from([0, 0, 0, 1, 2]),
+        st.sampled_from(["serving"] * 6 + ["draining", "starting", "hung"]),
+        st.sampled_from([0, 0, 0, 1]),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+def made(rows: list[tuple[int, int, list[int], int, str, int]]) -> list[InstanceView]:
+    return [
+        instance(
+            str(place),
+            used,
+            running,
+            queue,
+            out=out,
+            state=state,
+            classes=(
+                ClassLoad(-1, high, 0, used * high // max(running, 1)),
+                ClassLoad(0, running - high, len(queue), used - used * high // max(running, 1)),
+            ),
+            headroom=HEADROOM,
+        )
+        for place, (used, running, queue, out, state, high) in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("rounds", [ALL, PAPER], ids=["kvmig", "llumnix"])
+@given(rows=CLUSTERS)
+def test_every_pair_makes_sense(
+    rounds: Rounds, rows: list[tuple[int, int, list[int], int, str, int]]
+) -> None:
+    instances = {one.instance: one for one in made(rows)}
+    pairings = decide(*instances.values(), rounds=rounds)
+    pairs = [(one.source, one.destination) for one in pairings]
+    assert len(pairs) == len(set(pairs))
+    assert not {one.source for one in pairings} & {one.destination for one in pairings}
+    for one in pairings:
+        assert instances[one.destination].state == "serving"
+        assert instances[one.source].state in ("serving", "draining")
+        assert (one.why == "drain") == (instances[one.source].state == "draining")
+        assert one.budget_blocks >= 0
+        assert sum(source == one.source for source, _ in pairs) <= MAX_DESTINATIONS
+
+
+@given(rows=CLUSTERS)
+def test_what_a_destination_is_asked_to_take_fits(
+    rows: list[tuple[int, int, list[int], int, str, int]],
+) -> None:
+    instances = {one.instance: one for one in made(rows)}
+    asked: dict[str, float] = {}
+    for one in decide(*instances.values()):
+        asked[one.destination] = asked.get(one.destination, 0.0) + one.budget_blocks
+    for name, blocks in asked.items():
+        there = instances[name]
+        free = there.load.total_blocks - there.virtual_blocks - there.behind_blocks
+        assert blocks <= max(free, 0) + 1e-6
+
+
+def test_a_round_looks_at_the_worst_when_everybody_is_overloaded() -> None:
+    crowded = [instance(f"s{n}", 90 + n % 10, 9) for n in range(2 * MAX_SOURCES)]
+    roomy = [instance(f"d{n}", 10, 1) for n in range(2 * MAX_SOURCES)]
+    pairings = decide(*crowded, *roomy)
+    worst = {one.source for one in pairings}
+    assert 100 < len(worst) <= MAX_SOURCES
+    assert all(int(name[1:]) % 10 >= 4 for name in worst)
