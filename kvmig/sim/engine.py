@@ -7,7 +7,7 @@ one event, which ends early, at the end of a step, when something wants to happe
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvmig.sim.batch import DecodeBatch
 from kvmig.sim.cost import CostModel
@@ -31,6 +31,15 @@ class Listener(Protocol):
     def preempted(self, request: SimRequest) -> None:
         """Its blocks were taken; it waits again."""
         ...
+
+
+class Place(NamedTuple):
+    """How far a request is."""
+
+    tokens: int
+    computed: int
+    """Tokens whose KV is there; 0: it waits."""
+    decoding: bool
 
 
 class Prompt:
@@ -141,31 +150,53 @@ class SimEngine:
         self.used += more
         return True
 
-    def commit(self, request: SimRequest) -> None:
-        """Decode on a reserved request, or one that was suspended here."""
-        held = self.held.pop(request.index)
-        self.batch.add(request)
-        self.used += self.batch.blocks(request) - held
-        self._room()
+    def place_of(self, request: SimRequest) -> Place:
+        """Where it stands; between two steps."""
+        if request in self.batch:
+            return Place(self.batch.tokens(request), self.batch.tokens(request) - 1, True)
+        for prompt in self.prompts:
+            if prompt.request is request:
+                return Place(prompt.tokens, prompt.computed, False)
+        return Place(request.tokens, 0, False)
 
-    def suspend(self, request: SimRequest) -> None:
-        """Take a decoding request out of the batch; it keeps its blocks."""
-        blocks = self.batch.blocks(request)
-        self.batch.remove(request)
+    def suspend(self, request: SimRequest) -> Place:
+        """Take it out of the batch or the queue; it keeps its blocks. Between two steps."""
+        place = self.place_of(request)
+        if place.decoding:
+            blocks = self.batch.blocks(request)
+            self.batch.remove(request)
+        elif request in self.waiting:
+            blocks = 0
+            self.waiting.remove(request)
+        else:
+            (prompt,) = [one for one in self.prompts if one.request is request]
+            blocks = prompt.blocks
+            self.prompts.remove(prompt)
         self.held[request.index] = blocks
+        self._room()
+        return place
+
+    def commit(self, request: SimRequest, place: Place) -> None:
+        """Go on from `place` with a reserved request, or one that was suspended here."""
+        held = self.held.pop(request.index)
+        if place.decoding:
+            self.batch.add(request)
+            self.used += self.batch.blocks(request) - held
+        elif place.computed:
+            prompt = Prompt(request, self.blocks_for(request.tokens))
+            prompt.computed = place.computed
+            self.prompts.append(prompt)
+            self.used += prompt.blocks - held
+        else:
+            self.used -= held
+            request.queued_at = self._events.now
+            self.waiting.add(request)
         self._room()
 
     def release(self, request: SimRequest) -> None:
         """Free what is held for it. Unknown ones are ignored."""
         self.used -= self.held.pop(request.index, 0)
         self._room()
-
-    def withdraw(self, request: SimRequest) -> bool:
-        """Take a waiting request out of the queue, if it is there."""
-        there = self.waiting.remove(request)
-        if there:
-            self._room()
-        return there
 
     # -- steps
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvmig.engines.base import ClassLoad, EngineLoad, RequestState
 from kvmig.sim.request import SimRequest
 
@@ -54,15 +52,18 @@ def request_states(engine: SimEngine) -> list[RequestState]:
         tokens = batch.tokens(one, ahead)
         output, blocks = tokens - one.input_tokens, batch.blocks(one, ahead)
         states.append(RequestState(one.request_id, "running", tokens, output, blocks, one.priority))
-    states += [_undecoded(one.request, "running", one.blocks) for one in engine.prompts]
-    states += [
-        msgspec.structs.replace(
-            _undecoded(one, "waiting", 0), wanted_blocks=engine.waiting.demand(one)
-        )
-        for one in engine.waiting
-    ]
+    states += [_undecoded(one.request, "running", one.blocks, 0) for one in engine.prompts]
+    states += [_undecoded(one, "waiting", 0, engine.waiting.demand(one)) for one in engine.waiting]
     return states
 
 
-def _undecoded(one: SimRequest, state: str, blocks: int) -> RequestState:
-    return RequestState(one.request_id, state, one.tokens, one.generated, blocks, one.priority)
+def _undecoded(one: SimRequest, state: str, blocks: int, wanted: int) -> RequestState:
+    return RequestState(
+        one.request_id,
+        state,
+        one.tokens,
+        one.generated,
+        blocks,
+        one.priority,
+        wanted_blocks=wanted,
+    )

@@ -27,7 +27,7 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.source_machine import SourceMachine
-from kvmig.sim.engine import SimEngine
+from kvmig.sim.engine import Place, SimEngine
 from kvmig.sim.events import Action, EventQueue
 from kvmig.sim.network import Copying, Network
 from kvmig.sim.request import SimRequest
@@ -84,6 +84,8 @@ class Migration:
         """A call into the destination's engine is under way: messages wait."""
         self._unheard: deque[Action] = deque()
         self._suspended_at = 0.0
+        self._place = Place(0, 0, False)
+        """When it was suspended."""
         self.outcome = Outcome(events.now)
 
     def start(self) -> None:
@@ -150,31 +152,18 @@ class Migration:
                 raise NotImplementedError(f"{type(action).__name__} in the simulator")
 
     def _export(self) -> list[here.Action]:
-        if self.request not in self._source.batch:
-            if not self._source.withdraw(self.request):
-                return self._here.failed("finished")
-            self._send(self._queue)  # it waited, and holds nothing
-            return []
-        return self._here.exported(self._source.batch.tokens(self.request))
-
-    def _queue(self) -> None:
-        self._destination.submit(self.request)
-        self.request.migrations += 1
-        self._on_moved(self.request)
-        self._end("committed")
+        return self._here.exported(self._source.place_of(self.request).tokens)
 
     def _check(self, sent: int) -> list[here.Action]:
-        tokens = self._source.batch.tokens(self.request)
-        # The last token's KV isn't computed yet.
-        full = (tokens - 1) // self._source.cost.capacity.block_tokens
-        return self._here.checked(Stage([0] * (full - sent), tokens, decoding=True))
+        place = self._source.place_of(self.request)
+        full = place.computed // self._source.cost.capacity.block_tokens
+        return self._here.checked(Stage([0] * max(full - sent, 0), place.tokens, place.decoding))
 
     def _suspend(self, sent: int) -> list[here.Action]:
-        batch, request = self._source.batch, self.request
-        tokens, blocks = batch.tokens(request), batch.blocks(request)
-        self._source.suspend(request)
+        self._place = self._source.suspend(self.request)
         self._suspended_at = self._events.now
-        tail = Tail([0] * (blocks - sent), tokens, request.generated, b"")
+        blocks = self._source.blocks_for(self._place.computed)
+        tail = Tail([0] * (blocks - sent), self._place.tokens, self.request.generated, b"")
         return self._here.suspended(tail)
 
     def _copy(self, blocks: int, done: Callable[[], None]) -> None:
@@ -192,7 +181,10 @@ class Migration:
             self._copying = None
             done()
 
-        self._events.after(cost.copy.stage_ms / 1e3, begin)
+        if blocks:
+            self._events.after(cost.copy.stage_ms / 1e3, begin)
+        else:
+            done()
 
     def _copied(self, stage: int, first: int, blocks: int) -> None:
         self._hear_chunk(stage, first, blocks)
@@ -227,7 +219,7 @@ class Migration:
         outcome.state, outcome.reason = state, self._here.reason
         outcome.ended_at = self._events.now
         if state == "aborted" and self.request.index in self._source.held:
-            self._source.at_boundary(lambda: self._source.commit(self.request))
+            self._source.at_boundary(partial(self._source.commit, self.request, self._place))
         self._on_end(outcome)
 
     # -- destination
@@ -296,10 +288,11 @@ class Migration:
         self._act_there(self._there.commit(message))
 
     def _run(self) -> None:
-        self._destination.commit(self.request)
-        self.outcome.paused_s = self._events.now - self._suspended_at
+        self._destination.commit(self.request, self._place)
+        if self._place.computed:
+            self.outcome.paused_s = self._events.now - self._suspended_at
+            self.request.paused_s += self.outcome.paused_s
         self.request.migrations += 1
-        self.request.paused_s += self.outcome.paused_s
         self._on_moved(self.request)
         self._act_there(self._there.committed(0.0))
 

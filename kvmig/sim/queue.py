@@ -43,14 +43,14 @@ class WaitingQueue:
         self.blocks -= self.demand(request)
         return request
 
-    def remove(self, request: SimRequest) -> bool:
-        """Take it out, if it is there."""
-        for place, (_, one) in enumerate(self._requests):
-            if one is request:
-                del self._requests[place]
-                self.blocks -= self.demand(request)
-                return True
-        return False
+    def __contains__(self, request: object) -> bool:
+        return any(one is request for _, one in self._requests)
+
+    def remove(self, request: SimRequest) -> None:
+        """Take it out; it is there."""
+        (place,) = [at for at, (_, one) in enumerate(self._requests) if one is request]
+        del self._requests[place]
+        self.blocks -= self.demand(request)
 
     def before(self, time: float) -> tuple[int, int]:
         """(requests, blocks) without the last ones, as far as they came after `time`."""
