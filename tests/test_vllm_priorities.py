@@ -1,0 +1,143 @@
+"""Migration among requests that vLLM orders, and preempts, by priority."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvmig.engines.base import Preempted
+from kvmig.ground.errors import MigrationRefused, RequestGone
+from tests.vllm_pair import Pair, Side
+
+pytestmark = pytest.mark.engine
+
+BY_PRIORITY = ("--scheduling-policy=priority", "--no-enable-prefix-caching")
+HIGH = -1
+# Of 39 blocks of 32 tokens: together they fit when they start, and not when they have grown.
+LONG = [40 + number * number % 90 for number in range(590)]
+OTHER = [50 + number * number % 70 for number in range(600)]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Pair]:
+    pair = Pair(async_scheduling=True, a_flags=BY_PRIORITY, b_flags=BY_PRIORITY)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+async def pair(engines: Pair) -> AsyncIterator[Pair]:
+    engines.begin()
+    yield engines
+    await engines.assert_empty()
+
+
+def preempted(side: Side) -> dict[int, Preempted]:
+    """Counts by priority until now."""
+    side.engine._load_at = 0.0
+    side.engine.between_steps()
+    return {one.priority: one for one in side.engine.load().preempted}
+
+
+async def until_preempted(pair: Pair, side: Side, priority: int) -> None:
+    """Step that side until a request of this priority was preempted there."""
+    before = preempted(side).get(priority, Preempted(priority, 0, 0))
+    for _ in range(300):
+        side.step()
+        await pair.settle()
+        now = preempted(side).get(priority, before)
+        if now.times > before.times:
+            assert now.below > before.below
+            return
+    raise AssertionError("nothing was preempted")
+
+
+async def test_a_request_that_moves_is_preempted_by_one_that_came_later(pair: Pair) -> None:
+    unmoved = await pair.unmoved(LONG, temperature=0.9, seed=2)
+    first = await pair.unmoved(OTHER)
+    pair.submit(pair.a, "normal", LONG, temperature=0.9, seed=2)
+    await pair.step(pair.a, until=("normal", 2))
+    pair.submit(pair.a, "high", OTHER, priority=HIGH)
+    await pair.step(pair.a, until=("high", 2))
+    export = await pair.done(pair.a.engine.export("normal"))
+    await pair.done(pair.b.engine.reserve(export))
+
+    await until_preempted(pair, pair.a, 0)
+
+    with pytest.raises(RequestGone, match="preempted"):
+        await pair.done(pair.a.engine.stage("normal", 0))
+    await pair.done(pair.b.engine.cancel("normal"))
+    assert (await pair.finish("high")).logprobs == first.logprobs
+    assert (await pair.finish("normal")).tokens == unmoved.tokens
+
+
+async def test_one_that_moves_in_preempts_those_of_a_class_below(pair: Pair) -> None:
+    unmoved = await pair.unmoved(LONG, temperature=0.9, seed=2)
+    first = await pair.unmoved(OTHER)
+    pair.submit(pair.a, "high", OTHER, priority=HIGH)
+    pair.submit(pair.b, "normal", LONG, temperature=0.9, seed=2)
+    await pair.step(pair.a, pair.b, until=("high", 3))
+
+    await pair.move(pair.a, pair.b, "high")
+    await until_preempted(pair, pair.b, 0)
+
+    assert (await pair.finish("high")).logprobs == first.logprobs
+    assert (await pair.finish("normal")).tokens == unmoved.tokens
+
+
+async def test_a_moved_request_is_preempted_at_its_destination_and_ends_exactly(
+    pair: Pair,
+) -> None:
+    unmoved = await pair.unmoved(LONG, temperature=0.9, seed=2)
+    pair.submit(pair.b, "high", OTHER, priority=HIGH)
+    pair.submit(pair.a, "moved", LONG, temperature=0.9, seed=2)
+    await pair.step(pair.a, pair.b, until=("moved", 3))
+
+    await pair.move(pair.a, pair.b, "moved")
+    await until_preempted(pair, pair.b, 0)
+
+    await pair.finish("high")
+    assert (await pair.finish("moved")).tokens == unmoved.tokens
+
+
+async def test_a_follower_that_is_preempted_leaves_its_request_to_the_source(pair: Pair) -> None:
+    unmoved = await pair.unmoved(LONG)
+    pair.submit(pair.b, "high", OTHER, priority=HIGH)
+    pair.submit(pair.a, "follows", LONG)
+    await pair.step(pair.a, pair.b, until=("follows", 3))
+    said = await pair.fork(pair.a, pair.b, "follows")
+
+    async def follow_on() -> None:
+        for _ in range(60):
+            pair.a.step()
+            await pair.settle()
+            await pair.extend(pair.b, "follows", said)
+            pair.b.step()
+            await pair.settle()
+
+    with pytest.raises(MigrationRefused, match="preempted"):
+        await follow_on()
+
+    await pair.done(pair.b.engine.cancel("follows"))
+    await pair.done(pair.a.engine.resume("follows"))
+    await pair.finish("high")
+    assert (await pair.finish("follows")).logprobs == unmoved.logprobs
+
+
+async def test_a_queue_keeps_its_order_when_one_leaves_it_and_returns(pair: Pair) -> None:
+    for number in range(4):
+        pair.submit(pair.a, f"runs {number}", LONG[:50], max_tokens=12)
+    await pair.step(pair.a, until=("runs 3", 2))
+    for name, priority in (("low", 5), ("normal", 0), ("high", HIGH)):
+        pair.submit(pair.a, name, LONG[:60], priority=priority, max_tokens=5)
+    pair.a.take_calls()
+    await pair.done(pair.a.engine.export("high"))
+    await pair.suspend(pair.a, "high", 0)
+
+    await pair.done(pair.a.engine.resume("high"))
+
+    waiting = [one.request_id for one in pair.a.engine._scheduler.waiting]
+    assert waiting == ["high", "normal", "low"]
+    await pair.finish("low")
+    assert list(pair.outputs)[4:] == ["high", "normal", "low"]
