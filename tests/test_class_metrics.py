@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvmig.engines.base import EngineLoad, Preempted
-from kvmig.gateway.class_metrics import ClassMetrics, PreemptionCollector
+from kvmig.gateway.class_metrics import ClassCollector, ClassMetrics
 from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig
@@ -52,7 +52,7 @@ def test_only_committed_moves_for_a_priority_count_as_such() -> None:
 async def test_preemptions_come_from_the_instances() -> None:
     registry = Registry()
     async with cluster() as it:
-        registry.register(PreemptionCollector(it.router.instances, CLASSES))
+        registry.register(ClassCollector(it.router.instances, CLASSES))
         counts = (Preempted(0, 5, 2), Preempted(-1, 1, 0))
         it.llumlets[0].report(EngineLoad(100, 0, 0, 0, 0, 0, preempted=counts))
         await eventually(

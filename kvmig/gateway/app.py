@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from kvmig.gateway.admin import admin_api
 from kvmig.gateway.admin_instances import instances_api
-from kvmig.gateway.class_metrics import PreemptionCollector
+from kvmig.gateway.class_metrics import ClassCollector
 from kvmig.gateway.gate import Gate, GateState
 from kvmig.gateway.inventory import InstanceRow, cluster_rows
 from kvmig.gateway.launcher_link import LauncherLink
@@ -59,7 +59,7 @@ class Front:
         app.include_router(admin_api(router, rows, model, api_keys))
         app.include_router(instances_api(launcher, rows, model, api_keys))
         self._registry.register(InstanceCollector(router.instances))
-        self._registry.register(PreemptionCollector(router.instances, self._priorities))
+        self._registry.register(ClassCollector(router.instances, self._priorities))
         exposed = with_instances(self._registry, router.engine_indexes)
 
         async def metrics(_: Request) -> Response:

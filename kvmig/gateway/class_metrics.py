@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvmig.engines.base import Preempted
@@ -79,8 +79,8 @@ class ClassMetrics:
         return class_of(self._classes, priority).name
 
 
-class PreemptionCollector(Collector):
-    """What the instances tell of preemptions, read when somebody scrapes."""
+class ClassCollector(Collector):
+    """What the instances tell of each class, read when somebody scrapes."""
 
     def __init__(
         self, rows: Callable[[], Iterable[InstanceRow]], classes: Sequence[PriorityClass]
@@ -89,7 +89,7 @@ class PreemptionCollector(Collector):
         self._classes = classes
 
     def collect(self) -> Iterable[Metric]:
-        """Two counters, one sample an instance and class."""
+        """One sample an instance and class."""
         labels = ("instance", LABEL)
         whole = CounterMetricFamily("kvmig_preemptions", "Requests preempted.", labels=labels)
         beside = CounterMetricFamily(
@@ -97,11 +97,18 @@ class PreemptionCollector(Collector):
             "Those of them that were preempted while a request of a class above was in the batch.",
             labels=labels,
         )
+        headroom = GaugeMetricFamily(
+            "kvmig_instance_headroom_blocks",
+            "KV blocks kept free while a request of the class runs.",
+            labels=labels,
+        )
         for row in self._rows():
+            for one in self._classes:
+                headroom.add_metric((row.id, one.name), row.headroom.get(one.priority, 0.0))
             for name, (every, below) in self._by_class(row.preempted).items():
                 whole.add_metric((row.id, name), every)
                 beside.add_metric((row.id, name), below)
-        return (whole, beside)
+        return (whole, beside, headroom)
 
     def _by_class(self, told: Iterable[Preempted]) -> dict[str, tuple[int, int]]:
         counts = {one.name: (0, 0) for one in self._classes}

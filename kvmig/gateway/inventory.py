@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import Member
@@ -36,6 +36,8 @@ class InstanceRow:
     preempted: tuple[Preempted, ...] = ()
     detail: str = ""
     """For people: why it is in this state."""
+    headroom: Mapping[int, float] = field(default_factory=dict)
+    """Priority -> KV blocks kept free for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ def instance_row(index: int, view: InstanceView, ailment: str) -> InstanceRow:
         migrations_out=view.migrations_out,
         staging_used=view.staging_used,
         preempted=view.load.preempted,
+        headroom=view.headroom,
     )
 
 

@@ -1,0 +1,188 @@
+"""Priority classes on real engines: who runs first, who gives way, and what /metrics says of it.
+
+Two batch slots an instance, and blocks for one and a half of the longest requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvmig.cli.served import Served
+from tests.conftest import PATIENT
+from tests.leaks import Footprint, assert_server_is_empty
+from tests.streams import (
+    EndedEarly,
+    Stream,
+    count_from,
+    move_one,
+    place,
+    row_of,
+    run_unmoved,
+)
+
+pytestmark = pytest.mark.engine
+
+PATH = "/v1/completions"
+BLOCKS = 200
+CLASSES = ("--priority-class=high=-10", "--priority-class=fast=-20,target=0.001")
+ALLOWED = "must be fast (-20) or high (-10) or normal (0)"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    flags = [
+        "--enforce-eager", "--block-size=32", f"--num-gpu-blocks-override={BLOCKS}",
+        "--max-model-len=4096", "--max-num-seqs=2", "--instances=2", *CLASSES, *PATIENT,
+        "--policy=kvmig", "--migrate-below=-1000000", "--drain-timeout=5",
+    ]  # fmt: skip
+    folder: Path = tmp_path_factory.mktemp("priorities")
+    environment = {"XDG_CACHE_HOME": str(folder)}
+    with Served(flags, log=folder / "log", environment=environment) as served:
+        yield served
+        footprint = Footprint.of(served)
+    footprint.assert_gone()
+
+
+@pytest.fixture
+def served(server: Served) -> Iterator[Served]:
+    yield server
+    assert_server_is_empty(server)
+
+
+def metric(served: Served, name: str, priority_class: str) -> float:
+    """Summed over instances."""
+    text = httpx.get(f"{served.url}/metrics", verify=False).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and sample.labels.get("priority_class") == priority_class
+    )
+
+
+async def until_metric(served: Served, name: str, priority_class: str, more_than: float) -> None:
+    for _ in range(200):
+        if await asyncio.to_thread(metric, served, name, priority_class) > more_than:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"{name} of {priority_class} stays at {more_than}")
+
+
+def long_prompt(number: int, tokens: int) -> str:
+    """Counts up to `number`."""
+    return "Count:" + "".join(f" {n:04d}" for n in range(number - tokens // 5 + 2, number))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "ask"),
+    [
+        (PATH, {"prompt": "1"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}]}),
+        ("/v1/responses", {"input": "1"}),
+    ],
+)
+def test_an_unknown_priority_is_refused_in_one_sentence(
+    served: Served, path: str, ask: dict[str, Any], stream: bool
+) -> None:
+    body = {"model": served.model, "stream": stream, **ask}
+    with httpx.Client(base_url=served.url, verify=False) as client:
+        refused = client.post(path, json={**body, "priority": 7})
+        named = client.post(path, json={**body, "priority": "low"})
+        by_header = client.post(path, json=body, headers={"X-Vllm-Priority": "7"})
+    for answer in (refused, named, by_header):
+        assert answer.status_code == 400
+    assert refused.json()["error"]["message"] == f"priority is 7, {ALLOWED}"
+    assert named.json()["error"]["message"] == f"priority is 'low', {ALLOWED}"
+    assert by_header.json()["error"]["message"] == f"x-vllm-priority is 7, {ALLOWED}"
+
+
+async def test_the_queue_is_served_by_class_whoever_came_first(served: Served) -> None:
+    body = count_from(3000, 40, priority="high", logprobs=1)
+    unmoved = await run_unmoved(served, PATH, body)
+    runs = [Stream(served, PATH, count_from(1000 + n, 3000)) for n in range(4)]
+    slots = [(await row_of(served, one, output_tokens=1))["instance"] for one in runs]
+    queued: dict[str, Stream] = {}
+    waiting: list[Stream] = []
+    while len(queued) < 2:
+        waiting.append(Stream(served, PATH, count_from(2000, 50)))
+        queued.setdefault((await row_of(served, waiting[-1], "waiting"))["instance"], waiting[-1])
+    high = Stream(served, PATH, body)
+    row = await row_of(served, high, "waiting")
+    assert row["priority"] == -10
+
+    await runs[slots.index(row["instance"])].leave()
+
+    await high.reach(1)
+    assert queued[row["instance"]].answer.tokens == 0
+    (await high.end()).same_as(unmoved)
+    await queued[row["instance"]].end()
+    for one in (*runs, *waiting):
+        await one.leave()
+
+
+async def test_memory_goes_to_the_class_above_and_both_end_exactly(served: Served) -> None:
+    before = metric(served, "kvmig_preempted_for_priority_total", "normal")
+    normal_body = count_from(0, 1200, prompt=long_prompt(5000, 2600), temperature=0.9, seed=4)
+    high_body = count_from(0, 1200, prompt=long_prompt(8000, 2600), priority=-10, logprobs=1)
+    undisturbed = [await run_unmoved(served, PATH, one) for one in (normal_body, high_body)]
+    high = Stream(served, PATH, high_body)
+    row = await row_of(served, high, output_tokens=1)
+    normal = Stream(served, PATH, normal_body)
+    await place(served, normal, row["instance"])
+
+    (await high.end()).same_as(undisturbed[1])
+    (await normal.end()).same_as(undisturbed[0])
+
+    await until_metric(served, "kvmig_preempted_for_priority_total", "normal", before)
+    assert metric(served, "kvmig_preempted_for_priority_total", "high") == 0
+
+
+async def test_a_target_that_no_load_keeps_moves_the_others_away(served: Served) -> None:
+    """The whole instance is headroom of `fast`, as its step times say."""
+    assert metric(served, "kvmig_instance_headroom_blocks", "fast") == 2 * (BLOCKS - 1)
+    body = count_from(1000, 3000, logprobs=1)
+    unmoved = await run_unmoved(served, PATH, body)
+    before = metric(served, "kvmig_moved_for_priority_total", "normal")
+    normal = Stream(served, PATH, body)
+    row = await row_of(served, normal, output_tokens=1)
+    fast = Stream(served, PATH, count_from(2000, 3000, priority="fast"))
+    beside = await row_of(served, fast, output_tokens=1)
+    if beside["instance"] != row["instance"]:
+        await move_one(served, beside)
+
+    await until_metric(served, "kvmig_moved_for_priority_total", "normal", before)
+
+    reports = await asyncio.to_thread(served.get, "migrations")
+    assert {one["why"] for one in reports if one["request_id"] == row["id"]} == {"priority"}
+    await fast.leave()
+    (await normal.end()).same_as(unmoved)
+
+
+async def test_each_class_has_its_latencies(served: Served) -> None:
+    names = ("kvmig_request_ttft_seconds", "kvmig_request_tpot_seconds", "kvmig_request_seconds")
+    before = [metric(served, f"{name}_count", "high") for name in names]
+    sums = [metric(served, f"{name}_sum", "high") for name in names]
+    begin = time.monotonic()
+    await run_unmoved(served, PATH, count_from(1000, 50, priority="high", stop=" 1020"))
+    took = time.monotonic() - begin
+    for name, count, total in zip(names, before, sums, strict=True):
+        assert metric(served, f"{name}_count", "high") == count + 1
+        assert 0 < metric(served, f"{name}_sum", "high") - total < took
+    with pytest.raises(EndedEarly):  # it is over: nothing of it is left to find
+        await row_of(served, await ended(served))
+
+
+async def ended(served: Served) -> Stream:
+    """A call that has ended."""
+    stream = Stream(served, PATH, count_from(1000, 1))
+    await stream.end()
+    return stream
