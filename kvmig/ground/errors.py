@@ -60,3 +60,17 @@ class InvalidTransition(KvmigError):
 
 class NoInstance(KvmigError):
     """There is no instance that a request could be sent to."""
+
+
+class ContractViolation(KvmigError):
+    """An engine's adapter broke a rule of the Engine port (see `kvmig.engines.checked`)."""
+
+    def __init__(self, rule: str, request_id: str, detail: str, history: tuple[str, ...]) -> None:
+        super().__init__(
+            f"rule {rule!r} is broken for {request_id or 'the engine'}: {detail};"
+            f" history: {' > '.join(history)}"
+        )
+        self.rule = rule
+        self.request_id = request_id
+        self.detail = detail
+        self.history = history

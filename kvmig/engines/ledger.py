@@ -1,0 +1,198 @@
+"""What an engine's adapter has said of each request that moves, and which rule that breaks: pure.
+
+`RULES` is the part of the Engine port's contract that can be watched from outside.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvmig.engines.base import Stage, Tail
+from kvmig.ground.errors import ContractViolation
+from kvmig.ground.layout import KVLayout
+
+RULES = {
+    "known-blocks": "Block ids are below the layout's num_blocks, and none is named twice.",
+    "own-blocks": "A block that was reserved is of one request only, but for prefixes held before.",
+    "stable-blocks": "Blocks that were named keep their place in the request.",
+    "enough-blocks": "grow holds as many tokens as were asked for.",
+    "full-blocks": "stage names blocks that are full, no others.",
+    "whole-tail": "A tail's blocks end with the request's last token, and not before.",
+    "growing-tokens": "A request never has fewer tokens than before.",
+    "still-when-suspended": "A suspended request puts nothing out.",
+    "silent-until-commit": "A reserved request puts nothing out before its commit.",
+    "gone-after-release": "A released request puts nothing out.",
+    "same-layout": "The layout never changes.",
+    "one-checksum-a-block": "gather and scatter return a checksum for each block.",
+    "same-content": "Blocks that were staged are not written any more.",
+    "known-errors": "Methods raise RequestGone or MigrationRefused, nothing else.",
+}
+_REMEMBERED = 64
+_KEPT = 4096
+"""Requests that don't move now, but whose history may be wanted."""
+
+
+@dataclass
+class Entry:
+    """One request at one engine."""
+
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    num_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    """Those named so far, by their place."""
+    hits: int = 0
+    checksums: dict[int, int] = field(default_factory=dict)
+    """Of staged blocks, by place, when they were gathered first."""
+    state: str = ""
+    """leaving, suspended, released or reserved; empty: not moving."""
+
+
+class Ledger:
+    """Checks what is said against what was said before. Methods raise ContractViolation."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._entries: dict[str, Entry] = {}
+
+    def entry(self, request_id: str) -> Entry:
+        """Made at the first call."""
+        if request_id not in self._entries:
+            self._forget_old()
+        return self._entries.setdefault(request_id, Entry())
+
+    def note(self, request_id: str, what: str) -> None:
+        """For the history."""
+        self.entry(request_id).history.append(what)
+
+    def broken(self, rule: str, request_id: str, detail: str) -> ContractViolation:
+        """The error that says so."""
+        history = tuple(self.entry(request_id).history) if request_id else ()
+        return ContractViolation(rule, request_id, f"{detail}. {RULES[rule]}", history)
+
+    def layout_is(self, layout: KVLayout) -> None:
+        """What the engine says now."""
+        if layout != self._layout:
+            raise self.broken("same-layout", "", f"it was {self._layout}, is {layout}")
+
+    # -- source
+
+    def exported(self, request_id: str, num_tokens: int) -> None:
+        """A new attempt to move it."""
+        history = self.entry(request_id).history
+        self._entries[request_id] = Entry(history, num_tokens, state="leaving")
+
+    def staged(self, request_id: str, sent: int, stage: Stage) -> None:
+        """`stage` returned this."""
+        self._tokens(request_id, stage.num_tokens)
+        self._named(request_id, sent, stage.block_ids)
+        most = stage.num_tokens // self._layout.block_tokens
+        if sent + len(stage.block_ids) > max(most, sent):
+            raise self.broken(
+                "full-blocks",
+                request_id,
+                f"{sent + len(stage.block_ids)} blocks of {stage.num_tokens} tokens",
+            )
+
+    def suspended(self, request_id: str, sent: int, tail: Tail) -> None:
+        """`suspend` returned this."""
+        entry = self.entry(request_id)
+        entry.state = "suspended"
+        self._tokens(request_id, tail.num_tokens)
+        self._named(request_id, sent, tail.block_ids)
+        count, size = sent + len(tail.block_ids), self._layout.block_tokens
+        least = -(-(tail.num_tokens - 1) // size) if tail.num_output_tokens and count else 0
+        if not least <= max(count, sent) <= max(-(-tail.num_tokens // size), sent):
+            raise self.broken(
+                "whole-tail", request_id, f"{count} blocks for {tail.num_tokens} tokens"
+            )
+
+    def gathered(self, request_id: str, first: int, checksums: Sequence[int]) -> None:
+        """Checksums of the request's full blocks from the `first` on, now."""
+        known = self.entry(request_id).checksums
+        for place, checksum in enumerate(checksums, first):
+            if known.setdefault(place, checksum) != checksum:
+                raise self.broken("same-content", request_id, f"block {place} has changed")
+
+    def left(self, request_id: str, state: str) -> None:
+        """It was resumed (state empty) or released."""
+        entry = self.entry(request_id)
+        self._entries[request_id] = Entry(entry.history, state=state)
+
+    # -- destination
+
+    def reserved(self, request_id: str, hits: int) -> None:
+        """`reserve` found so many blocks."""
+        entry = self.entry(request_id)
+        self._entries[request_id] = Entry(entry.history, hits=hits, state="reserved")
+
+    def grown(self, request_id: str, num_tokens: int, block_ids: Sequence[int]) -> None:
+        """`grow` returned these."""
+        entry = self.entry(request_id)
+        if len(block_ids) * self._layout.block_tokens < num_tokens:
+            raise self.broken(
+                "enough-blocks", request_id, f"{len(block_ids)} blocks for {num_tokens} tokens"
+            )
+        self._named(request_id, 0, block_ids)
+        mine = set(block_ids[entry.hits :])
+        for other_id, other in self._entries.items():
+            shared = mine & set(other.blocks) if other_id != request_id else ()
+            if shared and other.state == "reserved":
+                raise self.broken(
+                    "own-blocks", request_id, f"blocks {sorted(shared)} are {other_id}'s"
+                )
+
+    def free(self, request_id: str) -> None:
+        """It was committed or cancelled: nothing is known of its blocks any more."""
+        self.left(request_id, "")
+
+    # -- both
+
+    def emitted(self, request_id: str) -> None:
+        """The request put something out."""
+        state = self._entries[request_id].state if request_id in self._entries else ""
+        rule = {
+            "suspended": "still-when-suspended",
+            "reserved": "silent-until-commit",
+            "released": "gone-after-release",
+        }.get(state)
+        if rule:
+            raise self.broken(rule, request_id, f"it is {state}, and has put out a token")
+
+    def copied(self, request_id: str, blocks: int, checksums: Sequence[int]) -> None:
+        """gather or scatter of so many blocks returned these."""
+        if len(checksums) != blocks:
+            raise self.broken(
+                "one-checksum-a-block", request_id, f"{len(checksums)} for {blocks} blocks"
+            )
+
+    def _forget_old(self) -> None:
+        if len(self._entries) < _KEPT:
+            return
+        still = [key for key, one in self._entries.items() if one.state in ("", "released")]
+        for key in still[: _KEPT // 2]:
+            del self._entries[key]
+
+    def _tokens(self, request_id: str, num_tokens: int) -> None:
+        entry = self.entry(request_id)
+        if num_tokens < entry.num_tokens:
+            raise self.broken(
+                "growing-tokens", request_id, f"{entry.num_tokens} tokens before, now {num_tokens}"
+            )
+        entry.num_tokens = num_tokens
+
+    def _named(self, request_id: str, first: int, block_ids: Sequence[int]) -> None:
+        entry, layout = self.entry(request_id), self._layout
+        wrong = [block for block in block_ids if not 0 <= block < layout.num_blocks]
+        if wrong or len(set(block_ids)) < len(block_ids):
+            raise self.broken("known-blocks", request_id, f"blocks {list(block_ids)}")
+        known = entry.blocks[first : first + len(block_ids)]
+        if known != list(block_ids[: len(known)]):
+            raise self.broken(
+                "stable-blocks",
+                request_id,
+                f"from block {first} on {known} before, now {list(block_ids)}",
+            )
+        if len(entry.blocks) >= first:
+            entry.blocks[first:] = [*block_ids, *entry.blocks[first + len(block_ids) :]]

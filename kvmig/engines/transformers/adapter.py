@@ -1,0 +1,165 @@
+"""The Engine port over transformers' continuous batching: migrations. `serving` adds clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvmig.engines.base import (
+    CameBlocks,
+    EngineLoad,
+    Export,
+    OnTokens,
+    Pace,
+    RequestState,
+    Stage,
+    Tail,
+)
+from kvmig.engines.block_copies import BlockCopies
+from kvmig.engines.transformers.blocks import Blocks
+from kvmig.engines.transformers.config import EngineConfig
+from kvmig.engines.transformers.destination import Destination
+from kvmig.engines.transformers.load import engine_load, request_states
+from kvmig.engines.transformers.loop import StepLoop
+from kvmig.engines.transformers.model import make_manager
+from kvmig.engines.transformers.payload import Progress, Submitted, decode
+from kvmig.engines.transformers.requests import Requests
+from kvmig.engines.transformers.source import Source
+from kvmig.ground.errors import MigrationRefused
+
+T = TypeVar("T")
+_LOAD_PERIOD_S = 0.01
+
+
+class TransformersEngine:
+    """One model behind a llumlet; implements `kvmig.engines.base.Engine`."""
+
+    can_follow = False
+    following_pays = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the model and take the KV cache: seconds. Raises KvmigError."""
+        self.config = config
+        manager = make_manager(config)
+        processor = manager.batch_processor
+        self._blocks = Blocks(processor.cache, manager.model.config.to_json_string())
+        self.max_request_tokens = self._blocks.total * self._blocks.tokens
+        """Of one request, prompt and outputs: more could never be computed here."""
+        self._requests = Requests(processor.scheduler, self._blocks)
+        self._source = Source(self._requests)
+        self._destination = Destination(self._requests, self.max_request_tokens)
+        processor.scheduler.elsewhere = lambda: (
+            self._requests.any_suspended() or len(self._destination) > 0
+        )
+        self._loop = StepLoop(manager, self._stepped)
+        self._loop.between_steps = self._between_steps
+        self.layout = self._blocks.layout
+        self._copies = BlockCopies(self.layout)
+        self._load = engine_load(self._requests)
+        self._load_at = 0.0
+
+    def _stepped(self, batch: list[Any]) -> None:
+        """On the engine's thread, after each step."""
+
+    def _between_steps(self) -> None:
+        now = time.monotonic()
+        # After its last step an idle engine takes none that would renew the snapshot.
+        if now - self._load_at >= _LOAD_PERIOD_S or not self._requests.scheduler.active_requests:
+            self._load, self._load_at = engine_load(self._requests), now
+
+    # -- what it holds
+
+    def load(self) -> EngineLoad:
+        return self._load
+
+    async def requests(self) -> list[RequestState]:
+        return await self._between(lambda: request_states(self._requests))
+
+    # -- source
+
+    async def export(self, request_id: str) -> Export:
+        return await self._between(lambda: self._source.export(request_id))
+
+    async def stage(self, request_id: str, sent: int) -> Stage:
+        return await self._between(lambda: self._source.stage(request_id, sent))
+
+    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
+        raise MigrationRefused("unsupported", "a transformers engine can't be followed")
+
+    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+        return await self._between(lambda: self._source.suspend(request_id, sent))
+
+    async def resume(self, request_id: str) -> None:
+        await self._between(lambda: self._source.resume(request_id))
+
+    async def release(self, request_id: str) -> None:
+        await self._between(lambda: self._source.release(request_id))
+
+    # -- destination
+
+    async def reserve(self, export: Export) -> int:
+        try:
+            progress = decode(export.payload[0], Progress)
+            submitted = decode(export.payload[1], Submitted)
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise MigrationRefused("incompatible", f"export of another kind: {error}") from error
+        if submitted.logprobs and not self.config.logprobs:
+            raise MigrationRefused("incompatible", "this engine puts out no log-probabilities")
+        return await self._between(
+            lambda: self._destination.reserve(export.request_id, submitted, progress)
+        )
+
+    async def grow(self, request_id: str, num_tokens: int) -> list[int]:
+        def grow() -> list[int]:
+            try:
+                return self._destination.grow(request_id, num_tokens)
+            except MigrationRefused:
+                self._destination.cancel(request_id)
+                raise
+
+        return await self._between(grow)
+
+    async def follow(self, request_id: str, fork: Tail) -> Pace:
+        raise MigrationRefused("unsupported", "a transformers engine can't follow")
+
+    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
+        raise MigrationRefused("unsupported", "a transformers engine can't follow")
+
+    async def prepare(self, request_id: str) -> None:
+        """Nothing: a step after a pause is like any other."""
+
+    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+        def commit() -> None:
+            try:
+                if last is not None:
+                    last.check(self._copies.scatter_now(last.block_ids, last.fused))
+                self._destination.commit(request_id, decode(tail.state, Progress))
+            except Exception:
+                self._destination.cancel(request_id)
+                raise
+
+        await self._between(commit)
+
+    async def cancel(self, request_id: str) -> None:
+        await self._between(lambda: self._destination.cancel(request_id))
+
+    # -- memory
+
+    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
+        return await self._copies.gather(block_ids, out)
+
+    async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
+        return await self._copies.scatter(block_ids, fused)
+
+    # -- helpers
+
+    async def _between(self, function: Callable[[], T]) -> T:
+        """Run it on the engine's thread between two steps."""
+        future: Future[T] = self._loop.call(function)
+        # Shielded: what runs there can't be taken back half-way.
+        return await asyncio.shield(asyncio.wrap_future(future))

@@ -1,0 +1,48 @@
+"""What an engine is told at start, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kvmig.ground.errors import ConfigError
+from kvmig.models import BUNDLED
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine. Sizes of the KV cache in blocks of `block_tokens` tokens."""
+
+    model: str = str(BUNDLED)
+    """Folder or name of a checkpoint, or only of its configuration with `random_weights`."""
+    random_weights: bool = False
+    """Don't load weights but draw them, by `weights_seed`."""
+    weights_seed: int = 0
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    block_tokens: int = 16
+    num_blocks: int = 256
+    max_batch_tokens: int = 256
+    """Tokens that one step computes."""
+    max_batch_requests: int = 32
+    """Requests in one step."""
+    logprobs: bool = False
+    """Whether requests may ask for log-probabilities."""
+
+
+def parse(fields: Mapping[str, Any]) -> EngineConfig:
+    """Raises ConfigError with the field, its value and what is allowed."""
+    try:
+        config = msgspec.convert(dict(fields), EngineConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"transformers engine: {error}") from error
+    for field, least in (
+        ("block_tokens", 4),
+        ("num_blocks", 1),
+        ("max_batch_tokens", 1),
+        ("max_batch_requests", 1),
+    ):
+        value = getattr(config, field)
+        if value < least:
+            raise ConfigError(f"transformers engine: {field} is {value}, must be {least} or more")
+    return config

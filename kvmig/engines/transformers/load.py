@@ -1,0 +1,48 @@
+"""What an engine holds, read between two steps."""
+
+from __future__ import annotations
+
+from kvmig.engines.base import EngineLoad, RequestState
+from kvmig.engines.transformers.requests import Requests, all_tokens
+
+
+def engine_load(requests: Requests) -> EngineLoad:
+    """Blocks and counts. O(waiting requests)."""
+    scheduler, blocks = requests.scheduler, requests.blocks
+    demands = [
+        blocks.needed(len(scheduler.waiting_requests[request_id].initial_tokens))
+        for request_id in scheduler.waiting_requests_order
+    ]
+    return EngineLoad(
+        total_blocks=blocks.total,
+        used_blocks=blocks.total - blocks.free_now(),
+        running=len(scheduler.active_requests),
+        waiting=len(demands),
+        head_blocks=demands[0] if demands else 0,
+        waiting_blocks=sum(demands),
+    )
+
+
+def request_states(requests: Requests) -> list[RequestState]:
+    """Every request that runs or waits here; the queue comes last, in its order."""
+    scheduler, blocks = requests.scheduler, requests.blocks
+    place = {request_id: at for at, request_id in enumerate(scheduler.waiting_requests_order)}
+    states: list[RequestState] = []
+    for request_id in requests:
+        held, state = requests.held(request_id), requests.state(request_id)
+        if state is None:
+            continue
+        tokens, waits = len(all_tokens(state)), request_id in place
+        states.append(
+            RequestState(
+                request_id=request_id,
+                state="suspended" if held.suspended else "waiting" if waits else "running",
+                tokens=tokens,
+                output_tokens=tokens - held.num_prompt_tokens,
+                blocks=len(blocks.of(request_id)),
+                priority=0,
+                wanted_blocks=blocks.needed(tokens) if waits else 0,
+            )
+        )
+    states.sort(key=lambda one: place.get(one.request_id, -1))
+    return states

@@ -1,0 +1,115 @@
+"""transformers' generation loop on a thread of ours, with calls between two steps."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Call = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class StepLoop:
+    """Steps a batch processor as `ContinuousBatchingManager` does, synchronously."""
+
+    def __init__(self, manager: Any, on_step: Callable[[list[Any]], None]) -> None:
+        """on_step: on the loop's thread after each step, with the requests that took part."""
+        self._manager = manager
+        self._processor = manager.batch_processor
+        self._on_step = on_step
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self.between_steps: Callable[[], None] = lambda: None
+        """Called on the loop's thread after each step and each call."""
+        self.step_began: float | None = None
+        """When the present step began (time.monotonic); None between steps."""
+        self.failed: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function` on the loop's thread between two steps; from any thread."""
+        future: Future[T] = Future()
+        self._calls.put((function, future))
+        if self.failed is not None:
+            self._fail_calls()
+        return future
+
+    def start(self, on_exit: Callable[[BaseException | None], None]) -> None:
+        """Begin to step; `on_exit` hears of the end, from the loop's thread."""
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                with torch.no_grad():
+                    self._run()
+            except Exception as failure:  # noqa: BLE001 - handed to on_exit
+                error = failure
+            self.failed = error or RuntimeError("the engine has stopped")
+            self._fail_calls()
+            on_exit(error)
+
+        self._thread = threading.Thread(target=run, name="kvmig-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End after the present step; whether it did in time."""
+        if self._thread is None:
+            return True
+        self._calls.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        worked = False
+        while self._take_calls(wait=not worked):
+            worked = self._step()
+            self.between_steps()
+
+    def _take_calls(self, wait: bool) -> bool:
+        """Run what was asked for; False at the end. wait: there is nothing else to do."""
+        try:
+            call = self._calls.get(block=wait)
+            while True:
+                if call is None:
+                    return False
+                _answer(*call)
+                self.between_steps()
+                call = self._calls.get(block=False)
+        except queue.Empty:
+            return True
+
+    def _step(self) -> bool:
+        """Whether there was something to do."""
+        self.step_began = time.monotonic()
+        try:
+            if not self._processor.prepare_next_batch():
+                return False
+            self._processor._generation_step(self._manager.model)
+            self._processor.update_batch()
+        finally:
+            self.step_began = None
+        self._on_step(self._processor.inputs_and_outputs.requests_in_batch)
+        return True
+
+    def _fail_calls(self) -> None:
+        while True:
+            try:
+                call = self._calls.get(block=False)
+            except queue.Empty:
+                return
+            if call is not None and call[1].set_running_or_notify_cancel():
+                call[1].set_exception(RuntimeError(f"the engine has ended: {self.failed!r}"))
+
+
+def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except Exception as error:  # noqa: BLE001 - it is the caller's
+        future.set_exception(error)

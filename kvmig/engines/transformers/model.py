@@ -1,0 +1,85 @@
+"""From a configuration to transformers' manager of one model and its paged cache."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
+from transformers.utils.logging import disable_progress_bar
+
+from kvmig.engines.transformers import scheduling
+from kvmig.engines.transformers.config import EngineConfig
+from kvmig.engines.transformers.sampling import add_sampling
+from kvmig.ground.errors import ConfigError, UnsupportedLayout
+
+logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+
+
+def make_manager(config: EngineConfig) -> Any:
+    """The manager with its batch processor; its own loop is never started.
+
+    Raises ConfigError or UnsupportedLayout.
+    """
+    disable_progress_bar()
+    try:
+        model_config = AutoConfig.from_pretrained(config.model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"transformers engine: model is {config.model!r}, must be a checkpoint: {error}"
+        ) from error
+    refuse_windows(model_config.get_text_config())
+    model = _model(config, model_config)
+    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    manager = model.init_continuous_batching(
+        generation,
+        ContinuousBatchingConfig(
+            page_size=config.block_tokens,
+            num_blocks=config.num_blocks,
+            max_batch_tokens=config.max_batch_tokens,
+            max_requests_per_batch=config.max_batch_requests,
+            # Between two steps of the synchronous loop all that a request has is known.
+            use_async_batching=False,
+            use_cuda_graph=False,
+            max_blocks_per_request=0,
+            auto_switch_to_flash=False,
+            scheduler_type=scheduling.NAME,
+            return_logprobs=config.logprobs,
+            seed=0,
+        ),
+    )
+    add_sampling(manager.logit_processor)
+    scheduling.register()
+    with torch.no_grad():
+        manager.batch_processor = manager._create_batch_processor()
+    return manager
+
+
+def refuse_windows(model_config: Any) -> None:
+    """Raises UnsupportedLayout unless all layers attend to all tokens."""
+    try:
+        kinds = sorted(group_layers_by_attn_type(model_config))
+    except ValueError as error:
+        raise UnsupportedLayout(f"{model_config.model_type}: {error}") from error
+    if kinds != [FULL_ATTENTION]:
+        raise UnsupportedLayout(
+            f"{model_config.model_type} has layers with {' and '.join(kinds)};"
+            f" kvmig moves {FULL_ATTENTION} only"
+        )
+
+
+def _model(config: EngineConfig, model_config: Any) -> Any:
+    dtype = getattr(torch, config.dtype)
+    if not config.random_weights:
+        return AutoModelForCausalLM.from_pretrained(
+            config.model, dtype=dtype, attn_implementation="sdpa"
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(config.weights_seed)
+        return AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, attn_implementation="sdpa"
+        )

@@ -1,0 +1,54 @@
+"""What clients and other engines exchange with this one: msgpack of these."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Submitted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request as a client puts it."""
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+    stop_token_ids: list[int] = []
+    """The request ends with the first of these, which is put out."""
+    temperature: float = 0.0
+    """0: greedy."""
+    seed: int | None = None
+    """Of sampling; drawn at submission when there is none."""
+    logprobs: bool = False
+    """Of each token that is put out; greedy requests only."""
+
+
+class Output(msgspec.Struct, frozen=True):
+    """What one step gave one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: Literal["", "stop", "length", "error"] = ""
+    """Empty while it runs."""
+    logprobs: list[float] = []
+    error: str = ""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a request is; with `Submitted`, all that its next step depends on."""
+
+    output_token_ids: list[int]
+    """All in an Export; in a Tail those after the exported ones."""
+    num_computed_tokens: int
+    """Tokens whose KV is in the blocks. 0: not started, or preempted."""
+
+
+def encode(value: msgspec.Struct | list[Output]) -> bytes:
+    """msgpack."""
+    return msgspec.msgpack.encode(value)
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
+    """Inverse of `encode`. Raises msgspec.MsgspecError."""
+    return msgspec.msgpack.decode(data, type=kind)

@@ -1,0 +1,199 @@
+"""Two engines of one factory, the requests on them, and what must be true after each test."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvmig.embed.migrator import Migrator
+from kvmig.engines.base import Emitted, Frame
+from kvmig.ground.config import MigrationConfig
+from kvmig.kvtransfer.report import MigrationReport
+from kvmig.testing.interposed import InterposedEngine, nothing
+from kvmig.testing.subject import EngineUnderTest, Factory
+
+TIMEOUT_S = 60.0
+"""Of one test: patient, for a busy machine."""
+CLIENT = 1
+
+Scenario = Callable[["Suite"], Awaitable[None]]
+
+
+@dataclass
+class Heard:
+    """All that came of one request, from whichever engine, in order."""
+
+    token_ids: list[int] = field(default_factory=list)
+    engines: list[str] = field(default_factory=list)
+    """Which one put each token out."""
+    finish_reason: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Suite:
+    """Engines "a" and "b" on an event loop that all tests share."""
+
+    def __init__(self, factory: Factory) -> None:
+        """Makes both engines, which may take its time."""
+        self._runner = asyncio.Runner()
+        self._heard: dict[str, Heard] = {}
+        self._ids = itertools.count(1)
+        self._prompts = itertools.count(100, 37)
+        self.exits: list[BaseException | None] = []
+        self.under_test: dict[str, EngineUnderTest] = {}
+        try:
+            for name in "ab":
+                self.under_test[name] = factory()
+            self.engines = {n: InterposedEngine(e) for n, e in self.under_test.items()}
+            self._runner.run(self._start())
+        except BaseException:
+            self._runner.close()
+            raise
+
+    async def _start(self) -> None:
+        block_bytes = max(engine.layout.block_bytes for engine in self.engines.values())
+        config = MigrationConfig(
+            transport="tcp",
+            chunk_bytes=2 * block_bytes,
+            reply_timeout_ms=TIMEOUT_S * 500,
+            lease_ms=TIMEOUT_S * 1000,
+        )
+        self.migrator = Migrator(self.engines, config, on_commit=self._assign)
+        for name, engine in self.engines.items():
+            heard = self.migrator.tap(name, partial(self._take, name))
+            engine.connect(heard, lambda *done: None, self.exits.append)
+            await engine.warm_up()
+        self._used = {name: engine.load().used_blocks for name, engine in self.engines.items()}
+
+    def close(self) -> None:
+        """Close both engines."""
+
+        async def close() -> None:
+            await self.migrator.close()
+            await asyncio.gather(*(engine.close(TIMEOUT_S) for engine in self.engines.values()))
+
+        try:
+            self._runner.run(asyncio.wait_for(close(), TIMEOUT_S))
+        finally:
+            self._runner.close()
+
+    # -- a test
+
+    def run(self, scenario: Scenario) -> None:
+        """Run a test, then check that it left nothing."""
+
+        async def run() -> None:
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    await scenario(self)
+                    await self._settle()
+            finally:
+                for engine in self.engines.values():
+                    engine.before = nothing
+                    engine.abort(list(self._heard))
+                    engine.violations.clear()
+
+        self._runner.run(run())
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Of so many tokens, none that was there before: no prefix of it is cached anywhere."""
+        text = " ".join(str(n) for n in itertools.islice(itertools.count(next(self._prompts)), 400))
+        return list(text.encode() * (num_tokens // len(text) + 1))[:num_tokens]
+
+    def blocks(self, count: float) -> int:
+        """Tokens in so many blocks."""
+        return int(count * self.engines["a"].layout.block_tokens)
+
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        seed: int | None = None,
+        known: Sequence[int] = (),
+    ) -> str:
+        """Run a new request on an engine, after `known` output tokens; its id."""
+        request_id = f"request-{next(self._ids)}"
+        payload = self.under_test[name].encode_request(prompt, max_tokens, seed)
+        self._heard[request_id] = Heard()
+        self.engines[name].submit(CLIENT, request_id, payload, known)
+        return request_id
+
+    async def undisturbed(
+        self, prompt: Sequence[int], max_tokens: int, seed: int | None = None
+    ) -> list[int]:
+        """What a request gets that stays on "a"."""
+        return await self.finish(self.submit("a", prompt, max_tokens, seed))
+
+    async def reach(self, request_id: str, tokens: int) -> None:
+        """Until the request has put out so many tokens."""
+        heard = self._heard[request_id]
+        while len(heard.token_ids) < tokens and not heard.finish_reason:
+            heard.changed.clear()
+            await heard.changed.wait()
+
+    async def finish(self, request_id: str) -> list[int]:
+        """All tokens of a request, once it has ended."""
+        await self.reach(request_id, 1 << 60)
+        heard = self._heard[request_id]
+        assert heard.finish_reason != "error", f"{request_id} ended with an error"
+        return heard.token_ids
+
+    def came_from(self, request_id: str) -> list[str]:
+        """Which engine put out each token."""
+        return self._heard[request_id].engines
+
+    async def move(self, request_id: str, source: str = "a", to: str = "b") -> MigrationReport:
+        """Move a request."""
+        return await self.migrator.migrate(request_id, source, to)
+
+    def abort(self, request_id: str) -> None:
+        """As the request's client: wherever it is."""
+        for engine in self.engines.values():
+            engine.abort([request_id])
+        self.migrator.cancel(request_id)
+
+    # -- what the engines say
+
+    def _assign(self, request_id: str, destination: str) -> None:
+        self.engines[destination].assign(request_id, CLIENT)
+
+    def _take(self, name: str, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+        if client != CLIENT:
+            return
+        for one in self.under_test[name].decode_outputs(frames):
+            heard = self._heard.get(one.request_id)
+            if heard is None:
+                continue
+            assert not heard.finish_reason, f"{one.request_id} went on after its end"
+            heard.token_ids += one.token_ids
+            heard.engines += [name] * len(one.token_ids)
+            heard.finish_reason = one.finish_reason
+            heard.changed.set()
+
+    async def _settle(self) -> None:
+        """Nothing is held: no request, block, reservation or buffer; and no rule was broken."""
+        left: list[str] = ["?"]
+        for _ in range(500):
+            left = [*self.migrator.held(), *await self._left()]
+            if not left:
+                break
+            await asyncio.sleep(0.01)
+        assert not left, f"left behind: {left}"
+        for name, engine in self.engines.items():
+            assert not engine.violations, f"{name} broke rules: {engine.violations}"
+        assert not self.exits, f"an engine has ended: {self.exits}"
+
+    async def _left(self) -> list[str]:
+        left: list[str] = []
+        for name, engine in self.engines.items():
+            left += [f"{name}: {one}" for one in await engine.requests()]
+            load = engine.load()
+            if load.used_blocks != self._used[name]:
+                left.append(f"{name}: {load.used_blocks} blocks")
+            if load.running or load.waiting:
+                left.append(f"{name}: {load}")
+        return left

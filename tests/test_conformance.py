@@ -1,0 +1,48 @@
+"""The conformance suite, run as its users run it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_suite(*arguments: str) -> tuple[int, str]:
+    """Exit code and output of the suite in a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-p", "kvmig.testing.plugin", "-q"]
+    done = subprocess.run(
+        [*command, "--pyargs", "kvmig.testing", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.engine
+def test_the_transformers_engine_conforms() -> None:
+    code, output = run_suite("--engine", "kvmig.engines.transformers:factory")
+    assert code == 0, output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "--engine is missing"),
+        (("--engine", "nothing"), "--engine is 'nothing', must be MODULE:FACTORY"),
+        (("--engine", "kvmig:nothing"), "can't be imported"),
+        (("--engine", "kvmig:__version__"), "something that can be called"),
+    ],
+)
+def test_an_engine_that_can_not_be_made_is_named(arguments: tuple[str, ...], sentence: str) -> None:
+    code, output = run_suite(*arguments, "-x", "-k", "unknown_requests")
+    assert code != 0
+    assert sentence in output

@@ -1,0 +1,96 @@
+"""The transformers adapter's parts: version, configuration, sampling, requests' states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvmig.engines.transformers import factory, version
+from kvmig.engines.transformers.config import EngineConfig, parse
+from kvmig.engines.transformers.model import refuse_windows
+from kvmig.engines.transformers.payload import Submitted
+from kvmig.engines.transformers.requests import all_tokens, make_state
+from kvmig.engines.transformers.sampling import SeededNoise, gumbel, key
+from kvmig.ground.errors import ConfigError, StartupError, UnsupportedLayout
+
+SUBMITTED = Submitted(prompt_token_ids=[1, 2, 3], max_tokens=5, stop_token_ids=[9])
+
+
+def test_another_version_is_refused_with_the_supported_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(version, "version", lambda name: "5.20.1")
+    with pytest.raises(StartupError, match=r"5\.20\.1 is not supported.*5\.19\.x"):
+        factory()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_blocks": 0}, "num_blocks is 0, must be 1 or more"),
+        ({"block_tokens": 3}, "block_tokens is 3, must be 4 or more"),
+        ({"dtype": "int3"}, "int3"),
+        ({"blocks": 3}, "blocks"),
+        ({"model": "/nowhere/at/all"}, "model is '/nowhere/at/all'"),
+    ],
+)
+def test_fields_that_can_not_be_used_are_named(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        factory(**fields)
+
+
+def test_sliding_windows_are_refused_by_name() -> None:
+    class Windows:
+        model_type = "windowed"
+        layer_types = ("full_attention", "sliding_attention")
+        num_hidden_layers = 2
+
+    with pytest.raises(UnsupportedLayout, match="full_attention and sliding_attention"):
+        refuse_windows(Windows())
+
+
+def test_configuration_has_defaults_for_everything() -> None:
+    assert parse({}) == EngineConfig()
+
+
+def test_noise_depends_on_seed_position_and_token_alone() -> None:
+    keys = torch.tensor([[key(1, 5)], [key(1, 6)], [key(2, 5)]])
+    noise = gumbel(keys, 1000)
+    assert torch.equal(gumbel(keys[1:2], 1000), noise[1:2])
+    assert len({float(value) for value in noise.flatten()}) == 3000
+
+
+def test_noise_is_standard_gumbel() -> None:
+    noise = gumbel(torch.tensor([[key(seed, 0)] for seed in range(20)]), 10_000)
+    assert abs(float(noise.mean()) - 0.5772) < 0.02
+    assert abs(float(noise.var()) - 1.6449) < 0.05
+
+
+def test_greedy_requests_keep_their_scores_beside_others_that_sample() -> None:
+    scores = torch.zeros(2, 8)
+    changed = SeededNoise()(scores, torch.tensor([0, key(3, 4)], dtype=torch.int32))
+    assert torch.equal(changed[0], scores[0])
+    assert not torch.equal(changed[1], scores[1])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "computed", "status", "left"),
+    [
+        ([], 0, "PENDING", [1, 2, 3]),
+        ([], 2, "PREFILLING", [3]),
+        ([7, 8], 0, "PENDING", [1, 2, 3, 7, 8]),
+        ([7, 8], 3, "PREFILLING", [7, 8]),
+        ([7, 8], 4, "DECODING", []),
+    ],
+)
+def test_a_state_is_as_the_scheduler_would_have_it(
+    outputs: list[int], computed: int, status: str, left: list[int]
+) -> None:
+    state = make_state("r", SUBMITTED, outputs, computed)
+    assert state.status.name == status
+    assert state.remaining_prefill_tokens == left
+    assert all_tokens(state) == [1, 2, 3, *outputs]
+    assert state.current_len() == computed
+    assert state.max_new_tokens - len(state.generated_tokens) == 5 - len(outputs)
