@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kvmig.ground.errors import ConfigError
 from kvmig.sim import cost
+from kvmig.sim.plots import draw
 from kvmig.sim.policies import NAMES, SETTINGS, policy, setting
 from kvmig.sim.run import Finished, Result, Run, simulate_all
 from kvmig.sim.workloads import PAPER_SEED, WORKLOADS
@@ -29,6 +30,7 @@ SHOWN = (
     ("loss_mean_s", "preemption loss", "s"),
     ("preempted_share", "preempted", "%"),
     ("migrations", "migrations", ""),
+    ("instances_mean", "instances", ""),
 )
 _SCALES = {"s": 1.0, "ms": 1e3, "%": 100.0, "": 1.0}
 
@@ -52,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
     add("--gpu", default="a10-llama7b", help=f"{', '.join(cost.known())}, or a .toml file")
     add("--high-share", type=float, default=0.0, help="share of requests with high priority")
     add("--headroom", type=int, default=0, help="tokens of headroom of the high priority")
+    add("--scale", metavar="X,Y", help="autoscaling: keep the mean freeness between X and Y")
+    add("--min-instances", type=int, default=1, help="with --scale; --instances are the most")
     add("--seed", type=int, action="append", help="may be repeated")
     add("--out", type=Path, help="folder for results.json and plots")
     add("--workers", type=int, help="processes (default: one a core)")
@@ -65,6 +69,7 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
             raise ConfigError(f"{name} is {value}, must be 1 or more")
     if args.headroom < 0:
         raise ConfigError(f"--headroom is {args.headroom}, must be 0 or more")
+    scale = _scale(args.scale)
     cost.load(args.gpu)
     setting(args.setting)
     policies = args.policy or ["kvmig"]
@@ -90,9 +95,21 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
             high_share=args.high_share,
             headroom_tokens=args.headroom,
             migration=not args.no_migration,
+            scale=scale,
+            min_instances=args.min_instances,
         )
         for rate, name, seed in product(rates, policies, args.seed or [PAPER_SEED])
     ]
+
+
+def _scale(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--scale is {text}, must be two numbers X,Y") from None
+    return low, high
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -125,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     try:
         runs = runs_of(args)
-        finished = _simulate(runs, args.workers, console)
+        finished = _simulate(runs, args.workers, console, 1.0 if args.out else 0.0)
     except ConfigError as error:
         print(f"kvmig.simulate: {error}", file=sys.stderr)
         return 2
@@ -135,10 +152,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
         (args.out / "results.json").write_bytes(encoded + b"\n")
+        draw(finished, args.out)
     return 0
 
 
-def _simulate(runs: list[Run], workers: int | None, console: Console) -> list[Finished]:
+def _simulate(
+    runs: list[Run], workers: int | None, console: Console, sample_s: float
+) -> list[Finished]:
     columns = (
         TextColumn("simulated"),
         BarColumn(),
@@ -147,7 +167,7 @@ def _simulate(runs: list[Run], workers: int | None, console: Console) -> list[Fi
     )
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(runs))
-        return simulate_all(runs, lambda _: progress.advance(bar), workers)
+        return simulate_all(runs, lambda _: progress.advance(bar), workers, sample_s)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from kvmig.sim.cost import CostModel
 from kvmig.sim.outcomes import Outcomes
 from kvmig.sim.policies import NAMES, SETTINGS, policy, setting
 from kvmig.sim.request import SimRequest
-from kvmig.sim.run import Run, simulate
+from kvmig.sim.run import Result, Run, simulate
 from kvmig.simulate import main, parser, runs_of
 
 
@@ -138,6 +139,8 @@ def test_prompts_in_chunks_let_others_decode_on() -> None:
         (["--gpu", "tpu"], "--gpu is tpu, must be"),
         (["--instances", "0"], "--instances is 0, must be 1 or more"),
         (["--high-share", "2"], "--high-share is 2.0, must be from 0 to 1"),
+        (["--scale", "5"], "--scale is 5, must be two numbers"),
+        (["--scale", "60,10"], "is 60,10, must be x,y with 0 <= x < y"),
         (["--cv", "0"], "--cv is 0.0, must be more than 0"),
     ],
 )
@@ -151,3 +154,21 @@ def test_bad_flags_are_one_sentence(
 def test_an_unknown_trace_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="--trace is X, must be"):
         runs_of(parser().parse_args(["--trace", "X"]))
+
+
+@pytest.mark.parametrize("name", ["least-loaded", "kvmig"])
+def test_instances_come_and_go_with_the_load(name: str) -> None:
+    scaled = Run(trace="L-L", policy=name, rate=1.5, requests=600, scale=(10, 60))
+    figures = simulate(scaled).result.figures
+    assert figures["requests"] == 600
+    assert 1 < figures["instances_mean"] < 16
+
+
+def test_results_and_pictures_are_written(tmp_path: Path) -> None:
+    flags = ["--trace", "S-S", "--requests", "200", "--policy", "llumnix", "--workers", "1"]
+    assert main([*flags, "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "results.json", "latencies.png", "time.png", "memory.png", "migrations.png",
+    }  # fmt: skip
+    (result,) = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=list[Result])
+    assert result.figures["requests"] == 200

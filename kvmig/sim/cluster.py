@@ -12,6 +12,7 @@ from kvmig.controlplane.scheduler import Scheduler
 from kvmig.controlplane.view import ClusterView
 from kvmig.controlplane.view_builder import ViewBuilder
 from kvmig.ground.priorities import NORMAL, PriorityClass
+from kvmig.ground.scaling import ScalingConfig
 from kvmig.sim.cost import CostModel
 from kvmig.sim.engine import SimEngine
 from kvmig.sim.events import EventQueue
@@ -21,6 +22,8 @@ from kvmig.sim.network import Network
 from kvmig.sim.outcomes import Outcomes
 from kvmig.sim.policies import Setting
 from kvmig.sim.request import SimRequest
+from kvmig.sim.scale import Scaling
+from kvmig.sim.series import Series
 
 
 class _Ears:
@@ -55,13 +58,22 @@ class SimCluster:
         setting: Setting,
         outcomes: Outcomes,
         classes: Sequence[PriorityClass] = (NORMAL,),
+        scaling: ScalingConfig | None = None,
+        sample_s: float = 0.0,
     ) -> None:
+        """sample_s: virtual seconds between two samples of `series`; 0: none."""
         self.events = EventQueue()
         self.cost = cost
         self.policy = policy
         self.setting = setting
         self.outcomes = outcomes
         self.llumlets: dict[str, SimLlumlet] = {}
+        """All there ever were."""
+        self.members: dict[str, SimLlumlet] = {}
+        """Those that serve or drain."""
+        self.series = Series()
+        self._sample_s = sample_s
+        self._since: dict[str, float] = {}
         self._network = Network(self.events, cost.copy.bandwidth)
         self._dispatch = policy.dispatcher()
         self._scheduler = Scheduler(policy)
@@ -74,18 +86,27 @@ class SimCluster:
         self._more = True
         self._left = 0
         self._reserved: set[str] = set()
-        for number in range(instances):
-            self._add(f"i{number}")
+        self._scaling = None
+        if scaling is not None:
+            self._scaling = Scaling(
+                scaling, self.events, cost.start_s, self._order, self._serve, self._leave
+            )
+        for _ in range(instances):
+            self._serve(self._order())
 
     def run(self) -> Outcomes:
         """Until every request has ended."""
         self._next_arrival()
-        if self._scheduler.rebalances:
+        if self._scheduler.rebalances or self._scaling is not None:
             self.events.at(0.0, self._round)
+        if self._sample_s:
+            self.events.at(0.0, self._sample)
         self.events.run()
         for llumlet in self.llumlets.values():
             if not llumlet.engine.empty or llumlet.engine.used or llumlet.here:
                 raise AssertionError(f"{llumlet.name} holds something at the end")
+        for name in list(self._since):
+            self._leave(name)
         self.outcomes.close(self.events.now, self.llumlets.values(), self._network.bytes)
         return self.outcomes
 
@@ -94,7 +115,11 @@ class SimCluster:
         """Whether a request is here or to come."""
         return self._more or self._left > 0
 
-    def _add(self, name: str) -> None:
+    # -- instances
+
+    def _order(self) -> str:
+        """A member that doesn't serve yet: it costs from now on."""
+        name = f"i{len(self.llumlets)}"
         engine = SimEngine(self.events, self.cost, _Ears(self, name))
         self.llumlets[name] = SimLlumlet(
             name,
@@ -106,6 +131,21 @@ class SimCluster:
             self._migration,
         )
         self._builder.join(Member(name, name))
+        self._since[name] = self.events.now
+        return name
+
+    def _serve(self, name: str) -> None:
+        self.members[name] = self.llumlets[name]
+
+    def _leave(self, name: str) -> None:
+        self.members.pop(name, None)
+        self._builder.leave(name)
+        self.outcomes.instance_s += self.events.now - self._since.pop(name)
+
+    def _sample(self) -> None:
+        self.series.sample(self.events.now, self.members.values())
+        if self.busy:
+            self.events.after(self._sample_s, self._sample)
 
     # -- requests
 
@@ -143,14 +183,18 @@ class SimCluster:
 
     def _view(self) -> ClusterView:
         now = self.events.now
-        for llumlet in self.llumlets.values():
+        for llumlet in self.members.values():
             report = llumlet.report()
             if report is not None:
                 self._builder.report(report, now)
         return self._builder.view(now)
 
     def _round(self) -> None:
-        for source, pairs in self._scheduler.round(self._view()):
+        view = self._view()
+        orders = self._scheduler.round(view)
+        if self._scaling is not None:
+            self._scaling.decide(view, self.members)
+        for source, pairs in orders:
             self.llumlets[source].pair(pairs.pairs)
         if self.busy:
             self.events.after(self.setting.round_s, self._round)

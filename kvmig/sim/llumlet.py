@@ -55,6 +55,11 @@ class SimLlumlet:
         self._reported_at = -1.0
         self._news: tuple[object, ...] = ()
 
+    @property
+    def idle(self) -> bool:
+        """Whether it holds nothing, and nothing is on its way here."""
+        return self.engine.empty and not self.leaving and not self.incoming
+
     # -- requests
 
     def submit(self, request: SimRequest) -> None:

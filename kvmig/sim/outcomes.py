@@ -46,6 +46,8 @@ class Outcomes:
         self.moved_blocks = 0
         self.migration_s = 0.0
         self.end_s = 0.0
+        self.instance_s = 0.0
+        """Seconds that instances were there, each from its start's decision."""
         self.busy_s = 0.0
         self.copied_bytes = 0.0
 
@@ -125,4 +127,6 @@ class Outcomes:
                 self.migration_s / max(self.column("e2e_s").sum(), 1e-9)
             )
             figures["end_s"] = self.end_s
+            figures["instances_mean"] = self.instance_s / self.end_s if self.end_s else 0.0
+            figures["instance_hours"] = self.instance_s / 3600
         return figures

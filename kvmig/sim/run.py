@@ -12,12 +12,16 @@ from time import perf_counter
 
 import msgspec
 
+from kvmig.controlplane.policy import Policy, policy_of
+from kvmig.ground.config import SchedulerConfig
 from kvmig.ground.priorities import NORMAL, PriorityClass
+from kvmig.ground.scaling import ScalingConfig, check_scaling
 from kvmig.sim import cost, traces
 from kvmig.sim.cluster import SimCluster
 from kvmig.sim.outcomes import Outcomes
 from kvmig.sim.policies import policy, setting
 from kvmig.sim.request import SimRequest
+from kvmig.sim.series import Series
 from kvmig.sim.workloads import PAPER_SEED, generate
 
 
@@ -40,6 +44,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     headroom_tokens: int = 0
     """Of high-priority requests."""
     migration: bool = True
+    scale: tuple[float, float] | None = None
+    """Keep the mean freeness, blocks a request, between these; `instances` are the most."""
+    min_instances: int = 1
+    source_below: float | None = None
+    """Thresholds in place of the policy's."""
+    destination_above: float | None = None
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +69,7 @@ class Finished:
 
     result: Result
     outcomes: Outcomes
+    series: Series
     took_s: float
 
 
@@ -81,21 +92,23 @@ def requests_of(run: Run) -> Iterable[SimRequest]:
     )
 
 
-def simulate(run: Run) -> Finished:
-    """Do it. Raises ConfigError for values that can't be."""
+def simulate(run: Run, sample_s: float = 0.0) -> Finished:
+    """Do it. Raises ConfigError for values that can't be.
+
+    sample_s: virtual seconds between samples of the series; 0: none.
+    """
     began = perf_counter()
     high = [PriorityClass("high", HIGH, run.headroom_tokens)] if run.high_share else []
-    policy_ = policy(run.policy)
-    if not run.migration:
-        policy_ = msgspec.structs.replace(policy_, rounds=None)
     cluster = SimCluster(
         requests_of(run),
-        run.instances,
+        run.min_instances if run.scale else run.instances,
         cost.load(run.gpu),
-        policy_,
+        _policy(run),
         setting(run.setting),
         Outcomes(),
         [*high, NORMAL],
+        _scaling(run),
+        sample_s,
     )
     outcomes = cluster.run()
     mixed = run.high_share > 0
@@ -106,11 +119,44 @@ def simulate(run: Run) -> Finished:
         normal=outcomes.summary(NORMAL.priority) if mixed else {},
         aborted={key: n for key, n in sorted(outcomes.migrations.items()) if key != "committed"},
     )
-    return Finished(result, outcomes, perf_counter() - began)
+    return Finished(result, outcomes, cluster.series, perf_counter() - began)
+
+
+def _policy(run: Run) -> Policy:
+    """As the live cluster takes it from its flags."""
+    policy(run.policy)
+    return policy_of(
+        msgspec.convert(
+            {
+                "policy": run.policy,
+                "migration": run.migration,
+                "source_below": run.source_below,
+                "destination_above": run.destination_above,
+            },
+            SchedulerConfig,
+        )
+    )
+
+
+def _scaling(run: Run) -> ScalingConfig | None:
+    """Raises ConfigError for bounds that can't be."""
+    if run.scale is None:
+        return None
+    config = ScalingConfig(
+        low=run.scale[0],
+        high=run.scale[1],
+        min_instances=run.min_instances,
+        max_instances=run.instances,
+    )
+    check_scaling(config, run.min_instances)
+    return config
 
 
 def simulate_all(
-    runs: Sequence[Run], done: Callable[[Finished], None], workers: int | None = None
+    runs: Sequence[Run],
+    done: Callable[[Finished], None],
+    workers: int | None = None,
+    sample_s: float = 0.0,
 ) -> list[Finished]:
     """Each in a process of its own, in the order given; `done` hears of each as it ends.
 
@@ -120,11 +166,11 @@ def simulate_all(
     if workers <= 1:
         finished = []
         for run in runs:
-            finished.append(simulate(run))
+            finished.append(simulate(run, sample_s))
             done(finished[-1])
         return finished
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(simulate, run) for run in runs]
+        futures = [pool.submit(simulate, run, sample_s) for run in runs]
         try:
             for future in as_completed(futures):
                 done(future.result())
