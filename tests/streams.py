@@ -54,13 +54,16 @@ class Answer:
             choice.finish_reason = part.get("finish_reason") or choice.finish_reason
             choice.stop_reason = part.get("stop_reason") or choice.stop_reason
 
-    def same_as(self, other: Answer) -> None:
-        """Assert equality of everything that a client can compare."""
+    def same_as(self, other: Answer, within: float = 0.0) -> None:
+        """Assert equality of everything that a client can compare.
+
+        within: largest difference of log-probabilities, relative to those below -1.
+        """
         assert self.choices.keys() == other.choices.keys()
         for index, choice in self.choices.items():
             unmoved = other.choices[index]
             assert choice.text == unmoved.text
-            assert flat(choice.token_logprobs) == flat(unmoved.token_logprobs)
+            assert close(flat(choice.token_logprobs), flat(unmoved.token_logprobs), within)
             assert choice.finish_reason == unmoved.finish_reason
             assert choice.stop_reason == unmoved.stop_reason
         assert self.usage == other.usage
@@ -75,6 +78,17 @@ def flat(logprobs: list[Any]) -> list[Any]:
         else:  # completions: parallel lists
             tokens.extend(zip(*(column or [None] * len(part[0]) for column in part), strict=True))
     return tokens
+
+
+def close(one: Any, other: Any, within: float) -> bool:
+    """Whether two documents are alike, numbers up to `within` (see `Answer.same_as`)."""
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= within * max(1.0, abs(other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(close(one[k], other[k], within) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(close, one, other, [within] * len(one)))
+    return bool(one == other)
 
 
 class StreamFailed(Exception):

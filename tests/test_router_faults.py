@@ -274,6 +274,20 @@ async def test_who_holds_a_lost_run_is_told_to_drop_it() -> None:
         await it.front.until(lambda: it.front.tokens["r"] == [10, 21])
 
 
+async def test_a_source_need_not_wait_for_the_word_of_an_instance_that_ails() -> None:
+    async with cluster(fence_timeout_s=60.0) as it:
+        a = await running(it, 10)
+        (b,) = others(it, a)
+        b.report(LOAD, "hung")
+        await eventually(lambda: it.state(b) == "hung")
+        a.send(Resolve("m", "r", 1, b.instance))
+        assert await a.hear() == Resolved("m", moved=False)
+        assert await b.hear() == Discard("r", 1)
+        b.step(("r", 1, 1, [99]))
+        a.step(("r", 0, 1, [11]))
+        await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
+
+
 async def test_lost_tokens_make_a_request_run_again() -> None:
     async with cluster(instances=1) as it:
         a = await running(it, 10)

@@ -31,11 +31,18 @@ class Arbiter:
     """Answers `Resolve`, the same to the same question however often it is asked."""
 
     def __init__(
-        self, table: RequestTable, calls: Calls, send: Send, timeout_s: float = FENCE_TIMEOUT_S
+        self,
+        table: RequestTable,
+        calls: Calls,
+        send: Send,
+        fit: Callable[[str], bool],
+        timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
+        """fit: whether an instance is likely to answer."""
         self._table = table
         self._calls = calls
         self._send = send
+        self._fit = fit
         self._timeout_s = timeout_s
         self._asking: dict[tuple[str, int], asyncio.Task[bool]] = {}
 
@@ -78,6 +85,10 @@ class Arbiter:
 
     async def _committed(self, question: Resolve) -> bool:
         destination = question.destination
+        if not self._fit(destination):
+            # What it would say can't matter: from now on none of its tokens does.
+            log.warning("request %s stays: %s is not fit", question.request_id, destination)
+            return False
 
         def send(call_id: int) -> None:
             self._send(destination, Fence(call_id, question.request_id, question.epoch))

@@ -91,7 +91,9 @@ class Router:
             self._table, self._fleet, self._endings, self._observer, clock, config.faults
         )
         self._questions = Questions(self._calls, self._fleet)
-        self._arbiter = Arbiter(self._table, self._calls, self._fleet.send, fence_timeout_s)
+        self._arbiter = Arbiter(
+            self._table, self._calls, self._fleet.send, self._fleet.fit, fence_timeout_s
+        )
         self._migrations = Migrations(
             self._table, self._calls, self._fleet, self._observer, config.scheduler.migration
         )

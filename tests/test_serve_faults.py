@@ -1,0 +1,198 @@
+"""Instances that go while they serve: silent, hung, killed, in the middle of a migration."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from kvmig.cli.served import SMALL, Served
+from tests.conftest import NEVER_BY_ITSELF
+from tests.leaks import Footprint, assert_server_is_empty
+from tests.streams import Stream, StreamFailed, ask, count_from, counted, row_of
+from tests.test_serve_moves import CALLS
+
+pytestmark = pytest.mark.engine
+
+PATH = "/v1/completions"
+PATIENCE_S = 60.0
+LAST_DIGITS = 0.02
+"""Of bfloat16: what was decoded token by token is computed as a whole, and the same numbers
+are added in another order, as after any preemption."""
+INSTANCES = ("i0", "i1", "i2")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    flags = [
+        *SMALL, "--instances=3", NEVER_BY_ITSELF, "--hung-after=3", "--drain-timeout=5",
+        "--logits-processors=tests.fault_hooks:FaultHooks",
+    ]  # fmt: skip
+    with Served(flags, log=tmp_path_factory.mktemp("faults") / "log") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def llumlets(server: Served) -> dict[str, psutil.Process]:
+    """By instance: the process that may write the instance's shared memory."""
+    found = {}
+    for process in Footprint.of(server).named("kvmig.cli.llumlet"):
+        for file in process.open_files():
+            for name in INSTANCES:
+                if f"-{name}-" in file.path and "+" in file.mode:
+                    found[name] = process
+    assert found.keys() == set(INSTANCES)
+    return found
+
+
+@contextmanager
+def stopped(*processes: psutil.Process) -> Iterator[None]:
+    """They do and say nothing inside the block."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
+
+
+async def state(served: Served, instance: str) -> str:
+    listed = await asyncio.to_thread(served.get, "instances")
+    return next((row["state"] for row in listed if row["id"] == instance), "")
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for what nobody tells."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await holds():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.05)
+
+
+async def said(served: Served, instance: str, wanted: str) -> None:
+    """Wait until the instance is in that state."""
+
+    async def holds() -> bool:
+        return await state(served, instance) == wanted
+
+    await until(holds)
+
+
+async def left(served: Served, instance: str) -> None:
+    """Wait until no request is known to be there."""
+
+    async def holds() -> bool:
+        rows = await asyncio.to_thread(served.get, "requests")
+        return all(row["instance"] != instance for row in rows)
+
+    await until(holds)
+
+
+def scraped(served: Served) -> str:
+    return httpx.get(f"{served.url}/metrics", verify=False, timeout=30).text
+
+
+def counted_by(served: Served, counter: str) -> float:
+    (line,) = [one for one in scraped(served).splitlines() if one.startswith(f"{counter} ")]
+    return float(line.split()[1])
+
+
+async def test_calls_whose_instance_falls_silent_equal_those_left_alone(
+    server: Served, llumlets: dict[str, psutil.Process]
+) -> None:
+    undisturbed = [Stream(server, path, body) for path, body in CALLS.values()]
+    for stream in undisturbed:
+        await stream.end()
+    streams = [Stream(server, path, body) for path, body in CALLS.values()]
+    for stream in streams:
+        await stream.reach(40)
+    for names in (("i0", "i1"), ("i2",)):
+        with stopped(*(llumlets[name] for name in names)):
+            for name in names:
+                await said(server, name, "silent")
+                await left(server, name)
+        for name in names:
+            await said(server, name, "serving")
+    for stream, alone in zip(streams, undisturbed, strict=True):
+        (await stream.end()).same_as(alone.answer, within=LAST_DIGITS)
+    assert counted_by(server, "kvmig_requests_run_again_total") >= len(streams) / 2
+    await asyncio.to_thread(assert_server_is_empty, server)
+
+
+@pytest.mark.parametrize("which", ["source", "destination"])
+async def test_either_end_of_a_migration_may_fall_silent(
+    server: Served, llumlets: dict[str, psutil.Process], which: str
+) -> None:
+    chance = random.Random(which)
+    for number in range(2):
+        stream = Stream(server, PATH, count_from(100 * number, 4000))
+        row = await row_of(server, stream, output_tokens=300)
+        source = row["instance"]
+        destination = chance.choice([name for name in INSTANCES if name != source])
+        asked = asyncio.create_task(ask(server, row["id"], destination))
+        await asyncio.sleep(chance.random() * 0.05)
+        with stopped(llumlets[source if which == "source" else destination]):
+            answer = await stream.end()
+        assert answer.tokens == 4000
+        counted(answer, 100 * number)
+        assert (await asked).status_code in (200, 409, 503, 504)
+    await asyncio.to_thread(assert_server_is_empty, server)
+
+
+async def test_an_engine_that_hangs_is_left_and_serves_again(
+    server: Served, tmp_path: Path
+) -> None:
+    file = tmp_path / "hang once"
+    file.touch()
+    fault = {"hang_at": 50, "hang_s": 8.0, "hang_file": str(file)}
+    stream = Stream(server, PATH, count_from(10, 500, vllm_xargs=fault))
+    instance = (await row_of(server, stream))["instance"]
+    answer = await stream.end()
+
+    assert answer.tokens == 500
+    counted(answer, 10)
+    assert not file.exists()
+    assert f'kvmig_instances_missing_total{{ailment="hung",instance="{instance}"}}' in scraped(
+        server
+    )
+    await said(server, instance, "serving")
+    await asyncio.to_thread(assert_server_is_empty, server)
+
+
+async def test_a_source_that_is_killed_in_a_migration_takes_nothing_along(
+    server: Served, llumlets: dict[str, psutil.Process]
+) -> None:
+    streams = [Stream(server, PATH, count_from(1000 * n, 2500)) for n in range(6)]
+    found = [await row_of(server, stream, output_tokens=100) for stream in streams]
+    on_i0 = [row["id"] for row in found if row["instance"] == "i0"]
+    assert on_i0
+    asked = [asyncio.create_task(ask(server, one, "i1")) for one in on_i0]
+    await asyncio.sleep(0.02)
+    llumlets["i0"].kill()
+
+    for number, stream in enumerate(streams):
+        answer = await stream.end()
+        assert answer.tokens == 2500
+        counted(answer, 1000 * number)
+    assert {(await one).status_code for one in asked} <= {200, 404, 409, 503}
+    await asyncio.to_thread(assert_server_is_empty, server)
+
+
+async def test_a_request_that_kills_two_instances_fails_with_one_clear_error(
+    server: Served,
+) -> None:
+    stream = Stream(server, PATH, count_from(10, 500, vllm_xargs={"crash_at": 100}))
+
+    with pytest.raises(StreamFailed, match="crashed while they ran this request") as failure:
+        await stream.end()
+
+    assert failure.value.args[0]["code"] == 500
+    assert stream.answer.tokens == 100
+    counted(stream.answer, 10)
+    assert "kvmig_requests_poisoned_total 1.0" in scraped(server)
