@@ -57,13 +57,20 @@ class Answer:
     def same_as(self, other: Answer, within: float = 0.0) -> None:
         """Assert equality of everything that a client can compare.
 
-        within: largest difference of log-probabilities, relative to those below -1.
+        within: largest difference of a sampled token's log-probability, relative to those
+        below -1; of the others, some may be equally likely.
         """
         assert self.choices.keys() == other.choices.keys()
         for index, choice in self.choices.items():
             unmoved = other.choices[index]
             assert choice.text == unmoved.text
-            assert close(flat(choice.token_logprobs), flat(unmoved.token_logprobs), within)
+            entries, wanted = flat(choice.token_logprobs), flat(unmoved.token_logprobs)
+            if not within:
+                assert entries == wanted
+                continue
+            for one, other_one in zip(map(chosen, entries), map(chosen, wanted), strict=True):
+                assert one[0] == other_one[0]
+                assert abs(one[1] - other_one[1]) <= within * max(1.0, abs(other_one[1]))
             assert choice.finish_reason == unmoved.finish_reason
             assert choice.stop_reason == unmoved.stop_reason
         assert self.usage == other.usage
@@ -80,15 +87,11 @@ def flat(logprobs: list[Any]) -> list[Any]:
     return tokens
 
 
-def close(one: Any, other: Any, within: float) -> bool:
-    """Whether two documents are alike, numbers up to `within` (see `Answer.same_as`)."""
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= within * max(1.0, abs(other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(close(one[k], other[k], within) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(close, one, other, [within] * len(one)))
-    return bool(one == other)
+def chosen(entry: Any) -> tuple[str, float]:
+    """Of one entry of `flat`: the token that was sampled, and its log-probability."""
+    if isinstance(entry, dict):
+        return entry["token"], entry["logprob"]
+    return entry[0], entry[1]
 
 
 class StreamFailed(Exception):

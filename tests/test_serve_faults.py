@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -31,7 +31,7 @@ INSTANCES = ("i0", "i1", "i2")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     flags = [
-        *SMALL, "--instances=3", NEVER_BY_ITSELF, "--hung-after=3", "--drain-timeout=5",
+        *SMALL, "--instances=3", NEVER_BY_ITSELF, "--hung-after=2", "--drain-timeout=5",
         "--logits-processors=tests.fault_hooks:FaultHooks",
     ]  # fmt: skip
     with Served(flags, log=tmp_path_factory.mktemp("faults") / "log") as served:
@@ -125,23 +125,35 @@ async def test_calls_whose_instance_falls_silent_equal_those_left_alone(
     await asyncio.to_thread(assert_server_is_empty, server)
 
 
+async def several(served: Served, tokens: int) -> tuple[list[Stream], list[dict[str, Any]]]:
+    """Six streams, and their rows once they are under way."""
+    streams = [Stream(served, PATH, count_from(1000 * n, tokens)) for n in range(6)]
+    for stream in streams:
+        await stream.reach(20)
+    return streams, await asyncio.to_thread(served.get, "requests")
+
+
+async def all_counted(streams: list[Stream], tokens: int) -> None:
+    for number, stream in enumerate(streams):
+        answer = await stream.end()
+        assert answer.tokens == tokens
+        counted(answer, 1000 * number)
+
+
 @pytest.mark.parametrize("which", ["source", "destination"])
-async def test_either_end_of_a_migration_may_fall_silent(
+async def test_either_end_of_migrations_may_fall_silent(
     server: Served, llumlets: dict[str, psutil.Process], which: str
 ) -> None:
-    chance = random.Random(which)
-    for number in range(2):
-        stream = Stream(server, PATH, count_from(100 * number, 4000))
-        row = await row_of(server, stream, output_tokens=300)
-        source = row["instance"]
-        destination = chance.choice([name for name in INSTANCES if name != source])
-        asked = asyncio.create_task(ask(server, row["id"], destination))
-        await asyncio.sleep(chance.random() * 0.05)
-        with stopped(llumlets[source if which == "source" else destination]):
-            answer = await stream.end()
-        assert answer.tokens == 4000
-        counted(answer, 100 * number)
-        assert (await asked).status_code in (200, 409, 503, 504)
+    streams, found = await several(server, 1500)
+    source, destination = found[0]["instance"], INSTANCES[found[0]["instance"] == "i0"]
+    asked = []
+    for row in found:
+        if row["instance"] == source:
+            asked.append(asyncio.create_task(ask(server, row["id"], destination)))
+            await asyncio.sleep(0.01)  # so that they are in different states
+    with stopped(llumlets[source if which == "source" else destination]):
+        await all_counted(streams, 1500)
+    assert {(await one).status_code for one in asked} <= {200, 404, 409, 503}
     await asyncio.to_thread(assert_server_is_empty, server)
 
 
@@ -150,7 +162,7 @@ async def test_an_engine_that_hangs_is_left_and_serves_again(
 ) -> None:
     file = tmp_path / "hang once"
     file.touch()
-    fault = {"hang_at": 50, "hang_s": 8.0, "hang_file": str(file)}
+    fault = {"hang_at": 50, "hang_s": 5.0, "hang_file": str(file)}
     stream = Stream(server, PATH, count_from(10, 500, vllm_xargs=fault))
     instance = (await row_of(server, stream))["instance"]
     answer = await stream.end()
@@ -168,18 +180,14 @@ async def test_an_engine_that_hangs_is_left_and_serves_again(
 async def test_a_source_that_is_killed_in_a_migration_takes_nothing_along(
     server: Served, llumlets: dict[str, psutil.Process]
 ) -> None:
-    streams = [Stream(server, PATH, count_from(1000 * n, 2500)) for n in range(6)]
-    found = [await row_of(server, stream, output_tokens=100) for stream in streams]
+    streams, found = await several(server, 2500)
     on_i0 = [row["id"] for row in found if row["instance"] == "i0"]
     assert on_i0
     asked = [asyncio.create_task(ask(server, one, "i1")) for one in on_i0]
     await asyncio.sleep(0.02)
     llumlets["i0"].kill()
 
-    for number, stream in enumerate(streams):
-        answer = await stream.end()
-        assert answer.tokens == 2500
-        counted(answer, 1000 * number)
+    await all_counted(streams, 2500)
     assert {(await one).status_code for one in asked} <= {200, 404, 409, 503}
     await asyncio.to_thread(assert_server_is_empty, server)
 
