@@ -8,7 +8,7 @@ from typing import NoReturn
 import msgspec
 
 from kvmig.cli.fault_flags import add_fault_flags, fault_config
-from kvmig.cli.lifecycle_flags import add_lifecycle_flags, lifecycle
+from kvmig.cli.lifecycle_flags import add_lifecycle_flags, lifecycle, scaling
 from kvmig.cli.priority_flags import add_priority_flags, priority_classes
 from kvmig.cli.quantity import quantity
 from kvmig.cli.ray_flags import add_ray_flags, ray_config
@@ -215,6 +215,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
             start_timeout_s=flags.start_timeout,
             drain_timeout_s=flags.drain_timeout,
             lifecycle=lifecycle(flags),
+            scaling=scaling(flags),
             priorities=priority_classes(flags),
             faults=fault_config(flags),
             scheduler=SchedulerConfig(

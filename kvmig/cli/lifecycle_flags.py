@@ -1,10 +1,12 @@
-"""Flags about how many instances and front ends there are, and for how long."""
+"""Flags about how many instances and front ends there are, and when there are more or fewer."""
 
 from __future__ import annotations
 
 import argparse
 
+from kvmig.ground.errors import ConfigError
 from kvmig.ground.lifecycle import USUAL_MOST, LifecycleConfig
+from kvmig.ground.scaling import ScalingConfig
 
 
 def add_lifecycle_flags(root: argparse.ArgumentParser) -> None:
@@ -37,6 +39,31 @@ def add_lifecycle_flags(root: argparse.ArgumentParser) -> None:
         default=usual.front_ends,
         help="HTTP processes that share the port",
     )
+    scaling = ScalingConfig()
+    group = root.add_argument_group("autoscaling")
+    group.add_argument(
+        "--autoscale",
+        metavar="X,Y",
+        help="keep the mean freeness (KV blocks by which each request can grow) between X and Y,"
+        " by adding instances and draining some; the paper: 10,60",
+    )
+    group.add_argument(
+        "--min-instances", type=int, default=scaling.min_instances, help="at least so many"
+    )
+    group.add_argument(
+        "--scale-sustain",
+        type=float,
+        default=scaling.sustain_s,
+        metavar="SECONDS",
+        help="how long freeness must be outside before something is done",
+    )
+    group.add_argument(
+        "--scale-cooldown",
+        type=float,
+        default=scaling.cooldown_s,
+        metavar="SECONDS",
+        help="least time from the last change to the next drain",
+    )
 
 
 def lifecycle(flags: argparse.Namespace) -> LifecycleConfig:
@@ -46,4 +73,24 @@ def lifecycle(flags: argparse.Namespace) -> LifecycleConfig:
         max_restarts=flags.max_restarts,
         drain_deadline_s=flags.drain_deadline,
         front_ends=flags.front_ends,
+    )
+
+
+def scaling(flags: argparse.Namespace) -> ScalingConfig | None:
+    """What the flags say; None without --autoscale. Raises ConfigError."""
+    if flags.autoscale is None:
+        return None
+    try:
+        low, high = map(float, flags.autoscale.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--autoscale is {flags.autoscale}, must be x,y with 0 <= x < y"
+        ) from error
+    return ScalingConfig(
+        low=low,
+        high=high,
+        min_instances=flags.min_instances,
+        max_instances=lifecycle(flags).max_instances,
+        sustain_s=flags.scale_sustain,
+        cooldown_s=flags.scale_cooldown,
     )
