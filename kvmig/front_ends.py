@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
 
 import msgspec
 
@@ -35,6 +36,8 @@ class FrontEnds:
         self._sock = sock
         self._children: dict[int, Child] = {}
         self._keeping: list[asyncio.Task[None]] = []
+        self._metrics = tempfile.TemporaryDirectory(prefix="kvmig-metrics-")
+        self._environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics.name}
 
     async def start(self) -> None:
         """Return once all take requests. Raises StartupError; `close` it then, too."""
@@ -69,6 +72,7 @@ class FrontEnds:
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await asyncio.gather(*(child.stop(CLOSE_S) for child in self._children.values()))
         self._children.clear()
+        self._metrics.cleanup()
 
     def _stop_keeping(self) -> None:
         for task in self._keeping:
@@ -81,7 +85,7 @@ class FrontEnds:
             self._launch, name=f"front-{secrets.token_hex(4)}", listening=listening
         )
         child = await Child.start(
-            f"front end {number}", "kvmig.front_process", launch, os.environ, [listening]
+            f"front end {number}", "kvmig.front_process", launch, self._environment, [listening]
         )
         self._children[number] = child
         await child.ready(launch.config.start_timeout_s)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from kvmig.cli.instance import Instance
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.launcher import Handle, Launcher
-from kvmig.cli.shapes import InstanceShape, Shapes, instance_name
+from kvmig.cli.shapes import InstanceShape, Shapes
 from kvmig.controlplane.messages import Member
 from kvmig.controlplane.orders import AddInstances, DrainInstance, OrderRefused, Scale, StopDrain
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import ConfigError, StartupError
+from kvmig.ground.lifecycle import instance_name
 
 log = logging.getLogger(__name__)
 
@@ -79,16 +80,15 @@ class Cluster:
         if order.count < 1:
             raise OrderRefused("invalid", f"count is {order.count}, must be 1 or more")
         most = self._config.lifecycle.max_instances
-        present = sum(one.state != "failed" for one in self._instances.values())
-        if present + order.count > most:
+        taken = self._instances.keys() | self._leaving.keys()
+        free = [name for name in map(instance_name, range(most)) if name not in taken]
+        free = free[: order.count]
+        if len(free) < order.count:
             raise OrderRefused(
                 "conflict",
-                f"count is {order.count}: there are {present} instances, and --max-instances"
-                f" allows {most}",
+                f"count is {order.count}: --max-instances allows {most}, and there are"
+                f" {len(taken)}, those that failed or are about to end included",
             )
-        taken = self._instances.keys() | self._leaving.keys()
-        numbers = range(len(taken) + order.count)
-        free = [name for name in map(instance_name, numbers) if name not in taken][: order.count]
         try:
             shapes = [self._shapes.of(name, order.flags) for name in free]
         except ConfigError as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvmig.ground.errors import ConfigError
+from kvmig.ground.lifecycle import instance_name
 
 USUAL_BLOCK_TOKENS = 16
 """Divides every block size that vLLM chooses by itself."""
@@ -27,11 +28,6 @@ class InstanceShape:
     """Tensor-parallel size."""
     block_tokens: int | None = None
     """None: as vLLM chooses."""
-
-
-def instance_name(number: int) -> str:
-    """Of instance `number`, from 0."""
-    return f"i{number}"
 
 
 def own_flags(given: Sequence[str], instances: int) -> dict[str, tuple[str, ...]]:

@@ -229,7 +229,8 @@ class Llumlet:
             self._tracking.end(message.request_id)
 
     async def _list(self, sender: bytes, call_id: int) -> None:
-        self._server.send(sender, Requests(call_id, await self._engine.requests()))
+        states = await self._engine.requests()
+        self._server.send(sender, Requests(call_id, states, self._tracking.gateways()))
 
     async def _fence(self, sender: bytes, message: Fence) -> None:
         committed = await self._migrations.fence(message.request_id, message.epoch)
@@ -238,20 +239,20 @@ class Llumlet:
     # -- migrations
 
     async def _migrate_for_front(self, sender: bytes, message: Migrate) -> None:
-        report = await self._migrate(
+        ended = await self._migrate(
             message.request_id, message.destination, message.endpoint, "by-hand"
         )
-        self._server.send(sender, Migrated(message.call_id, report))
-        self._tell(Migrated(0, report), but=sender)
+        self._server.send(sender, msgspec.structs.replace(ended, call_id=message.call_id))
+        self._tell(ended, but=sender)
 
     async def _migrate_for_pair(self, request_id: str, pair: Pair) -> MigrationReport:
-        report = await self._migrate(request_id, pair.destination, pair.endpoint, pair.why)
-        self._tell(Migrated(0, report))
-        return report
+        ended = await self._migrate(request_id, pair.destination, pair.endpoint, pair.why)
+        self._tell(ended)
+        return ended.report
 
     async def _migrate(
         self, request_id: str, destination: str, endpoint: str, why: str
-    ) -> MigrationReport:
+    ) -> Migrated:
         track = self._tracking.get(request_id)
         gateway = track.gateway if track else ""
         epoch = track.epoch if track else 0
@@ -259,7 +260,7 @@ class Llumlet:
             request_id, destination, endpoint, gateway=gateway, epoch=epoch
         )
         self._bandwidth.take(report)
-        return msgspec.structs.replace(report, why=why)
+        return Migrated(0, msgspec.structs.replace(report, why=why), gateway)
 
     def _on_commit(self, request_id: str, epoch: int, output_tokens: int, gateway: str) -> None:
         """Just before a request starts here. Raises MigrationRefused without its front end."""

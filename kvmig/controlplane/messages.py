@@ -96,6 +96,8 @@ class Requests(Message, frozen=True, tag=True):
 
     call_id: int
     requests: list[RequestState]
+    fronts: dict[str, str] = msgspec.field(default_factory=dict)
+    """Request -> name of the front end whose stream it is."""
 
 
 class Migrate(Message, frozen=True, tag=True):
@@ -112,6 +114,8 @@ class Migrated(Message, frozen=True, tag=True):
 
     call_id: int
     report: MigrationReport
+    front: str = ""
+    """Front end whose stream it is, if it was known here."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

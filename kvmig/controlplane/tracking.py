@@ -53,6 +53,10 @@ class Tracking:
         """The endpoint that it left for, if it is remembered."""
         return self._left.get(request_id)
 
+    def gateways(self) -> dict[str, str]:
+        """Request -> front end."""
+        return {rid: track.gateway for rid, track in self._here.items()}
+
     def of(self, gateway: str) -> list[str]:
         """All requests of one front end."""
         return [rid for rid, track in self._here.items() if track.gateway == gateway]

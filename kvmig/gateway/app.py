@@ -16,7 +16,7 @@ from kvmig.gateway.gate import Gate, GateState
 from kvmig.gateway.inventory import InstanceRow, cluster_rows
 from kvmig.gateway.launcher_link import LauncherLink
 from kvmig.gateway.membership import Membership
-from kvmig.gateway.metrics import InstanceCollector, Metrics, with_instances
+from kvmig.gateway.metrics import InstanceCollector, Metrics, of_all_front_ends, with_instances
 from kvmig.gateway.priorities import PriorityMiddleware
 from kvmig.gateway.request_id import RequestIdMiddleware
 from kvmig.gateway.router import Router
@@ -58,9 +58,10 @@ class Front:
 
         app.include_router(admin_api(router, rows, model, api_keys))
         app.include_router(instances_api(launcher, rows, model, api_keys))
-        self._registry.register(InstanceCollector(router.instances))
-        self._registry.register(ClassCollector(router.instances, self._priorities))
-        exposed = with_instances(self._registry, router.engine_indexes)
+        source = of_all_front_ends(self._registry)
+        source.register(InstanceCollector(router.instances))
+        source.register(ClassCollector(router.instances, self._priorities))
+        exposed = with_instances(source, router.engine_indexes)
 
         async def metrics(_: Request) -> Response:
             return Response(generate_latest(exposed), media_type=CONTENT_TYPE_LATEST)

@@ -57,11 +57,13 @@ class Fleet:
         self._health = Health(silent_after_s, tick_s, clock())
         """Of the instances in the view."""
 
-    async def add(self, instance: str, endpoint: str, timeout_s: float) -> bytes:
+    async def add(
+        self, instance: str, endpoint: str, timeout_s: float, index: int | None = None
+    ) -> bytes:
         """See `Router.add_instance`."""
         if instance in self._links:
             raise ValueError(f"instance {instance} was added before")
-        self._indexes.setdefault(instance, len(self._indexes))
+        self._indexes.setdefault(instance, len(self._indexes) if index is None else index)
         link = Link(instance, endpoint, self._secret, self._name, self._listener)
         self._links[instance] = link
         try:

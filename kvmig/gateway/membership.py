@@ -10,6 +10,7 @@ from kvmig.controlplane.messages import Member, Members
 from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import StartupError
+from kvmig.ground.lifecycle import instance_number
 
 RETRY_S = 1.0
 """Before an instance that didn't answer is connected to again."""
@@ -48,6 +49,7 @@ class Membership:
 
     async def close(self) -> None:
         """Follow nobody any more; the router drops all."""
+        self.members = ()
         tasks = [task for _, task in self._following.values()]
         for task in tasks:
             task.cancel()
@@ -86,7 +88,9 @@ class Membership:
         try:
             while True:
                 try:
-                    self._described[name] = await self._router.add_instance(name, endpoint)
+                    self._described[name] = await self._router.add_instance(
+                        name, endpoint, index=instance_number(name)
+                    )
                     break
                 except InstanceLost as error:
                     log.warning("%s", error)

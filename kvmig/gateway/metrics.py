@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from kvmig.gateway.class_metrics import ClassMetrics
@@ -127,6 +129,19 @@ class _Labelled(Collector):
                     if sample.labels.get("engine") in (None, *names)
                 ]
             yield metric
+
+
+def of_all_front_ends(own: CollectorRegistry) -> CollectorRegistry:
+    """What to read on a scrape: `own`, or the sums over all front ends where there are several.
+
+    Those write their values to files in the folder that PROMETHEUS_MULTIPROC_DIR names.
+    """
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if folder is None:
+        return own
+    every = CollectorRegistry()
+    MultiProcessCollector(every, folder)  # type: ignore[no-untyped-call]
+    return every
 
 
 def with_instances(

@@ -16,6 +16,7 @@ from kvmig.gateway.errors import (
     SameInstance,
 )
 from kvmig.gateway.fleet import Fleet
+from kvmig.gateway.foreign import Foreign
 from kvmig.gateway.ports import Observer
 from kvmig.gateway.requests import Entry, RequestTable
 from kvmig.kvtransfer.report import MigrationReport
@@ -36,13 +37,16 @@ class Migrations:
         fleet: Fleet,
         observer: Observer,
         enabled: bool,
+        own: str,
     ) -> None:
+        """own: this front end's name; it counts what happens to its own requests."""
         self.reports: deque[MigrationReport] = deque(maxlen=RECENT)
         self._table = table
         self._calls = calls
         self._fleet = fleet
         self._observer = observer
         self._enabled = enabled
+        self._own = own
 
     async def migrate(self, any_id: str, destination: str, timeout_s: float) -> MigrationReport:
         """See `Router.migrate`."""
@@ -66,6 +70,23 @@ class Migrations:
             raise RequestFinished(f"request {any_id} has finished")
         return report
 
+    async def migrate_foreign(
+        self, found: Foreign, destination: str, timeout_s: float
+    ) -> MigrationReport:
+        """Move a request of another front end, which hears of it from the instances."""
+        source = found.row.instance
+        endpoint = self._place(found.row.id, source, destination)
+
+        def send(call_id: int) -> None:
+            self._fleet.send(source, Migrate(call_id, found.run_id, destination, endpoint))
+
+        answer, _ = await self._calls.ask(source, send, Migrated, timeout_s, "Migrate")
+        if answer.report.reason == "already_migrating":
+            raise AlreadyMigrating(f"request {found.row.id} is being moved already")
+        if answer.report.reason == "unknown_request":
+            raise RequestFinished(f"request {found.row.id} has finished")
+        return msgspec.structs.replace(answer.report, request_id=found.row.id)
+
     def ended(self, message: Migrated) -> Entry | None:
         """A report came in. Returns the request if it runs at its destination from now on,
         and the client has seen no token from there yet."""
@@ -74,7 +95,8 @@ class Migrations:
             report = msgspec.structs.replace(report, request_id=entry.request_id)
         if report.reason not in _REFUSED:
             self.reports.append(report)
-            self._observer.migrated(report, entry.priority if entry else None)
+            if message.front in ("", self._own):
+                self._observer.migrated(report, entry.priority if entry else None)
         if report.state != "committed":
             return None
         if entry is None or entry.owner != report.source:
@@ -86,16 +108,20 @@ class Migrations:
         """The request, who runs it and the destination's endpoint, if it may be moved there."""
         if not self._enabled:
             raise MigrationDisabled("migration is off: the server runs with --no-migration")
-        endpoint = self._fleet.endpoint(destination)
+        self._fleet.endpoint(destination)
         entry = self._table.find(any_id)
         source = entry.instance
         if source is None:
             raise InstanceLost(f"request {any_id} has no instance now")
+        if entry.destination is not None and source != destination:
+            raise AlreadyMigrating(f"request {any_id} is being moved to {entry.destination}")
+        return entry, source, self._place(any_id, source, destination)
+
+    def _place(self, any_id: str, source: str, destination: str) -> str:
+        """The destination's endpoint, if both instances can take part."""
         if source == destination:
             raise SameInstance(f"request {any_id} runs on instance {destination} already")
-        if entry.destination is not None:
-            raise AlreadyMigrating(f"request {any_id} is being moved to {entry.destination}")
         for instance in (source, destination):
             if instance not in self._fleet.alive:
                 raise InstanceLost(f"instance {instance} is not connected")
-        return entry, source, endpoint
+        return self._fleet.endpoint(destination)

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 
 from kvmig.controlplane.messages import Call, CallDone, ListRequests, Requests
-from kvmig.engines.base import RequestState
 from kvmig.gateway.calls import Calls
 from kvmig.gateway.errors import CallFailed, CallTimeout, InstanceLost
 from kvmig.gateway.fleet import Fleet
@@ -42,10 +41,10 @@ class Questions:
         answers = await asyncio.gather(*(ask(name) for name in names))
         return dict(zip(names, answers, strict=True))
 
-    async def requests(self) -> dict[str, list[RequestState]]:
+    async def requests(self) -> dict[str, Requests]:
         """What each connected instance holds; one that doesn't answer, nothing."""
 
-        async def ask(instance: str) -> list[RequestState]:
+        async def ask(instance: str) -> Requests:
             def send(call_id: int) -> None:
                 self._fleet.send(instance, ListRequests(call_id))
 
@@ -55,8 +54,8 @@ class Questions:
                 )
             except (CallTimeout, InstanceLost) as error:
                 log.warning("requests of instance %s are not listed: %s", instance, error)
-                return []
-            return told.requests
+                return Requests(0, [])
+            return told
 
         names = self._fleet.alive
         return dict(zip(names, await asyncio.gather(*(ask(name) for name in names)), strict=True))

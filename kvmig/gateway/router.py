@@ -24,7 +24,9 @@ from kvmig.controlplane.policy import policy_of
 from kvmig.gateway.arbiter import FENCE_TIMEOUT_S, Arbiter
 from kvmig.gateway.calls import Calls
 from kvmig.gateway.endings import Endings
+from kvmig.gateway.errors import UnknownRequest
 from kvmig.gateway.fleet import Fleet
+from kvmig.gateway.foreign import find_foreign, foreign_requests
 from kvmig.gateway.inventory import InstanceRow, RequestRow, request_rows
 from kvmig.gateway.links import Link
 from kvmig.gateway.migrations import Migrations
@@ -70,6 +72,7 @@ class Router:
         lost_after_s: float = 10.0,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
+        self._name = name
         self._observer = observer or Unobserved()
         self._clock = clock
         self._table = RequestTable()
@@ -95,7 +98,7 @@ class Router:
             self._table, self._calls, self._fleet.send, self._fleet.fit, fence_timeout_s
         )
         self._migrations = Migrations(
-            self._table, self._calls, self._fleet, self._observer, config.scheduler.migration
+            self._table, self._calls, self._fleet, self._observer, config.scheduler.migration, name
         )
         self._streams = Streams(
             self._table,
@@ -120,13 +123,16 @@ class Router:
 
     # -- instances
 
-    async def add_instance(self, instance: str, endpoint: str, timeout_s: float = 30.0) -> bytes:
+    async def add_instance(
+        self, instance: str, endpoint: str, timeout_s: float = 30.0, index: int | None = None
+    ) -> bytes:
         """Connect; returns the engine's description (`Welcome.engine`).
 
-        Its engine index is the number of instances added before, or that of an earlier one
-        of its name. Raises InstanceLost, and ValueError if there is one of that name.
+        index: its engine index; None: the number of instances added before, or that of an
+        earlier one of its name. Raises InstanceLost, and ValueError if there is one of that
+        name.
         """
-        return await self._fleet.add(instance, endpoint, timeout_s)
+        return await self._fleet.add(instance, endpoint, timeout_s, index)
 
     async def remove_instance(self, instance: str, *, crashed: bool = False) -> None:
         """Disconnect for good; requests that it still runs run again elsewhere.
@@ -223,9 +229,13 @@ class Router:
         return list(self._table.entries)
 
     async def requests(self) -> list[RequestRow]:
-        """All live requests, in order of arrival; instances that don't answer are left out."""
+        """All live requests: ours in order of arrival, then those of other front ends.
+
+        Instances that don't answer are left out.
+        """
         told = await self._questions.requests()
-        return request_rows(self._table, told)
+        ours = request_rows(self._table, {name: one.requests for name, one in told.items()})
+        return [*ours, *(one.row for one in foreign_requests(told, self._name))]
 
     async def migrate(
         self, request_id: str, destination: str, timeout_s: float = 120.0
@@ -234,7 +244,14 @@ class Router:
 
         Raises what `kvmig.gateway.errors` names when it can't start.
         """
-        return await self._migrations.migrate(request_id, destination, timeout_s)
+        try:
+            return await self._migrations.migrate(request_id, destination, timeout_s)
+        except UnknownRequest:
+            told = foreign_requests(await self._questions.requests(), self._name)
+            found = find_foreign(told, request_id)
+            if found is None:
+                raise
+            return await self._migrations.migrate_foreign(found, destination, timeout_s)
 
     @property
     def reports(self) -> deque[MigrationReport]:

@@ -42,3 +42,13 @@ def check_lifecycle(config: LifecycleConfig, instances: int) -> None:
     for holds, field, value, allowed in rules:
         if not holds:
             raise ConfigError(f"{field} is {value}, must be {allowed}")
+
+
+def instance_name(number: int) -> str:
+    """Of instance `number`, from 0."""
+    return f"i{number}"
+
+
+def instance_number(name: str) -> int:
+    """The other way; the number is below `LifecycleConfig.max_instances`."""
+    return int(name.removeprefix("i"))
