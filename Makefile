@@ -53,8 +53,8 @@ bench-downtime: setup-dev ## the gap that a client sees at a migration
 bench-overhead: setup-dev ## what migrations and kvmig itself cost the others
 	@exec $(BIN)/python -m bench.overhead $(ARGS)
 
-docs-figures: setup-dev ## fill README's table from bench/results, draw the diagrams
-	@$(BIN)/python scripts/figures.py
+docs-figures: setup-dev ## README's table and docs/figures.md from bench/results, the diagrams
+	@$(BIN)/python -m scripts.figures
 	@$(BIN)/python scripts/draw_processes.py
 	@$(BIN)/python -m kvmig.kvtransfer.draw
 

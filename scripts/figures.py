@@ -1,8 +1,9 @@
-"""Fill README's table of figures from `bench/results/*.json`.
+"""Fill README's table of figures and docs/figures.md from `bench/results/*.json`.
 
+README shows the `headlines`, docs/figures.md all.
 A result has `summary` (a flat map of figures), `targets` (for some of them `{"max": x}`,
 `{"min": x}` or a plain text), `machine` and `versions` (maps, or plain text).
-`--check` changes nothing and exits with 1 when the table isn't current.
+`--check` changes nothing and exits with 1 when one of them isn't current.
 """
 
 from __future__ import annotations
@@ -14,12 +15,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from scripts.headlines import HEADLINES, Headline, Source
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "figures.md"
 RESULTS = ROOT / "bench" / "results"
 BEGIN = "<!-- figures: begin (scripts/figures.py) -->"
 END = "<!-- figures: end -->"
 NONE_YET = "No results are committed yet."
+NOT_MEASURED = {"cpu": "not yet measured", "gpu": "not yet measured on a GPU"}
+PAGE_HEAD = """# All figures
+
+Made by `make docs-figures` from the files in [bench/results](../bench/results), which also have
+each sample; [bench/README.md](../bench/README.md) says how each is measured. A target that was
+missed stays in the table.
+"""
 
 
 class FiguresError(Exception):
@@ -72,6 +83,32 @@ def table(results: Iterable[Path]) -> str:
     return "\n\n".join(parts) or NONE_YET
 
 
+def headlines(results: Path, lines: Iterable[Headline] = HEADLINES) -> str:
+    """README's table. Raises FiguresError."""
+
+    def found(source: Source | None, field: str) -> object:
+        path = results / f"{source.file}.json" if source else results
+        if source is None or not path.exists():
+            return None
+        try:
+            return json.loads(path.read_text())[field].get(source.figure)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise FiguresError(f"{path.name} is no result: {error!r}") from error
+
+    def cell(device: str, source: Source | None) -> str:
+        if source is None:
+            return ""
+        value = found(source, "summary")
+        return NOT_MEASURED[device] if value is None else number(value)
+
+    rows = [
+        f"| {one.says} | {cell('cpu', one.cpu)} | {target(found(one.cpu, 'targets'))} |"
+        f" {cell('gpu', one.gpu)} |"
+        for one in lines
+    ]
+    return "\n".join(["| | CPU | target | GPU |", "|---|---:|---|---:|", *rows])
+
+
 def filled(readme: str, figures: str) -> str:
     """The README's text with `figures` between the markers. Raises FiguresError."""
     if readme.count(BEGIN) != 1 or readme.count(END) != 1:
@@ -85,16 +122,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only say whether it is current")
     options = parser.parse_args(arguments)
     try:
-        text = README.read_text()
-        wanted = filled(text, table(RESULTS.glob("*.json")))
+        wanted = {
+            README: filled(README.read_text(), headlines(RESULTS)),
+            PAGE: f"{PAGE_HEAD}\n{table(RESULTS.glob('*.json'))}\n",
+        }
     except FiguresError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.check:
-        if text != wanted:
-            print("README's figures aren't current: run `make docs-figures`", file=sys.stderr)
-        return int(text != wanted)
-    README.write_text(wanted)
+        old = [
+            path for path, text in wanted.items() if not path.exists() or path.read_text() != text
+        ]
+        for path in old:
+            print(f"{path.name} isn't current: run `make docs-figures`", file=sys.stderr)
+        return int(bool(old))
+    for path, text in wanted.items():
+        path.write_text(text)
     return 0
 
 

@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from scripts import check, draw_processes, figures, setup_env
+from scripts.headlines import Headline, Source
 
 RESULT = """{
   "summary": {"downtime_ratio": 1.2345, "tokens": 12000},
@@ -38,6 +39,19 @@ def test_a_result_becomes_a_table(tmp_path: Path) -> None:
     lines = figures.table([result]).splitlines()
     assert lines[0] == "**downtime** – cores 2; vllm 0.32.0"
     assert lines[4:] == ["| downtime ratio | 1.23 | at most 2 |", "| tokens | 12,000 |  |"]
+
+
+def test_a_headline_without_a_result_says_so(tmp_path: Path) -> None:
+    line = Headline("gap", Source("downtime", "downtime_ratio"), Source("gpu", "gap"))
+    assert figures.headlines(tmp_path, [line]).splitlines()[2:] == [
+        "| gap | not yet measured |  | not yet measured on a GPU |"
+    ]
+
+
+def test_a_headline_has_its_figure_and_its_target(tmp_path: Path) -> None:
+    (tmp_path / "downtime.json").write_text(RESULT)
+    line = Headline("gap", Source("downtime", "downtime_ratio"), None)
+    assert figures.headlines(tmp_path, [line]).splitlines()[2:] == ["| gap | 1.23 | at most 2 |  |"]
 
 
 def test_only_what_is_between_the_markers_is_replaced() -> None:

@@ -1,0 +1,74 @@
+"""The figures that README shows first: what they say, and in which result they stand."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Source(NamedTuple):
+    """One figure of `bench/results/FILE.json`'s summary."""
+
+    file: str
+    figure: str
+
+
+class Headline(NamedTuple):
+    """A line of README's table; None: there is no such measurement for that device."""
+
+    says: str
+    cpu: Source | None
+    gpu: Source | None
+
+
+HEADLINES = (
+    Headline(
+        "pause of a live migration / time between two tokens, idle",
+        Source("downtime", "live_over_inter_token_background_0"),
+        None,
+    ),
+    Headline(
+        "the same with 4 more requests an instance",
+        Source("downtime", "live_over_inter_token_background_4"),
+        None,
+    ),
+    Headline(
+        "pause at 3,500 tokens / at 128 tokens",
+        Source("downtime", "live_3500_over_128_background_0"),
+        Source("gpu_downtime", "live_growth"),
+    ),
+    Headline(
+        "recompute elsewhere / live migration, 3,500 tokens",
+        Source("downtime", "recompute_over_live_3500_background_0"),
+        None,
+    ),
+    Headline(
+        "step time of the other requests during a migration / without",
+        Source("overhead", "step_time_during_migration_ratio"),
+        Source("gpu_interference", "least_slowdown"),
+    ),
+    Headline(
+        "throughput / plain vLLM",
+        Source("overhead", "throughput_over_plain"),
+        None,
+    ),
+    Headline(
+        "time to first token of plain vLLM / kvmig",
+        Source("overhead", "ttft_of_plain_over_kvmig"),
+        None,
+    ),
+    Headline(
+        "gathering KV blocks / speed of a plain copy",
+        Source("gather", "cpu_over_memcpy_1_thread"),
+        Source("gpu_gather", "gather_64kb_plain_share"),
+    ),
+    Headline(
+        "one scheduler round over 10,000 instances, ms",
+        Source("scheduler", "round_ms_10000"),
+        None,
+    ),
+    Headline(
+        "one dispatch among 10,000 instances, µs",
+        Source("scheduler", "dispatch_us_10000"),
+        None,
+    ),
+)
