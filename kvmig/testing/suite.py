@@ -61,7 +61,7 @@ class Suite:
             reply_timeout_ms=TIMEOUT_S * 500,
             lease_ms=TIMEOUT_S * 1000,
         )
-        self.migrator = Migrator(self.engines, config, on_commit=self._assign)
+        self.migrator = Migrator(self.engines, config, on_commit=self._assign, close_timeout_s=0.1)
         for name, engine in self.engines.items():
             heard = self.migrator.tap(name, partial(self._take, name))
             engine.connect(heard, lambda *done: None, self.exits.append)

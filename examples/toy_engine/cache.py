@@ -1,0 +1,53 @@
+"""The toy's paged KV cache: blocks of tokens, keys in one region and values in another."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from examples.toy_engine.model import HALF
+from kvmig.ground.layout import KVLayout, Region
+
+
+class Cache:
+    """`num_blocks` blocks of `block_tokens` tokens, which requests have lists of."""
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.free = list(range(num_blocks))
+        # Axes: key or value, block, token, byte.
+        self._memory = np.zeros((2, num_blocks, block_tokens, HALF), np.uint8)
+        run = block_tokens * HALF
+        base = self._memory.ctypes.data
+        self.layout = KVLayout(
+            (Region(base, run, run), Region(base + num_blocks * run, run, run)),
+            num_blocks,
+            block_tokens,
+            model="toy 1",
+        )
+
+    def needed(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-num_tokens // self.block_tokens)
+
+    def take(self, blocks: list[int], num_tokens: int) -> bool:
+        """Let `blocks` have room for so many tokens, if there is room."""
+        more = self.needed(num_tokens) - len(blocks)
+        if more > len(self.free):
+            return False
+        blocks += [self.free.pop(0) for _ in range(more)]
+        return True
+
+    def give_back(self, blocks: list[int]) -> None:
+        """All of them."""
+        self.free += blocks
+        blocks.clear()
+
+    def write(self, blocks: list[int], position: int, kv: bytes) -> None:
+        """One token's key and value."""
+        block, at = blocks[position // self.block_tokens], position % self.block_tokens
+        self._memory[:, block, at] = np.frombuffer(kv, np.uint8).reshape(2, HALF)
+
+    def read(self, blocks: list[int], first: int, last: int) -> bytes:
+        """Keys and values of tokens [first, last)."""
+        rows = self._memory[:, blocks].reshape(2, -1, HALF)[:, first:last]
+        return rows.transpose(1, 0, 2).tobytes()

@@ -1,0 +1,244 @@
+"""The toy's adapter: `kvmig.engines.base.ServingEngine`, method by method.
+
+Only what the comments say is worth copying: an adapter is about *when* a request may be touched,
+and about giving back what it took whenever something fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from examples.toy_engine.batch import Batch, Request
+from examples.toy_engine.cache import Cache
+from examples.toy_engine.payload import Asked, Given
+from examples.toy_engine.sides import Destination, Source
+from kvmig.engines.base import (
+    CameBlocks,
+    Emitted,
+    EngineLoad,
+    Export,
+    Frame,
+    OnCallDone,
+    OnOutputs,
+    OnTokens,
+    Pace,
+    RequestState,
+    Stage,
+    StepTime,
+    Tail,
+)
+from kvmig.engines.block_copies import BlockCopies
+from kvmig.ground.errors import MigrationRefused
+
+STEP_S = 0.001
+
+
+class ToyEngine:
+    """A toy of 256 blocks of 8 tokens, and the port over it."""
+
+    can_follow = False
+    following_pays = False
+
+    def __init__(self, num_blocks: int = 256, block_tokens: int = 8, max_running: int = 16) -> None:
+        self._cache = Cache(num_blocks, block_tokens)
+        self._batch = Batch(self._cache, max_running)
+        self._source = Source(self._batch, self._cache)
+        self._destination = Destination(self._batch, self._cache)
+        self.layout = self._cache.layout
+        # Copies run on a thread of their own, so that no step waits for one.
+        self._copies = BlockCopies(self.layout)
+        self._work = asyncio.Event()
+        self._stepping: asyncio.Task[None] | None = None
+        self._on_outputs: OnOutputs = lambda client, emitted, frames: None
+        self._on_call_done: OnCallDone = lambda client, call_id, error, frames: None
+
+    # -- the engine's own life
+
+    def connect(
+        self,
+        on_outputs: OnOutputs,
+        on_call_done: OnCallDone,
+        on_exit: Callable[[BaseException | None], None],
+    ) -> None:
+        self._on_outputs, self._on_call_done = on_outputs, on_call_done
+        self._stepping = asyncio.get_running_loop().create_task(self._steps())
+        self._stepping.add_done_callback(
+            lambda task: None if task.cancelled() else on_exit(task.exception())
+        )
+
+    async def _steps(self) -> None:
+        while True:
+            await self._work.wait()
+            for request in self._batch.step():
+                reason = "length" if request.finished else ""
+                given = Given(request.request_id, request.tokens[-1:], reason)
+                self._put_out(request.client, given)
+            if not self._batch.running and not self._batch.waiting:
+                self._work.clear()
+            await asyncio.sleep(STEP_S)
+
+    def _put_out(self, client: int, given: Given) -> None:
+        emitted = Emitted(given.request_id, len(given.token_ids), bool(given.finish_reason))
+        self._on_outputs(client, [emitted], [msgspec.msgpack.encode([given])])
+
+    async def close(self, timeout_s: float) -> None:
+        if self._stepping is not None:
+            self._stepping.cancel()
+            await asyncio.wait([self._stepping], timeout=timeout_s)
+        self._copies.close()
+
+    async def warm_up(self) -> None:
+        """Nothing is cold."""
+
+    async def step_times(self, limit_s: float) -> list[StepTime]:
+        return []
+
+    def step_s(self) -> float:
+        return 0.0  # a step holds the event loop: nobody could ask during one
+
+    def describe(self) -> bytes:
+        return b"toy"
+
+    # -- clients
+
+    def submit(
+        self,
+        client: int,
+        request_id: str,
+        payload: Sequence[Frame],
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        asked = msgspec.msgpack.decode(b"".join(payload), type=Asked)
+        most = len(asked.prompt) + asked.max_tokens
+        if not asked.prompt or most > self.layout.num_blocks * self._cache.block_tokens:
+            self._put_out(client, Given(request_id, [], "error"))
+            return
+        tokens = [*asked.prompt, *output_token_ids]
+        self._batch.waiting.append(
+            Request(request_id, client, tokens, len(asked.prompt), asked.max_tokens, asked.seed)
+        )
+        self._work.set()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            request = self._source.forget(request_id) or self._batch.find(request_id)
+            if request is None:
+                continue
+            if self._batch.find(request_id) is request:
+                self._batch.remove(request)
+            self._cache.give_back(request.blocks)
+
+    def call(self, client: int, call_id: int, method: str, payload: Sequence[Frame]) -> None:
+        self._on_call_done(client, call_id, f"a toy has no method {method}", [])
+
+    def assign(self, request_id: str, client: int) -> None:
+        self._destination.known(request_id).client = client
+
+    def encode_request(
+        self, prompt: Sequence[int], max_tokens: int, seed: int | None = None
+    ) -> list[Frame]:
+        """For the conformance suite."""
+        return [msgspec.msgpack.encode(Asked(list(prompt), max_tokens, seed))]
+
+    def decode_outputs(self, frames: Sequence[Frame]) -> list[Given]:
+        """For the conformance suite."""
+        return msgspec.msgpack.decode(frames[0], type=list[Given])
+
+    # -- what it holds
+
+    def load(self) -> EngineLoad:
+        needs = [self._cache.needed(len(one.tokens)) for one in self._batch.waiting]
+        total = self.layout.num_blocks
+        return EngineLoad(
+            total_blocks=total,
+            used_blocks=total - len(self._cache.free),
+            running=len(self._batch.running),
+            waiting=len(needs),
+            head_blocks=needs[0] if needs else 0,
+            waiting_blocks=sum(needs),
+        )
+
+    async def requests(self) -> list[RequestState]:
+        batch = self._batch
+        groups = (
+            ("running", batch.running),
+            ("suspended", self._source.suspended()),
+            ("waiting", batch.waiting),
+        )
+        return [
+            RequestState(
+                one.request_id,
+                state,
+                len(one.tokens),
+                one.num_outputs,
+                len(one.blocks),
+                priority=0,
+                wanted_blocks=self._cache.needed(len(one.tokens)) if state == "waiting" else 0,
+            )
+            for state, group in groups
+            for one in group
+        ]
+
+    # -- source
+
+    async def export(self, request_id: str) -> Export:
+        return self._source.export(request_id)
+
+    async def stage(self, request_id: str, sent: int) -> Stage:
+        return self._source.stage(request_id, sent)
+
+    async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+        return self._source.suspend(request_id, sent)
+
+    async def resume(self, request_id: str) -> None:
+        self._source.resume(request_id)
+        self._work.set()
+
+    async def release(self, request_id: str) -> None:
+        self._source.release(request_id)
+
+    # -- destination
+
+    async def reserve(self, export: Export) -> int:
+        return self._destination.reserve(export)
+
+    async def grow(self, request_id: str, num_tokens: int) -> list[int]:
+        return self._destination.grow(request_id, num_tokens)
+
+    async def prepare(self, request_id: str) -> None:
+        """A step after a pause is like any other."""
+
+    async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+        try:
+            if last is not None:
+                last.check(self._copies.scatter_now(last.block_ids, last.fused))
+            self._destination.commit(request_id, tail)
+        except BaseException:
+            self._destination.cancel(request_id)
+            raise
+        self._work.set()
+
+    async def cancel(self, request_id: str) -> None:
+        self._destination.cancel(request_id)
+
+    # -- following: this engine doesn't
+
+    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
+        raise MigrationRefused("unsupported", "a toy can't be followed")
+
+    async def follow(self, request_id: str, fork: Tail) -> Pace:
+        raise MigrationRefused("unsupported", "a toy can't follow")
+
+    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
+        raise MigrationRefused("unsupported", "a toy can't follow")
+
+    # -- memory
+
+    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
+        return await self._copies.gather(block_ids, out)
+
+    async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
+        return await self._copies.scatter(block_ids, fused)

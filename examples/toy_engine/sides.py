@@ -1,0 +1,170 @@
+"""Both ends of a migration: what the toy keeps of requests that leave and requests that come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from examples.toy_engine.batch import Batch, Request
+from examples.toy_engine.cache import Cache
+from examples.toy_engine.payload import Moving
+from kvmig.engines.base import Export, Stage, Tail
+from kvmig.ground.errors import MigrationRefused, RequestGone
+
+
+@dataclass
+class Leaving:
+    """A request that was exported. A preemption since then takes its blocks: it can't go on."""
+
+    request: Request
+    preemptions: int
+    place: list[Request] | None = None
+    """While it is suspended: the running or the waiting ones, whichever it was among."""
+
+
+class Source:
+    """Requests that leave. Until `release` they can go on here at any moment."""
+
+    def __init__(self, batch: Batch, cache: Cache) -> None:
+        self._batch = batch
+        self._cache = cache
+        self._leaving: dict[str, Leaving] = {}
+
+    def export(self, request_id: str) -> Export:
+        """All of it but the KV; it runs on."""
+        request = self._batch.find(request_id)
+        if request is None:
+            raise RequestGone("unknown_request", f"{request_id} is not here")
+        self._leaving[request_id] = Leaving(request, request.preemptions)
+        return Export(request_id, len(request.tokens), [_encode(request)])
+
+    def stage(self, request_id: str, sent: int) -> Stage:
+        """Full blocks: no step writes them any more, so they can be copied while it runs on."""
+        request = self._checked(request_id).request
+        full = request.computed // self._cache.block_tokens
+        return Stage(request.blocks[sent:full], len(request.tokens), request.num_outputs > 0)
+
+    def suspend(self, request_id: str, sent: int) -> Tail:
+        """Out of the batch, but with its blocks; the last of them is part full."""
+        leaving = self._checked(request_id)
+        request, batch = leaving.request, self._batch
+        leaving.place = batch.running if request in batch.running else batch.waiting
+        batch.remove(request)
+        used = self._cache.needed(request.computed)
+        return Tail(
+            request.blocks[sent:used], len(request.tokens), request.num_outputs, _encode(request)
+        )
+
+    def resume(self, request_id: str) -> None:
+        """Back to where it was, if it still lives."""
+        leaving = self._leaving.pop(request_id, None)
+        if leaving is not None and leaving.place is not None:
+            leaving.place.insert(0, leaving.request)
+
+    def release(self, request_id: str) -> None:
+        """It runs elsewhere now."""
+        leaving = self._leaving.pop(request_id, None)
+        if leaving is not None and leaving.place is not None:
+            self._cache.give_back(leaving.request.blocks)
+
+    def forget(self, request_id: str) -> Request | None:
+        """Its client has left; the request, if it was suspended."""
+        leaving = self._leaving.pop(request_id, None)
+        return leaving.request if leaving is not None and leaving.place is not None else None
+
+    def suspended(self) -> list[Request]:
+        """Requests out of the batch on a migration's behalf."""
+        return [one.request for one in self._leaving.values() if one.place is not None]
+
+    def _checked(self, request_id: str) -> Leaving:
+        """Still here, and with the blocks that it had at the export."""
+        leaving = self._leaving.get(request_id)
+        if leaving is None:
+            raise RequestGone("unknown_request", f"{request_id} was not exported")
+        request = leaving.request
+        if self._batch.find(request_id) is not request:
+            del self._leaving[request_id]
+            raise RequestGone("finished", f"{request_id} has ended")
+        if request.preemptions != leaving.preemptions:
+            del self._leaving[request_id]
+            raise RequestGone("preempted", f"{request_id} was preempted")
+        return leaving
+
+
+class Destination:
+    """Requests that come. Until `commit` they run elsewhere, and only hold blocks here."""
+
+    def __init__(self, batch: Batch, cache: Cache) -> None:
+        self._batch = batch
+        self._cache = cache
+        self._arriving: dict[str, Request] = {}
+
+    def reserve(self, export: Export) -> int:
+        """Blocks for the request. This engine shares no prefixes, so none has its KV yet."""
+        request_id = export.request_id
+        if self._batch.find(request_id) is not None or request_id in self._arriving:
+            raise MigrationRefused("already_migrating", f"{request_id} is here")
+        if len(self._batch.running) + len(self._arriving) >= self._batch.max_running:
+            raise MigrationRefused("no_batch_slot", f"{len(self._batch.running)} requests run")
+        request = _decode(request_id, export.payload)
+        if request.computed and not self._cache.take(request.blocks, len(request.tokens)):
+            raise MigrationRefused("no_blocks", f"no room for {len(request.tokens)} tokens")
+        self._arriving[request_id] = request
+        return 0
+
+    def grow(self, request_id: str, num_tokens: int) -> list[int]:
+        """Room for so many tokens, and a block more; if there is none the reservation ends."""
+        request = self.known(request_id)
+        if not self._cache.take(request.blocks, num_tokens + self._cache.block_tokens):
+            self.cancel(request_id)
+            raise MigrationRefused("no_blocks", f"no room for {num_tokens} tokens")
+        return list(request.blocks)
+
+    def commit(self, request_id: str, tail: Tail) -> None:
+        """From now on it runs here, and nowhere else."""
+        arriving = self.known(request_id)
+        request = _decode(request_id, [tail.state])
+        request.client, request.blocks = arriving.client, arriving.blocks
+        del self._arriving[request_id]
+        if request.computed:
+            self._batch.running.insert(0, request)
+        else:
+            self._cache.give_back(request.blocks)  # it waits here as it did there
+            self._batch.waiting.append(request)
+
+    def cancel(self, request_id: str) -> None:
+        """Give back all that it held."""
+        request = self._arriving.pop(request_id, None)
+        if request is not None:
+            self._cache.give_back(request.blocks)
+
+    def known(self, request_id: str) -> Request:
+        """Raises MigrationRefused."""
+        if request_id not in self._arriving:
+            raise MigrationRefused("unknown_request", f"{request_id} has no reservation")
+        return self._arriving[request_id]
+
+
+def _encode(request: Request) -> bytes:
+    return msgspec.msgpack.encode(
+        Moving(
+            request.tokens, request.num_prompt, request.max_tokens, request.seed, request.computed
+        )
+    )
+
+
+def _decode(request_id: str, payload: list[bytes]) -> Request:
+    try:
+        moving = msgspec.msgpack.decode(b"".join(payload), type=Moving)
+    except msgspec.MsgspecError as error:
+        raise MigrationRefused("incompatible", f"an export of another kind: {error}") from error
+    return Request(
+        request_id,
+        0,
+        moving.tokens,
+        moving.num_prompt,
+        moving.max_tokens,
+        moving.seed,
+        moving.computed,
+    )
