@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvmig.controlplane.dispatch import (
     Dispatch,
+    FewestWithRoom,
     Freest,
     LeastLoaded,
     NewRequest,
@@ -23,9 +24,10 @@ from kvmig.controlplane.policy import POLICIES
 from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.controlplane.view_builder import ViewBuilder
 from kvmig.controlplane.virtual_usage import usage
-from kvmig.engines.base import EngineLoad
+from kvmig.engines.base import ClassLoad, EngineLoad
 from kvmig.ground.config import PolicyName
 from kvmig.ground.errors import NoInstance
+from tests.made_up_instances import instance as made_up
 
 
 def policy(name: str) -> Dispatch:
@@ -165,3 +167,50 @@ def test_the_freest_is_never_one_with_more_usage_and_more_requests_than_another(
     chosen = RoomiestAfter().pick(view, NewRequest(demand))
     assert chosen.load.used_blocks <= min(used) + 4
     assert chosen.virtual_blocks < inf
+
+
+# -- kvmig's
+
+
+def test_of_instances_with_room_enough_the_one_with_the_fewest_requests_is_taken() -> None:
+    view = cluster(instance("a", 10, 5), instance("b", 40, 3), instance("c", 85, 1))
+    assert picks(FewestWithRoom(10), view, 1) == "b"
+
+
+def test_of_as_many_requests_the_one_with_the_most_room_is_taken_and_of_equals_each() -> None:
+    view = cluster(instance("a", 20, 3), instance("b", 10, 3), instance("c", 10, 3))
+    assert picks(FewestWithRoom(10), view, 4) == "bcbc"
+
+
+def test_without_room_enough_anywhere_the_roomiest_is_taken() -> None:
+    view = cluster(instance("a", 90, 1), instance("b", 70, 4), instance("c", 100, 1, 1, 9, 9))
+    assert picks(FewestWithRoom(10), view, 1) == "b"
+
+
+def protecting(name: str, high: int, normal: int) -> InstanceView:
+    """Requests of 10 blocks; the high ones have a headroom of 60 of the 100."""
+    classes = (ClassLoad(-1, high, 0, 10 * high), ClassLoad(0, normal, 0, 10 * normal))
+    running = high + normal
+    return made_up(name, 10 * running, running, classes=classes, headroom={-1: 60.0})
+
+
+def to(view: ClusterView, priority: int, demand: float = 5) -> str:
+    return FewestWithRoom(10).pick(view, NewRequest(demand, priority)).instance
+
+
+def test_a_protected_request_joins_its_like_as_long_as_they_fit_beside_each_other() -> None:
+    view = cluster(protecting("a", 0, 1), protecting("b", 3, 2), protecting("c", 0, 0))
+    assert to(view, -1) == "b"
+    assert to(view, -1, demand=20) == "c"
+    assert to(cluster(protecting("a", 0, 3), protecting("b", 0, 1)), -1) == "b"
+
+
+def test_a_normal_request_keeps_away_from_protected_ones() -> None:
+    view = cluster(protecting("a", 0, 3), protecting("b", 2, 0))
+    assert to(view, 0) == "a"
+    everywhere = cluster(protecting("a", 1, 5), protecting("b", 1, 0))
+    assert to(everywhere, 0) == "b"
+
+
+def test_a_priority_without_headroom_is_placed_like_a_normal_one() -> None:
+    assert to(cluster(protecting("a", 0, 3), protecting("b", 2, 0)), -7) == "a"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.messages import Pair
+from kvmig.controlplane.messages import Pair, Why
 from kvmig.controlplane.victims import VictimRule, next_victim
 from kvmig.engines.base import RequestState
 
@@ -102,3 +103,55 @@ def test_a_round_moves_no_more_than_its_budget_or_one_large_request(
         spent += held[victim].blocks
     assert len(set(moved)) == len(moved)
     assert spent <= budget or (len(moved) == 1 and spent <= room)
+
+
+# -- what else than balance a move may be for
+
+
+def waiting(name: str, wanted: int) -> RequestState:
+    return RequestState(name, "waiting", wanted * 16, 0, 0, 0, wanted_blocks=wanted)
+
+
+def for_(why: Why, budget: float, room: float = 1000, above: int | None = None) -> Pair:
+    return Pair("b", "tcp://b", budget, room, why, above)
+
+
+def test_a_queue_moves_in_its_order_as_far_as_it_fits() -> None:
+    queue = [request("runs"), waiting("large", 30), waiting("first", 8), waiting("second", 5)]
+    assert choose(queue, for_("queue", 40)) == "large"
+    assert choose(queue, for_("queue", 20)) == "first"
+    assert choose(queue, for_("queue", 20), spent=13) == "second"
+    assert choose(queue, for_("queue", 4)) is None
+
+
+def test_room_is_made_by_the_smallest_that_suffices_or_else_by_the_largest() -> None:
+    held = [request("a", 5), request("b", 12), request("c", 20, output=0)]
+    assert choose(held, for_("defragment", 10)) == "b"
+    assert choose(held, for_("defragment", 15)) == "c"
+    assert choose(held, for_("defragment", 30)) == "c"
+    assert choose(held, for_("defragment", 30, room=15)) == "b"
+    assert choose(held, for_("defragment", 30), spent=30) is None
+
+
+def test_only_those_that_come_after_a_protected_request_make_way() -> None:
+    held = [request("high", 1, priority=-1), request("normal", 9), request("low", 8, priority=2)]
+    assert choose(held, for_("priority", 20, above=-1)) == "low"
+    assert choose(held[:2], for_("priority", 20, above=-1)) == "normal"
+    assert choose(held[:1], for_("priority", 20, above=-1)) is None
+
+
+def test_a_drain_takes_whatever_there_is_and_what_waits_first() -> None:
+    held = [request("prefill", 3, output=0), request("came", 2), waiting("waits", 50)]
+    just_now = {"came": 99.9}
+    assert choose(held, for_("drain", 0), arrived=just_now) == "waits"
+    assert choose(held[:2], for_("drain", 10), arrived=just_now) == "came"
+    assert choose(held[:1], for_("drain", 10)) == "prefill"
+    assert choose([request("a", unmovable="pooling request")], for_("drain", 10)) is None
+
+
+@pytest.mark.parametrize("why", ["balance", "queue", "defragment", "priority"])
+def test_only_a_drain_moves_a_request_again_at_once(why: Why) -> None:
+    held = [request("a"), waiting("b", 4)]
+    came = {"a": 99.0, "b": 99.0}
+    assert choose(held, for_(why, 100), arrived=came) is None
+    assert choose(held, for_("drain", 100), arrived=came) == "b"

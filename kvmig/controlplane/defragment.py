@@ -1,12 +1,14 @@
-"""A queue whose head fits nowhere beside what runs: it moves, or room is made for it. Pure.
+"""A queue whose head can't start where it is: it moves, or room is made for it. Pure.
 
-The head of a queue may want more blocks than its instance has free though the cluster has
-enough. If another instance has them, waiting requests go there: they hold nothing, so
-that costs nothing. If none has, running requests of its own instance go to where there is
-room, no more than it takes to let the head in.
+The head of a queue may want more blocks than its instance has free, or a seat in a full
+batch. If another instance has them, waiting requests go there: they hold nothing, so that
+costs nothing. If the blocks are nowhere in one place, running requests of its own instance
+go to where there is room, no more than it takes to let the head in.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -18,7 +20,8 @@ def move_queues(ledger: Ledger) -> None:
     """Pair instances whose head can't start with ones where it can, at once."""
     columns = ledger.columns
     missing = _missing(ledger)
-    stuck = ledger.worst(ledger.serving & (missing > 0), -missing)
+    seated = (columns.waiting > 0) & (columns.running >= columns.seats)
+    stuck = ledger.worst(ledger.serving & ((missing > 0) | seated), -missing)
     if not stuck:
         return
     takers = _takers(ledger)
@@ -30,7 +33,7 @@ def move_queues(ledger: Ledger) -> None:
             room = ledger.room(destination)
             queue = wanted + float(columns.behind[source])
             blocks = min(queue, room)
-            requests = float(columns.waiting[source]) * blocks / queue
+            requests = math.ceil(columns.waiting[source] * blocks / queue)
             ledger.pair(
                 source, destination, requests, blocks, budget=blocks, room=room, why="queue"
             )
@@ -78,5 +81,5 @@ def _missing(ledger: Ledger) -> Column:
 
 def _takers(ledger: Ledger) -> Takers:
     """Those with the most room and no queue of their own."""
-    free = ledger.serving & (ledger.columns.waiting == 0)
+    free = ledger.serving & (ledger.columns.waiting == 0) & (ledger.batch < ledger.columns.seats)
     return Takers(ledger, free, ledger.rooms(), ledger.room)

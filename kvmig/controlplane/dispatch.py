@@ -133,6 +133,59 @@ class RoomiestAfter(_Best):
 
     def scores(self, columns: Columns, demand_blocks: float) -> Column:
         """More slack is better."""
-        free = columns.free - columns.behind - demand_blocks
-        weight = np.where(columns.requests == 0, _IDLE, 1 / (columns.requests + 1))
+        free = columns.room - demand_blocks
+        weight = np.where(columns.requests == 0, _IDLE, columns.share)
         return np.where(free < 0, free, free * weight)
+
+
+class FewestWithRoom:
+    """The fewest requests among those with room enough; the roomiest if there is none.
+
+    A step takes longer with each request in the batch, and each prompt stops all others for
+    its prefill: where memory isn't short, requests are what an instance should have few of.
+    Enough: each request could still grow by `enough` blocks with the new one there.
+
+    A request of a priority with headroom goes to where such ones run already, as long as
+    they fit beside each other once all others have made way: kept apart, each would cost
+    the room of a whole instance.
+    """
+
+    def __init__(self, enough: float) -> None:
+        self.enough = enough
+        self._rotation = Rotation()
+        self._roomiest = RoomiestAfter()
+
+    def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:
+        """See above; of equals the one with the most slack."""
+        columns, demand = view.columns, request.demand_blocks
+        if _is_protected(view, request.priority):
+            beside = (columns.kept > 0) & (columns.room + columns.lower >= demand)
+            row = _most(columns.room, beside & (columns.open_until >= view.now))
+            if row is not None:
+                return view.instances[row]
+            row = _most(columns.room, candidates(view, demand))
+            return view.instances[0 if row is None else row]
+        slack = (columns.room - demand) * columns.share
+        enough = (slack >= self.enough) & (columns.open_until >= view.now)
+        requests = np.where(enough, columns.requests, np.inf)
+        fewest = requests.min(initial=np.inf)
+        if fewest == np.inf:
+            return self._roomiest.pick(view, request)
+        rows = np.flatnonzero(requests == fewest)
+        if len(rows) > 1:
+            slack = slack[rows]
+            rows = rows[slack == slack.max()]
+        return view.instances[self._rotation.take(rows)]
+
+
+def _is_protected(view: ClusterView, priority: int) -> bool:
+    """Whether the priority has headroom anywhere (all instances have the same classes)."""
+    heard = (one.headroom for one in view.instances if one.reported_at is not None)
+    return bool(next(heard, {}).get(priority))
+
+
+def _most(values: Column, rows: Mask) -> int | None:
+    """The row with the highest value among `rows`."""
+    if not rows.any():
+        return None
+    return int(np.where(rows, values, -np.inf).argmax())

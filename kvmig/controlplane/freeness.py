@@ -66,7 +66,7 @@ def instance_freeness(one: InstanceView) -> float:
 
 def free_blocks_of(columns: Columns, queued: Queued) -> Column:
     """`free_blocks` of each."""
-    return columns.free - columns.behind if queued == "all" else columns.free
+    return columns.room if queued == "all" else columns.free
 
 
 def batch_sizes(columns: Columns, queued: Queued) -> Column:

@@ -12,7 +12,14 @@ import msgspec
 
 from kvmig.controlplane.balance import balance
 from kvmig.controlplane.defragment import make_room, move_queues
-from kvmig.controlplane.dispatch import Dispatch, Freest, LeastLoaded, RoomiestAfter, RoundRobin
+from kvmig.controlplane.dispatch import (
+    Dispatch,
+    FewestWithRoom,
+    Freest,
+    LeastLoaded,
+    RoomiestAfter,
+    RoundRobin,
+)
 from kvmig.controlplane.drain import drain
 from kvmig.controlplane.extremes import pair_extremes
 from kvmig.controlplane.ledger import Rounds
@@ -61,7 +68,7 @@ _POLICIES = (
     ),
     Policy(
         name="kvmig",
-        dispatcher=RoomiestAfter,
+        dispatcher=lambda: FewestWithRoom(enough=10.0),
         rounds=Rounds(rules=(drain, protect, move_queues, make_room, balance)),
     ),
 )

@@ -54,17 +54,21 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
         """Its row in `Columns`."""
         load = self.load
         state = _STATES.get(self.state, _OTHER)
+        free = load.total_blocks - self.virtual_blocks - self.pending_blocks
         heard = -math.inf if self.reported_at is None else self.reported_at + stale_after_s
         return (
             load.total_blocks,
-            load.total_blocks - self.virtual_blocks - self.pending_blocks,
+            free,
             self.behind_blocks,
+            free - self.behind_blocks,
+            1 / (self.requests + 1),
             load.used_blocks,
             load.head_blocks,
             load.running,
             load.waiting,
             self.requests,
             self.migrations_out,
+            load.seats or math.inf,
             self.kept_blocks,
             self.lower_blocks,
             state,

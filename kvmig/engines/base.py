@@ -66,6 +66,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """Further pools of blocks."""
     preempted: tuple[Preempted, ...] = ()
     """One a priority of which a request was ever preempted."""
+    seats: int = 0
+    """Requests that can run at once; 0: as many as there are blocks for."""
 
 
 class RequestState(msgspec.Struct, frozen=True):

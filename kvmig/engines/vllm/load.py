@@ -29,6 +29,7 @@ def engine_load(scheduler: Scheduler, units: Units, preemptions: Preemptions) ->
         waiting_blocks=sum(demands),
         classes=_classes(scheduler, waiting, units),
         preempted=preemptions.counts(),
+        seats=scheduler.max_num_running_reqs,
     )
 
 
