@@ -74,15 +74,18 @@ def test_a_request_that_moves_already_or_just_came_stays() -> None:
     assert choose(held, pair(10), arrived={"a": 98.0, "b": 99.0}) == "a"
 
 
-def test_a_request_in_prefill_in_the_queue_or_young_stays() -> None:
+def test_a_request_in_prefill_or_in_the_queue_stays() -> None:
     held = [
         request("prefill", output=0),
-        request("young", output=15),
         request("queued", state="waiting"),
         request("leaving", state="suspended"),
         request("empty", 0),
     ]
     assert choose(held, pair(10)) is None
+    held.append(request("young", output=15))
+    assert choose(held, pair(10)) == "young"
+    rule = VictimRule(min_output_tokens=16)
+    assert next_victim(held, pair(10), 0, (), {}, 0.0, rule) is None
     rule = VictimRule(min_output_tokens=0)
     assert next_victim(held, pair(10), 0, (), {}, 0.0, rule) == held[0]
 

@@ -41,7 +41,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _PAPER = Rounds(rules=(pair_extremes,), queued="head", destination_above=3.0, min_gain=0.0)
-_PAPER_VICTIMS = VictimRule(cooldown_s=0.0, min_output_tokens=1)
+_PAPER_VICTIMS = VictimRule(cooldown_s=0.0)
 
 _POLICIES = (
     Policy(name="round-robin", dispatcher=RoundRobin),

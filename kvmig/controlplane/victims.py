@@ -15,10 +15,8 @@ class VictimRule(msgspec.Struct, frozen=True, kw_only=True):
 
     cooldown_s: float = 2.0
     """A request that came here by a migration stays at least so long, but in a drain."""
-    min_output_tokens: int = 16
-    """Nobody knows how long a request will run, but short answers are common: one that has
-    outlived the first tokens probably pays its move back. It also leaves those in prefill
-    alone, whose blocks are still being filled. In a drain all go."""
+    min_output_tokens: int = 1
+    """So those in prefill, whose blocks are still being filled, stay; but in a drain all go."""
 
 
 DEFAULT_RULE = VictimRule()

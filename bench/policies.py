@@ -1,0 +1,190 @@
+"""Policies beside each other, and kvmig's with one part changed at a time: simulated.
+
+Every policy gets the same requests: drawn lengths and arrivals, several seeds, and with
+--traces real ones. 16 modelled LLaMA-7B on A10 (`kvmig.sim`), reports as live. The figures are
+geometric means over the workloads of a policy's mean over seeds, beside llumnix's; the last
+is the time lost to preemptions, summed over the workloads. Below 1 is better.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import geometric_mean, mean
+
+import msgspec
+from rich.table import Table
+
+from bench import report
+from kvmig.controlplane.balance import balance
+from kvmig.controlplane.defragment import make_room, move_queues
+from kvmig.controlplane.dispatch import RoomiestAfter
+from kvmig.controlplane.drain import drain
+from kvmig.controlplane.extremes import pair_extremes
+from kvmig.controlplane.policy import POLICIES, Policy
+from kvmig.controlplane.protect import protect
+from kvmig.controlplane.victims import VictimRule
+from kvmig.sim import cost
+from kvmig.sim.cluster import SimCluster
+from kvmig.sim.outcomes import Outcomes
+from kvmig.sim.policies import setting
+from kvmig.sim.run import Run, requests_of
+from kvmig.sim.workloads import PAPER_SEED
+
+INSTANCES = 16
+SEEDS = (PAPER_SEED, 1, 2)
+DRAWN = (
+    ("ShareGPT", 7.5, 1.0),
+    ("ShareGPT", 8.5, 1.0),
+    ("BurstGPT", 8.5, 1.0),
+    ("M-M", 7.8, 1.0),
+    ("L-L", 3.0, 1.0),
+    ("L-L", 2.4, 4.0),
+    ("S-L", 4.3, 1.0),
+    ("L-S", 14.0, 1.0),
+)
+"""(lengths, requests a second, CV of the gaps)."""
+REAL = ("azure2023_code.csv.gz", "azure2023_conv.csv.gz")
+FIGURES = ("ttft_mean_s", "ttft_p99_s", "tpot_mean_s", "tpot_p99_s", "e2e_mean_s", "e2e_p99_s")
+LOSS = "loss_mean_s"
+BASE = "llumnix"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One policy on one workload."""
+
+    policy: str
+    workload: str
+    seed: int
+    figures: dict[str, float]
+
+
+def variants() -> dict[str, Policy]:
+    """By name: the policies that there are, then kvmig's with one part changed."""
+    replace = msgspec.structs.replace
+    named = {str(key): value for key, value in POLICIES.items()}
+    ours = named["kvmig"]
+    rounds = ours.rounds
+    assert rounds is not None
+    paper = replace(rounds, rules=(pair_extremes,), destination_above=3.0, min_gain=0.0)
+    return {
+        **named,
+        "kvmig, dispatch by slack": replace(ours, dispatcher=RoomiestAfter),
+        "kvmig, no migration": replace(ours, rounds=None),
+        "kvmig, queues stay": replace(
+            ours, rounds=replace(rounds, rules=(drain, protect, make_room, balance))
+        ),
+        "kvmig, no room made": replace(
+            ours, rounds=replace(rounds, rules=(drain, protect, move_queues, balance))
+        ),
+        "kvmig, only balance": replace(ours, rounds=replace(rounds, rules=(drain, balance))),
+        "kvmig, the paper's pairs": replace(ours, rounds=paper),
+        "kvmig, victims from 16 tokens": replace(ours, victims=VictimRule(min_output_tokens=16)),
+    }
+
+
+def workloads(
+    requests: int, seeds: Sequence[int], traces: Path | None
+) -> Iterator[tuple[str, Run]]:
+    """(name, run); the run's own policy doesn't matter."""
+    for trace, rate, cv in DRAWN:
+        name = f"{trace} {rate:g}/s" + (f" CV {cv:g}" if cv != 1 else "")
+        for seed in seeds:
+            yield (
+                name,
+                Run(trace=trace, policy=BASE, rate=rate, cv=cv, seed=seed, requests=requests),
+            )
+    for file in REAL if traces is not None else ():
+        assert traces is not None
+        yield file.partition(".")[0], Run(trace=str(traces / file), policy=BASE, requests=requests)
+
+
+def simulate(job: tuple[str, str, Run]) -> Sample:
+    """One of them, in a process of its own."""
+    policy, workload, run = job
+    cluster = SimCluster(
+        requests_of(run),
+        INSTANCES,
+        cost.load("a10-llama7b"),
+        variants()[policy],
+        setting("live"),
+        Outcomes(),
+    )
+    figures = cluster.run().summary()
+    kept = (*FIGURES, LOSS, "migrations", "preempted_share")
+    return Sample(policy, workload, run.seed, {name: figures[name] for name in kept})
+
+
+def of(samples: Sequence[Sample], policy: str, workload: str, figure: str) -> float:
+    """Mean over seeds."""
+    return mean(
+        one.figures[figure] for one in samples if (one.policy, one.workload) == (policy, workload)
+    )
+
+
+def ratios(samples: Sequence[Sample], policy: str) -> dict[str, float]:
+    """Beside BASE: geometric means over the workloads; of the loss the ratio of the sums."""
+    names = list(dict.fromkeys(one.workload for one in samples))
+    found = {
+        figure: geometric_mean(
+            of(samples, policy, name, figure) / of(samples, BASE, name, figure) for name in names
+        )
+        for figure in FIGURES
+    }
+    lost = [sum(of(samples, one, name, LOSS) for name in names) for one in (policy, BASE)]
+    return {**found, LOSS: lost[0] / lost[1] if lost[1] else math.nan}
+
+
+def tables(samples: Sequence[Sample]) -> list[Table]:
+    """The ratios, then a table a workload."""
+    policies = list(dict.fromkeys(one.policy for one in samples))
+    columns = ("policy", *FIGURES, LOSS)
+    made = [
+        report.table(
+            f"beside {BASE}", columns, [(one, *ratios(samples, one).values()) for one in policies]
+        )
+    ]
+    for name in dict.fromkeys(one.workload for one in samples):
+        rows = [
+            (one, *(of(samples, one, name, figure) for figure in (*FIGURES, LOSS, "migrations")))
+            for one in policies
+        ]
+        made.append(report.table(name, (*columns, "migrations"), rows))
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    root = report.parser(__doc__)
+    root.add_argument("--traces", type=Path, help="folder with Azure's traces as CSV")
+    root.add_argument("--workers", type=int, default=1, help="processes")
+    options = root.parse_args(argv)
+    requests, seeds = (1000, SEEDS[:1]) if options.quick else (4000, SEEDS)
+    settings = {"requests": requests, "seeds": list(seeds), "instances": INSTANCES}
+    result = report.begin("policies", settings)
+    jobs = [
+        (policy, name, run)
+        for name, run in workloads(requests, seeds, options.traces)
+        for policy in variants()
+    ]
+    with (
+        ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool,
+        report.progress() as bar,
+    ):
+        samples = list(bar.track(pool.map(simulate, jobs), total=len(jobs), description="runs"))
+    result.samples = [asdict(sample) for sample in samples]
+    ours = ratios(samples, "kvmig")
+    result.summary = {f"kvmig_{name}_over_{BASE}": value for name, value in ours.items()}
+    result.targets = {
+        name: {"max": 1.02 if "tpot_mean" in name else 1.0} for name in result.summary
+    }
+    return report.finish(result, options, tables(samples))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
