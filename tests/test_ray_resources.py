@@ -10,6 +10,7 @@ from kvmig.cli.ray_resources import (
     Node,
     actor_options,
     check_room,
+    check_sizes,
     needs_of,
     parse_resources,
     share_of,
@@ -67,13 +68,13 @@ def test_what_others_have_taken_is_no_room() -> None:
 
 def test_an_instance_larger_than_any_node_is_told_from_a_full_cluster() -> None:
     with pytest.raises(ConfigError, match=r"needs 4 GPU, but the largest node .* has 2 GPU"):
-        check_room([node({"GPU": 2}), node({"GPU": 2})], [{"GPU": 4.0}])
+        check_sizes([node({"GPU": 2}), node({"GPU": 2})], [{"GPU": 4.0}])
 
 
 def test_an_unknown_resource_is_named_with_those_that_there_are() -> None:
     nodes = [node({"CPU": 2, "node:1": 1, "object_store_memory": 9})]
     with pytest.raises(ConfigError, match="has no GPU, only CPU: name what an instance takes"):
-        check_room(nodes, [{"GPU": 1.0}])
+        check_sizes(nodes, [{"GPU": 1.0}])
 
 
 def test_an_instances_share_of_a_node_is_of_what_it_takes_most_of() -> None:

@@ -22,6 +22,7 @@ from kvmig.cli.ray_resources import (
     actor_options,
     amounts,
     check_room,
+    check_sizes,
     needs_of,
     share_of,
 )
@@ -41,8 +42,12 @@ ROOM_WAIT_S = 5.0
 ASK_S = 30.0
 """Longest wait for an actor that is alive, beyond what it waits for itself."""
 RETRY_S = 1.0
-WAITING_S = 60.0
-"""A start that waits for resources says so this often."""
+PLACE_S = 60.0
+"""The first instances find their places within this time: there was room for them. Later ones
+wait for a node that has room, however long, and say so this often."""
+LET_CHILDREN_END = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Else Ray kills a llumlet with its worker, and nobody frees what it shares. It ends by itself,
+with its stdin. (Ray's documentation: Lifetimes of a User-Spawn Process.)"""
 
 
 class RayLauncher:
@@ -60,6 +65,7 @@ class RayLauncher:
         self._model = model
         self._kv_bytes = kv_bytes
         self._connected = False
+        self._unplaced = len(self._workers)
 
     async def open(self) -> None:
         """Join the Ray cluster and see whether it has room for all."""
@@ -72,19 +78,24 @@ class RayLauncher:
             raise
 
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
-        """Waits for a node with the resources, however long: one may be added."""
+        """Waits for a node with room: one may be added, and Ray's autoscaler hears of the wish."""
         import ray
 
         needs = self._needs(workers)
         name = f"instance {launch.instance}"
         actor = (
             ray.remote(Supervisor)
-            .options(max_restarts=0, scheduling_strategy="SPREAD", **actor_options(needs))
+            .options(
+                max_restarts=0,
+                scheduling_strategy="SPREAD",
+                runtime_env={"env_vars": LET_CHILDREN_END},
+                **actor_options(needs),
+            )
             .remote()
         )
         handle = RayHandle(name, actor)
         try:
-            node = await self._node_of(await _placed(name, needs, actor))
+            node = await self._place(name, needs, actor)
             order = Order(
                 launch=launch,
                 workers=workers,
@@ -97,7 +108,7 @@ class RayLauncher:
             )
             await handle.ask(actor.start.remote(order, node.address), ASK_S)
         except BaseException:
-            handle.kill()
+            await handle.kill()
             raise
         return handle
 
@@ -111,6 +122,7 @@ class RayLauncher:
         return needs_of(self._config.resources, workers)
 
     async def _find_room(self, needs: list[dict[str, float]]) -> None:
+        check_sizes(await asyncio.to_thread(ray_cluster.nodes), needs)
         deadline = asyncio.get_running_loop().time() + ROOM_WAIT_S
         while True:
             try:
@@ -122,25 +134,23 @@ class RayLauncher:
             else:
                 return
 
-    async def _node_of(self, node_id: str) -> Node:
+    async def _place(self, name: str, needs: Resources, actor: ActorHandle) -> Node:
+        """The node that Ray put the actor on, once it has. Raises StartupError."""
+        placed: Awaitable[str] = actor.node.remote()
+        answer = asyncio.ensure_future(_answer(name, placed))
+        try:
+            while not (await asyncio.wait([answer], timeout=PLACE_S))[0]:
+                if self._unplaced > 0:
+                    raise StartupError(f"{name} found no Ray node with {amounts(needs)} free")
+                log.warning("%s waits for a Ray node with %s", name, amounts(needs))
+        finally:
+            answer.cancel()
+        self._unplaced -= 1
+        node_id = answer.result()
         for node in await asyncio.to_thread(ray_cluster.nodes):
             if node.node_id == node_id:
                 return node
-        raise StartupError(f"the Ray node {node_id} has left the cluster")
-
-
-async def _placed(name: str, needs: Resources, actor: ActorHandle) -> str:
-    """The node that Ray put the actor on, once it has. Raises StartupError."""
-    node: Awaitable[str] = actor.node.remote()
-    answer = asyncio.ensure_future(_answer(name, node))
-    try:
-        while True:
-            done, _ = await asyncio.wait([answer], timeout=WAITING_S)
-            if done:
-                return answer.result()
-            log.warning("%s waits for a Ray node with %s", name, amounts(needs))
-    finally:
-        answer.cancel()
+        raise StartupError(f"{name}: the Ray node {node_id} has left the cluster")
 
 
 class RayHandle:
@@ -175,13 +185,13 @@ class RayHandle:
             await self.ask(self._actor.stop.remote(timeout_s), timeout_s + STOP_S)
         except StartupError as error:
             log.info("%s", error)  # it is gone already, and what it had with it
-        self.kill()
+        await self.kill()
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         """End the actor, placed or not; its child goes with it."""
         import ray
 
-        ray.kill(self._actor)
+        await asyncio.to_thread(ray.kill, self._actor)
 
     async def ask(self, answer: Awaitable[T], timeout_s: float) -> T:
         """The actor's answer. Raises StartupError if there is none."""

@@ -52,12 +52,8 @@ def needs_of(given: Resources, workers: int) -> dict[str, float]:
     return dict(given) or {"GPU": float(workers)}
 
 
-def check_room(nodes: Sequence[Node], needs: Sequence[Resources]) -> None:
-    """Raise ConfigError unless the nodes have room for all these instances now.
-
-    The largest are placed first, each where the least is left over, so that what fits is found
-    for instances that are alike; Ray's own placement may still differ.
-    """
+def check_sizes(nodes: Sequence[Node], needs: Sequence[Resources]) -> None:
+    """Raise ConfigError unless each instance fits on some node, were it empty."""
     names = {name for node in nodes for name in node.total}
     for name in sorted({name for need in needs for name in need}):
         if name not in names:
@@ -69,6 +65,14 @@ def check_room(nodes: Sequence[Node], needs: Sequence[Resources]) -> None:
                 f"an instance needs {amounts({name: most})}, but the largest node of the Ray"
                 f" cluster has {amounts({name: largest})}"
             )
+
+
+def check_room(nodes: Sequence[Node], needs: Sequence[Resources]) -> None:
+    """Raise ConfigError unless the nodes have room for all these instances now.
+
+    The largest are placed first, each where the least is left over, so that what fits is found
+    for instances that are alike; Ray's own placement may still differ.
+    """
     left = [dict(node.free) for node in nodes]
     largest_first = sorted(needs, key=lambda one: sum(one.values()), reverse=True)
     for placed, need in enumerate(largest_first):

@@ -1,0 +1,169 @@
+"""`kvmig.serve --ray` on a real Ray cluster of three nodes, which are processes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvmig.cli import ray_cluster
+from kvmig.cli.ray_launcher import RayLauncher
+from kvmig.cli.served import SMALL, Served
+from kvmig.ground.config import RayConfig
+from kvmig.ground.errors import ConfigError
+from tests.conftest import NEVER_BY_ITSELF
+from tests.leaks import assert_server_is_empty
+from tests.streams import Stream, count_from, counted, place, run_moved, run_unmoved
+
+pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
+from ray.cluster_utils import Cluster
+
+pytestmark = pytest.mark.engine
+
+PATH = "/v1/completions"
+PATIENCE_S = 120.0
+STORE_BYTES = 80_000_000
+QUICK_TO_NOTICE = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+"""By Ray, that a node is gone."""
+STREAMS = 4
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head without CPUs, and two nodes with one each."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES,
+            "_system_config": QUICK_TO_NOTICE}  # fmt: skip
+    made = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(2):
+            made.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+        yield made
+    finally:
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def spread(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for this file; each of its instances takes a node. The tests are in order."""
+    flags = [*SMALL, "--instances=2", NEVER_BY_ITSELF, f"--ray={cluster.address}",
+             '--ray-resources={"CPU": 1}']  # fmt: skip
+    with Served(flags, log=tmp_path_factory.mktemp("spread") / "log") as served:
+        yield served
+
+
+def llumlets(cluster: Cluster) -> list[psutil.Process]:
+    """Those that run on the cluster's nodes."""
+    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
+    return [
+        process
+        for raylet in raylets
+        for process in psutil.Process(raylet).children(recursive=True)
+        if "kvmig.cli.llumlet" in process.cmdline()
+    ]
+
+
+def free_cpus(cluster: Cluster) -> float:
+    """Of all nodes, as Ray knows them."""
+    ray_cluster.connect(cluster.address)
+    try:
+        return sum(node.free.get("CPU", 0.0) for node in ray_cluster.nodes())
+    finally:
+        ray_cluster.disconnect()
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    """Wait until a blocking question is answered with yes."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not await asyncio.to_thread(holds):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+def states(served: Served) -> dict[str, str]:
+    """Of the instances."""
+    return {row["id"]: row["state"] for row in served.get("instances")}
+
+
+@pytest.mark.parametrize(
+    ("resources", "instances", "reason"),
+    [
+        ({}, 2, "the Ray cluster has no GPU, only CPU, memory: name what an instance takes"),
+        ({"CPU": 2.0}, 1, "an instance needs 2 CPU, but the largest node of the Ray cluster has 1"),
+        ({"CPU": 1.0}, 3, "the Ray cluster has room for 2 of 3 instances with 1 CPU each"),
+    ],
+)
+async def test_a_cluster_without_the_resources_is_refused_and_left_as_it_was(
+    cluster: Cluster, resources: dict[str, float], instances: int, reason: str
+) -> None:
+    config = RayConfig(address=cluster.address, resources=resources)
+    launcher = RayLauncher(config, [1] * instances, "model", None)
+
+    with pytest.raises(ConfigError, match=reason):
+        await launcher.open()
+
+    assert free_cpus(cluster) == 2
+
+
+async def test_a_stream_moves_between_two_nodes_and_its_client_sees_no_difference(
+    cluster: Cluster, spread: Served
+) -> None:
+    body = {"prompt": "Count: 0017 0018", "max_tokens": 1500, "ignore_eos": True, "logprobs": 1,
+            "temperature": 1.2, "top_p": 0.9, "seed": 7}  # fmt: skip
+    unmoved = await run_unmoved(spread, PATH, body)
+
+    moved, reports = await run_moved(spread, PATH, body)
+
+    assert [report["state"] for report in reports] == ["committed"] * 2, reports
+    assert {report["transport"] for report in reports} == {"shm"}, "the nodes are on one host"
+    moved.same_as(unmoved)
+    assert len(await asyncio.to_thread(llumlets, cluster)) == 2
+
+
+async def test_a_killed_nodes_streams_go_on_and_a_new_node_takes_its_instance(
+    cluster: Cluster, spread: Served
+) -> None:
+    streams = [Stream(spread, PATH, count_from(1000 * n, 3000)) for n in range(STREAMS)]
+    for number, stream in enumerate(streams):
+        await place(spread, stream, f"i{number % 2}")
+
+    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+
+    for number, stream in enumerate(streams):
+        answer = await stream.end()
+        assert answer.tokens == 3000
+        counted(answer, 1000 * number)
+    await until(lambda: "starting" in states(spread).values())
+    assert sorted(states(spread).values()) == ["serving", "starting"]
+    assert (await run_unmoved(spread, PATH, count_from(20, 20))).tokens == 20
+
+    cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+    await until(lambda: set(states(spread).values()) == {"serving"})
+    moved, reports = await run_moved(spread, PATH, count_from(40, 1500))
+    assert [report["state"] for report in reports] == ["committed"] * 2, reports
+    counted(moved, 40)
+    await asyncio.to_thread(assert_server_is_empty, spread)
+
+
+async def test_a_killed_server_leaves_nothing_on_the_nodes(
+    cluster: Cluster, spread: Served
+) -> None:
+    running = await asyncio.to_thread(llumlets, cluster)
+    shared = {Path(file.path) for one in running for file in one.open_files()}
+    shared = {path for path in shared if path.name.startswith("kvmig-")}
+    assert (len(running), len(shared)) == (2, 2)
+    assert spread.process is not None
+    spread.process.send_signal(signal.SIGKILL)
+
+    _, alive = await asyncio.to_thread(psutil.wait_procs, running, PATIENCE_S)
+
+    assert not alive
+    assert not [path for path in shared if path.exists()], "they were not killed, but ended"
+    await until(lambda: free_cpus(cluster) == 2)

@@ -1,0 +1,115 @@
+"""What a llumlet on a Ray node is started with: addresses, environment, its share of the node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvmig.cli.children import Child
+from kvmig.cli.environment import GIB, part_of_memory
+from kvmig.cli.launch import LlumletLaunch
+from kvmig.cli.ray_supervisor import Order, Supervisor, bound_to, forwarded, node_environment
+from kvmig.ground.config import ClusterConfig, MigrationConfig
+from kvmig.ground.errors import ConfigError
+
+
+def order(**fields: Any) -> Order:
+    launch = LlumletLaunch(
+        cluster="test", instance="i0", secret=b"s", config=ClusterConfig(), engine_argv=["m", "-x"]
+    )
+    usual: dict[str, Any] = {
+        "launch": launch, "workers": 1, "threads": 3, "share": 1.0, "gpu": 0.0, "model": "m",
+        "kv_bytes": None, "environment": {},
+    }  # fmt: skip
+    return Order(**{**usual, **fields})
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[LlumletLaunch]:
+    """What children were told."""
+    told: list[LlumletLaunch] = []
+
+    async def start(
+        name: str, module: str, launch: LlumletLaunch, environment: Mapping[str, str]
+    ) -> None:
+        told.append(launch)
+
+    monkeypatch.setattr(Child, "start", start)
+    return told
+
+
+def test_sockets_bind_to_the_nodes_own_address() -> None:
+    config = bound_to(ClusterConfig(migration=MigrationConfig(max_stages=3)), "198.18.77.2")
+
+    assert (config.control_host, config.migration.data_host) == ("198.18.77.2", "198.18.77.2")
+    assert config.migration.max_stages == 3
+
+
+def test_the_users_settings_of_libraries_hold_on_every_node() -> None:
+    mine = {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HOME": "/hf", "VLLM_HOST_IP": "10.0.0.1",
+            "KVMIG_SECRET": "s", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "3"}  # fmt: skip
+    assert forwarded(mine) == {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HOME": "/hf"}
+
+
+def test_a_child_knows_nothing_of_ray_and_keeps_the_nodes_paths() -> None:
+    own = {"RAY_JOB_ID": "01", "PATH": "/node/bin", "OMP_NUM_THREADS": "1"}
+
+    environment = node_environment(order(environment={"HF_HOME": "/hf"}), own)
+
+    assert not any(name.startswith("RAY_") for name in environment)
+    assert environment["PATH"] == "/node/bin"
+    assert environment["HF_HOME"] == "/hf"
+    assert environment["OMP_NUM_THREADS"] == "3", "its CPUs, not what Ray has set for its worker"
+
+
+def test_the_users_number_of_threads_goes_before_the_nodes() -> None:
+    mine = order(environment={"OMP_NUM_THREADS": "7"})
+    assert node_environment(mine, {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "7"
+
+
+def test_a_child_sees_the_gpus_that_ray_gave_its_actor() -> None:
+    environment = node_environment(order(gpu=2.0), {"CUDA_VISIBLE_DEVICES": "5,6"})
+
+    assert environment["CUDA_VISIBLE_DEVICES"] == "5,6"
+    assert "LD_PRELOAD" not in environment
+
+
+async def test_an_instance_takes_its_share_of_the_nodes_memory(
+    started: list[LlumletLaunch],
+) -> None:
+    await Supervisor().start(order(), "127.0.0.1")
+    await Supervisor().start(order(kv_bytes=GIB), "127.0.0.1")
+
+    shared, given = (launch.engine_argv for launch in started)
+    assert (shared[0], shared[2:]) == ("--kv-cache-memory-bytes", ["m", "-x"])
+    assert given == ["m", "-x"]
+
+
+async def test_instances_on_one_gpu_share_its_memory(
+    started: list[LlumletLaunch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    await Supervisor().start(order(gpu=0.5), "127.0.0.1")
+    await Supervisor().start(order(gpu=1.0), "127.0.0.1")
+
+    assert started[0].engine_argv == ["--gpu-memory-utilization", "0.450", "m", "-x"]
+    assert started[1].engine_argv == ["m", "-x"]
+
+
+async def test_too_small_a_share_is_refused(started: list[LlumletLaunch]) -> None:
+    with pytest.raises(ConfigError, match="not enough memory for 1 instances"):
+        await Supervisor().start(order(share=1e-4), "127.0.0.1")
+    assert not started
+
+
+def test_a_part_of_memory_is_never_more_than_is_available() -> None:
+    assert 0 < part_of_memory(0.01) < part_of_memory(1.0)
+
+
+def test_an_order_crosses_to_the_actor_unchanged() -> None:
+    sent = order(environment={"HF_HOME": "/hf"})
+    assert msgspec.json.decode(msgspec.json.encode(sent), type=Order) == sent
