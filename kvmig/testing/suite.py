@@ -62,11 +62,11 @@ class Suite:
             lease_ms=TIMEOUT_S * 1000,
         )
         self.migrator = Migrator(self.engines, config, on_commit=self._assign, close_timeout_s=0.1)
+        self._used = {name: engine.load().used_blocks for name, engine in self.engines.items()}
         for name, engine in self.engines.items():
             heard = self.migrator.tap(name, partial(self._take, name))
             engine.connect(heard, lambda *done: None, self.exits.append)
             await engine.warm_up()
-        self._used = {name: engine.load().used_blocks for name, engine in self.engines.items()}
 
     def close(self) -> None:
         """Close both engines."""
@@ -141,6 +141,10 @@ class Suite:
         heard = self._heard[request_id]
         assert heard.finish_reason != "error", f"{request_id} ended with an error"
         return heard.token_ids
+
+    def has_ended(self, request_id: str) -> bool:
+        """Whether the request has put out its last token."""
+        return bool(self._heard[request_id].finish_reason)
 
     def came_from(self, request_id: str) -> list[str]:
         """Which engine put out each token."""

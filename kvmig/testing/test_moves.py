@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -131,5 +132,33 @@ def test_a_request_that_ends_while_it_moves_ends_once(suite: Suite) -> None:
             report = await suite.move(moved)
             assert report.state == "committed" or report.reason in ("finished", "unknown_request")
             assert await suite.finish(moved) == expected
+
+    suite.run(scenario)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_requests_that_move_all_the_time_get_their_tokens(suite: Suite, seed: int) -> None:
+    """Any order: some of the moves are refused, and some requests have ended."""
+
+    async def scenario(suite: Suite) -> None:
+        draw = random.Random(seed)
+        prompts = [suite.prompt(draw.randint(1, suite.blocks(6))) for _ in range(8)]
+        lengths = [draw.randint(1, suite.blocks(4)) for _ in prompts]
+        requests = list(zip(prompts, lengths, strict=True))
+        expected = [await suite.undisturbed(*request) for request in requests]
+        ids = [suite.submit(draw.choice("ab"), *request) for request in requests]
+        dropped = {suite.submit("a", prompts[0], suite.blocks(20)) for _ in range(2)}
+
+        async def wander(request_id: str) -> None:
+            while not suite.has_ended(request_id):
+                source = draw.choice("ab")
+                await suite.move(request_id, source, "b" if source == "a" else "a")
+                await asyncio.sleep(0.01 * draw.random())
+                if request_id in dropped and draw.random() < 0.3:
+                    suite.abort(request_id)
+                    break
+
+        await asyncio.gather(*(wander(request_id) for request_id in (*ids, *dropped)))
+        assert [await suite.finish(request_id) for request_id in ids] == expected
 
     suite.run(scenario)

@@ -95,9 +95,10 @@ class Destination:
     def _check_room(self, num_tokens: int) -> None:
         """It must not squeeze out those who run here."""
         blocks, scheduler = self._blocks, self._requests.scheduler
-        left = blocks.free_now() - blocks.needed(self._with_spare(num_tokens))
-        if scheduler.active_requests and left < scheduler.safety_margin * blocks.total:
-            raise MigrationRefused("no_blocks", f"{left} blocks would be left")
+        needed, free = blocks.needed(self._with_spare(num_tokens)), blocks.free_now()
+        margin = scheduler.safety_margin * blocks.total if scheduler.active_requests else 0
+        if free - needed < margin:
+            raise MigrationRefused("no_blocks", f"it takes {needed} blocks of {free} free ones")
 
     def _with_spare(self, num_tokens: int) -> int:
         return min(num_tokens + self._blocks.tokens, self._max_tokens)

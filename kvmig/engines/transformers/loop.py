@@ -69,6 +69,9 @@ class StepLoop:
         while self._take_calls(wait=not worked):
             worked = self._step()
             self.between_steps()
+            if worked:
+                # After the snapshot of the load: who hears of a request's end finds it gone.
+                self._on_step(self._processor.inputs_and_outputs.requests_in_batch)
 
     def _take_calls(self, wait: bool) -> bool:
         """Run what was asked for; False at the end. wait: there is nothing else to do."""
@@ -93,7 +96,6 @@ class StepLoop:
             self._processor.update_batch()
         finally:
             self.step_began = None
-        self._on_step(self._processor.inputs_and_outputs.requests_in_batch)
         return True
 
     def _fail_calls(self) -> None:

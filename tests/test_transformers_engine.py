@@ -1,0 +1,268 @@
+"""The transformers engine where the conformance suite can't go: tight caches and log-probabilities.
+
+Its engines are small on purpose, so that requests wait, are preempted, and stand in each other's
+way; all tests share two of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from transformers.generation.continuous_batching.requests import RequestState as State
+
+from kvmig.embed.migrator import Migrator
+from kvmig.engines.base import Emitted, Frame
+from kvmig.engines.transformers import factory
+from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
+from kvmig.engines.transformers.serving import ServingTransformers
+from kvmig.ground.config import MigrationConfig
+from kvmig.ground.errors import MigrationRefused
+
+pytestmark = pytest.mark.engine
+
+PROMPT = list(b"101 102 103 104 105 106 107")
+PATIENT = MigrationConfig(transport="tcp", reply_timeout_ms=20000, lease_ms=60000)
+
+
+class Bench:
+    """Two engines of 12 blocks of 16 tokens, four requests a step."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        torch.set_num_threads(1)
+        self.engines: dict[str, ServingTransformers] = {
+            name: factory(num_blocks=12, max_batch_tokens=16, max_batch_requests=4, logprobs=True)
+            for name in "ab"
+        }
+        self.got: dict[str, list[Output]] = {}
+        self.changed = asyncio.Event()
+        self.numbers = iter(range(1, 1000))
+
+        async def connect() -> None:
+            for engine in self.engines.values():
+                engine.connect(self._take, lambda *done: None, lambda error: None)
+
+        self.runner.run(connect())
+
+    def _take(self, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+        for output in decode(bytes(frames[0]), list[Output]):
+            self.got.setdefault(output.request_id, []).append(output)
+        self.changed.set()
+
+    def submit(self, name: str, max_tokens: int = 40, **fields: object) -> str:
+        request_id = f"r{next(self.numbers)}"
+        request = {"prompt_token_ids": PROMPT, "max_tokens": max_tokens} | fields
+        self.engines[name].submit(1, request_id, [encode(Submitted(**request))])  # type: ignore[arg-type]
+        return request_id
+
+    def has_ended(self, request_id: str) -> bool:
+        return bool(self.got.get(request_id) and self.got[request_id][-1].finish_reason)
+
+    async def reach(self, request_id: str, tokens: int) -> list[Output]:
+        async with asyncio.timeout(60):
+            while True:
+                got = self.got.get(request_id, [])
+                if len(got) >= tokens or (got and got[-1].finish_reason):
+                    return got
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def finish(self, request_id: str) -> list[int]:
+        got = await self.reach(request_id, 1 << 30)
+        assert got[-1].finish_reason in ("length", "stop"), got[-1]
+        return [token for output in got for token in output.token_ids]
+
+    async def settle(self) -> None:
+        async with asyncio.timeout(20):
+            for engine in self.engines.values():
+                while await engine.requests() or engine.load().used_blocks:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+                assert len(engine._destination) == 0
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+
+    async def close() -> None:
+        await asyncio.gather(*(engine.close(10) for engine in made.engines.values()))
+
+    made.runner.run(close())
+    made.runner.close()
+
+
+@asynccontextmanager
+async def migrator(bench: Bench) -> AsyncIterator[Migrator]:
+    """Whoever leaves it has left nothing."""
+
+    def assign(request_id: str, name: str) -> None:
+        bench.engines[name].assign(request_id, 1)
+
+    async with Migrator(bench.engines, PATIENT, on_commit=assign, close_timeout_s=1) as made:
+        try:
+            yield made
+        finally:
+            for engine in bench.engines.values():
+                engine.abort(list(bench.got))
+        await bench.settle()
+
+
+def test_log_probabilities_go_on_as_well(bench: Bench) -> None:
+    async def scenario() -> None:
+        async with migrator(bench) as move:
+            stays = bench.submit("a", logprobs=True)
+            expected = [(o.token_ids, o.logprobs) for o in await bench.reach(stays, 99)]
+            moves = bench.submit("a", logprobs=True)
+            await bench.reach(moves, 5)
+            assert (await move.migrate(moves, "a", "b")).state == "committed"
+            got = [(o.token_ids, o.logprobs) for o in await bench.reach(moves, 99)]
+            assert got == expected
+            assert all(len(logprobs) == 1 and logprobs[0] <= 0 for _, logprobs in got)
+
+    bench.runner.run(scenario())
+
+
+def test_a_stop_token_ends_a_moved_request(bench: Bench) -> None:
+    async def scenario() -> None:
+        async with migrator(bench) as move:
+            tokens = await bench.finish(bench.submit("a"))
+            stop = tokens[20]
+            moves = bench.submit("a", stop_token_ids=[stop])
+            report = await move.migrate(moves, "a", "b")
+            assert report.state == "committed" or report.reason == "finished"
+            assert await bench.finish(moves) == tokens[: tokens.index(stop) + 1]
+            assert bench.got[moves][-1].finish_reason == "stop"
+
+    bench.runner.run(scenario())
+
+
+def test_a_request_that_waits_moves_to_where_it_can_run(bench: Bench) -> None:
+    async def scenario() -> None:
+        async with migrator(bench) as move:
+            expected = await bench.finish(bench.submit("a", 60))
+            big = [bench.submit("a", 60) for _ in range(3)]
+            await bench.reach(big[0], 20)
+            waits = bench.submit("a", 60)
+            states = {one.request_id: one for one in await bench.engines["a"].requests()}
+            assert states[waits].state == "waiting"
+            assert states[waits].wanted_blocks == 2
+            report = await move.migrate(waits, "a", "b")
+            assert report.state == "committed"
+            for request_id in (*big, waits):
+                assert await bench.finish(request_id) == expected
+
+    bench.runner.run(scenario())
+
+
+def test_requests_that_are_preempted_while_others_move_get_all_their_tokens(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with migrator(bench) as move:
+            # Others than each other's: equal blocks are shared.
+            prompts = [
+                list(f"{n} {n + 1} {n + 2} {n + 3} {n + 4} {n + 5}".encode())
+                for n in range(200, 260, 10)
+            ]
+            expected = [
+                await bench.finish(bench.submit("a", 60, prompt_token_ids=prompt))
+                for prompt in prompts
+            ]
+            preempted = [0]
+            again = State.create_equivalent_initial_request
+
+            def count(state: State) -> State:
+                preempted[0] += 1
+                return again(state)
+
+            monkeypatch.setattr(State, "create_equivalent_initial_request", count)
+            ids = [bench.submit("a", 60, prompt_token_ids=prompt) for prompt in prompts]
+            await bench.reach(ids[0], 3)
+            while not all(bench.has_ended(one) for one in ids):
+                for request_id in ids:
+                    await move.migrate(request_id, "a", "b")
+                    await move.migrate(request_id, "b", "a")
+                await asyncio.sleep(0.01)
+            assert [await bench.finish(request_id) for request_id in ids] == expected
+            assert preempted[0]
+
+    bench.runner.run(scenario())
+
+
+def test_an_engine_whose_blocks_a_migration_holds_waits_for_them(bench: Bench) -> None:
+    """The stock engine would end, for it has a request that it can't go on with."""
+
+    async def scenario() -> None:
+        async with migrator(bench):
+            a, b = bench.engines["a"], bench.engines["b"]
+            expected = await bench.finish(bench.submit("a", 60))
+            donor = bench.submit("a", 60)
+            await bench.reach(donor, 2)
+            await b.reserve(await a.export(donor))
+            await b.grow(donor, 9 * 16)
+            starved = bench.submit("b", 60)
+            fits = 2 * 16 - len(PROMPT) + 1
+            await bench.reach(starved, fits)
+            await asyncio.sleep(0.3)
+            assert len(bench.got[starved]) == fits
+            await b.cancel(donor)
+            await a.resume(donor)
+            assert await bench.finish(starved) == expected
+            assert await bench.finish(donor) == expected
+
+    bench.runner.run(scenario())
+
+
+def test_a_request_that_fits_nowhere_is_refused_with_the_figures(bench: Bench) -> None:
+    async def scenario() -> None:
+        async with migrator(bench):
+            refused = {
+                "at most 192 fit": bench.submit("a", 500),
+                "max_tokens is 0": bench.submit("a", 0),
+                "prompt_token_ids is empty": bench.submit("a", prompt_token_ids=[]),
+                "temperature is -1.0": bench.submit("a", temperature=-1.0),
+                "of greedy requests only": bench.submit("a", temperature=1.0, logprobs=True),
+            }
+            for sentence, request_id in refused.items():
+                (output,) = await bench.reach(request_id, 1)
+                assert output.finish_reason == "error"
+                assert sentence in output.error
+            bench.engines["a"].submit(1, "strange", [b"\x81\xa5top_k\x03"])
+            (output,) = await bench.reach("strange", 1)
+            assert output.finish_reason == "error"
+
+    bench.runner.run(scenario())
+
+
+def test_a_destination_without_a_batch_slot_refuses(bench: Bench) -> None:
+    async def scenario() -> None:
+        async with migrator(bench) as move:
+            busy = [bench.submit("b", 100, prompt_token_ids=PROMPT[:9]) for _ in range(4)]
+            for request_id in busy:
+                await bench.reach(request_id, 1)
+            moves = bench.submit("a", 60)
+            await bench.reach(moves, 2)
+            report = await move.migrate(moves, "a", "b")
+            assert (report.state, report.reason) in (
+                ("aborted", "no_batch_slot"),
+                ("aborted", "no_blocks"),
+            )
+            bench.engines["b"].abort(busy)
+            await bench.finish(moves)
+
+    bench.runner.run(scenario())
+
+
+def test_following_is_refused_by_name(bench: Bench) -> None:
+    async def scenario() -> None:
+        with pytest.raises(MigrationRefused, match="can't be followed"):
+            await bench.engines["a"].fork("r", 0, lambda tokens: None)
+        with pytest.raises(MigrationRefused, match="can't follow"):
+            await bench.engines["a"].extend("r", 0, [1])
+
+    bench.runner.run(scenario())
