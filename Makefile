@@ -17,7 +17,7 @@ BIN := .venv/bin
 SETUP := $(PYTHON) scripts/setup_env.py --device $(DEVICE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve demo test lint format bench-downtime bench-overhead \
+.PHONY: help setup setup-dev serve demo test lint format bench-downtime bench-overhead bench-serving \
 	docs-figures clean
 
 help: ## list the targets
@@ -52,6 +52,9 @@ bench-downtime: setup-dev ## the gap that a client sees at a migration
 
 bench-overhead: setup-dev ## what migrations and kvmig itself cost the others
 	@exec $(BIN)/python -m bench.overhead $(ARGS)
+
+bench-serving: setup-dev ## policies beside each other under a trace of requests
+	@exec $(BIN)/python -m bench.serving $(ARGS)
 
 docs-figures: setup-dev ## README's table and docs/figures.md from bench/results, the diagrams
 	@$(BIN)/python -m scripts.figures

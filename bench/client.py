@@ -37,7 +37,7 @@ class StreamFailed(Exception):
 class Stream:
     """One completion of exactly `max_tokens` tokens; ended early at the end of the block.
 
-    salt: the prefix cache finds blocks only of calls with the same one.
+    salt: the prefix cache finds blocks only of calls with the same one. priority: of its class.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Stream:
         prompt: list[int],
         max_tokens: int,
         salt: str | None = None,
+        priority: int = 0,
     ) -> None:
         self.request_id = ""
         self.prompt = prompt
@@ -60,6 +61,8 @@ class Stream:
             "model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True,
             "temperature": 0, "stream": True, "return_token_ids": True,
         }  # fmt: skip
+        if priority:
+            self._body["priority"] = priority
         if salt is not None:
             self._body["cache_salt"] = salt
         self._wanted = 0
