@@ -34,7 +34,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     name: PolicyName
     dispatcher: Callable[[], Dispatch]
     rounds: Rounds | None = None
-    """None: nothing moves by itself."""
+    """None: nothing moves by itself, but in a drain."""
     victims: VictimRule = VictimRule()
     headroom: bool = True
     """Whether the headroom of priorities counts as usage."""
@@ -80,8 +80,8 @@ def policy_of(config: SchedulerConfig) -> Policy:
     policy = POLICIES[config.policy]
     if not config.migration:
         return msgspec.structs.replace(policy, rounds=None)
-    if policy.rounds is None:
-        return policy
+    if policy.rounds is None:  # what an operator wants moved is moved, whatever the policy
+        return msgspec.structs.replace(policy, rounds=Rounds(rules=(drain,)))
     given = {
         field: value
         for field in ("source_below", "destination_above", "min_gain")

@@ -1,0 +1,357 @@
+"""Orders about instances: real sockets, and a launcher whose processes are only made up."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+import pytest
+
+from kvmig.cli.cluster import Cluster
+from kvmig.cli.control import Control
+from kvmig.cli.launch import LlumletLaunch
+from kvmig.cli.launcher import Handle
+from kvmig.cli.shapes import InstanceShape, Shapes
+from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members
+from kvmig.controlplane.orders import (
+    AddInstances,
+    DrainInstance,
+    Evacuate,
+    OrderRefused,
+    Scale,
+    SetState,
+    StopDrain,
+)
+from kvmig.engines.base import EngineLoad
+from kvmig.gateway.errors import LauncherGone, OrderFailed
+from kvmig.gateway.launcher_link import LauncherLink
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import ConfigError, StartupError, TransportError
+from kvmig.ground.lifecycle import LifecycleConfig
+from kvmig.kvtransfer.link import Server
+from kvmig.kvtransfer.messages import Hello
+
+SECRET = b"a secret of the cluster"
+IDLE = EngineLoad(100, 0, 0, 0, 0, 0)
+BUSY = EngineLoad(100, 20, 2, 0, 0, 0)
+
+
+class Process:
+    """A `Handle`: a llumlet's socket that reports `load`, in the state that it is told."""
+
+    def __init__(self, launch: LlumletLaunch, broken: str) -> None:
+        self.launch = launch
+        self.load = IDLE
+        self.state = "serving"
+        self.stopped = False
+        self._broken = broken
+        self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._server = Server(SECRET, "llumlet", launch.instance, ClusterMessage)
+        self._task = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        listener, seq = b"", 0
+        receiving = asyncio.ensure_future(self._server.recv())
+        while True:
+            done, _ = await asyncio.wait([receiving], timeout=0.01)
+            if done:
+                sender, message, _ = receiving.result()
+                if isinstance(message, Hello):
+                    listener = sender
+                elif isinstance(message, SetState):
+                    self.state = message.state
+                receiving = asyncio.ensure_future(self._server.recv())
+            seq += 1
+            with suppress(TransportError):
+                name = self.launch.instance
+                report = LoadReport(name, seq, self.load, 0, 0, state=self.state)
+                self._server.send(listener, report)
+
+    def die(self, how: str = "killed by SIGKILL") -> None:
+        self._died.set_result(how)
+
+    async def ready(self, timeout_s: float) -> str:
+        if self._broken:
+            raise StartupError(f"instance {self.launch.instance}: {self._broken}")
+        return self._server.endpoint
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self._died)
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        self.stopped = True
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._server.close()
+
+
+class FakeLauncher:
+    """broken: why the next processes can't start; starts: all that were ever started."""
+
+    def __init__(self) -> None:
+        self.starts: list[Process] = []
+        self.broken = ""
+        self.closed = False
+
+    async def open(self) -> None:
+        return
+
+    async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
+        self.starts.append(Process(launch, self.broken))
+        return self.starts[-1]
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def process(self, name: str) -> Process:
+        """The last one of that name."""
+        return [one for one in self.starts if one.launch.instance == name][-1]
+
+
+class Told:
+    """What a front end hears."""
+
+    def __init__(self) -> None:
+        self.members: list[Member] = []
+        self.evacuated: list[str] = []
+        self.history: list[dict[str, str]] = []
+
+    def take(self, members: Members) -> None:
+        self.members = members.members
+        self.history.append(self.states())
+
+    def evacuate(self, instance: str) -> None:
+        self.evacuated.append(instance)
+
+    def states(self) -> dict[str, str]:
+        return {one.instance: one.state for one in self.members}
+
+
+class World:
+    """A cluster with its control socket and one front end."""
+
+    def __init__(self, lifecycle: LifecycleConfig) -> None:
+        def parse(argv: list[str]) -> Namespace:
+            if "--bad" in argv:
+                raise ConfigError("unrecognized arguments: --bad")
+            size = int(argv[-1]) if "--block-size" in argv else None
+            return Namespace(tensor_parallel_size=1, block_size=size)
+
+        self.launcher = FakeLauncher()
+        self.said: list[str] = []
+        config = ClusterConfig(lifecycle=lifecycle)
+        shapes = Shapes(["MODEL"], {}, [InstanceShape()] * 2, 0, parse)
+        self.cluster = Cluster(
+            "test", config, SECRET, ["MODEL"], shapes, self.launcher, self.said.append
+        )
+        self.control = Control(self.cluster, SECRET, "127.0.0.1")
+        self.front = Told()
+        self.link = LauncherLink(self.control.endpoint, SECRET, "front-1", self.front)
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(20):
+            while not holds():  # noqa: ASYNC110 - several processes' worth of things
+                await asyncio.sleep(0.01)
+
+    async def hears(self, **states: str) -> None:
+        await self.until(lambda: self.front.states() == states)
+
+
+@asynccontextmanager
+async def world(**lifecycle: float) -> AsyncIterator[World]:
+    """i0 and i1 serve; at the end no process is left."""
+    it = World(LifecycleConfig(**lifecycle))  # type: ignore[arg-type]
+    try:
+        await it.cluster.start()
+        it.control.open()
+        await it.hears(i0="serving", i1="serving")
+        yield it
+    finally:
+        await it.link.close()
+        await it.control.close()
+        await it.cluster.stop()
+        assert all(process.stopped for process in it.launcher.starts)
+        assert it.launcher.closed
+
+
+def drain(name: str, **more: object) -> Callable[[int], DrainInstance]:
+    return lambda call_id: DrainInstance(call_id, name, **more)  # type: ignore[arg-type]
+
+
+async def test_added_instances_take_free_names_and_are_seen_starting() -> None:
+    async with world(max_instances=4) as it:
+        assert await it.link.order(lambda number: AddInstances(number, 2)) == ("i2", "i3")
+        assert any(states.get("i3") == "starting" for states in it.front.history)
+        await it.hears(i0="serving", i1="serving", i2="serving", i3="serving")
+
+
+@pytest.mark.parametrize(
+    ("order", "sentence"),
+    [
+        (AddInstances(0, 0), "count is 0, must be 1 or more"),
+        (AddInstances(0, 2), "count is 2: --max-instances allows 3, and there are 2, those that"),
+        (AddInstances(0, 1, "--bad"), "unrecognized arguments: --bad"),
+        (AddInstances(0, 1, "'"), 'flags is "\'": No closing quotation'),
+        (AddInstances(0, 1, "--block-size 64"), "--block-size is 64 with 1 workers, must be left"),
+        (DrainInstance(0, "i7"), "there is no instance i7, only i0, i1"),
+        (DrainInstance(0, "i0", -1.0), "deadline_s is -1, must be 0 or more"),
+        (StopDrain(0, "i0"), "instance i0 is serving, not draining"),
+    ],
+)
+async def test_what_is_wrong_is_one_sentence_and_changes_nothing(
+    order: AddInstances | DrainInstance | StopDrain, sentence: str
+) -> None:
+    async with world(max_instances=3) as it:
+        with pytest.raises(OrderFailed, match="^" + sentence.replace("(", r"\(")):
+            await it.link.order(lambda _: replace_id(order, _))
+        assert it.front.states() == {"i0": "serving", "i1": "serving"}
+        assert len(it.launcher.starts) == 2
+
+
+def replace_id(
+    order: AddInstances | DrainInstance | StopDrain, call_id: int
+) -> AddInstances | DrainInstance | StopDrain:
+    return msgspec.structs.replace(order, call_id=call_id)
+
+
+async def test_a_drained_instance_stays_until_it_is_let_serve_again() -> None:
+    async with world() as it:
+        await it.link.order(drain("i0"))
+        await it.until(lambda: it.launcher.process("i0").state == "draining")
+        await it.until(lambda: it.front.members[0].detail == "it is empty")
+        await it.link.order(lambda number: StopDrain(number, "i0"))
+        await it.until(lambda: it.launcher.process("i0").state == "serving")
+        await it.hears(i0="serving", i1="serving")
+
+
+async def test_one_that_is_to_leave_ends_when_it_is_empty() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await it.link.order(drain("i0", leave=True))
+        await it.until(lambda: it.launcher.process("i0").state == "draining")
+        await asyncio.sleep(0.3)
+        assert it.front.states() == {"i0": "draining", "i1": "serving"}
+        it.launcher.process("i0").load = IDLE
+        await it.hears(i1="serving")
+        await it.until(lambda: it.launcher.process("i0").stopped)
+
+
+async def test_after_the_deadline_front_ends_are_told_to_go_on_elsewhere() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await it.link.order(drain("i0", deadline_s=0.0))
+        await it.until(lambda: it.front.evacuated == ["i0"])
+
+
+async def test_with_nowhere_to_go_what_runs_is_left_alone() -> None:
+    async with world() as it:
+        it.launcher.process("i1").load = BUSY
+        await it.link.order(drain("i0"))
+        await it.link.order(drain("i1", deadline_s=0.0))
+        await asyncio.sleep(0.3)
+        assert it.front.evacuated == []
+        assert it.front.states() == {"i0": "draining", "i1": "draining"}
+
+
+async def test_the_last_that_serves_is_not_ended() -> None:
+    async with world() as it:
+        await it.link.order(drain("i0"))
+        for now in (False, True):
+            with pytest.raises(OrderFailed, match="instance i1 is the only one that serves"):
+                await it.link.order(drain("i1", leave=True, now=now))
+
+
+async def test_one_that_is_ended_at_once_does_not_wait() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await it.link.order(drain("i0", leave=True, now=True))
+        await it.hears(i1="serving")
+        await it.until(lambda: it.launcher.process("i0").stopped)
+
+
+async def test_one_that_dies_is_started_again_under_its_name() -> None:
+    async with world() as it:
+        before = next(one.endpoint for one in it.front.members if one.instance == "i0")
+        it.launcher.process("i0").die()
+        gone = {"i0": "starting", "i1": "serving"}
+        await it.until(lambda: gone in it.front.history[2:])
+        await it.hears(i0="serving", i1="serving")
+        assert it.front.members[0].endpoint != before
+        assert "instance i0 is gone (killed by SIGKILL), again in 0.5 s" in it.said
+
+
+async def test_one_that_dies_while_it_drains_goes_on_draining() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await it.link.order(drain("i0"))
+        it.launcher.process("i0").die()
+        await it.until(lambda: len(it.launcher.starts) == 3)
+        await it.until(lambda: it.launcher.process("i0").state == "draining")
+
+
+async def test_one_that_dies_while_it_leaves_is_gone() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await it.link.order(drain("i0", leave=True))
+        it.launcher.process("i0").die()
+        await it.hears(i1="serving")
+        assert len(it.launcher.starts) == 2
+
+
+async def test_one_that_dies_again_and_again_is_given_up_and_can_be_removed() -> None:
+    async with world(max_restarts=1) as it:
+        it.launcher.process("i0").die()
+        await it.until(lambda: len(it.launcher.starts) == 3)
+        await it.hears(i0="serving", i1="serving")
+        it.launcher.process("i0").die("exit code 1")
+        await it.hears(i0="failed", i1="serving")
+        assert it.front.members[0].detail == "exit code 1, after 1 restarts"
+        assert "instance i0 is given up (exit code 1, after 1 restarts)" in it.said
+        with pytest.raises(OrderFailed, match="instance i0 is failed"):
+            await it.link.order(drain("i0"))
+        await it.link.order(drain("i0", leave=True))
+        await it.hears(i1="serving")
+
+
+async def test_an_added_one_that_cannot_start_is_not_tried_again() -> None:
+    async with world() as it:
+        it.launcher.broken = "can't serve MODEL: no memory"
+        await it.link.order(AddInstances)
+        await it.hears(i0="serving", i1="serving", i2="failed")
+        assert "instance i2: can't serve MODEL: no memory; it is given up" in it.said
+        assert len(it.launcher.starts) == 3
+
+
+async def test_a_first_one_that_cannot_start_ends_the_start() -> None:
+    it = World(LifecycleConfig())
+    it.launcher.broken = "can't serve MODEL"
+    with pytest.raises(StartupError, match="instance i0: can't serve MODEL"):
+        await it.cluster.start()
+    await it.link.close()
+    await it.control.close()
+    await it.cluster.stop()
+    assert all(process.stopped for process in it.launcher.starts)
+
+
+async def test_the_schedulers_decisions_are_carried_out() -> None:
+    async with world(max_instances=3) as it:
+        it.cluster.scale(Scale(add=1))
+        await it.hears(i0="serving", i1="serving", i2="serving")
+        it.cluster.scale(Scale(add=1))  # there can't be more: nothing happens
+        it.cluster.scale(Scale(drain="i1"))
+        await it.hears(i0="serving", i2="serving")
+
+
+async def test_without_a_launcher_an_order_fails() -> None:
+    async with world() as it:
+        await it.control.close()
+        with pytest.raises(LauncherGone):
+            await it.link.order(AddInstances)
+
+
+def test_a_refusal_has_its_kind() -> None:
+    assert OrderRefused("conflict", "no").refusal == "conflict"
+    assert Evacuate("i0").instance == "i0"
