@@ -114,6 +114,7 @@ class Outcomes:
             figures[f"{stem}_mean_s"] = float(values.mean())
             figures[f"{stem}_p50_s"] = float(np.percentile(values, 50))
             figures[f"{stem}_p99_s"] = float(np.percentile(values, 99))
+        figures["loss_share_p99"] = self._loss_share(priority)
         figures["requests"] = float(len(self.column("e2e_s", priority)))
         figures["preempted_share"] = float((self.column("preemptions", priority) > 0).mean())
         figures["preemptions"] = float(self.column("preemptions", priority).sum())
@@ -130,3 +131,13 @@ class Outcomes:
             figures["instances_mean"] = self.instance_s / self.end_s if self.end_s else 0.0
             figures["instance_hours"] = self.instance_s / 3600
         return figures
+
+    def _loss_share(self, priority: int | None) -> float:
+        """Of the decoding time of the slowest hundredth (by time a token): lost by preemption."""
+        tpot, output = self.column("tpot_s", priority), self.column("output_tokens", priority)
+        if not len(tpot):
+            return 0.0
+        slowest = tpot >= np.percentile(tpot, 99)
+        decoding = (tpot * (output - 1))[slowest].sum()
+        lost = self.column("loss_s", priority)[slowest].sum()
+        return float(lost / decoding) if decoding else 0.0

@@ -114,7 +114,7 @@ def simulate(run: Run, sample_s: float = 0.0) -> Finished:
     mixed = run.high_share > 0
     result = Result(
         run=run,
-        figures=outcomes.summary(),
+        figures=outcomes.summary() | cluster.series.summary(),
         high=outcomes.summary(HIGH) if mixed else {},
         normal=outcomes.summary(NORMAL.priority) if mixed else {},
         aborted={key: n for key, n in sorted(outcomes.migrations.items()) if key != "committed"},
@@ -162,7 +162,7 @@ def simulate_all(
 
     workers: at once; None: as many as this process may use cores.
     """
-    workers = min(workers or len(os.sched_getaffinity(0)), len(runs))
+    workers = min(workers or len(os.sched_getaffinity(0)), max(len(runs), 1))
     if workers <= 1:
         finished = []
         for run in runs:

@@ -46,6 +46,17 @@ class Series:
         values: NDArray[np.float64] = rows[:, FIELDS.index(name)]
         return values
 
+    def summary(self) -> dict[str, float]:
+        """Figures by name; none without samples."""
+        total = self.column("total_blocks").sum()
+        if not total:
+            return {}
+        used = total - self.column("free_blocks").sum()
+        return {
+            "memory_share": float(used / total),
+            "fragmented_share": self.fragmented_share(),
+        }
+
     def fragmented_share(self) -> float:
         """Of the cluster's memory: free, wanted by a queue's head, and not to be had in one piece.
 

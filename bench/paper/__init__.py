@@ -1,0 +1,1 @@
+"""The Llumnix paper's evaluation (OSDI'24) again, in the simulator; and our policy beside it."""

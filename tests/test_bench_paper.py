@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from bench.paper.__main__ import read, simulate, write
+from bench.paper.loads import METRICS, points, run_of
+from bench.paper.scope import Scope, spread
+from kvmig.sim.run import Result
+from kvmig.sim.workloads import WORKLOADS
+
+
+def test_the_report_has_every_section_and_its_pictures(tmp_path: Path) -> None:
+    scope = Scope(seeds=(1,), requests=20, quick=True)
+    results = simulate(scope, {}, 1)
+    write(scope, results, tmp_path)
+    text = (tmp_path / "paper.md").read_text()
+    for section in ("section 3", "section 6.3", "section 6.4", "section 6.5", "section 6.6"):
+        assert section in text
+    assert (tmp_path / "paper" / "loads.png").exists()
+    file = tmp_path / "paper.json"
+    file.write_bytes(msgspec.json.encode(list(results.values())))
+    assert read(file) == results
+    assert simulate(scope, read(file), 1) == results
+
+
+def test_every_point_of_the_paper_is_one_that_is_simulated() -> None:
+    assert len(points()) == 315
+    for name, system, rate, metric in points():
+        assert rate in WORKLOADS[name].rates
+        assert metric in METRICS
+        assert run_of(name, system, rate).migration == (system == "Llumnix")
+
+
+def test_a_spread_is_mean_least_and_most() -> None:
+    assert spread([1.0, 2.0, 6.0]) == "3 (1-6)"
+
+
+def test_a_result_survives_its_file() -> None:
+    run = run_of("S-S", "Llumnix", 34.0)
+    result = Result(run=run, figures={"x": 1.0})
+    assert msgspec.json.decode(msgspec.json.encode(result), type=Result) == result
