@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -97,6 +97,51 @@ def test_requests_move_and_none_is_preempted_meanwhile() -> None:
     ).result
     assert result.figures["migrations"] > 0
     assert result.figures["loss_mean_s"] < 0.5
+
+
+class Secret:
+    """Stands for a request's length: whoever compares or counts with it is caught."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def _caught(self, *_: object) -> int:
+        raise AssertionError("a policy looked at a request's length")
+
+    __int__ = __index__ = __float__ = __lt__ = __le__ = __gt__ = __ge__ = _caught
+    __add__ = __radd__ = __sub__ = __rsub__ = __eq__ = __hash__ = _caught  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_policy_sees_a_requests_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length is poison while reports, rounds, dispatch and victims run."""
+    cluster = SimCluster(
+        [SimRequest(n, n * 0.01, 40, 60) for n in range(60)],
+        3, small(), policy(name), setting("live"), Outcomes(),
+    )  # fmt: skip
+    looked = 0
+
+    def poisoned(step: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: object) -> None:
+            nonlocal looked
+            looked += 1
+            running = [one for each in cluster.llumlets.values() for one in each.here.values()]
+            lengths = [one.final_tokens for one in running]
+            for one in running:
+                one.final_tokens = Secret(one.final_tokens)  # type: ignore[assignment]
+            try:
+                step(*args)
+            finally:
+                for one, tokens in zip(running, lengths, strict=True):
+                    one.final_tokens = tokens
+
+        return call
+
+    for name_ in ("_round", "_place"):
+        monkeypatch.setattr(cluster, name_, poisoned(getattr(cluster, name_)))
+    outcomes = cluster.run()
+    assert looked >= 60
+    assert len(outcomes.table()) == 60
 
 
 def test_a_request_larger_than_an_instance_is_refused() -> None:
