@@ -82,8 +82,8 @@ class Bench:
         several = await asyncio.gather(
             *(self.stream(prompt, STEPS) for _ in range(sequences * self._instances))
         )
-        begin = max(chunks[SETTLE].at for chunks in several)
-        end = min(chunks[-2].at for chunks in several)
+        begin = max(_reached(chunks, SETTLE) for chunks in several)
+        end = min(_reached(chunks, STEPS - 1) for chunks in several)
         times = [ms for chunks in several if (ms := _pace(chunks, begin, end)) > 0]
         context = sequences * (prompt + STEPS / 2)
         return StepTime(sequences, context, fmean(times) if times else 0.0)
@@ -107,6 +107,16 @@ class Bench:
         await asyncio.sleep(0.5)
         here = await self._api.instance_of(call_id)
         return here if here is not None else await self._place_of(call_id)
+
+
+def _reached(chunks: Sequence[Chunk], tokens: int) -> float:
+    """When the stream had so many tokens. Raises DemoFailed if it ended before."""
+    count = 0
+    for chunk in chunks:
+        count += chunk.tokens
+        if count >= tokens:
+            return chunk.at
+    raise DemoFailed(f"a stream ended after {count} tokens, {tokens} were asked for")
 
 
 def _pace(chunks: Sequence[Chunk], begin: float, end: float) -> float:
