@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from tests.network import Host, Network
 
 PORT = 6379
@@ -69,6 +71,15 @@ class RayHosts:
 
     def _log(self, host: Host) -> Path:
         return self._logs / f"ray-{host.address}"
+
+    def running(self, module: str) -> list[psutil.Process]:
+        """What runs `python -m module` on the nodes."""
+        return [
+            process
+            for node in self._processes
+            for process in psutil.Process(node.pid).children(recursive=True)
+            if module in process.cmdline()
+        ]
 
     def close(self) -> None:
         """End all nodes, the head last."""

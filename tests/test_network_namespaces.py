@@ -22,6 +22,7 @@ from tests.streams import (
     counted,
     move_one,
     other,
+    place,
     row_of,
     run_moved,
     run_unmoved,
@@ -60,7 +61,9 @@ def far_apart(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Ite
         flags = [*SMALL, *SLOWLY, *IMPATIENT, NEVER_BY_ITSELF, "--instances=2",
                  f"--ray={ray.address}", '--ray-resources={"CPU": 1}']  # fmt: skip
         with Served(flags, log=logs / "log", host=front.address, enter=front.enter) as served:
+            assert len(ray.running("kvmig.cli.llumlet")) == 2
             yield served
+        assert not ray.running("kvmig.cli.llumlet")
 
 
 @pytest.fixture
@@ -120,6 +123,28 @@ async def test_a_cut_between_two_hosts_leaves_the_request_where_it_is(
     answer = await stream.end()
     assert answer.tokens == 3000
     counted(answer, 2000)
+
+
+async def test_an_unreachable_instances_stream_goes_on_elsewhere_and_it_comes_back(
+    server: Served, network: Network
+) -> None:
+    streams = [Stream(server, PATH, count_from(1000 * n, 3000)) for n in range(2)]
+    for number, stream in enumerate(streams):
+        await place(server, stream, f"i{number}")
+    network.isolate(host_of(network, rows(server)["i1"]))
+
+    await streams[1].reach(streams[1].answer.tokens + 300)
+
+    network.heal()
+    for number, stream in enumerate(streams):
+        answer = await stream.end()
+        assert answer.tokens == 3000
+        counted(answer, 1000 * number)
+    await until(lambda: {row["state"] for row in rows(server).values()} == {"serving"})
+    back = Stream(server, PATH, count_from(40, 3000))
+    if (await row_of(server, back, output_tokens=1))["instance"] != "i1":
+        await move_again(server, back)
+    counted(await back.end(), 40)
 
 
 async def move_again(served: Served, stream: Stream) -> None:

@@ -80,6 +80,11 @@ REFUSED = [
     ([MODEL, "--transport", "ftp"], "--transport is ftp, must be auto or shm or tcp"),
     ([MODEL, "--silent-after", "0"], "--silent-after is 0.0, must be more than 0"),
     ([MODEL, "--max-crashes", "0"], "--max-crashes is 0, must be 1 or more"),
+    ([MODEL, "--ray", "head"], "--ray is 'head', must be auto or HOST:PORT"),
+    ([MODEL, "--ray", "ray://head:10001"], "must be auto or HOST:PORT"),
+    ([MODEL, "--ray", "127.0.0.1:1"], "--ray is 127.0.0.1:1, but no Ray cluster answers there"),
+    ([MODEL, "--ray", "--ray-resources", "CPU: 1"], "--ray-resources is 'CPU: 1', must be a JSON"),
+    ([MODEL, "--ray-resources", '{"CPU": 1}'], "but --ray is not given"),
     ([MODEL, "--chunk-bytes", "1"], "--chunk-bytes is 1, must be 4096 or more"),
 ]
 

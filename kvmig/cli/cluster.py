@@ -51,9 +51,15 @@ class Cluster:
         """Being ended; their names are taken still."""
         self._stopped = False
 
-    async def start(self) -> None:
-        """The first instances, ready. Raises StartupError; `stop` it then, too."""
+    async def open(self) -> None:
+        """See whether instances can be started. Raises ConfigError or StartupError."""
         await self._launcher.open()
+
+    async def start(self) -> None:
+        """The first instances, ready; call `open` before.
+
+        Raises StartupError; `stop` it then, too.
+        """
         names = [instance_name(number) for number in range(self._config.instances)]
         for name in names:
             self._begin(name, self._shapes.of(name))
