@@ -21,6 +21,7 @@ from kvmig.sim.migration import Migration, Outcome
 from kvmig.sim.network import Network
 from kvmig.sim.outcomes import Outcomes
 from kvmig.sim.policies import Setting
+from kvmig.sim.reports import Reports
 from kvmig.sim.request import SimRequest
 from kvmig.sim.scale import Scaling
 from kvmig.sim.series import Series
@@ -32,6 +33,10 @@ class _Ears:
     def __init__(self, cluster: SimCluster, name: str) -> None:
         self._cluster = cluster
         self._name = name
+
+    def changed(self) -> None:
+        """News for the next report."""
+        self._cluster.changed(self._name)
 
     def first_token(self, request: SimRequest) -> None:
         """Nobody needs to know."""
@@ -72,6 +77,7 @@ class SimCluster:
         self.members: dict[str, SimLlumlet] = {}
         """Those that serve or drain."""
         self.series = Series()
+        self._reports = Reports(setting)
         self._sample_s = sample_s
         self._since: dict[str, float] = {}
         self._network = Network(self.events, cost.copy.bandwidth)
@@ -136,11 +142,17 @@ class SimCluster:
 
     def _serve(self, name: str) -> None:
         self.members[name] = self.llumlets[name]
+        self._reports.join(self.llumlets[name])
 
     def _leave(self, name: str) -> None:
         self.members.pop(name, None)
+        self._reports.leave(name)
         self._builder.leave(name)
         self.outcomes.instance_s += self.events.now - self._since.pop(name)
+
+    def changed(self, name: str) -> None:
+        """Something happened there that a report shall tell."""
+        self._reports.news(name)
 
     def _sample(self) -> None:
         self.series.sample(self.events.now, self.members.values())
@@ -183,10 +195,8 @@ class SimCluster:
 
     def _view(self) -> ClusterView:
         now = self.events.now
-        for llumlet in self.members.values():
-            report = llumlet.report()
-            if report is not None:
-                self._builder.report(report, now)
+        for report in self._reports.collect(now):
+            self._builder.report(report, now)
         return self._builder.view(now)
 
     def _round(self) -> None:
@@ -209,12 +219,14 @@ class SimCluster:
             if not refusal:
                 self._reserved.add(request.request_id)
                 there.incoming += 1
+                self.changed(destination)
             return refusal
 
         def end(outcome: Outcome) -> None:
             if request.request_id in self._reserved:
                 self._reserved.remove(request.request_id)
                 there.incoming -= 1
+                self.changed(destination)
             self.outcomes.migrated(outcome)
             source.migration_ended(request, destination, outcome)
 

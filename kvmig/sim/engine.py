@@ -20,6 +20,10 @@ from kvmig.sim.steps import Steps
 class Listener(Protocol):
     """Who hears of an engine's requests."""
 
+    def changed(self) -> None:
+        """What it holds may have changed."""
+        ...
+
     def first_token(self, request: SimRequest) -> None:
         """Its first token is out."""
         ...
@@ -123,6 +127,7 @@ class SimEngine:
         """Queue it: a new one, or one that has tokens but no cache. It fits by its size."""
         request.queued_at = self._events.now
         self.waiting.add(request)
+        self._listener.changed()
         if self.waiting.head is request:
             self._stir()
 
@@ -237,6 +242,7 @@ class SimEngine:
         self._steps = self._plan()
         if self._steps is not None:
             self._set_timer(self._steps.end)
+        self._listener.changed()
 
     def _step_done(self, steps: Steps) -> None:
         decoded = self.prompts and self.cost.capacity.prefill == "first"

@@ -52,8 +52,7 @@ class SimLlumlet:
         """Destinations that a request is on its way to."""
         self._arrived: dict[str, float] = {}
         self._seq = 0
-        self._reported_at = -1.0
-        self._news: tuple[object, ...] = ()
+        self.reported_at = -1.0
 
     @property
     def idle(self) -> bool:
@@ -97,25 +96,13 @@ class SimLlumlet:
     # -- reports
 
     def report(self) -> LoadReport | None:
-        """What it says now, if it is time for that."""
+        """What it says now; None: the same as before."""
         now, before = self._events.now, float("inf")
-        match self._setting.reports:
-            case "live":
-                news = (
-                    self.engine.running,
-                    len(self.engine.waiting),
-                    self.incoming,
-                    len(self.leaving),
-                    self.state,
-                )
-                if news == self._news and now - self._reported_at < self._setting.report_s:
-                    return None
-                self._news = news
-            case "step":
-                before = self.engine.boundary_before()
-                if before <= self._reported_at and self._seq:
-                    return None
-        self._reported_at = now
+        if self._setting.reports == "step":
+            before = self.engine.boundary_before()
+            if before <= self.reported_at and self._seq:
+                return None
+        self.reported_at = now
         self._seq += 1
         return LoadReport(
             self.name,

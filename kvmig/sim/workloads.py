@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +62,7 @@ def generate(
     seed: int = PAPER_SEED,
     high_share: float = 0.0,
     high_priority: int = -1,
-) -> list[SimRequest]:
+) -> Iterator[SimRequest]:
     """`count` requests, the first at 0. Inputs, outputs, gaps and priorities from one stream.
 
     high_share: of the requests, at random, get `high_priority`.
@@ -85,7 +86,7 @@ def generate(
     arrivals = np.concatenate([[0.0], np.cumsum(gaps(random, count, rate, cv))[:-1]])
     high = random.random_sample(count) < high_share
     rows = zip(arrivals, inputs, outputs, high, strict=True)
-    return [
+    return (
         SimRequest(index, float(at), int(first), int(then), high_priority if urgent else 0)
         for index, (at, first, then, urgent) in enumerate(rows)
-    ]
+    )
