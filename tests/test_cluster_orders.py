@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 import msgspec
 import pytest
 
+from kvmig.cli import llumlet_link
 from kvmig.cli.cluster import Cluster
 from kvmig.cli.control import Control
 from kvmig.cli.launch import LlumletLaunch
@@ -46,6 +47,7 @@ class Process:
         self.launch = launch
         self.load = IDLE
         self.state = "serving"
+        self.silent = False
         self.stopped = False
         self._broken = broken
         self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -65,6 +67,8 @@ class Process:
                     self.state = message.state
                 receiving = asyncio.ensure_future(self._server.recv())
             seq += 1
+            if self.silent:
+                continue
             with suppress(TransportError):
                 name = self.launch.instance
                 report = LoadReport(name, seq, self.load, 0, 0, state=self.state)
@@ -281,6 +285,21 @@ async def test_one_that_dies_is_started_again_under_its_name() -> None:
         await it.hears(i0="serving", i1="serving")
         assert it.front.members[0].endpoint != before
         assert "instance i0 is gone (killed by SIGKILL), again in 0.5 s" in it.said
+
+
+@pytest.mark.parametrize(
+    ("state", "how"), [("", "no report for 1 s"), ("hung", "its engine hung for 6 s more")]
+)
+async def test_one_that_ails_for_long_is_ended_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, state: str, how: str
+) -> None:
+    monkeypatch.setattr(llumlet_link, "TICK_S", 0.1)
+    async with world() as it:
+        first = it.launcher.process("i0")
+        first.silent, first.state = not state, state
+        await it.until(lambda: first.stopped)
+        await it.until(lambda: f"instance i0 is gone ({how}), again in 0.5 s" in it.said)
+        await it.hears(i0="serving", i1="serving")
 
 
 async def test_one_that_dies_while_it_drains_goes_on_draining() -> None:

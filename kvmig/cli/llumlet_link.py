@@ -14,8 +14,10 @@ RETRY_S = 0.5
 """Between two attempts to connect."""
 TICK_S = 1.0
 SILENT_TICKS = 10
-"""Ticks without a report until a llumlet counts as hung. Ticks, not seconds: when this process
-was held up itself, reports wait for it."""
+"""Ticks without a report until a llumlet is ended. Ticks, not seconds: when this process was
+held up itself, reports wait for it."""
+HUNG_TICKS = 60
+"""Ticks for which it says that its engine hangs (--hung-after) until it is ended."""
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class LlumletLink:
         self._client: Client | None = None
         self._state: SetState | None = None
         self._silent_ticks = 0
+        self._hung_ticks = 0
         self._task = asyncio.create_task(self._run(), name=f"link to {instance}")
 
     def set_state(self, state: SetState) -> None:
@@ -38,12 +41,17 @@ class LlumletLink:
         self._state = state
         self._send_state()
 
-    async def silent(self) -> str:
-        """Wait until it has reported nothing for long; says so."""
-        while self._silent_ticks < SILENT_TICKS:
+    async def ails(self) -> str:
+        """Wait until it has reported nothing, or nothing good, for too long; says what."""
+        while True:
             await asyncio.sleep(TICK_S)
             self._silent_ticks += 1
-        return f"no report for {SILENT_TICKS * TICK_S:g} s"
+            if self._silent_ticks >= SILENT_TICKS:
+                return f"no report for {SILENT_TICKS * TICK_S:g} s"
+            hangs = self.report is not None and self.report.state == "hung"
+            self._hung_ticks = self._hung_ticks + 1 if hangs else 0
+            if self._hung_ticks >= HUNG_TICKS:
+                return f"its engine hung for {HUNG_TICKS * TICK_S:g} s more"
 
     async def close(self) -> None:
         """Disconnect."""
