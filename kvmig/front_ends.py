@@ -105,3 +105,4 @@ class FrontEnds:
                 say(f"front end {number} is ready")
             except StartupError as error:
                 log.warning("%s", error)
+                await self._children[number].stop()  # it may be there still, but not ready
