@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmig.engines.base import (
+    Cadence,
     CameBlocks,
     EngineLoad,
     Export,
@@ -82,10 +83,13 @@ class FakeEngine:
         self.reserved: dict[str, Request] = {}
         self.leaving: set[str] = set()
         self.following: dict[str, Request] = {}
-        self.can_follow = self.following_pays = can_follow
+        self.can_follow = can_follow
+        self.now = Cadence(0.0, 0.0, token_ms=0.0)
         self.steps = steps
         self.hits = hits
         self.calls: list[str] = []
+        self.urgent: list[bool] = []
+        """Of each gather and scatter."""
         self.corrupt = False
         self.at_once = at_once
         self.on_started: Callable[[str], None] = lambda request_id: None
@@ -136,6 +140,9 @@ class FakeEngine:
         )
 
     # -- the port
+
+    def cadence(self) -> Cadence:
+        return self.now
 
     def load(self) -> EngineLoad:
         used = self.layout.num_blocks - len(self.free)
@@ -279,7 +286,10 @@ class FakeEngine:
         if request is not None:
             self.free += request.blocks
 
-    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
+    async def gather(
+        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
+    ) -> list[int]:
+        self.urgent.append(urgent)
         await self._enter("gather")
         return self._gather(block_ids, out)
 
@@ -292,7 +302,10 @@ class FakeEngine:
             out[0] ^= 1
         return checksums
 
-    async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
+    async def scatter(
+        self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
+    ) -> list[int]:
+        self.urgent.append(urgent)
         await self._enter("scatter")
         return self._scatter(block_ids, fused)
 

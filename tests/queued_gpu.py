@@ -11,6 +11,9 @@ from kvmig.ground.errors import KvmigError
 from kvmig.kernels.cuda import Library
 from tests.emulated_cuda import Emulated, HostDevice, library
 
+HIGHEST = -5
+"""The highest priority of a stream."""
+
 
 class QueuedGpu(HostDevice):
     """`side_stream.Device`. `stuck`: nothing happens any more; `fails`: see `HostDevice`."""
@@ -22,15 +25,21 @@ class QueuedGpu(HostDevice):
         self.streams: dict[int, list[Callable[[], object]]] = {}
         self.pinned: dict[int, int] = {}
         self.pins = 0
+        self.priorities: dict[int, int] = {}
+        """Of streams, those that are gone, too."""
         self.done: Counter[int] = Counter()
         self.recorded: dict[int, tuple[int, int]] = {}
         self.moved: list[tuple[str, int, int]] = []
         """Copies that were queued: upload or download, the host's address, bytes."""
 
+    def stream_priorities(self) -> tuple[int, int]:
+        return 0, HIGHEST
+
     def new_stream(self, priority: int = 0) -> int:
         self._call("new_stream")
         self.allocated += 1
         self.streams[self.allocated] = []
+        self.priorities[self.allocated] = priority
         return self.allocated
 
     def destroy_stream(self, stream: int) -> None:
@@ -108,6 +117,8 @@ class QueuedLaunches(Library):
         self.fails_after = -1
         """Launches until one fails; negative: none does."""
         self.workers: list[int] = []
+        self.on: list[int] = []
+        """Streams of the launches, one each."""
 
     def copy(self, *arguments: int) -> None:
         if self.fails_after == 0:
@@ -115,6 +126,7 @@ class QueuedLaunches(Library):
         self.fails_after -= 1
         *_, stream, workers = arguments
         self.workers.append(workers)
+        self.on.append(stream)
         launch = super().copy
         self._gpu.queue(stream, lambda: launch(*arguments))
 

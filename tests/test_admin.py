@@ -68,7 +68,7 @@ async def test_requests_are_listed_before_any_instance_tells_of_them() -> None:
         assert row == {
             "id": "cmpl-x-0-12345678", "call_id": "x", "instance": a.instance,
             "state": "submitted", "tokens": 20, "output_tokens": 0, "blocks": 0, "priority": 0,
-            "migrating_to": None,
+            "unmovable": "", "age_ms": 0.0, "migrating_to": None,
         }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from kvmig.kvtransfer.transports.mapped import MappedInbox, MappedStaging
 from kvmig.kvtransfer.transports.memory import view
 from tests.host_memory import HostMemory
 from tests.poisoned import make_cache
-from tests.queued_gpu import QueuedGpu, QueuedKernels
+from tests.queued_gpu import HIGHEST, QueuedGpu, QueuedKernels
 from tests.test_transports import chunk
 
 FIT = 3
@@ -213,6 +213,18 @@ def test_a_copy_does_not_wait_for_the_step_that_was_launched_last_when_steps_ove
     world.assert_all_comes_back()
 
 
+@pytest.mark.parametrize("copy", ["gather", "scatter"])
+@pytest.mark.parametrize("kind", ["device", "mapping"])
+def test_an_urgent_copy_has_the_stream_of_the_highest_priority(
+    world: World, copy: str, kind: str
+) -> None:
+    buffer = buffer_of(kind, len(IDS) * world.size)
+    for urgent, priority in ((False, 0), (True, HIGHEST), (False, 0)):
+        world.launches.on.clear()
+        getattr(world.copies, copy)(IDS, buffer, urgent)
+        assert {world.gpu.priorities[stream] for stream in world.launches.on} == {priority}
+
+
 STEPS = ["enter", "wait", "upload", "download", "happened"]
 
 
@@ -239,7 +251,7 @@ def test_what_was_queued_before_a_failure_is_over_when_it_is_told(world: World, 
     buffer = buffer_of("mapping", len(IDS) * world.size)
     with pytest.raises(KvmigError, match="launch: out of luck"):
         getattr(world.copies, copy)(IDS, buffer)
-    assert [world.gpu.pending(stream) for stream in world.gpu.streams] == [0, 0]
+    assert [world.gpu.pending(stream) for stream in world.gpu.streams] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["new_event", "new_stream", "allocate"])

@@ -154,6 +154,15 @@ async def test_a_corrupt_block_that_comes_with_the_commit_leaves_the_request_at_
         assert them.b.committing == {}
 
 
+async def test_only_the_copies_of_the_pause_are_urgent() -> None:
+    async with cluster(source=FakeEngine(at_once=False)) as them:
+        report = await them.move()
+        for engine in (them.a.engine, them.b.engine):
+            live = engine.urgent.index(True)
+            assert live >= len(report.stages)
+            assert all(engine.urgent[live:])
+
+
 async def test_a_destination_prepares_before_the_pause_and_not_before_its_stages() -> None:
     async with cluster() as them:
         await them.move()

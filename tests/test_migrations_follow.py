@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvmig.engines.base import Cadence
 from kvmig.ground.config import Following
 from kvmig.ground.errors import MigrationRefused, RequestGone
 from kvmig.kvtransfer import messages
@@ -16,13 +17,13 @@ from tests.fake_engine import FakeEngine
 
 def followed(destination: FakeEngine | None = None) -> FakeEngine:
     """Both ends of these migrations can follow."""
-    engine = destination or FakeEngine()
-    engine.can_follow = engine.following_pays = True
+    engine = destination or FakeEngine(num_blocks=1000)
+    engine.can_follow = True
     return engine
 
 
 async def test_a_request_is_switched_to_the_destination_that_followed_it() -> None:
-    async with cluster(source=followed(), destination=followed()) as them:
+    async with cluster(source=followed(), destination=followed(), follow="always") as them:
         report = await them.move()
         assert (report.state, them.owners()) == ("committed", "b")
         assert report.followed is not None
@@ -36,7 +37,7 @@ async def test_a_request_is_switched_to_the_destination_that_followed_it() -> No
 async def test_an_engine_that_can_not_follow_gets_the_tail(end: str) -> None:
     source, destination = followed(), followed()
     (source if end == "source" else destination).can_follow = False
-    async with cluster(source=source, destination=destination) as them:
+    async with cluster(source=source, destination=destination, follow="always") as them:
         report = await them.move()
         assert (report.state, report.followed) == ("committed", None)
         assert report.tail_blocks > 0
@@ -47,16 +48,33 @@ async def test_following_can_be_turned_off() -> None:
         assert (await them.move()).followed is None
 
 
-@pytest.mark.parametrize("follow", ["auto", "always"])
-async def test_where_it_does_not_pay_only_a_wish_makes_it(follow: Following) -> None:
+@pytest.mark.parametrize(
+    ("token_ms", "follow", "way"),
+    [
+        (0.0, "auto", "follow"),
+        (100.0, "auto", "copy"),
+        (None, "auto", "copy"),
+        (100.0, "always", "follow"),
+        (0.0, "never", "copy"),
+    ],
+)
+async def test_the_way_that_costs_less_is_taken_unless_one_is_asked_for(
+    token_ms: float | None, follow: Following, way: str
+) -> None:
     source, destination = followed(), followed()
-    source.following_pays = False
+    destination.now = Cadence(0.0, 0.0, token_ms)
+    source.start("before")
     async with cluster(source=source, destination=destination, follow=follow) as them:
-        assert ((await them.move()).followed is None) == (follow == "auto")
+        await them.move("before")  # until something was copied nobody knows what that costs
+        report = await them.move()
+        assert report.pause_cost is not None
+        assert (report.pause_cost.way, report.pause_cost.follow_ms) == (way, token_ms)
+        assert report.pause_cost.copy_ms is not None
+        assert (report.followed is not None) == (way == "follow")
 
 
 async def test_a_destination_that_is_never_in_step_is_switched_to_all_the_same() -> None:
-    async with cluster(source=followed(), destination=followed()) as them:
+    async with cluster(source=followed(), destination=followed(), follow="always") as them:
 
         async def slow(method: str) -> None:
             if method == "extend":
@@ -72,7 +90,7 @@ async def test_a_destination_that_is_never_in_step_is_switched_to_all_the_same()
     [(RequestGone("preempted"), "preempted"), (RuntimeError("a bug"), "error")],
 )
 async def test_a_source_that_fails_to_fork_keeps_the_request(error: Exception, reason: str) -> None:
-    async with cluster(source=followed(), destination=followed()) as them:
+    async with cluster(source=followed(), destination=followed(), follow="always") as them:
         them.a.engine.before = failing("fork", error)
         report = await them.move()
         assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
@@ -86,7 +104,7 @@ async def test_a_source_that_fails_to_fork_keeps_the_request(error: Exception, r
 async def test_a_follower_that_fails_leaves_the_request_at_the_source(
     method: str, error: Exception, reason: str
 ) -> None:
-    async with cluster(source=followed(), destination=followed()) as them:
+    async with cluster(source=followed(), destination=followed(), follow="always") as them:
         them.b.engine.before = failing(method, error)
         report = await them.move()
         assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
@@ -96,7 +114,7 @@ async def test_a_follower_that_fails_leaves_the_request_at_the_source(
 @pytest.mark.parametrize("kind", [Follow, Tokens, messages.Following])
 async def test_a_lost_message_leaves_the_request_in_one_place(kind: type[Message]) -> None:
     async with cluster(
-        source=followed(), destination=followed(), timeout_ms=60, lease_ms=200
+        follow="always", source=followed(), destination=followed(), timeout_ms=60, lease_ms=200
     ) as them:
         them.a.drop, them.b.drop = dropping(kind), dropping(kind)
         report = await them.move()
@@ -106,7 +124,9 @@ async def test_a_lost_message_leaves_the_request_in_one_place(kind: type[Message
 
 @pytest.mark.parametrize("method", ["fork", "follow", "extend"])
 async def test_a_client_that_leaves_leaves_nothing(method: str) -> None:
-    async with cluster(source=followed(), destination=followed(), timeout_ms=300) as them:
+    async with cluster(
+        source=followed(), destination=followed(), follow="always", timeout_ms=300
+    ) as them:
         engine = them.a.engine if method == "fork" else them.b.engine
 
         async def leave(called: str) -> None:
@@ -124,7 +144,7 @@ async def test_a_client_that_leaves_leaves_nothing(method: str) -> None:
 @pytest.mark.parametrize("side", ["a", "b"])
 async def test_shutdown_gives_the_migration_up(method: str, side: str) -> None:
     async with cluster(
-        source=followed(), destination=followed(), timeout_ms=200, lease_ms=300
+        follow="always", source=followed(), destination=followed(), timeout_ms=200, lease_ms=300
     ) as them:
         engine = them.a.engine if method == "fork" else them.b.engine
         closing: list[asyncio.Task[None]] = []
@@ -144,7 +164,7 @@ async def test_shutdown_gives_the_migration_up(method: str, side: str) -> None:
 @pytest.mark.parametrize("method", ["fork", "follow", "extend"])
 async def test_an_engine_that_hangs_is_given_up_and_frees_everything(method: str) -> None:
     async with cluster(
-        source=followed(), destination=followed(), timeout_ms=60, lease_ms=150
+        follow="always", source=followed(), destination=followed(), timeout_ms=60, lease_ms=150
     ) as them:
         engine = them.a.engine if method == "fork" else them.b.engine
 
@@ -159,7 +179,7 @@ async def test_an_engine_that_hangs_is_given_up_and_frees_everything(method: str
 
 async def test_a_follower_that_dies_is_noticed_and_the_request_stays() -> None:
     async with cluster(
-        source=followed(), destination=followed(), timeout_ms=5000, lease_ms=6000
+        follow="always", source=followed(), destination=followed(), timeout_ms=5000, lease_ms=6000
     ) as them:
 
         async def never(method: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 from vllm.v1.engine.core import EngineCoreProc
 
+from kvmig.engines.copy_thread import CopyThread
+from kvmig.engines.step_times import StepTimes
 from kvmig.engines.vllm import device_copies
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.memory import BlockMemory
@@ -44,6 +45,7 @@ def test_a_step_leaves_its_event_before_anybody_is_told_of_its_blocks(
 
     monkeypatch.setattr(EngineCoreProc, "_process_engine_step", step)
     core = StepCore.__new__(StepCore)
+    core.step_times = StepTimes()
     core.after_step = lambda: calls.append("event")
     core.between_steps = lambda: calls.append("blocks")
     assert core._process_engine_step()
@@ -100,7 +102,7 @@ def test_the_event_is_left_on_the_stream_that_the_engine_queues_on(
 
 def test_the_cache_is_unmapped_even_if_the_device_fails_at_the_end() -> None:
     memory, cache = BlockMemory.__new__(BlockMemory), Cache()
-    memory._thread = ThreadPoolExecutor(1)
+    memory._thread = CopyThread()
     memory._cache = cache  # type: ignore[assignment]
     memory._close_copies = Copies().close
     with pytest.raises(KvmigError, match="the device is gone"):

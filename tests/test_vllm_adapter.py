@@ -373,6 +373,21 @@ async def test_prompt_log_probabilities_keep_a_request_in_place_until_it_decodes
     await pair.finish("kept")
 
 
+async def test_during_a_long_step_the_last_list_is_told_with_its_age(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.submit(pair.a, "there", PROMPT)
+    await pair.step(pair.a, until=("there", 2))
+    (fresh,) = await pair.done(pair.a.engine.requests())
+    monkeypatch.setattr("kvmig.engines.vllm.adapter._LIST_WAIT_S", 0.01)
+    (old,) = await pair.a.engine.requests()  # nobody takes the call
+
+    assert (fresh.request_id, fresh.age_ms) == ("there", 0.0)
+    assert (old.request_id, old.tokens) == ("there", fresh.tokens)
+    assert old.age_ms > 0.0
+    await pair.finish("there")
+
+
 async def test_an_unknown_request_is_refused(pair: Pair) -> None:
     with pytest.raises(MigrationRefused, match="unknown_request"):
         await pair.done(pair.a.engine.export("nobody"))

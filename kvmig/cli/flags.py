@@ -155,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
         choices=FOLLOWING,
         default=migration.follow,
         help="let the destination compute along before the switch, instead of copying the rest"
-        " in the pause; auto: where that is faster, on a GPU",
+        " in the pause; auto: whatever costs each migration less",
     )
     group.add_argument(
         "--max-bandwidth",

@@ -85,6 +85,8 @@ class RequestState(msgspec.Struct, frozen=True):
     """Why it can't be moved now, in a few words; empty when it can."""
     wanted_blocks: int = 0
     """Blocks that starting it takes; 0 when it runs."""
+    age_ms: float = 0.0
+    """How long ago all that was so: an engine in the middle of a step can't be asked."""
 
     @property
     def weight_blocks(self) -> int:
@@ -159,6 +161,17 @@ class Pace(msgspec.Struct, frozen=True):
     """Requests that run beside it."""
 
 
+class Cadence(msgspec.Struct, frozen=True):
+    """Where an engine is in its steps, as seen at one moment. Milliseconds."""
+
+    since_ms: float
+    """Since the end of its last step."""
+    step_ms: float
+    """From the end of one step to the end of the next, lately; 0: it has nothing to do."""
+    token_ms: float | None = None
+    """What one token more adds to a step; None: not known."""
+
+
 OnTokens = Callable[[list[int]], None]
 """What each step gave one request: one token id, or several."""
 
@@ -176,16 +189,21 @@ class Engine(Protocol):
     layout: KVLayout
     can_follow: bool
     """Whether `follow` works here."""
-    following_pays: bool
-    """Whether computing some tokens in one step costs no more than copying their KV would."""
 
-    # -- what it holds
+    # -- what it does and holds
+    def cadence(self) -> Cadence:
+        """A cheap snapshot of its steps; from any thread."""
+        ...
+
     def load(self) -> EngineLoad:
         """A cheap snapshot, taken between the last two steps (or calls, when idle)."""
         ...
 
     async def requests(self) -> list[RequestState]:
-        """All requests that the engine holds; those that wait in the order of the queue."""
+        """All requests that the engine holds; those that wait in the order of the queue.
+
+        During a long step those that it told of last.
+        """
         ...
 
     # -- source
@@ -260,11 +278,18 @@ class Engine(Protocol):
         ...
 
     # -- memory
-    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
-        """Copy blocks [n] into `out` [n * block_bytes], fused; returns n checksums."""
+    async def gather(
+        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
+    ) -> list[int]:
+        """Copy blocks [n] into `out` [n * block_bytes], fused; returns n checksums.
+
+        urgent: nobody decodes the request meanwhile, so it goes before other copies.
+        """
         ...
 
-    async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
+    async def scatter(
+        self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
+    ) -> list[int]:
         """Copy `fused` [n * block_bytes] into blocks [n]; returns n checksums of what was read."""
         ...
 

@@ -61,6 +61,10 @@ class Request(BaseModel):
     output_tokens: int
     blocks: int
     priority: int
+    unmovable: str = Field(description="Why it can't be moved now; empty when it can.")
+    age_ms: float = Field(
+        description="How old this is: while an instance is in a long step, its last word counts."
+    )
     migrating_to: str | None = Field(
         description="Where it is being moved to, if that was asked for here."
     )
@@ -132,6 +136,19 @@ class DowntimeParts(BaseModel):
     first_token: float | None
 
 
+class PauseCost(BaseModel):
+    """What either way to end the migration was expected to add to the pause, milliseconds."""
+
+    way: Literal["copy", "follow"] = Field(
+        description="What was chosen: to copy the rest in the pause, or to have the destination "
+        "compute it along before (--follow; a request that doesn't decode yet is copied)."
+    )
+    copy_ms: float | None = Field(description="null until anything was copied.")
+    follow_ms: float | None = Field(
+        description="What a token more adds to a step of the destination; null if not known."
+    )
+
+
 class Migration(BaseModel):
     """What one migration did."""
 
@@ -146,6 +163,7 @@ class Migration(BaseModel):
     transport: str
     hit_blocks: int = Field(description="Found in the destination's prefix cache, not sent.")
     stages: list[Stage]
+    pause_cost: PauseCost | None = Field(description="null when it ended before the choice.")
     followed: int | None = Field(
         description="Steps that the destination computed along before the switch; "
         "null when the rest was copied in the pause."

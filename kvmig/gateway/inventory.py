@@ -54,6 +54,10 @@ class RequestRow:
     output_tokens: int
     blocks: int
     priority: int
+    unmovable: str
+    """Why it can't be moved now; empty when it can."""
+    age_ms: float
+    """How old what the instance told is."""
     migrating_to: str | None
 
 
@@ -129,6 +133,8 @@ def request_rows(
                 output_tokens=state.output_tokens,
                 blocks=state.blocks,
                 priority=state.priority,
+                unmovable=state.unmovable,
+                age_ms=state.age_ms,
                 migrating_to=entry.destination,
             )
         )

@@ -31,12 +31,14 @@ class BlockSender:
         self._timeline.stage(size, size * self._block_bytes, started, parts)
         return []
 
-    async def send(self, stage: int, first: int, block_ids: Sequence[int]) -> list[Action]:
-        """Gather and send the request's blocks `first` and on."""
+    async def send(
+        self, stage: int, first: int, block_ids: Sequence[int], urgent: bool = False
+    ) -> list[Action]:
+        """Gather and send the request's blocks `first` and on. urgent: in the pause."""
         for offset, ids in self.copier.cut(block_ids):
             if stop := await self.ready():
                 return stop
-            await self.copier.send(stage, first + offset, ids)
+            await self.copier.send(stage, first + offset, ids, urgent)
         return []
 
     async def ready(self) -> list[Action]:

@@ -35,6 +35,11 @@ class ChunkSizer:
         in_time = self._rate * self._chunk_ms / self._block_bytes
         return int(max(1, min(self._most, in_time)))
 
+    @property
+    def bytes_per_ms(self) -> float | None:
+        """Of copies; None until one was measured."""
+        return self._rate
+
     def observe(self, nbytes: int, ms: float) -> None:
         """A copy of `nbytes` took `ms` (one that took no time tells nothing)."""
         if nbytes <= 0 or ms <= 0:

@@ -87,26 +87,30 @@ class Copier:
         nbytes = self._sizer.blocks() * self._engine.layout.block_bytes
         return self._staging.buffer(self._slot())[:nbytes]
 
-    async def send(self, stage: int, first: int, block_ids: Sequence[int]) -> None:
+    async def send(
+        self, stage: int, first: int, block_ids: Sequence[int], urgent: bool = False
+    ) -> None:
         """Gather one chunk into the slot that `ready` took, and bring it there."""
         buffer = self._staging.buffer(self._slot())
         nbytes = len(block_ids) * self._engine.layout.block_bytes
         started = self._clock()
         async with asyncio.timeout(self._timeout_s):
-            checksums = await self._engine.gather(block_ids, buffer[:nbytes])
+            checksums = await self._engine.gather(block_ids, buffer[:nbytes], urgent)
         ms = (self._clock() - started) * 1e3
         self._sizer.observe(nbytes, ms)
         self._parts.gather += ms
-        await self.push(stage, first, checksums, self._send)
+        await self.push(stage, first, checksums, self._send, urgent)
 
-    async def push(self, stage: int, first: int, checksums: list[int], say: Send) -> None:
+    async def push(
+        self, stage: int, first: int, checksums: list[int], say: Send, urgent: bool = False
+    ) -> None:
         """Bring the chunk that was gathered into the slot there; `say` gets its message."""
         slot, parts, started = self._slot(), self._parts, self._clock()
         nbytes = len(checksums) * self._engine.layout.block_bytes
         self._line.use(nbytes)
         self._spare = None
         self._flying.append((slot, parts))
-        chunk = Chunk(self._mid, stage, first, slot, nbytes, checksums)
+        chunk = Chunk(self._mid, stage, first, slot, nbytes, checksums, urgent=urgent)
 
         def announce(payload: Sequence[Frame] = (), number: int = 0) -> None:
             say(replace(chunk, slot=PAYLOAD_SLOT if payload else slot, number=number), payload)

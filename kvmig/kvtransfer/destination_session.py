@@ -260,7 +260,9 @@ class DestinationSession:
     async def _scatter(self, chunk: Chunk, payload: list[memoryview]) -> list[Action]:
         began = self._clock()
         came = await self._came(chunk, payload)
-        came.check(await self._bounded(self._engine.scatter(came.block_ids, came.fused)))
+        came.check(
+            await self._bounded(self._engine.scatter(came.block_ids, came.fused, chunk.urgent))
+        )
         return self.machine.scattered(chunk, (self._clock() - began) * 1e3)
 
     async def _came(self, chunk: Chunk, payload: list[memoryview]) -> CameBlocks:
@@ -308,8 +310,10 @@ class DestinationSession:
         return self.machine.committed((self._committed_at - began) * 1e3)
 
     def _answer(self, message: Message) -> None:
-        if isinstance(message, Reserved) and message.stage == 0 and self._inbox is not None:
-            message = msgspec.structs.replace(message, token=self._inbox.token)
+        if isinstance(message, Reserved):
+            token = self._inbox.token if message.stage == 0 and self._inbox is not None else ""
+            cadence = self._engine.cadence()
+            message = msgspec.structs.replace(message, token=token, cadence=cadence)
         try:
             self._send(message, ())
         except TransportError as error:

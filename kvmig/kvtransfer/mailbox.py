@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -46,6 +47,13 @@ class Mailbox:
                 return actions
         self.news.clear()
         return []
+
+    async def wait(self, timeout_s: float) -> list[Action]:
+        """Wait for news at most so long; what they ask for, [] if nothing."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.news.wait()
+        return self.read()
 
     async def listen(self) -> list[Action]:
         """Wait for an event that asks for something."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvmig.engines.base import Export, Pace, Tail
+from kvmig.engines.base import Cadence, Export, Pace, Tail
 
 PROTOCOL = 2
 """Raised when a message changes in a way that an older peer would misread."""
@@ -65,6 +65,8 @@ class Reserved(Message, frozen=True, tag=True):
     """Whether the destination takes Follow (stage 0 only)."""
     token: str = ""
     """What the source needs to push into the destination's buffers (stage 0 only)."""
+    cadence: Cadence = Cadence(0.0, 0.0)
+    """Of the destination's engine, when it answered."""
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -89,6 +91,8 @@ class Chunk(Message, frozen=True, tag=True):
     checksums: list[int]
     number: int = 0
     """Which push of the transport brings the bytes, where it needs to know."""
+    urgent: bool = False
+    """Nobody decodes the request meanwhile."""
 
 
 class ChunkDone(Message, frozen=True, tag=True):

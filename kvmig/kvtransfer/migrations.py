@@ -19,8 +19,10 @@ from kvmig.ground.clock import monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import MigrationRefused
 from kvmig.kvtransfer.admission import admit, kv_bytes
+from kvmig.kvtransfer.arbitration import Resolve
 from kvmig.kvtransfer.arrivals import Arrivals, OnCommit
 from kvmig.kvtransfer.chunks import ChunkSizer
+from kvmig.kvtransfer.experience import Experience
 from kvmig.kvtransfer.mailbox import Cancel, PeerLost
 from kvmig.kvtransfer.messages import (
     Aborted,
@@ -34,7 +36,7 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.source_session import Resolve, SourceSession
+from kvmig.kvtransfer.source_session import SourceSession
 from kvmig.kvtransfer.throttle import Throttle
 from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.kvtransfer.transports.base import Staging
@@ -91,7 +93,9 @@ class Migrations:
         self._resolve = resolve
         self._on_left = on_left
         self._arrivals = Arrivals(engine, config, on_commit, on_commit_failed)
-        self._sizer = ChunkSizer(engine.layout.block_bytes, config.chunk_bytes, config.chunk_ms)
+        self._experience = Experience(
+            ChunkSizer(engine.layout.block_bytes, config.chunk_bytes, config.chunk_ms)
+        )
         self._throttle = Throttle(
             config.max_bandwidth, config.max_pair_bandwidth, config.lease_ms / 2e3
         )
@@ -157,7 +161,7 @@ class Migrations:
             self._engine,
             self._config,
             self._stagings,
-            self._sizer,
+            self._experience,
             partial(self._send_to, endpoint),
             self._resolve,
             lambda move: self._on_left(move.request_id, endpoint),

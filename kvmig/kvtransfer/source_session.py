@@ -9,53 +9,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from kvmig.engines import base
-from kvmig.engines.base import Engine, Tail
+from kvmig.engines.base import Engine
 from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.config import Following as Wish
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer import source_machine as do
+from kvmig.kvtransfer.arbitration import Resolve, ask_arbiter
 from kvmig.kvtransfer.block_sender import BlockSender
-from kvmig.kvtransfer.chunks import ChunkSizer
 from kvmig.kvtransfer.compat import fingerprint
 from kvmig.kvtransfer.copier import Copier, Send
-from kvmig.kvtransfer.feed import Feed
+from kvmig.kvtransfer.errand import Errand
+from kvmig.kvtransfer.experience import Experience
 from kvmig.kvtransfer.mailbox import Cancel, Event, Mailbox, PeerLost
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
-    Chunk,
     ChunkDone,
-    Commit,
     Committed,
     FirstToken,
-    Follow,
     Following,
-    Message,
     Refused,
     Reserve,
     Reserved,
-    Tokens,
 )
+from kvmig.kvtransfer.pause import Pause
+from kvmig.kvtransfer.pursuit import Pursuit
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.source_machine import Action, S, SourceMachine
 from kvmig.kvtransfer.throttle import UNLIMITED, Throttle
 from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.kvtransfer.transports.base import Staging
-from kvmig.kvtransfer.wire import Frame
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-Resolve = Callable[[str, str, int, str], Awaitable[bool]]
-"""(mid, request_id, epoch, destination) -> whether it moved. Raises when nobody can say."""
 
 
 class SourceSession:
@@ -67,7 +60,7 @@ class SourceSession:
         engine: Engine,
         config: MigrationConfig,
         stagings: Mapping[str, Staging],
-        sizer: ChunkSizer,
+        experience: Experience,
         send: Send,
         resolve: Resolve,
         on_moved: Callable[[Move], None],
@@ -82,13 +75,12 @@ class SourceSession:
         is known, raises MigrationRefused if it must not move now.
         """
         self.move = move
-        self.machine = SourceMachine(
-            move.mid, config.max_stages, engine.can_follow and _wanted(config.follow, engine)
-        )
+        self._follow_wish = config.follow
+        self.machine = SourceMachine(move.mid, config.max_stages, engine.can_follow)
         self._engine = engine
         self._timeout_s = config.reply_timeout_ms / 1e3
         self._stagings = stagings
-        self._sizer = sizer
+        self._experience = experience
         self._send = send
         self._resolve = resolve
         self._on_moved = on_moved
@@ -99,11 +91,13 @@ class SourceSession:
         self._undone: list[Action] = []
         self._sender: BlockSender | None = None
         self._export: base.Export | None = None
-        self._commit: Commit | None = None
-        self._payload: Sequence[Frame] = ()
         self._first_token: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._timeline = Timeline(clock)
-        self._tokens = Feed(self._say_tokens, clock)
+        self._errand = errand = Errand(
+            move, engine, send, self._mailbox, self._timeline, clock, self._timeout_s
+        )
+        self._pause = Pause(errand, experience)
+        self._pursuit = Pursuit(errand)
         self.over = False
         """Whether nothing is left here; it may still wait for the first token's time."""
 
@@ -137,9 +131,9 @@ class SourceSession:
             if self._sender is not None:
                 self._timeline.bytes = self._sender.copier.bytes
                 self._sender.copier.close()
-            self._tokens.end()
+            self._pursuit.tokens.end()
             if self.machine.forked_there:
-                self._timeline.followed = self._tokens.steps
+                self._timeline.followed = self._pursuit.tokens.steps
             self.over = True
         machine, report = self.machine, self._timeline.report
         if machine.state is not S.COMMITTED:
@@ -192,14 +186,18 @@ class SourceSession:
         engine, request_id = self._engine, self.move.request_id
         match action:
             case do.Export():
-                self._export = await self._bounded(engine.export(request_id))
+                self._export = await self._errand.bounded(engine.export(request_id))
                 self._admit(self.move.mid, self._export.num_tokens)
                 return self.machine.exported(self._export.num_tokens)
             case do.SendReserve():
-                self._send(self._reserve(action), ())
+                message = self._reserve(action)
+                self._pause.asks(message)
+                self._send(message, ())
                 return await self._answer()
             case do.Check(sent):
-                return self.machine.checked(await self._bounded(engine.stage(request_id, sent)))
+                return self.machine.checked(
+                    await self._errand.bounded(engine.stage(request_id, sent))
+                )
             case do.Copy():
                 blocks = self._blocks()
                 stop = await blocks.send_live(action.stage, action.first, action.block_ids)
@@ -207,14 +205,15 @@ class SourceSession:
             case do.Fork() | do.SendFork() | do.Listen():
                 return await self._catch_up(action)
             case do.Suspend(sent):
+                self._pursuit.tokens.end()
                 return await self._suspend(sent)
-            case do.SendTail(first, tail):
-                return await self._send_tail(first, tail)
+            case do.SendTail():
+                return await self._send_tail(action)
             case do.SendCommit():
-                self._send_commit()
+                self._pause.send_commit()
                 return await self._answer()
             case do.AskArbiter():
-                return await self._ask_arbiter()
+                return await ask_arbiter(self.machine, self._errand, self._resolve)
             case do.Resume() | do.Release() | do.SendAbort():
                 await self._clean_up(action)
         return []
@@ -254,96 +253,25 @@ class SourceSession:
     async def _catch_up(self, action: do.Fork | do.SendFork | do.Listen) -> list[Action]:
         match action:
             case do.Fork(sent):
-                fork = self._engine.fork(self.move.request_id, sent, self._tokens.take)
-                return self.machine.forked(await self._bounded(fork))
+                return self.machine.forked(await self._pursuit.fork(sent))
             case do.SendFork(first, fork):
-                return await self._send_fork(first, fork)
+                stage, blocks = self.machine.stage, self._blocks()
+                stop = await self._pursuit.send(stage, first, fork, blocks)
+                return stop or self.machine.fork_sent(len(fork.block_ids))
             case do.Listen():
                 return await self._answer()
 
-    async def _send_fork(self, first: int, fork: Tail) -> list[Action]:
-        blocks = self._blocks()
-        if stop := await blocks.send_live(self.machine.stage, first, fork.block_ids):
-            return stop
-        self._send(Follow(self.move.mid, fork, first + len(fork.block_ids)), ())
-        self._tokens.begin(fork.num_output_tokens)
-        return self.machine.fork_sent(len(fork.block_ids))
-
-    def _say_tokens(self, start: int, token_ids: list[int]) -> None:
-        try:
-            self._send(Tokens(self.move.mid, start, token_ids), ())
-        except TransportError:
-            self._mailbox.put(PeerLost())
-
     async def _suspend(self, sent: int) -> list[Action]:
-        self._tokens.end()
-        out: memoryview | None = None
-        if not self.machine.forked_there:
-            # A slot in hand, so that nobody else's chunks stand in the pause.
-            if stop := await self._blocks().ready():
-                return stop
-            out = self._blocks().copier.room()
-        self._timeline.pause()
-        tail = await self._bounded(self._engine.suspend(self.move.request_id, sent, out))
-        self._timeline.pause()
-        return self.machine.suspended(tail)
-
-    async def _send_tail(self, first: int, tail: Tail) -> list[Action]:
-        self._timeline.tail_blocks = len(tail.block_ids)
-        self._timeline.output_tokens = tail.num_output_tokens
-        last: list[tuple[Chunk, Sequence[Frame]]] = []
-        if tail.checksums:  # gathered already: goes with the commit
-
-            def keep(message: Message, payload: Sequence[Frame]) -> None:
-                assert isinstance(message, Chunk)
-                last.append((message, payload))
-
-            copier = self._blocks().copier
-            await copier.push(self.machine.stage, first, tail.checksums, keep)
-        elif stop := await self._blocks().send(self.machine.stage, first, tail.block_ids):
+        blocks = None if self.machine.forked_there else self._blocks()
+        if blocks is not None and (stop := await self._pause.put_off() or await blocks.ready()):
             return stop
-        if stop := self._mailbox.read():
+        return self.machine.suspended(await self._pause.suspend(sent, blocks))
+
+    async def _send_tail(self, rest: do.SendTail) -> list[Action]:
+        if stop := await self._pause.send_tail(self.machine.stage, rest, self._blocks()):
             return stop
-        chunk, self._payload = last[0] if last else (None, ())
-        self._commit = Commit(
-            self.move.mid,
-            self.move.request_id,
-            self.move.epoch,
-            replace(tail, checksums=[]),
-            first + len(tail.block_ids),
-            chunk,
-        )
-        self._send_commit()
-        self._timeline.pause()
         self.machine.commit_sent()
         return await self._answer()
-
-    def _send_commit(self) -> None:
-        if self._commit is not None:
-            self._send(self._commit, self._payload)
-
-    async def _ask_arbiter(self) -> list[Action]:
-        """The arbiter's word, or a late answer of the destination: whichever comes first."""
-        move = self.move
-        asking = asyncio.ensure_future(
-            self._bounded(self._resolve(move.mid, move.request_id, move.epoch, move.destination))
-        )
-        listening = asyncio.ensure_future(self._mailbox.listen())
-        try:
-            await asyncio.wait((asking, listening), return_when=asyncio.FIRST_COMPLETED)
-            return listening.result() if listening.done() else self._resolved(asking)
-        finally:
-            asking.cancel()
-            listening.cancel()
-
-    def _resolved(self, asked: asyncio.Future[bool]) -> list[Action]:
-        error = asked.exception()
-        if error is None:
-            return self.machine.resolved(moved=asked.result())
-        if isinstance(error, TimeoutError):
-            return self.machine.unreachable()
-        log.error("%s: nobody can say who runs the request: %r", self.move.mid, error)
-        return self.machine.orphaned()
 
     # -- events
 
@@ -360,19 +288,21 @@ class SourceSession:
     def _feed(self, event: Event) -> list[Action]:
         machine = self.machine
         match event:
-            case Reserved(stage=stage) if machine.expects(stage):
+            case Reserved(stage=stage):
+                self._pause.hears(event)
+                if not machine.expects(stage):
+                    return []  # answered once more
                 if stage == 0:
                     self._open(event)
-                return machine.reserved(event.hit_blocks, event.can_follow)
-            case Reserved():
-                return []  # answered twice
+                return machine.reserved(event.hit_blocks, self._follows(event))
             case Refused(reason=reason, detail=detail):
                 return machine.refused(reason, detail)
             case Aborted():
                 return machine.refused("superseded", "given up by the destination")
             case Following(pace=pace, wait_ms=wait_ms):
-                return machine.followed(pace, wait_ms, self._tokens.step_ms)
+                return machine.followed(pace, wait_ms, self._pursuit.tokens.step_ms)
             case Committed():
+                self._pause.committed(event)
                 return machine.committed()
             case Cancel(reason=reason):
                 return machine.cancel(reason)
@@ -384,6 +314,17 @@ class SourceSession:
                 return machine.failed("peer_lost", f"no connection to {self.move.destination}")
         raise PeerError(f"{type(event).__name__} isn't for the source of a migration")
 
+    def _follows(self, answer: Reserved) -> bool:
+        """Whether the destination is to compute the rest, rather than to get it."""
+        wish, block_bytes = self._follow_wish, self._engine.layout.block_bytes
+        cost = self._experience.pause_cost(answer.cadence.token_ms, block_bytes)
+        if not (self._engine.can_follow and answer.can_follow):
+            wish = "never"
+        if wish != "auto":
+            cost = replace(cost, way="follow" if wish == "always" else "copy")
+        self._timeline.pause_cost = cost
+        return cost.way == "follow"
+
     def _open(self, answer: Reserved) -> None:
         staging = self._stagings.get(answer.transport)
         if staging is None:
@@ -394,7 +335,7 @@ class SourceSession:
             self.move.mid,
             self._engine,
             staging,
-            self._sizer,
+            self._experience.sizer,
             self._send,
             self._timeout_s,
             self._clock,
@@ -410,11 +351,3 @@ class SourceSession:
         if self._sender is None:
             raise PeerError("no transport was agreed on")
         return self._sender
-
-    async def _bounded(self, call: Awaitable[T]) -> T:
-        async with asyncio.timeout(self._timeout_s):
-            return await call
-
-
-def _wanted(follow: Wish, engine: Engine) -> bool:
-    return follow == "always" or (follow == "auto" and engine.following_pays)

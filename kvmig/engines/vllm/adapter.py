@@ -10,11 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
 from kvmig.engines.base import (
+    Cadence,
     CameBlocks,
     EngineLoad,
     Export,
@@ -43,6 +45,8 @@ from kvmig.ground.errors import MigrationRefused
 T = TypeVar("T")
 _LOAD_PERIOD_S = 0.01
 _GRAMMAR_TIMEOUT_S = 30.0
+_LIST_WAIT_S = 1.0
+"""For the end of a step; front ends wait for twice that."""
 
 
 class VllmEngine:
@@ -67,11 +71,10 @@ class VllmEngine:
         self._preemptions = Preemptions(scheduler)
         self._load = self._engine_load()
         self._load_at = 0.0
+        self._listed: list[RequestState] = []
+        self._listed_at = 0.0
         self.layout = self._memory.layout
         self.can_follow = runner.can_extend(core)
-        # A step on a GPU waits for memory, so some tokens more should cost nothing there. On a CPU
-        # they make it longer than copying their KV would.
-        self.following_pays = core.vllm_config.device_config.device_type != "cpu"
         core.after_step = self._memory.after_step
         core.between_steps = self.between_steps
 
@@ -88,7 +91,10 @@ class VllmEngine:
         if now - self._load_at >= _LOAD_PERIOD_S or not self._scheduler.running:
             self._load, self._load_at = self._engine_load(), now
 
-    # -- what it holds
+    # -- what it does and holds
+
+    def cadence(self) -> Cadence:
+        return self._core.step_times.cadence(time.monotonic())
 
     def _engine_load(self) -> EngineLoad:
         return engine_load(self._scheduler, self._memory.units, self._preemptions)
@@ -97,14 +103,22 @@ class VllmEngine:
         return self._load
 
     async def requests(self) -> list[RequestState]:
-        return await self._on_engine(
-            lambda: request_states(
-                self._scheduler,
-                self._memory.units,
-                self._source.is_suspended,
-                self._destination.is_arriving,
-            )
+        try:
+            async with asyncio.timeout(_LIST_WAIT_S):
+                return await self._on_engine(self._list)
+        except TimeoutError:
+            age_ms = (time.monotonic() - self._listed_at) * 1e3
+            return [replace(state, age_ms=age_ms) for state in self._listed]
+
+    def _list(self) -> list[RequestState]:
+        self._listed = request_states(
+            self._scheduler,
+            self._memory.units,
+            self._source.is_suspended,
+            self._destination.is_arriving,
         )
+        self._listed_at = time.monotonic()
+        return self._listed
 
     # -- source
 
@@ -198,7 +212,7 @@ class VllmEngine:
         progress = decode_progress(tail.state)
         if last is not None and self._memory.on_gpu:
             try:
-                last.check(await self._memory.scatter(last.block_ids, last.fused))
+                last.check(await self._memory.scatter(last.block_ids, last.fused, urgent=True))
             except BaseException:
                 await self.cancel(request_id)
                 raise
@@ -226,11 +240,15 @@ class VllmEngine:
 
     # -- memory
 
-    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
-        return await self._memory.gather(block_ids, out)
+    async def gather(
+        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
+    ) -> list[int]:
+        return await self._memory.gather(block_ids, out, urgent)
 
-    async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
-        return await self._memory.scatter(block_ids, fused)
+    async def scatter(
+        self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
+    ) -> list[int]:
+        return await self._memory.scatter(block_ids, fused, urgent)
 
     # -- helpers
 

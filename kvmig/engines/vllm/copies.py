@@ -11,13 +11,16 @@ from kvmig.kernels.copy import address_of, backend, checksum_fused, copy_blocks,
 
 
 class Copies(Protocol):
-    """What `BlockMemory` runs on its thread: ids [n], a buffer [n * block_bytes], n checksums."""
+    """What `BlockMemory` runs on its thread: ids [n], a buffer [n * block_bytes], n checksums.
 
-    def gather(self, ids: Sequence[int], out: memoryview) -> list[int]:
+    urgent: ahead of what else a device copies; a CPU has nothing else.
+    """
+
+    def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
         """From the cache to the buffer."""
         ...
 
-    def scatter(self, ids: Sequence[int], data: memoryview) -> list[int]:
+    def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
         """From the buffer to the cache."""
         ...
 
@@ -28,12 +31,12 @@ class WholeBlocks:
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
 
-    def gather(self, ids: Sequence[int], out: memoryview) -> list[int]:
+    def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
         layout, n = self._layout, len(ids)
         target = fused(address_of(out), layout)
         return copy_blocks(layout.regions, target, ids, range(n), layout.num_blocks, n)
 
-    def scatter(self, ids: Sequence[int], data: memoryview) -> list[int]:
+    def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
         layout, n = self._layout, len(ids)
         source = fused(address_of(data), layout)
         return copy_blocks(source, layout.regions, range(n), ids, n, layout.num_blocks)
@@ -45,7 +48,7 @@ class InUnits:
     def __init__(self, units: UnitMap) -> None:
         self._units = units
 
-    def gather(self, ids: Sequence[int], out: memoryview) -> list[int]:
+    def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
         for one in self._units.gather(ids, address_of(out)):
             start_copy(
                 backend(),
@@ -55,7 +58,7 @@ class InUnits:
             ).wait()
         return checksum_fused(out, self._units.unit_bytes)
 
-    def scatter(self, ids: Sequence[int], data: memoryview) -> list[int]:
+    def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
         for one in self._units.scatter(ids, address_of(data)):
             start_copy(
                 backend(),

@@ -15,10 +15,12 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.executor import Executor
 
+from kvmig.engines.step_times import StepTimes
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.worker_end import end_at_once
 from kvmig.ground.leftovers import remove, shared_by
@@ -56,6 +58,8 @@ class StepCore(EngineCoreProc):
         """Called on the engine's thread after each step, before that."""
         self.failed: BaseException | None = None
         self.step_began: float | None = None
+        self.step_times = StepTimes()
+        self._step_tokens = 0
         """When the present step began (time.monotonic); None between steps."""
         # What EngineCoreProc.__init__ sets besides sockets and threads.
         self.engine_index = 0
@@ -165,14 +169,22 @@ class StepCore(EngineCoreProc):
             future.set_exception(error)
 
     def _process_engine_step(self) -> bool:
-        self.step_began = time.monotonic()
+        began = self.step_began = time.monotonic()
+        self._step_tokens = 0
         try:
             executed = super()._process_engine_step()
         finally:
             self.step_began = None
+        if executed:
+            self.step_times.step(began, time.monotonic(), self._step_tokens)
         self.after_step()
         self.between_steps()
         return executed
+
+    def capture_iteration_details(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's, inside each step: here for what the step computes."""
+        self._step_tokens = scheduler_output.total_num_scheduled_tokens
+        return super().capture_iteration_details(scheduler_output)
 
     def _fail_pending_calls(self) -> None:
         while True:

@@ -66,7 +66,8 @@ class Blocks:
 
 
 class DeviceCopies:
-    """`copies.Copies` on a GPU, on a stream of its own; one thread copies, one at a time.
+    """`copies.Copies` on a GPU, on streams of its own, of which the urgent one has the device's
+    highest priority; one thread copies, one at a time.
 
     When a copy returns or raises, the GPU has left its blocks and its buffer (but for a
     TimeoutError). Raises KvmigError when the device fails.
@@ -92,8 +93,11 @@ class DeviceCopies:
         with ExitStack() as held:
             self._marks = StepMarks(device, steps_overlap)
             held.callback(self._marks.close)
-            self._stream = SideStream(device)
-            held.callback(self._stream.close)
+            self._streams: list[SideStream] = []
+            for priority in (0, device.stream_priorities()[1]):
+                self._streams.append(SideStream(device, priority))
+                held.callback(self._streams[-1].close)
+            self._stream = self._streams[0]
             self._scratch = device.allocate(self._nbytes)
             held.callback(device.free, self._scratch)
             self._pins = Pins(device)
@@ -104,10 +108,10 @@ class DeviceCopies:
         """On the engine's thread, after each step; `stream`: what it queued its work on."""
         self._marks.stepped(stream)
 
-    def gather(self, ids: Sequence[int], out: memoryview) -> list[int]:
+    def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
         """Blocks [n] to `out` [n * unit_bytes]; their n checksums."""
         memory = self._checked(ids, out)
-        with self._settled() as pendings:
+        with self._settled(urgent) as pendings:
             if memory.device == "cuda":
                 pendings.append(self._gather(ids, memory.address, CTAS_ON_DEVICE))
             else:
@@ -117,10 +121,10 @@ class DeviceCopies:
                     self._to_host(address, len(part) * self._plan.unit_bytes, pinned)
         return _sums(pendings)
 
-    def scatter(self, ids: Sequence[int], data: memoryview) -> list[int]:
+    def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
         """`data` [n * unit_bytes] to blocks [n]; n checksums of what came there."""
         memory = self._checked(ids, data)
-        with self._settled() as pendings:
+        with self._settled(urgent) as pendings:
             if memory.device == "cuda":
                 pendings.append(self._scatter(ids, memory.address, CTAS_ON_DEVICE))
             else:
@@ -132,7 +136,8 @@ class DeviceCopies:
 
     def close(self) -> None:
         """Free everything; no copy and no step may follow."""
-        self._stream.settle()
+        for stream in self._streams:
+            stream.settle()
         self._held.close()
 
     def _checked(self, ids: Sequence[int], buffer: memoryview) -> Memory:
@@ -144,9 +149,10 @@ class DeviceCopies:
         return memory
 
     @contextmanager
-    def _settled(self) -> Iterator[list[Pending]]:
+    def _settled(self, urgent: bool) -> Iterator[list[Pending]]:
         """Copies inside come after the engine's steps, and are over when it is left."""
         self._device.enter()
+        self._stream = self._streams[urgent]
         self._marks.precede(self._stream.handle)
         try:
             yield []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from vllm.config import VllmConfig
@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvmig.engines.copy_thread import CopyThread
 from kvmig.engines.vllm import device_copies
 from kvmig.engines.vllm.cache_shape import RankCache, whole_blocks
 from kvmig.engines.vllm.copies import Copies, InUnits, WholeBlocks
@@ -23,7 +24,7 @@ from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.ground.layout import KVLayout
 from kvmig.kernels.copy import backend
 
-Copy = Callable[[list[int], memoryview], list[int]]
+Copy = Callable[[list[int], memoryview, bool], list[int]]
 
 
 def layer_names(scheduler: Scheduler) -> list[str]:
@@ -64,7 +65,7 @@ class BlockMemory:
         except KvmigError:
             self._cache.close()
             raise
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvmig-copy")
+        self._thread = CopyThread()
 
     def _describe(self, core: EngineCore, unit_tokens: int) -> tuple[KVLayout, Copies]:
         config, ranks = core.vllm_config, self._cache.ranks
@@ -93,13 +94,17 @@ class BlockMemory:
         self._close_copies = copies.close
         return copies
 
-    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
-        """Blocks [n] into `out`, fused; returns n checksums."""
-        return await self._run(self._copies.gather, block_ids, out)
+    async def gather(
+        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
+    ) -> list[int]:
+        """Blocks [n] into `out`, fused; returns n checksums. urgent: ahead of other copies."""
+        return await self._run(self._copies.gather, block_ids, out, urgent)
 
-    async def scatter(self, block_ids: Sequence[int], data: memoryview) -> list[int]:
+    async def scatter(
+        self, block_ids: Sequence[int], data: memoryview, urgent: bool = False
+    ) -> list[int]:
         """`data` [n * block_bytes] into blocks [n]; returns n checksums of `data`."""
-        return await self._run(self._copies.scatter, block_ids, data)
+        return await self._run(self._copies.scatter, block_ids, data, urgent)
 
     def gather_now(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
         """`gather` on the calling thread; [] and nothing done where that would wait for a GPU,
@@ -115,16 +120,18 @@ class BlockMemory:
 
     def close(self) -> None:
         """Wait for the running copy and end the copy thread."""
-        self._thread.shutdown(wait=True)
+        self._thread.close()
         try:
             self._close_copies()
         finally:
             self._cache.close()
 
-    async def _run(self, copy: Copy, block_ids: Sequence[int], buffer: memoryview) -> list[int]:
-        loop = asyncio.get_running_loop()
+    async def _run(
+        self, copy: Copy, block_ids: Sequence[int], buffer: memoryview, urgent: bool
+    ) -> list[int]:
         size = len(block_ids) * self.layout.block_bytes
-        work = loop.run_in_executor(self._thread, copy, list(block_ids), buffer[:size])
+        call = partial(copy, list(block_ids), buffer[:size], urgent)
+        work = asyncio.wrap_future(self._thread.submit(call, urgent))
         # A cancelled caller frees the blocks next: the copy must have left them first.
         try:
             return await asyncio.shield(work)

@@ -1,0 +1,34 @@
+"""What all parts of a source session have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvmig.engines.base import Engine
+from kvmig.ground.clock import Clock
+from kvmig.kvtransfer.copier import Send
+from kvmig.kvtransfer.mailbox import Mailbox
+from kvmig.kvtransfer.timeline import Move, Timeline
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """One migration out of this instance, as far as it doesn't change."""
+
+    move: Move
+    engine: Engine
+    send: Send
+    mailbox: Mailbox
+    timeline: Timeline
+    clock: Clock
+    timeout_s: float
+
+    async def bounded(self, call: Awaitable[T]) -> T:
+        """Raises TimeoutError when it takes longer than an answer may."""
+        async with asyncio.timeout(self.timeout_s):
+            return await call

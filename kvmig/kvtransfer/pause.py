@@ -1,0 +1,119 @@
+"""The pause of one migration: the request is suspended at the best moment that is in sight, and its
+rest sent with Commit. Nobody decodes it meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from kvmig.engines.base import Cadence, Tail
+from kvmig.kvtransfer.block_sender import BlockSender
+from kvmig.kvtransfer.errand import Errand
+from kvmig.kvtransfer.experience import Experience
+from kvmig.kvtransfer.meeting import PUT_OFF_STEPS, put_off_ms
+from kvmig.kvtransfer.messages import Chunk, Commit, Committed, Message, Reserve, Reserved
+from kvmig.kvtransfer.source_machine import Action, SendTail
+from kvmig.kvtransfer.wire import Frame
+
+
+class Pause:
+    """Methods that wait return what a message asks for instead, [] if none came in between."""
+
+    def __init__(self, errand: Errand, experience: Experience) -> None:
+        self._errand = errand
+        self._experience = experience
+        self._there = Cadence(0.0, 0.0)
+        self._heard_at = 0.0
+        self._asked = Reserve("", "", 0, 0, 0)
+        self._suspended_at = 0.0
+        self._tail_bytes = 0
+        self._commit: Commit | None = None
+        self._payload: Sequence[Frame] = ()
+
+    def asks(self, message: Reserve) -> None:
+        """What Reserved will answer."""
+        self._asked = message
+
+    def hears(self, answer: Reserved) -> None:
+        """Where the destination is in its steps."""
+        self._there, self._heard_at = answer.cadence, self._errand.clock()
+
+    async def put_off(self) -> list[Action]:
+        """Let the request decode on until its way meets a step of the destination."""
+        clock, engine = self._errand.clock, self._errand.engine
+        until = clock() + PUT_OFF_STEPS * engine.cadence().step_ms / 1e3
+        while True:
+            here, now = engine.cadence(), clock()
+            gone_ms = (now - self._heard_at) * 1e3
+            there = replace(self._there, since_ms=self._there.since_ms + gone_ms)
+            wait_ms = put_off_ms(here, there, self._experience.lead.ms)
+            if wait_ms == 0.0 or now >= until:
+                return []
+            self._errand.send(replace(self._asked, last=False), ())  # how far is it now?
+            if stop := await self._wait_until(now + wait_ms / 1e3):
+                return stop
+
+    async def _wait_until(self, at: float) -> list[Action]:
+        while (left := at - self._errand.clock()) > 0:
+            if stop := await self._errand.mailbox.wait(left):
+                return stop
+        return []
+
+    async def suspend(self, sent: int, blocks: BlockSender | None) -> Tail:
+        """blocks: has a slot in hand for the tail, so that nobody's chunks stand in the pause."""
+        errand = self._errand
+        out = None if blocks is None else blocks.copier.room()
+        errand.timeline.pause()
+        tail = await errand.bounded(errand.engine.suspend(errand.move.request_id, sent, out))
+        errand.timeline.pause()
+        self._suspended_at = errand.clock()
+        return tail
+
+    async def send_tail(self, stage: int, rest: SendTail, blocks: BlockSender) -> list[Action]:
+        """The blocks, one by one or, if they were gathered already, with the commit."""
+        errand, tail = self._errand, rest.tail
+        errand.timeline.tail_blocks = len(tail.block_ids)
+        errand.timeline.output_tokens = tail.num_output_tokens
+        came_along: list[Chunk] = []
+
+        def keep(message: Message, payload: Sequence[Frame]) -> None:
+            assert isinstance(message, Chunk)
+            came_along.append(message)
+            self._payload = payload
+
+        if tail.checksums:
+            await blocks.copier.push(stage, rest.first, tail.checksums, keep, urgent=True)
+        elif stop := await blocks.send(stage, rest.first, tail.block_ids, urgent=True):
+            return stop
+        if stop := errand.mailbox.read():
+            return stop
+        self._tail_bytes = len(tail.block_ids) * errand.engine.layout.block_bytes
+        self._commit = Commit(
+            errand.move.mid,
+            errand.move.request_id,
+            errand.move.epoch,
+            replace(tail, checksums=[]),
+            rest.first + len(tail.block_ids),
+            came_along[0] if came_along else None,
+        )
+        self.send_commit()
+        errand.timeline.pause()
+        return []
+
+    def send_commit(self) -> None:
+        """Commit, or the same once more."""
+        if self._commit is not None:
+            self._errand.send(self._commit, self._payload)
+
+    def committed(self, answer: Committed) -> None:
+        """Learn from how long it took."""
+        downtime = self._errand.timeline.downtime(None)
+        if downtime is None:
+            return
+        answered_ms = (self._errand.clock() - self._suspended_at) * 1e3
+        experience = self._experience
+        experience.lead.observe(answered_ms, answer.commit_ms)
+        if self._tail_bytes:
+            rate = experience.sizer.bytes_per_ms
+            experience.tails.observe(downtime.tail_copy, self._tail_bytes, rate)

@@ -1,0 +1,146 @@
+"""When a suspension is asked for, and what either way of ending a migration costs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from bisect import bisect
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.engines.base import Cadence
+from kvmig.kvtransfer.meeting import NEAR, PUT_OFF_STEPS, LeadTime, put_off_ms
+from kvmig.kvtransfer.pause_cost import CopyTimes, PauseCost, cheaper
+from tests.fake_cluster import cluster, until
+from tests.fake_engine import FakeEngine
+
+STEP_MS = st.floats(1.0, 100.0)
+
+
+def test_a_destination_that_rests_is_not_waited_for() -> None:
+    assert put_off_ms(Cadence(3.0, 10.0), Cadence(0.0, 0.0), 2.0) == 0.0
+
+
+def test_the_examples_of_the_docstring() -> None:
+    assert put_off_ms(Cadence(0.0, 10.0), Cadence(3.0, 10.0), 2.0) == 11.0
+    assert put_off_ms(Cadence(0.0, 10.0), Cadence(6.0, 10.0), 2.0) == 0.0
+
+
+@given(STEP_MS, STEP_MS, st.floats(0, 1), st.floats(0, 1), st.floats(0.0, 20.0))
+def test_whoever_suspends_when_told_comes_just_before_a_step(
+    here_ms: float, there_ms: float, here_at: float, there_at: float, lead_ms: float
+) -> None:
+    here, there = Cadence(here_at * here_ms, here_ms), Cadence(there_at * there_ms, there_ms)
+    ends = here_ms - here.since_ms % here_ms
+    wait = put_off_ms(here, there, lead_ms)
+    assert wait == 0.0 or wait > ends
+    rest = -(there.since_ms + ends + lead_ms) % there_ms
+    assert (rest <= NEAR * there_ms) == (wait == 0.0)
+
+
+def test_the_time_on_the_way_is_learned_without_the_engines_part() -> None:
+    lead = LeadTime()
+    for _ in range(40):
+        lead.observe(answered_ms=9.0, commit_ms=5.0)
+    assert lead.ms == pytest.approx(4.0, abs=0.01)
+
+
+def test_a_copy_costs_both_ends_and_what_came_on_top_of_it() -> None:
+    times = CopyTimes()
+    assert times.expected(1000, None) is None
+    assert times.expected(1000, 500.0) == pytest.approx(4.0)
+    times.observe(3.0, 1000, 500.0)
+    assert times.expected(2000, 500.0) == pytest.approx(1.0 + 8.0)
+
+
+@pytest.mark.parametrize(
+    ("copy_ms", "token_ms", "way"),
+    [
+        (1.0, 0.5, "follow"), (1.0, 1.5, "copy"), (1.0, 1.0, "copy"),
+        (None, 0.5, "copy"), (1.0, None, "copy"),
+    ],
+)  # fmt: skip
+def test_what_is_known_to_cost_less_is_taken(
+    copy_ms: float | None, token_ms: float | None, way: str
+) -> None:
+    assert cheaper(copy_ms, token_ms) == PauseCost(way, copy_ms, token_ms)  # type: ignore[arg-type]
+
+
+class Stepping(FakeEngine):
+    """As it says."""
+
+    def __init__(self, cadence: Cadence) -> None:
+        super().__init__()
+        self.now = cadence
+
+
+def far_apart() -> tuple[FakeEngine, FakeEngine]:
+    """No good moment comes within 16 steps of the source."""
+    return Stepping(Cadence(0.0, 10.0)), Stepping(Cadence(0.0, 100_000.0))
+
+
+async def test_a_suspension_is_put_off_for_so_many_steps_at_most() -> None:
+    source, destination = far_apart()
+    async with cluster(source=source, destination=destination) as them:
+        report = await them.move()
+        assert (report.state, them.owners()) == ("committed", "b")
+        assert report.total_ms >= PUT_OFF_STEPS * 10.0
+        assert them.b.engine.calls.count("grow") > 4  # asked how far it is, and again
+
+
+async def test_a_client_that_leaves_meanwhile_ends_the_migration() -> None:
+    source, destination = far_apart()
+    async with cluster(source=source, destination=destination) as them:
+        moving = asyncio.ensure_future(them.move())
+        await until(lambda: "prepare" in them.b.engine.calls)
+        them.a.migrations.cancel_request("r", "aborted_by_client")
+        report = await moving
+        assert (report.state, report.downtime_ms) == ("aborted", None)
+
+
+class Steps:
+    """Ends of an engine's steps, whose lengths vary by `jitter` of `ms`."""
+
+    def __init__(self, seed: int, ms: float, jitter: float) -> None:
+        source = random.Random(seed)
+        self.ends = [source.uniform(0.0, ms)]
+        while len(self.ends) < 400:
+            self.ends.append(self.ends[-1] + ms * source.gauss(1.0, jitter))
+        self._ms = ms
+
+    def next(self, at: float) -> float:
+        return self.ends[bisect(self.ends, at)]
+
+    def cadence(self, at: float) -> Cadence:
+        return Cadence(at - self.ends[bisect(self.ends, at) - 1], self._ms)
+
+
+def wait_at_destination(seed: int, jitter: float, put_off: bool) -> float:
+    """Of one request, in steps of the destination: steps of 10.5 ms here and of 10 ms there, asked
+    for at a random moment; what the destination says of itself is as old as its last answer."""
+    here, there = Steps(seed, 10.5, jitter), Steps(seed + 1000, 10.0, jitter)
+    now = begin = 100.0 + random.Random(seed).uniform(0.0, 10.0)
+    heard_at, heard = now, there.cadence(now)
+    while put_off and now < begin + PUT_OFF_STEPS * 10.5:
+        told = Cadence(heard.since_ms + now - heard_at, heard.step_ms)
+        wait = put_off_ms(here.cadence(now), told, 3.0)
+        if wait == 0.0:
+            break
+        answer, now = there.next(now), now + wait
+        if answer < now:
+            heard_at, heard = answer, there.cadence(answer)
+    comes = here.next(now) + 3.0
+    return (there.next(comes) - comes) / 10.0
+
+
+@pytest.mark.parametrize(("jitter", "at_most"), [(0.01, 0.25), (0.05, 0.3), (0.1, 0.42)])
+def test_a_request_that_is_put_off_waits_less_for_a_step_of_the_destination(
+    jitter: float, at_most: float
+) -> None:
+    waits = [wait_at_destination(seed, jitter, put_off=True) for seed in range(300)]
+    at_random = [wait_at_destination(seed, jitter, put_off=False) for seed in range(300)]
+    assert fmean(at_random) > 0.45
+    assert fmean(waits) < at_most
