@@ -168,6 +168,9 @@ class Migration(BaseModel):
         description="Steps that the destination computed along before the switch; "
         "null when the rest was copied in the pause."
     )
+    fused_chunks: int = Field(
+        description="Chunks that shared a transfer with those of other migrations."
+    )
     tail_blocks: int
     output_tokens: int | None = Field(
         description="Tokens that the source put out; the next one is the destination's. "

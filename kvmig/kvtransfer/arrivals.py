@@ -17,7 +17,16 @@ from kvmig.kvtransfer.admission import admit, kv_bytes
 from kvmig.kvtransfer.copier import Send
 from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine
 from kvmig.kvtransfer.destination_session import Cancel, DestinationSession, Fence
-from kvmig.kvtransfer.messages import Abort, Chunk, Commit, Follow, Message, Reserve, Tokens
+from kvmig.kvtransfer.messages import (
+    Abort,
+    Bundle,
+    Chunk,
+    Commit,
+    Follow,
+    Message,
+    Reserve,
+    Tokens,
+)
 from kvmig.kvtransfer.transports.select import Inboxes, Site
 
 REMEMBERED = 4096
@@ -66,6 +75,10 @@ class Arrivals:
         refusal: why a new migration can't begin, if it can't.
         """
         match message:
+            case Bundle(chunks):
+                for chunk in chunks:
+                    self.receive(chunk, _part(payload, chunk), send)
+                return
             case Reserve() | Chunk() | Follow() | Tokens() | Commit() | Abort():
                 mid = message.mid
             case _:
@@ -195,6 +208,11 @@ class Arrivals:
         for remembered in (self._ended, self._attempts):
             while len(remembered) > REMEMBERED:
                 remembered.popitem(last=False)
+
+
+def _part(payload: list[memoryview], chunk: Chunk) -> list[memoryview]:
+    """The chunk's bytes, if they came with the message."""
+    return [frame[chunk.offset : chunk.offset + chunk.nbytes] for frame in payload]
 
 
 def _answer(actions: list[Action], send: Send) -> None:

@@ -34,11 +34,19 @@ class BlockSender:
     async def send(
         self, stage: int, first: int, block_ids: Sequence[int], urgent: bool = False
     ) -> list[Action]:
-        """Gather and send the request's blocks `first` and on. urgent: in the pause."""
+        """Gather and send the request's blocks `first` and on.
+
+        urgent: in the pause, each chunk by itself; else with those of other migrations.
+        """
         for offset, ids in self.copier.cut(block_ids):
-            if stop := await self.ready():
-                return stop
-            await self.copier.send(stage, first + offset, ids, urgent)
+            if urgent:
+                if stop := await self.ready():
+                    return stop
+                await self.copier.send(stage, first + offset, ids, urgent)
+            else:
+                while not await self.copier.ship(stage, first + offset, ids, self._mailbox.news):
+                    if stop := self._mailbox.read():
+                        return stop
         return []
 
     async def ready(self) -> list[Action]:

@@ -93,6 +93,14 @@ class Chunk(Message, frozen=True, tag=True):
     """Which push of the transport brings the bytes, where it needs to know."""
     urgent: bool = False
     """Nobody decodes the request meanwhile."""
+    offset: int = 0
+    """Where its bytes begin in the slot, behind those of other migrations (see Bundle)."""
+
+
+class Bundle(Message, frozen=True, tag=True):
+    """Source: chunks of several migrations in one slot, or one after the other in one payload."""
+
+    chunks: list[Chunk]
 
 
 class ChunkDone(Message, frozen=True, tag=True):
@@ -175,6 +183,7 @@ PeerMessage = (
     | Reserved
     | Refused
     | Chunk
+    | Bundle
     | ChunkDone
     | Follow
     | Tokens

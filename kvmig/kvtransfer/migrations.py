@@ -36,6 +36,7 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.shuttle import Shuttle
 from kvmig.kvtransfer.source_session import SourceSession
 from kvmig.kvtransfer.throttle import Throttle
 from kvmig.kvtransfer.timeline import Move, Timeline
@@ -102,6 +103,7 @@ class Migrations:
         self._free = asyncio.Semaphore(config.max_migrations)
         self._queued: set[str] = set()
         self._departures: dict[str, Departure] = {}
+        self._shuttles: dict[str, Shuttle] = {}
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._closing = False
 
@@ -162,6 +164,7 @@ class Migrations:
             self._config,
             self._stagings,
             self._experience,
+            self._shuttle(endpoint),
             partial(self._send_to, endpoint),
             self._resolve,
             lambda move: self._on_left(move.request_id, endpoint),
@@ -172,6 +175,16 @@ class Migrations:
         self._departures[move.mid] = Departure(session, endpoint, task)
         task.add_done_callback(lambda _: self._ended(move.mid))
         return await asyncio.shield(task)
+
+    def _shuttle(self, endpoint: str) -> Shuttle:
+        """Of all that go there; those of instances that nothing goes to any more are forgotten."""
+        used = {departure.endpoint for departure in self._departures.values()}
+        for idle in self._shuttles.keys() - used - {endpoint}:
+            del self._shuttles[idle]
+        timeout_s = self._config.reply_timeout_ms / 1e3
+        return self._shuttles.setdefault(
+            endpoint, Shuttle(self._engine, self._experience.sizer, timeout_s, monotonic)
+        )
 
     async def _take_turn(self, request_id: str) -> None:
         """Wait until one more may go. Raises MigrationRefused if this one may not."""
@@ -267,6 +280,7 @@ class Migrations:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         await arrivals
+        await asyncio.gather(*(shuttle.close() for shuttle in self._shuttles.values()))
 
     def _going(self) -> list[Departure]:
         return [one for one in self._departures.values() if not one.session.over]

@@ -87,6 +87,8 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     """What either way to end it was expected to cost; None: it ended before that."""
     followed: int | None = None
     """Steps that the destination computed along before the switch; None: it took the tail."""
+    fused_chunks: int = 0
+    """Chunks that shared a transfer with those of other migrations."""
     tail_blocks: int = 0
     output_tokens: int | None = None
     """Tokens that the source put out; the next one is the destination's. None: never suspended."""

@@ -41,6 +41,7 @@ from kvmig.kvtransfer.messages import (
 from kvmig.kvtransfer.pause import Pause
 from kvmig.kvtransfer.pursuit import Pursuit
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.shuttle import Shuttle
 from kvmig.kvtransfer.source_machine import Action, S, SourceMachine
 from kvmig.kvtransfer.throttle import UNLIMITED, Throttle
 from kvmig.kvtransfer.timeline import Move, Timeline
@@ -61,6 +62,7 @@ class SourceSession:
         config: MigrationConfig,
         stagings: Mapping[str, Staging],
         experience: Experience,
+        shuttle: Shuttle,
         send: Send,
         resolve: Resolve,
         on_moved: Callable[[Move], None],
@@ -70,6 +72,7 @@ class SourceSession:
     ) -> None:
         """`stagings`: by transport's name, the best first; all are offered.
 
+        shuttle: of all migrations to this destination.
         on_moved: called at the moment that the request is the destination's.
         throttle: when the next chunk may go; admit: (mid, tokens), once the request's size
         is known, raises MigrationRefused if it must not move now.
@@ -81,6 +84,7 @@ class SourceSession:
         self._timeout_s = config.reply_timeout_ms / 1e3
         self._stagings = stagings
         self._experience = experience
+        self._shuttle = shuttle
         self._send = send
         self._resolve = resolve
         self._on_moved = on_moved
@@ -130,6 +134,7 @@ class SourceSession:
         finally:
             if self._sender is not None:
                 self._timeline.bytes = self._sender.copier.bytes
+                self._timeline.fused_chunks = self._sender.copier.fused
                 self._sender.copier.close()
             self._pursuit.tokens.end()
             if self.machine.forked_there:
@@ -341,6 +346,7 @@ class SourceSession:
             self._clock,
             staging.channel(answer.token),
             self._throttle.line(self.move.mid, self.move.destination),
+            self._shuttle,
         )
         block_bytes = self._engine.layout.block_bytes
         self._sender = BlockSender(copier, self._mailbox, self._timeline, block_bytes)

@@ -40,6 +40,7 @@ class Timeline:
         self.tail_blocks = 0
         self.output_tokens: int | None = None
         self.bytes = 0
+        self.fused_chunks = 0
 
     def now(self) -> float:
         """Seconds."""
@@ -87,6 +88,7 @@ class Timeline:
             stages=self._stages,
             pause_cost=self.pause_cost,
             followed=self.followed,
+            fused_chunks=self.fused_chunks,
             tail_blocks=self.tail_blocks,
             output_tokens=self.output_tokens,
             bytes=self.bytes,

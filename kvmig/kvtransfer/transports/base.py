@@ -64,6 +64,8 @@ class Staging(SlotPool, ABC):
     """
 
     transport: str
+    fuses = False
+    """Whether one slot may bring chunks of several migrations."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         """slots: buffers; slot_bytes: bytes of one."""
@@ -191,8 +193,8 @@ def check_slot(
     """Raises PeerError unless the chunk, which came without bytes, is in one of these slots."""
     if payload is not None or not 0 <= chunk.slot < slots:
         raise PeerError(f"chunk in slot {chunk.slot} of {slots}")
-    if not 0 <= chunk.nbytes <= slot_bytes:
-        raise PeerError(f"{chunk.nbytes} bytes in a slot of {slot_bytes}")
+    if not 0 <= chunk.nbytes <= slot_bytes - max(0, chunk.offset) or chunk.offset < 0:
+        raise PeerError(f"{chunk.nbytes} bytes from {chunk.offset} on in a slot of {slot_bytes}")
 
 
 def unmap(memory: mmap.mmap) -> None:

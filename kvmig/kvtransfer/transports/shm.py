@@ -53,6 +53,7 @@ class ShmStaging(HostStaging):
     """Slots in a file of this process's own, gone at `close`."""
 
     transport = NAME
+    fuses = True
 
     def __init__(
         self, cluster: str, instance: str, slots: int, slot_bytes: int, folder: Path = FOLDER
@@ -126,7 +127,7 @@ class ShmInbox(Inbox):
         if self._closed:
             raise TransportError("the source's shared memory was given up")
         check_slot(chunk, payload, self._token.slots, self._token.slot_bytes)
-        start = mmap.PAGESIZE + chunk.slot * self._token.slot_bytes
+        start = mmap.PAGESIZE + chunk.slot * self._token.slot_bytes + chunk.offset
         return memoryview(self._memory)[start : start + chunk.nbytes]
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ class TcpStaging(HostStaging):
     """Slots in private memory, which costs nothing until it is used."""
 
     transport = NAME
+    fuses = True
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         super().__init__(mmap.mmap(-1, slots * slot_bytes), slots, slot_bytes)

@@ -1,0 +1,237 @@
+"""Chunks of several migrations in one transfer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.ground.clock import monotonic
+from kvmig.ground.errors import MigrationRefused
+from kvmig.kvtransfer.chunks import ChunkSizer
+from kvmig.kvtransfer.messages import Bundle, Chunk, Message
+from kvmig.kvtransfer.shuttle import Part, Shuttle, SlotShare
+from kvmig.kvtransfer.transports.base import Staging
+from kvmig.kvtransfer.transports.tcp import TcpStaging
+from tests.fake_cluster import cluster, until
+from tests.fake_engine import BLOCK_BYTES, FakeEngine
+
+MOST = 8
+"""Blocks of a slot."""
+
+
+class Line:
+    """A shuttle, and what it has said."""
+
+    def __init__(self, slots: int = 2, timeout_s: float = 5.0) -> None:
+        self.engine = FakeEngine()
+        self.engine.memory[:] = bytes(number % 251 for number in range(len(self.engine.memory)))
+        self.sizer = ChunkSizer(BLOCK_BYTES, MOST * BLOCK_BYTES, 2.0)
+        self.sizer.observe(MOST * BLOCK_BYTES, 1e-6)
+        self.staging: Staging = TcpStaging(slots, MOST * BLOCK_BYTES)
+        self.shuttle = Shuttle(self.engine, self.sizer, timeout_s, monotonic)
+        self.said: list[list[Chunk]] = []
+        self.bytes: dict[tuple[str, int], bytes] = {}
+        self.shares: list[SlotShare] = []
+
+    def send(self, message: Message, payload: Any) -> None:
+        assert isinstance(message, Chunk | Bundle)
+        chunks = [message] if isinstance(message, Chunk) else message.chunks
+        self.said.append(chunks)
+        for chunk in chunks:
+            end = chunk.offset + chunk.nbytes
+            self.bytes[chunk.mid, chunk.first] = bytes(payload[0][chunk.offset : end])
+
+    def part(self, mid: str, first: int, blocks: list[int]) -> Part:
+        channel = self.staging.channel("")
+        return Part(mid, 1, first, blocks, self.staging, channel, self.send, self.shares.append)
+
+    def add(self, mid: str, blocks: list[int], first: int = 0) -> Part:
+        part = self.part(mid, first, blocks)
+        self.shuttle.add(part)
+        return part
+
+    def names(self) -> list[list[str]]:
+        return [[chunk.mid for chunk in chunks] for chunks in self.said]
+
+
+async def test_what_waits_meanwhile_goes_with_the_next_transfer() -> None:
+    line = Line()
+    first = line.add("a", [0])
+    line.engine.before = lambda method: asyncio.sleep(0.01)
+    await asyncio.sleep(0.002)
+    others = [line.add("b", [1, 2]), line.add("c", [3])]
+    await asyncio.gather(first.sent, *(part.sent for part in others))
+    assert line.names() == [["a"], ["b", "c"]]
+    assert [first.fused, *(part.fused for part in others)] == [False, True, True]
+    assert line.bytes["c", 0] == bytes(line.engine.memory[3 * BLOCK_BYTES : 4 * BLOCK_BYTES])
+
+
+async def test_a_slot_is_free_when_the_last_chunk_in_it_is_done() -> None:
+    line = Line()
+    await asyncio.gather(*(line.add(name, [0]).sent for name in "ab"))
+    assert line.names() == [["a", "b"]]
+    line.shares[0].drop()
+    assert line.staging.held == 1
+    line.shares[1].drop()
+    assert line.staging.held == 0
+
+
+async def test_more_than_a_slot_holds_goes_later() -> None:
+    line = Line()
+    parts = [line.add(name, list(range(5))) for name in "abc"]
+    await asyncio.gather(parts[0].sent, parts[1].sent)
+    line.shares[0].drop()
+    await parts[2].sent
+    assert line.names() == [["a"], ["b"], ["c"]]
+
+
+async def test_where_slots_are_not_shared_each_chunk_goes_alone() -> None:
+    line = Line()
+    line.staging.fuses = False
+    await asyncio.gather(*(line.add(name, [0]).sent for name in "ab"))
+    assert line.names() == [["a"], ["b"]]
+
+
+async def test_a_copy_that_fails_ends_those_in_it_and_no_others() -> None:
+    line = Line()
+
+    async def fail(method: str) -> None:
+        raise OSError("no such block")
+
+    line.engine.before = fail
+    parts = [line.add(name, [0]) for name in "ab"]
+    for part in parts:
+        with pytest.raises(OSError, match="no such block"):
+            await part.sent
+    assert line.staging.held == 0
+    line.engine.before = line.engine._nothing
+    await line.add("c", [0]).sent
+    assert line.names() == [["c"]]
+
+
+async def test_what_is_withdrawn_is_not_sent() -> None:
+    line = Line()
+    kept, unwanted = line.add("a", [0]), line.add("b", [1])
+    assert line.shuttle.withdraw(unwanted)
+    await kept.sent
+    assert not line.shuttle.withdraw(kept)
+    assert line.names() == [["a"]]
+
+
+async def test_without_a_free_slot_all_that_wait_are_refused() -> None:
+    line = Line(slots=1, timeout_s=0.02)
+    await line.add("a", [0]).sent
+    parts = [line.add(name, [0]) for name in "bc"]
+    for part in parts:
+        with pytest.raises(MigrationRefused, match="no free staging slot"):
+            await part.sent
+
+
+async def test_closing_cancels_what_waits() -> None:
+    line = Line(slots=1)
+    await line.add("a", [0]).sent
+    part = line.add("b", [0])
+    await asyncio.sleep(0)
+    await line.shuttle.close()
+    assert part.sent.cancelled()
+    line.shares[0].drop()
+    assert line.staging.held == 0
+
+
+SIZES = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, MOST)), max_size=20)
+
+
+@given(SIZES, st.integers(1, 3))
+def test_each_chunk_goes_once_in_order_and_no_slot_is_too_full(
+    sizes: list[tuple[str, int]], slots: int
+) -> None:
+    async def go() -> None:
+        line, firsts = Line(slots), dict.fromkeys("abcd", 0)
+        wanted: dict[tuple[str, int], list[int]] = {}
+        parts = []
+        for name, size in sizes:
+            wanted[name, firsts[name]] = list(range(firsts[name], firsts[name] + size))
+            parts.append(line.add(name, wanted[name, firsts[name]], firsts[name]))
+            firsts[name] += size
+        while not all(part.sent.done() for part in parts):
+            while line.shares:
+                line.shares.pop().drop()
+            await asyncio.sleep(0)
+        while line.shares:
+            line.shares.pop().drop()
+        for chunks in line.said:
+            assert sum(chunk.nbytes for chunk in chunks) <= MOST * BLOCK_BYTES
+        for name in "abcd":
+            mine = [chunk.first for chunks in line.said for chunk in chunks if chunk.mid == name]
+            assert mine == [first for of, first in wanted if of == name]
+        for key, blocks in wanted.items():
+            begin, end = blocks[0] * BLOCK_BYTES, (blocks[-1] + 1) * BLOCK_BYTES
+            assert line.bytes[key] == bytes(line.engine.memory[begin:end])
+        assert line.staging.held == 0
+
+    asyncio.run(go())
+
+
+def together(source: FakeEngine) -> Callable[[str], Coroutine[Any, Any, None]]:
+    """The first copy waits, so that the other requests' chunks come meanwhile."""
+
+    async def before(method: str) -> None:
+        if method == "gather" and source.calls.count("gather") == 1:
+            await asyncio.sleep(0.05)
+
+    return before
+
+
+NAMES = ("r", "s", "t", "u")
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_requests_that_move_together_share_transfers(transport: Any) -> None:
+    source = FakeEngine(num_blocks=400)
+    for name in NAMES[1:]:
+        source.start(name)
+    async with cluster(source=source, transport=transport) as them:
+        source.before = together(source)
+        reports = await asyncio.gather(*(them.move(name) for name in NAMES))
+        assert [report.state for report in reports] == ["committed"] * 4
+        assert [them.owners(name) for name in NAMES] == ["b"] * 4
+        assert any(isinstance(message, Bundle) for message in them.b.heard)
+        assert sum(report.fused_chunks for report in reports) >= 2
+
+
+async def test_a_corrupt_chunk_ends_its_own_migration_only() -> None:
+    source = FakeEngine(num_blocks=400)
+    for name in NAMES[1:]:
+        source.start(name)
+    async with cluster(source=source) as them:
+        wait = together(source)
+
+        async def corrupt(method: str) -> None:
+            await wait(method)
+            source.corrupt = method == "gather" and source.calls.count("gather") == 2
+
+        source.before = corrupt
+        reports = await asyncio.gather(*(them.move(name) for name in NAMES))
+        assert sorted(report.reason for report in reports) == ["", "", "", "corrupt"]
+        for name, report in zip(NAMES, reports, strict=True):
+            assert them.owners(name) == ("a" if report.reason else "b")
+
+
+async def test_a_client_that_leaves_takes_no_other_request_with_it() -> None:
+    source = FakeEngine(num_blocks=400)
+    for name in NAMES[1:]:
+        source.start(name)
+    async with cluster(source=source) as them:
+        source.before = together(source)
+        moving = [asyncio.ensure_future(them.move(name)) for name in NAMES]
+        await until(lambda: "gather" in source.calls)
+        them.a.migrations.cancel_request("t", "aborted_by_client")
+        reports = await asyncio.gather(*moving)
+        assert [report.state for report in reports] == [
+            "committed", "committed", "aborted", "committed",
+        ]  # fmt: skip
