@@ -204,7 +204,7 @@ async def test_a_changed_block_is_noticed_and_the_request_stays() -> None:
 async def test_lost_messages_leave_the_request_in_one_place(
     kind: type[Message], times: int
 ) -> None:
-    async with cluster(timeout_ms=60, lease_ms=200) as them:
+    async with cluster(timeout_ms=100, lease_ms=400) as them:
         them.a.drop, them.b.drop = dropping(kind, times), dropping(kind, times)
         report = await them.move()
         moved = {
@@ -213,7 +213,7 @@ async def test_lost_messages_leave_the_request_in_one_place(
         assert (report.state == "committed") == moved
         assert them.owners() == ("b" if moved else "a")
         assert bool(them.a.asked) == (times >= 3 and kind in (Commit, Committed))
-        await asyncio.sleep(0.25)  # the lease of what the source could not take back
+        await asyncio.sleep(0.45)  # the lease of what the source could not take back
 
 
 @pytest.mark.parametrize("kind", [Chunk, ChunkDone])
