@@ -136,8 +136,10 @@ class OwnError(ToyEngine):
 
 
 class NoChecksums(ToyEngine):
-    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
-        return (await super().gather(block_ids, out))[1:]
+    async def gather(
+        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
+    ) -> list[int]:
+        return (await super().gather(block_ids, out, urgent))[1:]
 
 
 class OtherLayout(ToyEngine):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from vllm.v1.engine.core import EngineCoreProc
 
+from kvmig.engines.cadence_meter import CadenceMeter
 from kvmig.engines.copy_thread import CopyThread
-from kvmig.engines.step_times import StepTimes
 from kvmig.engines.vllm import device_copies
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.memory import BlockMemory
@@ -45,7 +45,7 @@ def test_a_step_leaves_its_event_before_anybody_is_told_of_its_blocks(
 
     monkeypatch.setattr(EngineCoreProc, "_process_engine_step", step)
     core = StepCore.__new__(StepCore)
-    core.step_times = StepTimes()
+    core.cadence_meter = CadenceMeter()
     core.after_step = lambda: calls.append("event")
     core.between_steps = lambda: calls.append("blocks")
     assert core._process_engine_step()

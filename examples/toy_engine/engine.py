@@ -16,6 +16,7 @@ from examples.toy_engine.cache import Cache
 from examples.toy_engine.payload import Asked, Given
 from examples.toy_engine.sides import Destination, Source
 from kvmig.engines.base import (
+    Cadence,
     CameBlocks,
     Emitted,
     EngineLoad,
@@ -40,7 +41,6 @@ class ToyEngine:
     """A toy of 256 blocks of 8 tokens, and the port over it."""
 
     can_follow = False
-    following_pays = False
 
     def __init__(self, num_blocks: int = 256, block_tokens: int = 8, max_running: int = 16) -> None:
         self._cache = Cache(num_blocks, block_tokens)
@@ -147,7 +147,11 @@ class ToyEngine:
         """For the conformance suite."""
         return msgspec.msgpack.decode(frames[0], type=list[Given])
 
-    # -- what it holds
+    # -- what it does and holds
+
+    def cadence(self) -> Cadence:
+        """Its steps are so short that nobody need wait for their ends."""
+        return Cadence(0.0, 0.0)
 
     def load(self) -> EngineLoad:
         needs = [self._cache.needed(len(one.tokens)) for one in self._batch.waiting]
@@ -237,8 +241,12 @@ class ToyEngine:
 
     # -- memory
 
-    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
-        return await self._copies.gather(block_ids, out)
+    async def gather(
+        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
+    ) -> list[int]:
+        return await self._copies.gather(block_ids, out, urgent)
 
-    async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
-        return await self._copies.scatter(block_ids, fused)
+    async def scatter(
+        self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
+    ) -> list[int]:
+        return await self._copies.scatter(block_ids, fused, urgent)

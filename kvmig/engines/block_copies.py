@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+from kvmig.engines.copy_thread import CopyThread
 from kvmig.ground.layout import KVLayout, fused
 from kvmig.kernels.copy import address_of, backend, copy_blocks
 
@@ -19,15 +20,19 @@ class BlockCopies:
         """layout: of memory that outlives this. Raises KernelUnavailable."""
         backend()  # built now if it must be, not in somebody's first copy
         self._layout = layout
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvmig-copy")
+        self._thread = CopyThread()
 
-    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
+    async def gather(
+        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
+    ) -> list[int]:
         """Blocks [n] into `out` [n * block_bytes], fused; returns n checksums."""
-        return await self._run(self.gather_now, block_ids, out)
+        return await self._run(self.gather_now, block_ids, out, urgent)
 
-    async def scatter(self, block_ids: Sequence[int], data: memoryview) -> list[int]:
+    async def scatter(
+        self, block_ids: Sequence[int], data: memoryview, urgent: bool = False
+    ) -> list[int]:
         """`data` [n * block_bytes] into blocks [n]; returns n checksums of `data`."""
-        return await self._run(self.scatter_now, block_ids, data)
+        return await self._run(self.scatter_now, block_ids, data, urgent)
 
     def gather_now(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
         """`gather` on the calling thread."""
@@ -43,12 +48,14 @@ class BlockCopies:
 
     def close(self) -> None:
         """Wait for the running copy, and end the thread."""
-        self._thread.shutdown(wait=True)
+        self._thread.close()
 
-    async def _run(self, copy: Copy, block_ids: Sequence[int], buffer: memoryview) -> list[int]:
-        loop = asyncio.get_running_loop()
+    async def _run(
+        self, copy: Copy, block_ids: Sequence[int], buffer: memoryview, urgent: bool
+    ) -> list[int]:
         size = len(block_ids) * self._layout.block_bytes
-        work = loop.run_in_executor(self._thread, copy, list(block_ids), buffer[:size])
+        call = partial(copy, list(block_ids), buffer[:size])
+        work = asyncio.wrap_future(self._thread.submit(call, urgent))
         # A cancelled caller frees the blocks next: the copy must have left them first.
         try:
             return await asyncio.shield(work)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from kvmig.engines.base import (
+    Cadence,
     CameBlocks,
     Emitted,
     Engine,
@@ -46,7 +47,6 @@ class CheckedEngine:
         self._content = content
         self.layout = engine.layout
         self.can_follow = engine.can_follow
-        self.following_pays = engine.following_pays
         self._ledger = Ledger(engine.layout)
         self.violations: list[ContractViolation] = []
         """All that were found, raised or not."""
@@ -54,7 +54,10 @@ class CheckedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    # -- what it holds
+    # -- what it does and holds
+
+    def cadence(self) -> Cadence:
+        return self._engine.cadence()
 
     def load(self) -> EngineLoad:
         return self._engine.load()
@@ -142,11 +145,16 @@ class CheckedEngine:
 
     # -- memory
 
-    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
-        return await self._copied("gather", block_ids, self._engine.gather(block_ids, out))
+    async def gather(
+        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
+    ) -> list[int]:
+        return await self._copied("gather", block_ids, self._engine.gather(block_ids, out, urgent))
 
-    async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
-        return await self._copied("scatter", block_ids, self._engine.scatter(block_ids, fused))
+    async def scatter(
+        self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
+    ) -> list[int]:
+        copy = self._engine.scatter(block_ids, fused, urgent)
+        return await self._copied("scatter", block_ids, copy)
 
     # -- helpers
 

@@ -46,6 +46,8 @@ def foreign_requests(told: Mapping[str, Requests], own: str) -> list[Foreign]:
                 output_tokens=state.output_tokens,
                 blocks=state.blocks,
                 priority=state.priority,
+                unmovable=state.unmovable,
+                age_ms=state.age_ms,
                 migrating_to=None,
             )
             found[state.request_id] = Foreign(row, state.request_id)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvmig.engines.base import (
+    Cadence,
     CameBlocks,
     EngineLoad,
     Export,
@@ -40,7 +41,6 @@ class TransformersEngine:
     """One model behind a llumlet; implements `kvmig.engines.base.Engine`."""
 
     can_follow = False
-    following_pays = False
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model and take the KV cache: seconds. Raises KvmigError."""
@@ -72,7 +72,10 @@ class TransformersEngine:
         if now - self._load_at >= _LOAD_PERIOD_S or not self._requests.scheduler.active_requests:
             self._load, self._load_at = engine_load(self._requests), now
 
-    # -- what it holds
+    # -- what it does and holds
+
+    def cadence(self) -> Cadence:
+        return self._loop.cadence_meter.cadence(time.monotonic())
 
     def load(self) -> EngineLoad:
         return self._load
@@ -150,11 +153,15 @@ class TransformersEngine:
 
     # -- memory
 
-    async def gather(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
-        return await self._copies.gather(block_ids, out)
+    async def gather(
+        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
+    ) -> list[int]:
+        return await self._copies.gather(block_ids, out, urgent)
 
-    async def scatter(self, block_ids: Sequence[int], fused: memoryview) -> list[int]:
-        return await self._copies.scatter(block_ids, fused)
+    async def scatter(
+        self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
+    ) -> list[int]:
+        return await self._copies.scatter(block_ids, fused, urgent)
 
     # -- helpers
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvmig.engines.cadence_meter import CadenceMeter
+
 T = TypeVar("T")
 Call = tuple[Callable[[], Any], "Future[Any]"]
 
@@ -28,6 +30,7 @@ class StepLoop:
         """Called on the loop's thread after each step and each call."""
         self.step_began: float | None = None
         """When the present step began (time.monotonic); None between steps."""
+        self.cadence_meter = CadenceMeter()
         self.failed: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -88,7 +91,7 @@ class StepLoop:
 
     def _step(self) -> bool:
         """Whether there was something to do."""
-        self.step_began = time.monotonic()
+        began = self.step_began = time.monotonic()
         try:
             if not self._processor.prepare_next_batch():
                 return False
@@ -96,6 +99,7 @@ class StepLoop:
             self._processor.update_batch()
         finally:
             self.step_began = None
+        self.cadence_meter.step(began, time.monotonic(), tokens=0)  # it can't follow anyway
         return True
 
     def _fail_calls(self) -> None:

@@ -94,7 +94,7 @@ class VllmEngine:
     # -- what it does and holds
 
     def cadence(self) -> Cadence:
-        return self._core.step_times.cadence(time.monotonic())
+        return self._core.cadence_meter.cadence(time.monotonic())
 
     def _engine_load(self) -> EngineLoad:
         return engine_load(self._scheduler, self._memory.units, self._preemptions)

@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreReque
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.executor import Executor
 
-from kvmig.engines.step_times import StepTimes
+from kvmig.engines.cadence_meter import CadenceMeter
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.worker_end import end_at_once
 from kvmig.ground.leftovers import remove, shared_by
@@ -58,7 +58,7 @@ class StepCore(EngineCoreProc):
         """Called on the engine's thread after each step, before that."""
         self.failed: BaseException | None = None
         self.step_began: float | None = None
-        self.step_times = StepTimes()
+        self.cadence_meter = CadenceMeter()
         self._step_tokens = 0
         """When the present step began (time.monotonic); None between steps."""
         # What EngineCoreProc.__init__ sets besides sockets and threads.
@@ -176,7 +176,7 @@ class StepCore(EngineCoreProc):
         finally:
             self.step_began = None
         if executed:
-            self.step_times.step(began, time.monotonic(), self._step_tokens)
+            self.cadence_meter.step(began, time.monotonic(), self._step_tokens)
         self.after_step()
         self.between_steps()
         return executed

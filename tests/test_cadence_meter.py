@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
-from kvmig.engines.step_times import MOST_TOKENS, StepTimes
+from kvmig.engines.cadence_meter import MOST_TOKENS, CadenceMeter
 
 MS = 1e-3
 
 
-def decoding(times: StepTimes, steps: int, ms: float, tokens: int = 1, start: float = 0.0) -> float:
+def decoding(
+    times: CadenceMeter, steps: int, ms: float, tokens: int = 1, start: float = 0.0
+) -> float:
     """`steps` steps one after the other; when the last one ended."""
     for _ in range(steps):
         times.step(start, start + ms * MS, tokens)
@@ -21,11 +23,11 @@ def decoding(times: StepTimes, steps: int, ms: float, tokens: int = 1, start: fl
 
 
 def test_an_engine_that_never_stepped_does_nothing() -> None:
-    assert StepTimes().cadence(1.0) == Cadence(0.0, 0.0, None)
+    assert CadenceMeter().cadence(1.0) == Cadence(0.0, 0.0, None)
 
 
 def test_a_busy_engine_says_where_in_its_step_it_is() -> None:
-    times = StepTimes()
+    times = CadenceMeter()
     end = decoding(times, 20, ms=10.0)
     cadence = times.cadence(end + 4 * MS)
     assert cadence.since_ms == pytest.approx(4.0)
@@ -33,27 +35,27 @@ def test_a_busy_engine_says_where_in_its_step_it_is() -> None:
 
 
 def test_what_it_does_between_two_steps_counts() -> None:
-    times = StepTimes()
+    times = CadenceMeter()
     for number in range(200):
         times.step(number * 0.012, number * 0.012 + 0.010, 1)
     assert times.cadence(199 * 0.012 + 0.010).step_ms == pytest.approx(12.0)
 
 
 def test_a_rest_does_not_count_as_a_step() -> None:
-    times = StepTimes()
+    times = CadenceMeter()
     end = decoding(times, 20, ms=10.0)
     end = decoding(times, 1, ms=10.0, start=end + 5.0)
     assert times.cadence(end).step_ms == pytest.approx(10.0)
 
 
 def test_an_engine_that_rests_says_so() -> None:
-    times = StepTimes()
+    times = CadenceMeter()
     end = decoding(times, 20, ms=10.0)
     assert times.cadence(end + 31 * MS).step_ms == 0.0
 
 
 def test_what_a_token_more_costs_is_learned_from_steps_of_several_sizes() -> None:
-    times = StepTimes()
+    times = CadenceMeter()
     assert times.cadence(0.0).token_ms is None
     decoding(times, 5, ms=10.0, tokens=1)
     assert times.cadence(0.0).token_ms is None
@@ -62,7 +64,7 @@ def test_what_a_token_more_costs_is_learned_from_steps_of_several_sizes() -> Non
 
 
 def test_long_prefills_tell_nothing_of_one_token_more() -> None:
-    times = StepTimes()
+    times = CadenceMeter()
     decoding(times, 5, ms=10.0, tokens=1)
     decoding(times, 5, ms=900.0, tokens=MOST_TOKENS + 1)
     assert times.cadence(0.0).token_ms is None
@@ -70,7 +72,7 @@ def test_long_prefills_tell_nothing_of_one_token_more() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.0, 1e3), st.integers(0, 200)), max_size=40))
 def test_no_step_makes_a_cadence_that_can_not_be(steps: list[tuple[float, int]]) -> None:
-    times, end = StepTimes(), 0.0
+    times, end = CadenceMeter(), 0.0
     for ms, tokens in steps:
         end = decoding(times, 1, ms, tokens, start=end)
     cadence = times.cadence(end)

@@ -22,7 +22,7 @@ class _Mean:
         self.value += WEIGHT * (value - self.value)
 
 
-class StepTimes:
+class CadenceMeter:
     """Steps of one engine, told one after the other. Times in seconds."""
 
     def __init__(self) -> None:
