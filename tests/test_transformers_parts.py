@@ -55,6 +55,17 @@ def test_configuration_has_defaults_for_everything() -> None:
     assert parse({}) == EngineConfig()
 
 
+@pytest.mark.parametrize(("seed", "alike"), [(1, True), (2, False)])
+async def test_engines_exchange_blocks_if_their_random_weights_are_the_same(
+    seed: int, alike: bool
+) -> None:
+    small: dict[str, Any] = {"random_weights": True, "num_blocks": 4, "max_batch_tokens": 8}
+    one, other = factory(weights_seed=1, **small), factory(weights_seed=seed, **small)
+    assert one.layout.matches(other.layout) is alike
+    for engine in (one, other):
+        await engine.close(1)
+
+
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
     keys = torch.tensor([[key(1, 5)], [key(1, 6)], [key(2, 5)]])
     noise = gumbel(keys, 1000)

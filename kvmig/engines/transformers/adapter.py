@@ -47,7 +47,9 @@ class TransformersEngine:
         self.config = config
         manager = make_manager(config)
         processor = manager.batch_processor
-        self._blocks = Blocks(processor.cache, manager.model.config.to_json_string())
+        weights = config.weights_seed if config.random_weights else ""
+        words = f"{manager.model.config.to_json_string()}\0{weights}"
+        self._blocks = Blocks(processor.cache, words)
         self.max_request_tokens = self._blocks.total * self._blocks.tokens
         """Of one request, prompt and outputs: more could never be computed here."""
         self._requests = Requests(processor.scheduler, self._blocks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,14 +11,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from kvmig.engines.transformers import scheduling
 from kvmig.engines.transformers.config import EngineConfig
 from kvmig.engines.transformers.sampling import add_sampling
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
-
-logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
 
 
 def make_manager(config: EngineConfig) -> Any:
@@ -25,7 +28,6 @@ def make_manager(config: EngineConfig) -> Any:
 
     Raises ConfigError or UnsupportedLayout.
     """
-    disable_progress_bar()
     try:
         model_config = AutoConfig.from_pretrained(config.model)
     except (OSError, ValueError) as error:
@@ -75,11 +77,24 @@ def refuse_windows(model_config: Any) -> None:
 def _model(config: EngineConfig, model_config: Any) -> Any:
     dtype = getattr(torch, config.dtype)
     if not config.random_weights:
-        return AutoModelForCausalLM.from_pretrained(
-            config.model, dtype=dtype, attn_implementation="sdpa"
-        )
+        with _no_progress_bar():
+            return AutoModelForCausalLM.from_pretrained(
+                config.model, dtype=dtype, attn_implementation="sdpa"
+            )
     with torch.random.fork_rng():
         torch.manual_seed(config.weights_seed)
         return AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, attn_implementation="sdpa"
         )
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """The bars of several engines would overwrite each other."""
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()
