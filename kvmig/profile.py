@@ -230,6 +230,7 @@ def profile(args: argparse.Namespace, more: Sequence[str]) -> tuple[CostModel, d
         max_sequences=args.max_num_seqs,
         max_batch_tokens=args.max_num_batched_tokens,
         prefill="chunked",
+        prefix_cache=True,  # vLLM's default
     )
     return model_of(found, args.out.stem, capacity)
 
@@ -261,6 +262,8 @@ def to_toml(model: CostModel) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, str):
         return msgspec.json.encode(value).decode()
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -19,7 +19,7 @@ from kvmig.sim.run import Result, Run, simulate
 from kvmig.simulate import main, parser, runs_of
 
 
-def small(prefill: str = "first", blocks: int = 24) -> CostModel:
+def small(prefill: str = "first", blocks: int = 24, cache: bool = False) -> CostModel:
     """An A10 with little memory, so that requests are preempted and move."""
     model = cost.load("a10-llama7b")
     capacity = msgspec.structs.replace(
@@ -29,6 +29,7 @@ def small(prefill: str = "first", blocks: int = 24) -> CostModel:
         max_batch_tokens=300,
         max_sequences=8,
         watermark=0.0,
+        prefix_cache=cache,
     )
     return msgspec.structs.replace(model, capacity=capacity)
 
@@ -59,22 +60,45 @@ REQUESTS = st.lists(
     st.sampled_from(NAMES),
     st.sampled_from(["first", "chunked"]),
     st.sampled_from([*SETTINGS]),
+    st.booleans(),
 )
 @settings(deadline=None, max_examples=80)
 def test_every_request_ends_whole_and_every_block_is_free_again(
-    rows: list[tuple[float, int, int, int]], name: str, prefill: str, around: str
+    rows: list[tuple[float, int, int, int]], name: str, prefill: str, around: str, cache: bool
 ) -> None:
     requests = [
-        SimRequest(index, at, prompt, output, priority)
+        SimRequest(index, at, prompt, output, priority, "p" if index % 3 else "", 40)
         for index, (at, prompt, output, priority) in enumerate(sorted(rows))
     ]
-    outcomes = run(requests, name, small(prefill), around)
+    outcomes = run(requests, name, small(prefill, cache=cache), around)
     assert len(outcomes.table()) + outcomes.refused == len(requests)
     for request in requests:
         if request.finished_at == request.finished_at:
             assert request.tokens == request.final_tokens
             assert request.arrival < request.first_token_at <= request.finished_at
             assert request.lost_s >= 0
+
+
+def test_a_prompt_that_is_cached_is_not_computed_again() -> None:
+    def first_tokens(cache: bool) -> list[float]:
+        requests = [SimRequest(n, 5.0 * n, 200, 2, 0, "same", 160) for n in range(2)]
+        run(requests, model=small(cache=cache), instances=1)
+        return [one.first_token_at - one.arrival for one in requests]
+
+    first, second = first_tokens(cache=True)
+    assert second < first / 2
+    assert first_tokens(cache=False)[1] == pytest.approx(first)
+
+
+def test_what_is_cached_goes_when_its_blocks_are_taken() -> None:
+    requests = [
+        SimRequest(0, 0.0, 200, 2, 0, "same", 160),
+        SimRequest(1, 5.0, 370, 2),  # takes 24 of 24 blocks
+        SimRequest(2, 10.0, 200, 2, 0, "same", 160),
+    ]
+    run(requests, model=small(cache=True), instances=1)
+    first, _, last = (one.first_token_at - one.arrival for one in requests)
+    assert last == pytest.approx(first)
 
 
 @pytest.mark.parametrize("name", NAMES)

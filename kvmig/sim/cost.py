@@ -56,6 +56,8 @@ class Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the blocks that admission leaves free."""
     max_model_tokens: int = 0
     """Longest request; 0: what the blocks hold."""
+    prefix_cache: bool = False
+    """Whether freed blocks are found again by their content."""
 
     @property
     def largest(self) -> int:

@@ -7,57 +7,16 @@ one event, which ends early, at the end of a step, when something wants to happe
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple, Protocol
 
 from kvmig.sim.batch import DecodeBatch
 from kvmig.sim.cost import CostModel
 from kvmig.sim.events import Action, EventQueue, Timer
+from kvmig.sim.listener import Listener
+from kvmig.sim.prefix_cache import PrefixCache
+from kvmig.sim.prompt import Place, Prompt
 from kvmig.sim.queue import WaitingQueue
 from kvmig.sim.request import SimRequest
 from kvmig.sim.steps import Steps
-
-
-class Listener(Protocol):
-    """Who hears of an engine's requests."""
-
-    def changed(self) -> None:
-        """What it holds may have changed."""
-        ...
-
-    def first_token(self, request: SimRequest) -> None:
-        """Its first token is out."""
-        ...
-
-    def finished(self, request: SimRequest) -> None:
-        """Its last token is out, and nothing of it is left here."""
-        ...
-
-    def preempted(self, request: SimRequest) -> None:
-        """Its blocks were taken; it waits again."""
-        ...
-
-
-class Place(NamedTuple):
-    """How far a request is."""
-
-    tokens: int
-    computed: int
-    """Tokens whose KV is there; 0: it waits."""
-    decoding: bool
-
-
-class Prompt:
-    """A request whose prompt (and what it generated before a preemption) is being computed."""
-
-    __slots__ = ("blocks", "computed", "request", "step_tokens", "tokens")
-
-    def __init__(self, request: SimRequest, blocks: int) -> None:
-        self.request = request
-        self.tokens = request.tokens
-        self.blocks = blocks
-        self.computed = 0
-        self.step_tokens = 0
-        """Of it in the step that runs."""
 
 
 class SimEngine:
@@ -76,7 +35,10 @@ class SimEngine:
         self.waiting = WaitingQueue(capacity.block_tokens)
         self.held: dict[int, int] = {}
         """Blocks by request: of those that are suspended, or on their way here."""
+        self._suspended: set[int] = set()
+        """Of `held`, those that ran here."""
         self.used = 0
+        self._cache = PrefixCache(capacity.block_tokens) if capacity.prefix_cache else None
         self._steps: Steps | None = None
         self._timer: Timer | None = None
         self._calls: deque[Action] = deque()
@@ -178,12 +140,18 @@ class SimEngine:
             blocks = prompt.blocks
             self.prompts.remove(prompt)
         self.held[request.index] = blocks
+        if place.computed:
+            self._suspended.add(request.index)
         self._room()
         return place
 
     def commit(self, request: SimRequest, place: Place) -> None:
         """Go on from `place` with a reserved request, or one that was suspended here."""
         held = self.held.pop(request.index)
+        if request.index in self._suspended:
+            self._suspended.remove(request.index)
+        elif place.computed and self._cache is not None:
+            self._cache.joined(request)
         if place.decoding:
             self.batch.add(request)
             self.used += self.batch.blocks(request) - held
@@ -200,7 +168,12 @@ class SimEngine:
 
     def release(self, request: SimRequest) -> None:
         """Free what is held for it. Unknown ones are ignored."""
-        self.used -= self.held.pop(request.index, 0)
+        held = self.held.pop(request.index, 0)
+        if request.index in self._suspended:
+            self._suspended.remove(request.index)
+            self._free(request, held)
+        else:
+            self.used -= held
         self._room()
 
     # -- steps
@@ -240,6 +213,8 @@ class SimEngine:
             self._timer.cancel()
             self._timer = None
         self._steps = self._plan()
+        if self._cache is not None:
+            self._cache.shrink(self.free)
         if self._steps is not None:
             self._set_timer(self._steps.end)
         self._listener.changed()
@@ -248,8 +223,9 @@ class SimEngine:
         decoded = self.prompts and self.cost.capacity.prefill == "first"
         if self.batch.requests and not decoded:
             for request in self.batch.advance(steps.count):
-                self.used -= self.batch.blocks(request)
+                blocks = self.batch.blocks(request)
                 self.batch.remove(request)
+                self._free(request, blocks)
                 self._finish(request)
         left: list[Prompt] = []
         for prompt in self.prompts:
@@ -270,10 +246,16 @@ class SimEngine:
             request.first_token_at = now
             self._listener.first_token(request)
         if request.tokens >= request.final_tokens:
-            self.used -= prompt.blocks
+            self._free(request, prompt.blocks)
             self._finish(request)
         else:
             self.batch.add(request)
+
+    def _free(self, request: SimRequest, blocks: int) -> None:
+        """What it held is anybody's; what is in there stays until somebody takes it."""
+        self.used -= blocks
+        if self._cache is not None:
+            self._cache.freed(request, blocks)
 
     def _finish(self, request: SimRequest) -> None:
         request.finished_at = self._events.now
@@ -286,8 +268,8 @@ class SimEngine:
             if self.prompts:
                 seconds = self.cost.prefill.base_ms / 1e3
                 for prompt in self.prompts:
-                    prompt.step_tokens = prompt.tokens
-                    seconds += self.cost.prompt_s(prompt.tokens)
+                    prompt.step_tokens = prompt.tokens - prompt.computed
+                    seconds += self.cost.prompt_s(prompt.step_tokens, prompt.computed)
                 return Steps(self._events.now, seconds)
             return self._decode()
         return self._mixed()
@@ -355,9 +337,12 @@ class SimEngine:
             ):
                 return
             self.waiting.pop()
-            budget -= tokens
+            prompt = Prompt(request, blocks)
+            if self._cache is not None:
+                prompt.computed = self._cache.start(request)
+            budget -= tokens - prompt.computed
             self.used += blocks
-            self.prompts.append(Prompt(request, blocks))
+            self.prompts.append(prompt)
 
     def _make_room(self) -> bool:
         """Preempt the last of the least priority until the next step fits; whether any was."""
@@ -371,12 +356,14 @@ class SimEngine:
         candidates += [prompt.request for prompt in self.prompts]
         victim = max(candidates, key=lambda one: one.rank)
         if victim in self.batch:
-            self.used -= self.batch.blocks(victim)
+            blocks = self.batch.blocks(victim)
             self.batch.remove(victim)
         else:
             (prompt,) = [one for one in self.prompts if one.request is victim]
             self.prompts.remove(prompt)
-            self.used -= prompt.blocks
+            blocks = prompt.computed // self._block_tokens
+            self.used -= prompt.blocks - blocks
+        self._free(victim, blocks)
         self.preemptions += 1
         victim.preemptions += 1
         if victim.preempted_at != victim.preempted_at:

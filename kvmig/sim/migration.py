@@ -27,9 +27,10 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.source_machine import SourceMachine
-from kvmig.sim.engine import Place, SimEngine
+from kvmig.sim.engine import SimEngine
 from kvmig.sim.events import Action, EventQueue
 from kvmig.sim.network import Copying, Network
+from kvmig.sim.prompt import Place
 from kvmig.sim.request import SimRequest
 
 

@@ -28,20 +28,32 @@ class SimRequest:
         "paused_s",
         "preempted_at",
         "preemptions",
+        "prefix",
+        "prefix_tokens",
         "priority",
         "queued_at",
         "request_id",
     )
 
     def __init__(
-        self, index: int, arrival: float, input_tokens: int, output_tokens: int, priority: int = 0
+        self,
+        index: int,
+        arrival: float,
+        input_tokens: int,
+        output_tokens: int,
+        priority: int = 0,
+        prefix: str = "",
+        prefix_tokens: int = 0,
     ) -> None:
+        """prefix: names what the first `prefix_tokens` tokens share with other requests."""
         self.index = index
         self.request_id = f"r{index:07d}"
         self.arrival = arrival
         self.input_tokens = input_tokens
         self.final_tokens = input_tokens + output_tokens
         self.priority = priority
+        self.prefix = prefix
+        self.prefix_tokens = min(prefix_tokens, input_tokens) if prefix else 0
         self.generated = 0
         """Output tokens; while it decodes, those before it joined the batch."""
         self.queued_at = arrival

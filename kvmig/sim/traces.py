@@ -13,7 +13,8 @@ from kvmig.ground.errors import ConfigError
 from kvmig.sim.request import SimRequest
 
 COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
-OPTIONAL = ("priority",)
+OPTIONAL = ("priority", "prefix", "prefix_tokens")
+"""prefix: a name that requests with the same first `prefix_tokens` tokens have in common."""
 
 
 def read(path: Path, most: int | None = None, rate: float = 0.0) -> Iterator[SimRequest]:
@@ -40,6 +41,8 @@ def read(path: Path, most: int | None = None, rate: float = 0.0) -> Iterator[Sim
             _whole(path, line, row, "input_tokens", 1),
             _whole(path, line, row, "output_tokens", 1),
             _whole(path, line, row, "priority", None) if row.get("priority") else 0,
+            row.get("prefix", ""),
+            _whole(path, line, row, "prefix_tokens", 0) if row.get("prefix_tokens") else 0,
         )
 
 

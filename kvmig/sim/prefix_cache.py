@@ -1,0 +1,76 @@
+"""Which prompts an engine needn't compute: blocks that are free but still hold their KV.
+
+vLLM keeps what a freed block holds until somebody takes the block; the longest freed goes
+first. A key stands for one prefix: that of a request itself, which comes back after a
+preemption, or one that several requests of a trace share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+from kvmig.sim.request import SimRequest
+
+
+class PrefixCache:
+    """Blocks by key, never more than are free.
+
+    A prefix that a running request shares is there as long as that runs. Those that run
+    hold a copy each: that blocks in use are shared isn't modelled.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._blocks: OrderedDict[str, int] = OrderedDict()
+        self._total = 0
+        self._running: Counter[str] = Counter()
+
+    def start(self, request: SimRequest) -> int:
+        """The request takes its blocks; how many of its tokens needn't be computed."""
+        own = self._take(request.request_id)
+        shared = 0
+        if request.prefix:
+            shared = request.prefix_tokens // self._block_tokens
+            if not self._running[request.prefix]:
+                shared = min(shared, self._take(request.prefix))
+            self._running[request.prefix] += 1
+        # The last token is always computed: its logits are wanted.
+        most = (request.tokens - 1) // self._block_tokens
+        return min(max(own, shared), most) * self._block_tokens
+
+    def joined(self, request: SimRequest) -> None:
+        """A request that was computed elsewhere runs here now."""
+        if request.prefix:
+            self._running[request.prefix] += 1
+
+    def freed(self, request: SimRequest, blocks: int) -> None:
+        """A request that ran has left `blocks` blocks, the shared ones among them."""
+        shared = 0
+        if request.prefix:
+            self._running[request.prefix] -= 1
+            if not self._running[request.prefix]:
+                shared = min(request.prefix_tokens // self._block_tokens, blocks)
+                self._put(request.prefix, shared)
+        self._put(request.request_id, blocks - shared)
+
+    def _put(self, key: str, blocks: int) -> None:
+        self._take(key)
+        if blocks > 0:
+            self._blocks[key] = blocks
+            self._total += blocks
+
+    def _take(self, key: str) -> int:
+        blocks = self._blocks.pop(key, 0)
+        self._total -= blocks
+        return blocks
+
+    def shrink(self, free: int) -> None:
+        """So many blocks are free now: what was in others is gone."""
+        while self._total > free:
+            key, blocks = next(iter(self._blocks.items()))
+            kept = blocks - min(blocks, self._total - free)
+            self._total -= blocks - kept
+            if kept:
+                self._blocks[key] = kept
+            else:
+                del self._blocks[key]
