@@ -162,7 +162,7 @@ async def test_an_engine_that_hangs_is_left_and_serves_again(
 ) -> None:
     file = tmp_path / "hang once"
     file.touch()
-    fault = {"hang_at": 50, "hang_s": 5.0, "hang_file": str(file)}
+    fault = {"hang_at": 50, "hang_s": 3.0, "hang_file": str(file)}
     stream = Stream(server, PATH, count_from(10, 500, vllm_xargs=fault))
     instance = (await row_of(server, stream))["instance"]
     answer = await stream.end()
@@ -181,15 +181,36 @@ async def test_a_source_that_is_killed_in_a_migration_takes_nothing_along(
     server: Served, llumlets: dict[str, psutil.Process]
 ) -> None:
     streams, found = await several(server, 2500)
-    on_i0 = [row["id"] for row in found if row["instance"] == "i0"]
-    assert on_i0
-    asked = [asyncio.create_task(ask(server, one, "i1")) for one in on_i0]
+    source, destination = found[0]["instance"], INSTANCES[found[0]["instance"] == "i0"]
+    moving = [row["id"] for row in found if row["instance"] == source]
+    asked = [asyncio.create_task(ask(server, one, destination)) for one in moving]
     await asyncio.sleep(0.02)
-    llumlets["i0"].kill()
+    llumlets[source].kill()
 
     await all_counted(streams, 2500)
     assert {(await one).status_code for one in asked} <= {200, 404, 409, 503}
     await asyncio.to_thread(assert_server_is_empty, server)
+    assert f"instance {source} is gone (killed by SIGKILL), again in 0.5 s" in server.output()
+
+
+async def test_an_engine_that_hangs_for_good_is_started_again(
+    server: Served, tmp_path: Path
+) -> None:
+    file = tmp_path / "hang once"
+    file.touch()
+    fault = {"hang_at": 50, "hang_s": 600.0, "hang_file": str(file)}
+    stream = Stream(server, PATH, count_from(10, 500, vllm_xargs=fault))
+    instance = (await row_of(server, stream))["instance"]
+    answer = await stream.end()
+
+    assert answer.tokens == 500
+    counted(answer, 10)
+
+    async def ended() -> bool:
+        return f"instance {instance} is gone (exit code 1), again in" in server.output()
+
+    await until(ended)
+    assert "a step has been running for 4 s" in server.output()
 
 
 async def test_a_request_that_kills_two_instances_fails_with_one_clear_error(

@@ -21,7 +21,8 @@ def add_fault_flags(root: argparse.ArgumentParser) -> None:
         "--hung-after",
         type=float,
         default=default.hung_after_s,
-        help="seconds of one step of an engine after which its requests run again elsewhere",
+        help="seconds of one step of an engine after which its requests run again elsewhere;"
+        " after twice that it is ended, and started again",
     )
     group.add_argument(
         "--instance-wait",

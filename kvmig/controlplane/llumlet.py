@@ -37,6 +37,7 @@ from kvmig.controlplane.orders import SetState
 from kvmig.controlplane.pairing import Pairing
 from kvmig.controlplane.peers import Peers
 from kvmig.controlplane.policy import policy_of
+from kvmig.controlplane.step_watch import StepWatch
 from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
@@ -112,6 +113,7 @@ class Llumlet:
         self._seq = 0
         self._reported: tuple[object, ...] = ()
         self._wanted = "serving"
+        self._step_watch = StepWatch(config.faults.hung_after_s, monotonic())
 
     @property
     def endpoint(self) -> str:
@@ -334,7 +336,7 @@ class Llumlet:
             now = monotonic()
             due = (now - sent_at) * 1000 >= self._config.report_ms
             # Blocks grow with every few steps; only who is there is news at once.
-            state = self._state()
+            state = self._state(now)
             news = (state, load.running, load.waiting, *moving)
             if due or news != self._reported:
                 self._reported, sent_at = news, now
@@ -353,10 +355,17 @@ class Llumlet:
                     self._send(sender, report)
             await asyncio.sleep(min(CHANGE_PERIOD_S, self._config.report_ms / 1000))
 
-    def _state(self) -> str:
+    def _state(self, now: float) -> str:
         if self._failed.done():
             return "failed"
-        return "hung" if self._engine.step_s() > self._config.faults.hung_after_s else self._wanted
+        step_s = self._engine.step_s()
+        match self._step_watch.look(now, step_s):
+            case "lost":  # the launcher starts a new one
+                self._on_exit(TimeoutError(f"a step has been running for {step_s:.0f} s"))
+                return "failed"
+            case "hung":
+                return "hung"
+        return self._wanted
 
     # -- helpers
 

@@ -13,7 +13,8 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     silent_after_s: float = 1.5
     """An instance that says nothing for so long is silent: its requests run again elsewhere."""
     hung_after_s: float = 60.0
-    """An engine whose present step takes longer is hung: the same."""
+    """An engine whose present step takes longer is hung: the same. After twice that it is
+    ended, and started again."""
     instance_wait_s: float = 120.0
     """How long a request whose instance is lost waits for one that it can run on."""
     max_crashes: int = 2
