@@ -37,7 +37,7 @@ from kvmig.controlplane.orders import SetState
 from kvmig.controlplane.pairing import Pairing
 from kvmig.controlplane.peers import Peers
 from kvmig.controlplane.policy import policy_of
-from kvmig.controlplane.step_watch import StepWatch
+from kvmig.controlplane.reporter import Reporter
 from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
@@ -110,10 +110,7 @@ class Llumlet:
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._headroom: dict[int, float] = {}
-        self._seq = 0
-        self._reported: tuple[object, ...] = ()
-        self._wanted = "serving"
-        self._step_watch = StepWatch(config.faults.hung_after_s, monotonic())
+        self._reporter = Reporter(config.report_ms, config.faults.hung_after_s, monotonic())
 
     @property
     def endpoint(self) -> str:
@@ -207,7 +204,7 @@ class Llumlet:
         if isinstance(order, Pairs):
             self._pairing.set(order.pairs)
         else:
-            self._wanted = order.state
+            self._reporter.wanted = order.state
 
     def _submit(self, sender: bytes, message: Submit, payload: list[memoryview]) -> None:
         gateway = self._fronts.name(sender)
@@ -329,21 +326,17 @@ class Llumlet:
     # -- load reports
 
     async def _report(self) -> None:
-        sent_at = 0.0
         while True:
+            now, step_s = monotonic(), self._engine.step_s()
+            state = self._reporter.state(now, step_s, self._failed.done())
+            if state == "failed":  # if it hangs for good: the launcher starts another one
+                self._on_exit(TimeoutError(f"a step has been running for {step_s:.0f} s"))
             load = self._engine.load()
             moving = (self._migrations.incoming, self._migrations.outgoing)
-            now = monotonic()
-            due = (now - sent_at) * 1000 >= self._config.report_ms
-            # Blocks grow with every few steps; only who is there is news at once.
-            state = self._state(now)
-            news = (state, load.running, load.waiting, *moving)
-            if due or news != self._reported:
-                self._reported, sent_at = news, now
-                self._seq += 1
+            if self._reporter.due(now, state, load, *moving):
                 report = LoadReport(
                     self.instance,
-                    self._seq,
+                    self._reporter.seq,
                     load,
                     *moving,
                     state=state,
@@ -354,18 +347,6 @@ class Llumlet:
                 for sender in self._fronts.listeners():
                     self._send(sender, report)
             await asyncio.sleep(min(CHANGE_PERIOD_S, self._config.report_ms / 1000))
-
-    def _state(self, now: float) -> str:
-        if self._failed.done():
-            return "failed"
-        step_s = self._engine.step_s()
-        match self._step_watch.look(now, step_s):
-            case "lost":  # the launcher starts a new one
-                self._on_exit(TimeoutError(f"a step has been running for {step_s:.0f} s"))
-                return "failed"
-            case "hung":
-                return "hung"
-        return self._wanted
 
     # -- helpers
 

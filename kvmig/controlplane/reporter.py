@@ -1,0 +1,41 @@
+"""When a llumlet reports its load, and in which state it says it is. Pure."""
+
+from __future__ import annotations
+
+from kvmig.controlplane.step_watch import StepWatch
+from kvmig.engines.base import EngineLoad
+
+
+class Reporter:
+    """wanted: the state that it was told to be in, while nothing ails it."""
+
+    def __init__(self, report_ms: float, hung_after_s: float, now: float) -> None:
+        self.wanted = "serving"
+        self.seq = 0
+        """Of the last report."""
+        self._report_s = report_ms / 1000
+        self._steps = StepWatch(hung_after_s, now)
+        self._reported_at = 0.0
+        self._reported: tuple[object, ...] = ()
+
+    def state(self, now: float, step_s: float, failed: bool) -> str:
+        """What to report; `failed` once the present step, of `step_s` seconds, won't end.
+
+        To be called often.
+        """
+        ailment = self._steps.look(now, step_s)
+        if failed or ailment == "lost":
+            return "failed"
+        return ailment or self.wanted
+
+    def due(self, now: float, state: str, load: EngineLoad, *moving: int) -> bool:
+        """Whether to report now; it is taken for done.
+
+        Blocks grow with every few steps; only who is there is news at once.
+        """
+        news = (state, load.running, load.waiting, *moving)
+        if now - self._reported_at < self._report_s and news == self._reported:
+            return False
+        self._reported, self._reported_at = news, now
+        self.seq += 1
+        return True
