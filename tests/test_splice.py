@@ -222,3 +222,21 @@ def test_outputs_that_come_twice_are_delivered_once(
             fed = feed(splicer, piece.owner, piece.epoch, piece.start, piece.count, last=piece.last)
             delivered += fed.deliver
     assert tokens(delivered) == list(range(total))
+
+
+def test_a_new_run_starts_where_the_stream_is_and_remembers_nothing_of_the_one_before() -> None:
+    splicer = Splicer("a")
+    splicer.advance(0, 0, 3, now=1.0)
+    splicer.fence(1)
+    splicer.grant(2)
+    feed(splicer, "b", 3, 9)
+    feed(splicer, "a", 0, 3, 0, last=True)
+
+    splicer.restart("c")
+
+    assert (splicer.owner, splicer.epoch, splicer.next, splicer.closed) == ("c", 0, 3, False)
+    assert not splicer.waits_since(100.0)
+    assert not splicer.reached(1)
+    assert not splicer.fenced(1)
+    assert splicer.advance(0, 3, 1, now=2.0)
+    assert tokens(feed(splicer, "d", 1, 4).deliver) == [4]

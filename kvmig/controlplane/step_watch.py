@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-MOST_S = 0.2
+MOST_S = 0.5
 """Of the time between two looks: more means that this process itself stood still (stopped, or
 on a machine that did), and the engine's thread with it."""
 

@@ -42,7 +42,7 @@ class Questions:
         return dict(zip(names, answers, strict=True))
 
     async def requests(self) -> dict[str, Requests]:
-        """What each connected instance holds; one that doesn't answer, nothing."""
+        """What each instance that is fit holds; one that doesn't answer, nothing."""
 
         async def ask(instance: str) -> Requests:
             def send(call_id: int) -> None:
@@ -57,5 +57,5 @@ class Questions:
                 return Requests(0, [])
             return told
 
-        names = self._fleet.alive
+        names = [name for name in self._fleet.alive if self._fleet.fit(name)]
         return dict(zip(names, await asyncio.gather(*(ask(name) for name in names)), strict=True))
