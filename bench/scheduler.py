@@ -4,7 +4,8 @@ Reports are made up, the code is the one that runs: `ViewBuilder`, the dispatche
 `Scheduler` of a policy. One in five instances is short of room, one in twenty has a queue.
 For each number of instances the numbers of requests take turns, so a machine that is slower
 for a while is so for all. A dispatch is the choice and the note of it; a report is taken from
-its bytes. Figures are medians; the spread is over numbers of requests an instance.
+its bytes. Times are the processor's: nothing here waits for anything. Figures are medians; the
+spread is over numbers of requests an instance.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import msgspec
@@ -115,9 +116,9 @@ class Cluster:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    began = perf_counter()
+    began = thread_time()
     work()
-    return perf_counter() - began
+    return thread_time() - began
 
 
 def measure(
@@ -202,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--policy", choices=tuple(POLICIES), default=SchedulerConfig().policy)
     options = root.parse_args(argv)
-    repeats = 10 if options.quick else 50
+    repeats = 10 if options.quick else 30
     settings = {"policy": options.policy, "repeats": repeats, "blocks_a_request": BLOCKS}
     result = report.begin("scheduler", settings)
     samples = measure(options.policy, INSTANCES, REQUESTS, repeats)

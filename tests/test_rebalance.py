@@ -60,7 +60,9 @@ def test_the_worked_example() -> None:
     # a: 10 free blocks for 9 requests of 10. b: 90 for one of 10. Moving k leaves
     # (10 + 10k) / (9 - k) at a and (90 - 10k) / (1 + k) at b: equal at k = 4.
     [pairing] = rebalance(cluster(instance("a", 90, 9), instance("b", 10, 1)), (), CONFIG)
-    assert pairing == Pairing("a", "b", budget_blocks=40, room_blocks=90 - 6 * 2)
+    assert pairing == Pairing(
+        "a", "b", budget_blocks=40, room_blocks=90 - 6 * 2, endpoint="tcp://b"
+    )
 
 
 def test_the_lowest_is_paired_with_the_highest_again_and_again() -> None:

@@ -252,5 +252,5 @@ def test_a_round_looks_at_the_worst_when_everybody_is_overloaded() -> None:
     roomy = [instance(f"d{n}", 10, 1) for n in range(2 * MAX_SOURCES)]
     pairings = decide(*crowded, *roomy)
     worst = {one.source for one in pairings}
-    assert 100 < len(worst) <= MAX_SOURCES
+    assert MAX_SOURCES / 2 < len(worst) <= MAX_SOURCES
     assert all(int(name[1:]) % 10 >= 4 for name in worst)

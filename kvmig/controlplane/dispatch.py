@@ -165,16 +165,18 @@ class FewestWithRoom:
                 return view.instances[row]
             row = _most(columns.room, candidates(view, demand))
             return view.instances[0 if row is None else row]
-        slack = (columns.room - demand) * columns.share
-        enough = (slack >= self.enough) & (columns.open_until >= view.now)
-        requests = np.where(enough, columns.requests, np.inf)
-        fewest = requests.min(initial=np.inf)
-        if fewest == np.inf:
+        is_open = columns.open_until >= view.now
+        slack = np.where(is_open, (columns.room - demand) * columns.share, -np.inf)
+        most = slack.max(initial=-np.inf)
+        if most < 0:  # it fits nowhere now
             return self._roomiest.pick(view, request)
-        rows = np.flatnonzero(requests == fewest)
-        if len(rows) > 1:
-            slack = slack[rows]
-            rows = rows[slack == slack.max()]
+        if most >= self.enough:
+            shares = columns.share * (slack >= self.enough)  # the largest: the fewest requests
+            rows = np.flatnonzero(shares == shares.max())
+            most = slack[rows].max()
+            rows = rows[slack[rows] == most]
+        else:
+            rows = np.flatnonzero(slack == most)
         return view.instances[self._rotation.take(rows)]
 
 

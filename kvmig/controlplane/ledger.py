@@ -18,7 +18,7 @@ from kvmig.controlplane.freeness import Queued, batch_sizes, free_blocks_of, sla
 from kvmig.controlplane.messages import Why
 from kvmig.controlplane.view import ClusterView
 
-MAX_SOURCES = 256
+MAX_SOURCES = 128
 """Instances that a rule looks at in a round, the worst first: the others' turn comes in
 the next one. It bounds what a round costs when everybody is overloaded at once."""
 MAX_DESTINATIONS = 4
@@ -51,6 +51,8 @@ class Pairing(msgspec.Struct, frozen=True):
     room_blocks: float
     """Size of the largest single request that leaves the destination well."""
     why: Why = "balance"
+    endpoint: str = ""
+    """The destination's."""
     priority: int | None = None
     """priority: only requests that come after this one."""
 
@@ -137,8 +139,9 @@ class Ledger:
         budget: what is left to move of them, less what is on its way already.
         """
         names = self.view.instances
+        there = names[destination]
         self._pairs[source, destination] = Pairing(
-            names[source].instance, names[destination].instance, budget, room, why, priority
+            names[source].instance, there.instance, budget, room, why, there.endpoint, priority
         )
         self._gives.add(source)
         self._takes.add(destination)

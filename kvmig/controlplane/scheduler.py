@@ -31,12 +31,11 @@ class Scheduler:
             self._pairings,
             rebalance(view, self._pairings, self._rounds),
         )
-        endpoints = {one.instance: one.endpoint for one in view.instances}
         paired: dict[str, Pairs] = {}
         for pairing in self._pairings:
             pair = Pair(
                 pairing.destination,
-                endpoints[pairing.destination],
+                pairing.endpoint,
                 pairing.budget_blocks,
                 pairing.room_blocks,
                 pairing.why,
@@ -44,6 +43,8 @@ class Scheduler:
             )
             before = paired.get(pairing.source, UNPAIR).pairs
             paired[pairing.source] = Pairs((*before, pair))
-        over = (one.source for one in last if one.source not in paired)
-        orders = {source: UNPAIR for source in over if source in endpoints}
-        return [*orders.items(), *paired.items()]
+        over = {one.source: UNPAIR for one in last if one.source not in paired}
+        if over:
+            here = {one.instance for one in view.instances}
+            over = {source: stop for source, stop in over.items() if source in here}
+        return [*over.items(), *paired.items()]
