@@ -106,16 +106,12 @@ class Recovery:
 
     def place(self) -> None:
         """Run those that have no instance, as far as there is one: in dispatch's order."""
-        waiting = [
-            (entry, reason)
-            for request_id, (entry, reason) in self._unplaced.items()
-            if self._table.entries.get(request_id) is entry
-        ]
-        self._unplaced.clear()
         now = self._clock()
-        for entry, reason in sorted(waiting, key=lambda one: (one[0].priority, one[0].arrived)):
-            if not self._settle(entry, reason, now):
-                self._unplaced[entry.request_id] = entry, reason
+        waiting = sorted(self._unplaced.values(), key=lambda one: (one[0].priority, one[0].arrived))
+        for entry, reason in waiting:
+            ended = self._table.entries.get(entry.request_id) is not entry
+            if ended or self._settle(entry, reason, now):
+                del self._unplaced[entry.request_id]
 
     # -- leaving an instance
 

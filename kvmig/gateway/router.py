@@ -280,7 +280,8 @@ class Router:
     def on_lost(self, link: Link, reason: str) -> None:
         """See `Listener`."""
         self._fleet.forget(link.instance)
-        reason = f"instance {link.instance} is lost: {reason}"
+        log.warning("connection to instance %s: %s", link.instance, reason)
+        reason = f"instance {link.instance} is lost"
         self._calls.lost(link.instance, reason)
         self._recovery.lost(link.instance, reason)
 
