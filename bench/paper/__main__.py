@@ -1,9 +1,12 @@
 """`python -m bench.paper`: simulate the paper's evaluation and write docs/paper.md.
 
-    python -m bench.paper                 # about 400 runs, docs/paper.md and its pictures
-    python -m bench.paper --quick --docs /tmp/paper
+    python -m bench.paper                 # all loads
+    python -m bench.paper --one-load      # the middle one of each workload's
+    python -m bench.paper --quick         # and short runs
 
-With --reuse, runs whose results are in the file are not simulated again.
+Results are written as they come. With --reuse, those that are there are not simulated again:
+so a run that was ended goes on, and more loads are added to fewer. How our own policy does
+against the others is in `python -m bench.policies`.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from pathlib import Path
 import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.paper import large, loads, ours, priorities, scaling, single
+from bench.paper import large, loads, priorities, scaling, single
 from bench.paper.scope import QUICK, Results, Scope, Section
-from kvmig.sim.run import Result, Run, simulate_all
+from kvmig.sim.run import Finished, Result, Run, simulate_all
 
-SECTIONS: tuple[Section, ...] = (single, loads, priorities, scaling, large, ours)
+SECTIONS: tuple[Section, ...] = (single, loads, priorities, scaling, large)
 QUICK_NOTE = "\nRuns so short end before queues have grown: their figures aren't the paper's.\n"
 ROOT = Path(__file__).parents[2]
 
@@ -27,14 +30,12 @@ ROOT = Path(__file__).parents[2]
 def main() -> int:
     """Exit code 0."""
     args = _parser().parse_args()
-    scope = QUICK if args.quick else Scope()
+    scope = QUICK if args.quick else Scope(one_load=args.one_load)
     docs = args.docs or (ROOT / "build" / "paper" if args.quick else ROOT / "docs")
-    file = args.results or (docs if args.quick else ROOT / "bench" / "results") / "paper.json"
-    known = read(file) if args.reuse else {}
-    results = simulate(scope, known, args.workers)
+    file = args.results or (docs if args.quick else ROOT / "bench" / "results") / "paper.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    lines = [msgspec.json.encode(_short(one)) for one in results.values()]
-    file.write_bytes(b"[\n" + b",\n".join(lines) + b"\n]\n")
+    known = read(file) if args.reuse and file.exists() else {}
+    results = simulate(scope, known, args.workers, file)
     write(scope, results, docs)
     print(docs / "paper.md")
     return 0
@@ -48,33 +49,49 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="one load a workload, short runs, under two minutes")
+    add("--one-load", action="store_true", help="one load a workload")
     add("--docs", type=Path, help="folder of paper.md (default: docs; quick: build/paper)")
-    add("--results", type=Path, help="raw figures (default: bench/results/paper.json)")
+    add("--results", type=Path, help="raw figures (default: bench/results/paper.jsonl)")
     add("--reuse", action="store_true", help="simulate only what --results lacks")
     add("--workers", type=int, help="processes (default: one a core)")
     return parser
 
 
 def read(file: Path) -> dict[Run, Result]:
-    """Results of an earlier time."""
-    known = msgspec.json.decode(file.read_bytes(), type=list[Result])
+    """Results of an earlier time; a last line that was cut off is left out."""
+    *lines, _ = file.read_bytes().split(b"\n")
+    known = [msgspec.json.decode(line, type=Result) for line in lines]
     return {one.run: one for one in known}
 
 
-def simulate(scope: Scope, known: Results, workers: int | None) -> dict[Run, Result]:
-    """All runs of all sections, each once; those known are taken as they are."""
-    runs: list[Run] = []
-    for section in SECTIONS:
-        for run in section.runs(scope):
-            runs += scope.seeded(run)
-    wanted = list(dict.fromkeys(runs))
+def simulate(scope: Scope, known: Results, workers: int | None, file: Path) -> dict[Run, Result]:
+    """All runs of all sections, each once; those known are taken as they are.
+
+    Results go to `file` as they come.
+    """
+    wanted = list(
+        dict.fromkeys(
+            one for section in SECTIONS for run in section.runs(scope) for one in scope.seeded(run)
+        )
+    )
+    results = dict(known)
     runs = [run for run in wanted if run not in known]
     columns = TextColumn("simulated"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    results = dict(known)
-    with Progress(*columns) as progress:
+    with Progress(*columns) as progress, file.open("wb") as written:
         bar = progress.add_task("", total=len(runs))
-        for finished in simulate_all(runs, lambda _: progress.advance(bar), workers, sample_s=5.0):
-            results[finished.result.run] = finished.result
+
+        def keep(result: Result) -> None:
+            results[result.run] = _short(result)
+            written.write(msgspec.json.encode(results[result.run]) + b"\n")
+            written.flush()
+
+        def done(finished: Finished) -> None:
+            keep(finished.result)
+            progress.advance(bar)
+
+        for result in known.values():
+            keep(result)
+        simulate_all(runs, done, workers, sample_s=5.0)
     return {run: results[run] for run in wanted}
 
 
@@ -87,14 +104,21 @@ def write(scope: Scope, results: Results, docs: Path) -> None:
 
 
 def _head(scope: Scope) -> str:
+    loads = ", the middle one of each workload's loads" if scope.one_load else ""
     return (
         "# The paper's evaluation, simulated\n\n"
-        f"Written by `python -m bench.paper{' --quick' if scope.quick else ''}` from"
-        f" `bench/results/paper.json`: {len(scope.seeds)} seeds, at most"
-        f" {scope.requests:,} requests a run. The models: [simulation.md](simulation.md). The"
-        " paper is Llumnix (OSDI'24); its points are read off its Figure 11"
-        " (`bench/paper/fig11_points.csv`).\n" + (QUICK_NOTE if scope.quick else "")
+        f"Written by `python -m bench.paper{_flag(scope)}` from `paper.jsonl`:"
+        f" {len(scope.seeds)} seeds, at most {scope.requests:,} requests a run{loads}. The models:"
+        " [simulation.md](simulation.md). The paper is Llumnix (OSDI'24); its points are read"
+        " off its Figure 11 (`bench/paper/fig11_points.csv`).\n"
+        + (QUICK_NOTE if scope == QUICK else "")
     )
+
+
+def _flag(scope: Scope) -> str:
+    if scope == QUICK:
+        return " --quick"
+    return " --one-load" if scope.one_load else ""
 
 
 def _short(result: Result) -> Result:

@@ -8,7 +8,7 @@ from bench.paper.scope import Results, Scope, spread, table, values
 from kvmig.sim.run import Run
 
 POLICIES = ("round-robin", "least-loaded", "llumnix", "kvmig")
-SIZES = ((16, 10_000), (64, 20_000))
+SIZES = ((16, 10_000), (64, 10_000))
 """Instances, and requests: 2.1 a second and instance."""
 
 

@@ -28,9 +28,9 @@ def run_of(policy: str, rate: float, cv: float, bounds: tuple[float, float] = (1
 
 def runs(scope: Scope) -> list[Run]:
     """The loads, and the curve at one of them."""
-    loads = LOADS[:1] if scope.quick else LOADS
+    loads = LOADS[:1] if scope.one_load else LOADS
     chosen = [run_of(policy, *load) for policy in POLICIES for load in loads]
-    if not scope.quick:
+    if not scope.one_load:
         chosen += [run_of(policy, 2.0, 1.0, bounds) for policy in POLICIES for bounds in BOUNDS]
     return list(dict.fromkeys(chosen))
 
@@ -38,7 +38,7 @@ def runs(scope: Scope) -> list[Run]:
 def report(scope: Scope, results: Results, pictures: Path) -> str:
     """P99 to the first token and instances in the mean."""
     rows = []
-    for rate, cv in LOADS[:1] if scope.quick else LOADS:
+    for rate, cv in LOADS[:1] if scope.one_load else LOADS:
         row = [f"{rate:g}", f"{cv:g}"]
         for policy in POLICIES:
             run = run_of(policy, rate, cv)
@@ -56,7 +56,7 @@ def report(scope: Scope, results: Results, pictures: Path) -> str:
         " least-loaded stands for INFaaS++, with the same scaler. Mean of the seeds"
         " (least-most).\n\n" + table(header, rows)
     )
-    if not scope.quick:
+    if not scope.one_load:
         _draw(scope, results, pictures / "scaling.png")
         text += (
             "\nThe same at 2 requests/s, Poisson, with other bounds: cost against latency.\n\n"

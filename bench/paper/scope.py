@@ -22,11 +22,12 @@ class Scope:
 
     seeds: tuple[int, ...] = (PAPER_SEED, 1, 2)
     requests: int = 10_000
-    quick: bool = False
+    one_load: bool = False
+    """Only the load in the middle of several."""
 
     def some(self, loads: tuple[float, ...]) -> tuple[float, ...]:
-        """All loads, or when it must be quick the one in the middle."""
-        return (loads[len(loads) // 2],) if self.quick else loads
+        """All loads, or the one in the middle."""
+        return (loads[len(loads) // 2],) if self.one_load else loads
 
     def seeded(self, run: Run) -> list[Run]:
         """The run under each seed."""
@@ -36,7 +37,7 @@ class Scope:
         ]
 
 
-QUICK = Scope(requests=1_500, quick=True)
+QUICK = Scope(requests=1_500, one_load=True)
 
 
 class Section(Protocol):
