@@ -84,10 +84,13 @@ def real(served: Served, rows: Sequence[Row]) -> dict[str, float]:
     for column, name in enumerate(("ttft", "tpot", "e2e")):
         figures[f"{name}_mean_s"] = float(times[:, column].mean())
         figures[f"{name}_p99_s"] = float(np.percentile(times[:, column], 99))
-    moves = served.get("migrations")
-    figures["migrations"] = float(sum(move["state"] == "committed" for move in moves))
     figures["preemptions"] = _preemptions(httpx.get(f"{served.url}/metrics", timeout=30).text)
     return figures
+
+
+def _moved(served: Served) -> set[str]:
+    """Ids of the migrations that were committed, of the last that the server remembers."""
+    return {move["id"] for move in served.get("migrations") if move["state"] == "committed"}
 
 
 def _preemptions(metrics: str) -> float:
@@ -121,10 +124,10 @@ def main() -> int:
     ]
     with Served(flags, model=BUNDLED) as served:
         asyncio.run(replay(served, rows[:8]))  # caches warm up
-        known = served.get("migrations")
+        known = _moved(served)
         before = _preemptions(httpx.get(f"{served.url}/metrics", timeout=30).text)
         ours = real(served, rows)
-        ours["migrations"] -= sum(move["state"] == "committed" for move in known)
+        ours["migrations"] = float(len(_moved(served) - known))
         ours["preemptions"] -= before
     figures = simulated(rows, model, args)
     Console(width=110).print(_table(ours, figures))

@@ -27,8 +27,6 @@ class EventQueue:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.happened = 0
-        """Actions run so far."""
         self._heap: list[tuple[float, int, Timer]] = []
         self._order = count()
 
@@ -53,5 +51,4 @@ class EventQueue:
             time, _, timer = heappop(heap)
             if timer.action is not None:
                 self.now = time
-                self.happened += 1
                 timer.action()

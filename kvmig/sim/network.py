@@ -31,7 +31,8 @@ class Network:
     def __init__(self, events: EventQueue, bandwidth: float) -> None:
         self._events = events
         self._bandwidth = bandwidth
-        self._copies: set[Copying] = set()
+        self._copies: dict[Copying, None] = {}
+        """In the order in which they began: runs repeat."""
         self._out: Counter[str] = Counter()
         self._in: Counter[str] = Counter()
         self.bytes = 0.0
@@ -40,7 +41,7 @@ class Network:
         """Begin to copy; `done` is called at the end, unless it is stopped."""
         one = Copying(source, destination, nbytes, done)
         one.since = self._events.now
-        self._copies.add(one)
+        self._copies[one] = None
         self._change(one, 1)
         self.bytes += nbytes
         return one
@@ -48,7 +49,7 @@ class Network:
     def stop(self, one: Copying) -> None:
         """Give a copy up. One that has ended is ignored."""
         if one in self._copies:
-            self._copies.remove(one)
+            del self._copies[one]
             if one.timer is not None:
                 one.timer.cancel()
             self._change(one, -1)

@@ -43,7 +43,6 @@ class Outcomes:
         self.refused = 0
         self.migrations: Counter[str] = Counter()
         """By end: committed, or why it was aborted."""
-        self.moved_blocks = 0
         self.migration_s = 0.0
         self.end_s = 0.0
         self.instance_s = 0.0
@@ -80,7 +79,6 @@ class Outcomes:
         committed = outcome.state == "committed"
         self.migrations["committed" if committed else outcome.reason] += 1
         if committed:
-            self.moved_blocks += outcome.blocks
             self.migration_s += outcome.ended_at - outcome.began_at
 
     def close(self, now: float, instances: Iterable[_Instance], copied_bytes: float) -> None:
@@ -127,6 +125,8 @@ class Outcomes:
             figures["migrating_share"] = float(
                 self.migration_s / max(self.column("e2e_s").sum(), 1e-9)
             )
+            figures["copied_bytes"] = self.copied_bytes
+            figures["busy_share"] = self.busy_s / self.instance_s if self.instance_s else 0.0
             figures["end_s"] = self.end_s
             figures["instances_mean"] = self.instance_s / self.end_s if self.end_s else 0.0
             figures["instance_hours"] = self.instance_s / 3600
