@@ -10,9 +10,13 @@ def test_copies_out_of_one_instance_share_its_link() -> None:
     events = EventQueue()
     network = Network(events, bandwidth=100.0)
     ends: dict[str, float] = {}
-    network.copy("a", "b", 100.0, lambda: ends.setdefault("first", events.now))
-    network.copy("a", "c", 50.0, lambda: ends.setdefault("second", events.now))
-    network.copy("d", "e", 100.0, lambda: ends.setdefault("elsewhere", events.now))
+
+    def copy(name: str, source: str, destination: str, nbytes: float) -> None:
+        network.copy(source, destination, nbytes, lambda: ends.update({name: events.now}))
+
+    copy("first", "a", "b", 100.0)
+    copy("second", "a", "c", 50.0)
+    copy("elsewhere", "d", "e", 100.0)
     events.run()
     # Half of the link each until the second is there, then all of it for what is left.
     assert ends == pytest.approx({"second": 1.0, "first": 1.5, "elsewhere": 1.0})
