@@ -99,7 +99,7 @@ class Cluster:
             short = self._random.random() < 0.2
             share = self._random.uniform(0.86, 1.0) if short else self._random.uniform(0.2, 0.85)
             used = int(total * share)
-            queue = self._random.randint(1, BLOCKS) if self._random.random() < 0.05 else 0
+            queue = self._random.randint(1, total) if self._random.random() < 0.05 else 0
             load = EngineLoad(total, used, self._requests, int(queue > 0), queue, queue)
             yield msgspec.msgpack.encode(LoadReport(name, self._seq, load, 0, 0, bandwidth=1e4))
 
