@@ -16,7 +16,7 @@ from kvmig.ground.errors import StartupError
 
 POLL_S = 0.05
 """Between two looks at whether a draining instance is empty."""
-EVACUATE_S = 5.0
+EVACUATE_S = 2.0
 """Between two calls to run again elsewhere what a drain hasn't moved by its deadline."""
 
 
@@ -166,7 +166,8 @@ class Instance:
 
     async def _drain(self) -> None:
         while not self._may_rest():
-            if _now() >= self._deadline and self._around.others_serve(self):
+            late = _now() >= self._deadline and self._says("draining")
+            if late and self._around.others_serve(self):
                 self._around.evacuate(self)
                 self._deadline = _now() + EVACUATE_S
             await asyncio.sleep(POLL_S)
@@ -183,6 +184,11 @@ class Instance:
         load = report.load
         held = load.running + load.waiting + report.migrations_in + report.migrations_out
         return held == 0 and self._around.others_serve(self)
+
+    def _says(self, state: str) -> bool:
+        """Whether the llumlet says so itself: until then dispatch still sends requests there."""
+        report = None if self._link is None else self._link.report
+        return report is not None and report.state == state
 
     def _want(self, state: Literal["serving", "draining"], detail: str) -> None:
         self._wanted = SetState(state)
