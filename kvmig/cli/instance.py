@@ -152,7 +152,7 @@ class Instance:
             self._want(self._wanted.state, "")
             if not self.first_start.done():
                 self.first_start.set_result("")
-            how = await _first(handle.ended(), link.ails())
+            how = await _first(handle.ended(), link.silent())
             self._served_s = _now() - ready
             return how
         finally:

@@ -16,8 +16,6 @@ TICK_S = 1.0
 SILENT_TICKS = 10
 """Ticks without a report until a llumlet is ended. Ticks, not seconds: when this process was
 held up itself, reports wait for it."""
-HUNG_TICKS = 60
-"""Ticks for which it says that its engine hangs (--hung-after) until it is ended."""
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +31,6 @@ class LlumletLink:
         self._client: Client | None = None
         self._state: SetState | None = None
         self._silent_ticks = 0
-        self._hung_ticks = 0
         self._task = asyncio.create_task(self._run(), name=f"link to {instance}")
 
     def set_state(self, state: SetState) -> None:
@@ -41,17 +38,12 @@ class LlumletLink:
         self._state = state
         self._send_state()
 
-    async def ails(self) -> str:
-        """Wait until it has reported nothing, or nothing good, for too long; says what."""
-        while True:
+    async def silent(self) -> str:
+        """Wait until it has reported nothing for long; says so."""
+        while self._silent_ticks < SILENT_TICKS:
             await asyncio.sleep(TICK_S)
             self._silent_ticks += 1
-            if self._silent_ticks >= SILENT_TICKS:
-                return f"no report for {SILENT_TICKS * TICK_S:g} s"
-            hangs = self.report is not None and self.report.state == "hung"
-            self._hung_ticks = self._hung_ticks + 1 if hangs else 0
-            if self._hung_ticks >= HUNG_TICKS:
-                return f"its engine hung for {HUNG_TICKS * TICK_S:g} s more"
+        return f"no report for {SILENT_TICKS * TICK_S:g} s"
 
     async def close(self) -> None:
         """Disconnect."""
