@@ -220,7 +220,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     root.add_argument("--requests", type=int, help="of the trace, in each run; default 200")
     root.add_argument("--repeats", type=int, help="runs for each policy; default 5")
     root.add_argument("--scale", type=float, default=0.25, help="of lengths and KV cache")
-    root.add_argument("--load", type=float, default=0.8, help="share of what a burst gives")
+    root.add_argument("--load", type=float, default=0.7, help="share of what a burst gives")
     root.add_argument("--rate", type=float, default=0.0, help="calls a second; 0: by --load")
     root.add_argument("--burst", type=int, help="calls at once before the runs; default 64")
     root.add_argument("--instances", type=int, default=2)
