@@ -186,12 +186,3 @@ async def test_each_class_has_its_latencies(served: Served) -> None:
     for name, count, total in zip(names, before, sums, strict=True):
         assert metric(served, f"{name}_count", "high") == count + 1
         assert 0 < metric(served, f"{name}_sum", "high") - total < took
-    with pytest.raises(EndedEarly):  # it is over: nothing of it is left to find
-        await row_of(served, await ended(served))
-
-
-async def ended(served: Served) -> Stream:
-    """A call that has ended."""
-    stream = Stream(served, PATH, count_from(1000, 1))
-    await stream.end()
-    return stream
