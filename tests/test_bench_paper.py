@@ -3,23 +3,41 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
+from msgspec import structs
 
-from bench.paper.__main__ import read, simulate, write
+from bench.paper import single
+from bench.paper.__main__ import SECTIONS, read, simulate, write
 from bench.paper.loads import METRICS, points, run_of
 from bench.paper.scope import Scope, spread
-from kvmig.sim.run import Result
+from kvmig.sim.run import Result, Run
+from kvmig.sim.run import simulate as simulate_one
 from kvmig.sim.workloads import WORKLOADS
 
 
+def runs_of(scope: Scope) -> list[Run]:
+    runs = [one for section in SECTIONS for run in section.runs(scope) for one in scope.seeded(run)]
+    return list(dict.fromkeys(runs))
+
+
 def test_the_report_has_every_section_and_its_pictures(tmp_path: Path) -> None:
-    file = tmp_path / "paper.jsonl"
-    scope = Scope(seeds=(1,), requests=20, one_load=True)
-    results = simulate(scope, {}, 1, file)
-    write(scope, results, tmp_path)
+    scope = Scope(seeds=(1,), one_load=True)
+    small = Run(trace="S-S", policy="llumnix", rate=34.0, requests=60, high_share=0.3)
+    figures = simulate_one(small, sample_s=1.0).result
+    write(scope, {run: structs.replace(figures, run=run) for run in runs_of(scope)}, tmp_path)
     text = (tmp_path / "paper.md").read_text()
     for section in ("section 3", "section 6.3", "section 6.4", "section 6.5", "section 6.6"):
         assert section in text
     assert (tmp_path / "paper" / "loads.png").exists()
+
+
+def test_a_run_that_was_ended_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.paper.__main__.SECTIONS", (single,))
+    file = tmp_path / "paper.jsonl"
+    scope = Scope(seeds=(1,), requests=20)
+    results = simulate(scope, {}, 1, file)
     assert read(file) == results
     file.write_text(file.read_text() + '{"run": {')  # it was ended in the middle of a line
     assert simulate(scope, read(file), 1, file) == results

@@ -227,9 +227,9 @@ def test_an_unknown_trace_is_refused_before_anything_runs() -> None:
 
 @pytest.mark.parametrize("name", ["least-loaded", "kvmig"])
 def test_instances_come_and_go_with_the_load(name: str) -> None:
-    scaled = Run(trace="L-L", policy=name, rate=1.5, requests=600, scale=(10, 60))
+    scaled = Run(trace="L-L", policy=name, rate=1.5, requests=300, scale=(10, 60))
     figures = simulate(scaled).result.figures
-    assert figures["requests"] == 600
+    assert figures["requests"] == 300
     assert 1 < figures["instances_mean"] < 16
 
 
