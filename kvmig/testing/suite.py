@@ -18,6 +18,9 @@ from kvmig.testing.subject import EngineUnderTest, Factory
 TIMEOUT_S = 60.0
 """Of one test: patient, for a busy machine."""
 CLIENT = 1
+ENDED = ("finished", "unknown_request")
+"""Why a migration was aborted whose request was quicker."""
+ATTEMPTS = 5
 
 Scenario = Callable[["Suite"], Awaitable[None]]
 
@@ -159,6 +162,18 @@ class Suite:
         for engine in self.engines.values():
             engine.abort([request_id])
         self.migrator.cancel(request_id)
+
+    async def until_moved(self, attempt: Callable[[], Awaitable[MigrationReport]]) -> None:
+        """Try again with a new request while they end before they can move.
+
+        Which requests do on a busy machine: a test can't know how far one gets meanwhile.
+        """
+        for _ in range(ATTEMPTS):
+            report = await attempt()
+            if report.state == "committed":
+                return
+            assert report.reason in ENDED, (report.reason, report.detail)
+        raise AssertionError(f"{ATTEMPTS} requests ended before they could move")
 
     # -- what the engines say
 

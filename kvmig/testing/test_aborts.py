@@ -8,7 +8,7 @@ import pytest
 
 from kvmig.ground.errors import MigrationRefused, RequestGone
 from kvmig.testing.interposed import DESTINATION, SOURCE, failing, once
-from kvmig.testing.suite import Suite
+from kvmig.testing.suite import ENDED, Suite
 
 
 @pytest.mark.parametrize("method", [*SOURCE, *DESTINATION])
@@ -23,7 +23,8 @@ def test_whatever_fails_the_request_goes_on(suite: Suite, method: str, after: in
         engine.before = failing(method, MigrationRefused("error", "for a test"), after)
         report = await suite.move(moved)
         if after == 0:
-            assert (report.state, report.reason) == ("aborted", "error")
+            assert report.state == "aborted"
+            assert report.reason in ("error", *ENDED)
         assert await suite.finish(moved) == expected
         if report.state == "aborted":
             assert set(suite.came_from(moved)) == {"a"}
@@ -83,7 +84,7 @@ def test_a_full_destination_refuses_and_the_request_goes_on(suite: Suite) -> Non
         await suite.reach(moved, 2)
         report = await suite.move(moved)
         assert report.state == "aborted"
-        assert report.reason in ("no_blocks", "no_batch_slot")
+        assert report.reason in ("no_blocks", "no_batch_slot", *ENDED)
         assert await suite.finish(moved) == expected
         for hog in hogs:
             await suite.engines["b"].cancel(hog)
@@ -113,8 +114,8 @@ async def _fill(suite: Suite) -> list[str]:
 def test_changed_bytes_are_noticed_and_the_request_goes_on(suite: Suite) -> None:
     async def scenario(suite: Suite) -> None:
         source, prompt = suite.under_test["a"], suite.prompt(suite.blocks(5.5))
-        expected = await suite.undisturbed(prompt, suite.blocks(3))
-        moved = suite.submit("a", prompt, suite.blocks(3))
+        expected = await suite.undisturbed(prompt, suite.blocks(8))
+        moved = suite.submit("a", prompt, suite.blocks(8))
         await suite.reach(moved, 2)
         export = await source.export(moved)
         stage = await source.stage(moved, 0)

@@ -24,8 +24,8 @@ def test_unknown_requests_are_ignored_where_the_port_says_so(suite: Suite) -> No
 def test_a_suspended_request_keeps_still_and_goes_on_when_resumed(suite: Suite) -> None:
     async def scenario(suite: Suite) -> None:
         engine, prompt = suite.engines["a"], suite.prompt(suite.blocks(2.5))
-        expected = await suite.undisturbed(prompt, suite.blocks(2))
-        kept = suite.submit("a", prompt, suite.blocks(2))
+        expected = await suite.undisturbed(prompt, suite.blocks(8))
+        kept = suite.submit("a", prompt, suite.blocks(8))
         await suite.reach(kept, 3)
         await engine.export(kept)
         tail = await engine.suspend(kept, 0)
