@@ -150,7 +150,7 @@ class Stream:
             )
             grown.cancel()
             assert done, "the stream stands still"
-            if self.task in done:
+            if self.task in done and self.answer.tokens < tokens:
                 raise EndedEarly(f"at {self.task.result().tokens} of {tokens} tokens")
             self._grown.clear()
 

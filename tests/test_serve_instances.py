@@ -1,0 +1,156 @@
+"""Instances that come and go under running streams, and two front ends, on real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvmig.cli.served import SMALL, Served
+from tests.conftest import NEVER_BY_ITSELF, PATIENT
+from tests.leaks import Footprint, assert_server_is_empty
+from tests.streams import Stream, count_from, counted, row_of
+
+pytestmark = pytest.mark.engine
+
+PATH = "/v1/completions"
+PATIENCE_S = 120.0
+SILENT = ("--silent-after=20",)
+"""A busy machine may hold an instance up; here nobody shall be taken for lost by it."""
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two instances, at most three, behind two front ends."""
+    flags = [*SMALL, *PATIENT, *SILENT, NEVER_BY_ITSELF, "--instances=2", "--max-instances=3"]
+    flags += ["--front-ends=2", "--max-num-seqs=32", "--round-ms=50"]
+    flags += ["--num-gpu-blocks-override=2400"]  # or twenty long streams would wait for blocks
+    log = tmp_path_factory.mktemp("several") / "log"
+    with Served(flags, environment={"OMP_NUM_THREADS": "1"}, log=log) as served:
+        yield served
+        footprint = Footprint.of(served)
+    footprint.assert_gone()
+    assert "Traceback" not in served.output()
+
+
+async def call(served: Served, method: str, path: str, **more: Any) -> httpx.Response:
+    """One admin call over a connection of its own: any of the front ends may take it."""
+    async with httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1/", verify=False) as client:
+        return await client.request(method, path, timeout=PATIENCE_S, **more)
+
+
+async def rows(served: Served) -> dict[str, dict[str, Any]]:
+    """Instances by id."""
+    answer = await call(served, "GET", "instances")
+    return {row["id"]: row for row in answer.json()["data"]}
+
+
+async def until(served: Served, **states: str | None) -> dict[str, dict[str, Any]]:
+    """Wait until these instances are in these states; None: until there is none of that name."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        now = await rows(served)
+        if all(now.get(name, {}).get("state") == state for name, state in states.items()):
+            return now
+        assert time.monotonic() < deadline, f"{states} was never true: {now}"
+        await asyncio.sleep(0.1)
+
+
+async def streams(served: Served, count: int, tokens: int) -> list[Stream]:
+    """So many, all running."""
+    started = [Stream(served, PATH, count_from(100 * n, tokens)) for n in range(count)]
+    await asyncio.gather(*(stream.reach(2) for stream in started))
+    return started
+
+
+async def all_right(started: list[Stream], tokens: int) -> None:
+    """Every stream ends with exactly what an undisturbed one gives."""
+    for n, stream in enumerate(started):
+        answer = await stream.end()
+        assert (answer.tokens, answer.choices[0].finish_reason) == (tokens, "length")
+        counted(answer, 100 * n)
+
+
+async def test_any_front_end_answers_for_the_streams_of_all(several: Served) -> None:
+    started = await streams(several, 6, 3000)
+    expected = {stream.answer.request_id for stream in started}
+
+    for _ in range(8):  # whoever takes the connection
+        listed = (await call(several, "GET", "requests")).json()["data"]
+        assert {row["call_id"] for row in listed} == expected
+    moved = []
+    for stream in started:
+        row = await row_of(several, stream)
+        destination = "i1" if row["instance"] == "i0" else "i0"
+        body = {"request_id": stream.answer.request_id, "destination": destination}
+        moved.append((await call(several, "POST", "migrations", json=body)).json())
+
+    assert [report["state"] for report in moved] == ["committed"] * 6
+    await all_right(started, 3000)
+    await asyncio.to_thread(assert_server_is_empty, several)
+
+
+async def test_a_front_end_that_dies_is_started_again_and_the_others_go_on(
+    several: Served,
+) -> None:
+    started = await streams(several, 6, 3000)
+    first, second = Footprint.of(several).named("kvmig.front_process")
+    first.kill()
+
+    ends = await asyncio.gather(*(stream.end() for stream in started), return_exceptions=True)
+
+    lost = [end for end in ends if isinstance(end, httpx.HTTPError)]
+    assert not [end for end in ends if isinstance(end, BaseException) and end not in lost]
+    for n, end in enumerate(ends):
+        if not isinstance(end, BaseException):
+            assert end.tokens == 3000
+            counted(end, 100 * n)
+    deadline = time.monotonic() + PATIENCE_S
+    while "front end 0 is ready" not in several.output() and (
+        "front end 1 is ready" not in several.output()
+    ):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+    assert second in Footprint.of(several).named("kvmig.front_process")
+    await asyncio.to_thread(assert_server_is_empty, several)  # those of the dead were aborted
+
+
+async def test_a_drain_of_twenty_streams_loses_none_and_moves_them_all(several: Served) -> None:
+    added = await call(several, "POST", "instances", json={"count": 1})
+    assert (added.status_code, [row["id"] for row in added.json()["data"]]) == (201, ["i2"])
+    assert added.json()["data"][0]["state"] == "starting"
+    too_many = await call(several, "POST", "instances")
+    assert (too_many.status_code, too_many.json()["error"]["type"]) == (409, "ConflictError")
+    assert "--max-instances allows 3" in too_many.json()["error"]["message"]
+    await until(several, i2="serving")
+    # All on one: the others take nothing new while they drain.
+    for name in ("i1", "i2"):
+        assert (await call(several, "POST", f"instances/{name}/drain")).status_code == 202
+    await until(several, i1="draining", i2="draining")
+    started = await streams(several, 20, 1500)
+    while (await rows(several))["i0"]["running"] < 20:  # noqa: ASYNC110 - another process
+        await asyncio.sleep(0.05)
+    for name in ("i1", "i2"):
+        assert (await call(several, "DELETE", f"instances/{name}/drain")).status_code == 200
+    before = {report["id"] for report in (await call(several, "GET", "migrations")).json()["data"]}
+
+    assert (await call(several, "POST", "instances/i0/drain")).status_code == 202
+
+    now = await until(several, i0="draining")
+    deadline = time.monotonic() + PATIENCE_S
+    while now["i0"]["detail"] != "it is empty":
+        assert time.monotonic() < deadline, now
+        await asyncio.sleep(0.05)
+        now = await rows(several)
+    running = sum(not stream.task.done() for stream in started)
+    assert running, "it was emptied by moves, not by the ends of its streams"
+    reports = (await call(several, "GET", "migrations?limit=1000")).json()["data"]
+    away = [one for one in reports if one["id"] not in before and one["state"] == "committed"]
+    assert {one["destination"] for one in away if one["source"] == "i0"} == {"i1", "i2"}
+    await all_right(started, 1500)
+    assert (await call(several, "DELETE", "instances/i0/drain")).status_code == 200
+    await until(several, i0="serving")
