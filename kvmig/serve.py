@@ -176,6 +176,7 @@ class Server:
     async def _start(self) -> None:
         """All of it, ready. Raises KvmigError."""
         await self._cluster.open()  # nothing is started where that fails
+        self._take_signals()  # Ray has put its own in place
         self._control = control = Control(self._cluster, self._secret, self._config.control_host)
         launch = FrontLaunch(
             name=f"front-{secrets.token_hex(4)}",

@@ -211,7 +211,7 @@ async def _answer(name: str, answer: Awaitable[T]) -> T:
     except RayTaskError as error:
         if isinstance(error.cause, KvmigError):
             raise error.cause from error
-        raise
+        raise StartupError(f"{name}: its Ray actor failed: {error.cause!r}") from error
     except RayError as error:
         raise StartupError(f"{name}: its Ray node or actor is gone: {_why(error)}") from error
 
