@@ -42,7 +42,7 @@ from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
 from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import MigrationRefused, PeerError, TransportError
+from kvmig.ground.errors import MigrationRefused, PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import PROTOCOL, Hello, Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
@@ -118,12 +118,22 @@ class Llumlet:
         return self._server.endpoint
 
     async def start(self) -> None:
-        """Step the engine, warm it up, then take messages."""
+        """Step the engine, warm it up, then take messages. Raises StartupError if it fails."""
         self._engine.connect(self._on_outputs, self._on_call_done, self._on_exit)
-        await self._engine.warm_up()
+        await self._warm_up()
         self._headroom = await self._measure_headroom()
         for loop in (self._receive(), self._report(), self._pairing.run()):
             self._spawn(loop)
+
+    async def _warm_up(self) -> None:
+        warming = asyncio.ensure_future(self._engine.warm_up())
+        try:
+            await asyncio.wait((warming, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            if not warming.done():
+                raise StartupError(f"the engine failed while it warmed up: {self._failed.result()}")
+            warming.result()
+        finally:
+            warming.cancel()
 
     async def _measure_headroom(self) -> dict[int, float]:
         """Of each priority; its engine is measured only for classes with a target."""

@@ -80,6 +80,7 @@ class StepCore(EngineCoreProc):
         if vllm_config.max_concurrent_batches > 1:
             self.scheduler.defer_block_free = True
         runner.keep_cpu_generators_from_chunks(self)
+        runner.repair_drafts_on_a_cpu(self)
         self._thread: threading.Thread | None = None
         # Of several workers; a single one is this process.
         workers = getattr(self.model_executor, "workers", ())

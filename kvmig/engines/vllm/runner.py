@@ -16,7 +16,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from kvmig.engines.vllm import worker_requests
+from kvmig.engines.vllm import worker_requests, worker_sampling
 
 WORKER_TIMEOUT_S = 60.0
 """A worker that doesn't answer for so long is lost, and the engine with it."""
@@ -70,6 +70,12 @@ def set_generator(core: EngineCore, request: Request, state: bytes | None) -> No
     params = request.sampling_params
     if params is not None and params.seed is not None:
         _in_workers(core, worker_requests.set_generator, request.request_id, state)
+
+
+def repair_drafts_on_a_cpu(core: EngineCore) -> None:
+    """Let drafts be sampled with their requests' parameters, see `worker_sampling`."""
+    if core.vllm_config.speculative_config is not None:
+        _in_workers(core, worker_sampling.repair_drafts_on_a_cpu)
 
 
 def keep_cpu_generators_from_chunks(core: EngineCore) -> None:
