@@ -1,0 +1,35 @@
+"""A llumlet whose engine never gets warm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from examples.toy_engine.engine import ToyEngine
+from kvmig.controlplane.llumlet import Llumlet
+from kvmig.engines.base import OnCallDone, OnOutputs
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import StartupError
+
+
+class DiesWarmingUp(ToyEngine):
+    def connect(
+        self,
+        on_outputs: OnOutputs,
+        on_call_done: OnCallDone,
+        on_exit: Callable[[BaseException | None], None],
+    ) -> None:
+        super().connect(on_outputs, on_call_done, on_exit)
+        asyncio.get_running_loop().call_soon(on_exit, RuntimeError("index out of bounds"))
+
+    async def warm_up(self) -> None:
+        await asyncio.sleep(600)
+
+
+async def test_an_engine_that_fails_while_it_warms_up_ends_the_start() -> None:
+    llumlet = Llumlet("i0", "cluster", b"a secret of 16 b", ClusterConfig(), DiesWarmingUp())
+    with pytest.raises(StartupError, match="while it warmed up: index out of bounds"):
+        await llumlet.start()
+    await llumlet.close(1.0)
