@@ -62,24 +62,6 @@ async def test_several_move_at_once_in_both_directions(served: Served) -> None:
         assert answer.usage["completion_tokens"] == tokens
 
 
-async def test_short_requests_that_move_together_share_transfers(served: Served) -> None:
-    tokens = 2000
-    streams = [Stream(served, PATH, count_from(100 * n, tokens)) for n in range(6)]
-    for stream in streams:
-        await stream.reach(10)
-    reports: list[dict[str, Any]] = []
-    for _ in range(2):
-        calls = [stream.answer.request_id for stream in streams]
-        rows = [row for call in calls for row in await sequences(served, call)]
-        reports += await asyncio.gather(*(move_one(served, row) for row in rows))
-    answers = [await stream.end() for stream in streams]
-
-    assert {report["state"] for report in reports} == {"committed"}, reports
-    assert any(report["fused_chunks"] for report in reports), reports
-    for n, answer in enumerate(answers):
-        counted(answer, 100 * n)
-
-
 async def test_a_second_move_of_a_moving_request_is_a_conflict(served: Served) -> None:
     stream = Stream(served, PATH, count_from(10, 1000))
     row = await row_of(served, stream, output_tokens=10)
