@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from kvmig.cli.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
-from tests.streams import Stream, count_from, counted, row_of
+from tests.streams import Stream, count_from, counted, row_of, run_unmoved
 
 pytestmark = pytest.mark.engine
 
@@ -154,3 +155,47 @@ async def test_a_drain_of_twenty_streams_loses_none_and_moves_them_all(several: 
     await all_right(started, 1500)
     assert (await call(several, "DELETE", "instances/i0/drain")).status_code == 200
     await until(several, i0="serving")
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One instance, two under load."""
+    flags = [*SMALL, *PATIENT, *SILENT, "--instances=1", "--max-instances=2", "--autoscale=20,200"]
+    flags += ["--scale-sustain=0.5", "--scale-cooldown=1"]
+    log = tmp_path_factory.mktemp("elastic") / "log"
+    with Served(flags, environment={"OMP_NUM_THREADS": "1"}, log=log) as served:
+        yield served
+        footprint = Footprint.of(served)
+    footprint.assert_gone()
+
+
+def llumlets(served: Served) -> list[psutil.Process]:
+    """The processes of its instances."""
+    return Footprint.of(served).named("kvmig.cli.llumlet")
+
+
+async def test_load_adds_an_instance_and_its_end_takes_one_away(elastic: Served) -> None:
+    numbers = iter(range(1000))
+    wanted = asyncio.Event()
+
+    async def one_after_the_other() -> None:
+        while not wanted.is_set():
+            number = next(numbers)
+            answer = await run_unmoved(elastic, PATH, count_from(number, 1500))
+            assert answer.tokens == 1500
+            counted(answer, number)
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(14):
+            clients.create_task(one_after_the_other())
+        now = await until(elastic, i0="serving", i1="serving")
+        while not now["i1"]["running"]:
+            now = await rows(elastic)
+        wanted.set()
+
+    deadline = time.monotonic() + PATIENCE_S
+    while len(await rows(elastic)) == 2 or len(llumlets(elastic)) == 2:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+    assert "autoscaling: 1 more" in elastic.output()
+    await asyncio.to_thread(assert_server_is_empty, elastic)
