@@ -28,8 +28,8 @@ class Generated(Protocol):
 class EngineUnderTest(ServingEngine, Protocol):
     """A serving engine that also encodes a plain request and decodes its outputs.
 
-    Any token id below 128 must be one of its vocabulary. Two engines of one factory must be
-    alike: the same model, the same block size.
+    Any token id below 128 must be one of its vocabulary, and a request of 26 blocks must fit. Two
+    engines of one factory must be alike: the same model, the same block size.
     """
 
     def encode_request(

@@ -33,7 +33,7 @@ def test_a_decoding_request_moves_token_for_token(suite: Suite, blocks: float, a
     suite.run(scenario)
 
 
-@pytest.mark.parametrize("blocks", [0.5, 6, 40])
+@pytest.mark.parametrize("blocks", [0.5, 6, 24])
 def test_a_request_moves_before_its_first_token(suite: Suite, blocks: float) -> None:
     async def scenario(suite: Suite) -> None:
         prompt = suite.prompt(suite.blocks(blocks))
@@ -50,7 +50,7 @@ def test_a_request_moves_in_its_prefill(suite: Suite) -> None:
     """With others beside it, and a prompt that nobody has computed yet."""
 
     async def scenario(suite: Suite) -> None:
-        prompt = suite.prompt(suite.blocks(40))
+        prompt = suite.prompt(suite.blocks(24))
         others = [suite.submit("a", suite.prompt(suite.blocks(2)), 20) for _ in range(3)]
         moved = suite.submit("a", prompt, suite.blocks(1))
         report = await suite.move(moved)
