@@ -1,4 +1,7 @@
-"""`kvmig.serve --ray` on a real Ray cluster of three nodes, which are processes of this machine."""
+"""`kvmig.serve --ray` on a real Ray cluster of three nodes, which are processes of this machine.
+
+The nodes say that they have a GPU each; engines of the CPU build don't look for it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvmig.cli import ray_cluster
-from kvmig.cli.ray_launcher import RayLauncher
+from kvmig.cli import ray_cluster, ray_launcher
 from kvmig.cli.served import SMALL, Served
 from kvmig.ground.config import RayConfig
 from kvmig.ground.errors import ConfigError
@@ -37,14 +39,14 @@ STREAMS = 4
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A head without CPUs, and two nodes with one each."""
+    """A head without GPUs, and two nodes with one each."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES,
             "_system_config": QUICK_TO_NOTICE}  # fmt: skip
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(2):
-            made.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+            made.add_node(num_gpus=1, object_store_memory=STORE_BYTES)
         yield made
     finally:
         made.shutdown()
@@ -52,9 +54,9 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def spread(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One server for this file; each of its instances takes a node. The tests are in order."""
+    """One server for this file; each of its instances takes a GPU. The tests are in order."""
     flags = [*SMALL, "--instances=2", NEVER_BY_ITSELF, f"--ray={cluster.address}",
-             '--ray-resources={"CPU": 1}']  # fmt: skip
+             f"--kv-cache-memory-bytes={1 << 28}"]  # fmt: skip
     with Served(flags, log=tmp_path_factory.mktemp("spread") / "log") as served:
         yield served
 
@@ -70,11 +72,11 @@ def llumlets(cluster: Cluster) -> list[psutil.Process]:
     ]
 
 
-def free_cpus(cluster: Cluster) -> float:
+def free_gpus(cluster: Cluster) -> float:
     """Of all nodes, as Ray knows them."""
     ray_cluster.connect(cluster.address)
     try:
-        return sum(node.free.get("CPU", 0.0) for node in ray_cluster.nodes())
+        return sum(node.free.get("GPU", 0.0) for node in ray_cluster.nodes())
     finally:
         ray_cluster.disconnect()
 
@@ -95,21 +97,26 @@ def states(served: Served) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("resources", "instances", "reason"),
     [
-        ({}, 2, "the Ray cluster has no GPU, only CPU, memory: name what an instance takes"),
-        ({"CPU": 2.0}, 1, "an instance needs 2 CPU, but the largest node of the Ray cluster has 1"),
-        ({"CPU": 1.0}, 3, "the Ray cluster has room for 2 of 3 instances with 1 CPU each"),
+        ({"TPU": 1.0}, 1, "the Ray cluster has no TPU, only CPU, GPU, memory: name what an"),
+        ({"GPU": 2.0}, 1, "an instance needs 2 GPU, but the largest node of the Ray cluster has 1"),
+        ({}, 3, "the Ray cluster has room for 2 of 3 instances with 1 GPU each"),
     ],
 )
 async def test_a_cluster_without_the_resources_is_refused_and_left_as_it_was(
-    cluster: Cluster, resources: dict[str, float], instances: int, reason: str
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    resources: dict[str, float],
+    instances: int,
+    reason: str,
 ) -> None:
+    monkeypatch.setattr(ray_launcher, "ROOM_WAIT_S", 0.5)
     config = RayConfig(address=cluster.address, resources=resources)
-    launcher = RayLauncher(config, [1] * instances, "model", None)
+    launcher = ray_launcher.RayLauncher(config, [1] * instances, "model", None)
 
     with pytest.raises(ConfigError, match=reason):
         await launcher.open()
 
-    assert free_cpus(cluster) == 2
+    assert free_gpus(cluster) == 2
 
 
 async def test_a_stream_moves_between_two_nodes_and_its_client_sees_no_difference(
@@ -144,7 +151,7 @@ async def test_a_killed_nodes_streams_go_on_and_a_new_node_takes_its_instance(
     assert sorted(states(spread).values()) == ["serving", "starting"]
     assert (await run_unmoved(spread, PATH, count_from(20, 20))).tokens == 20
 
-    cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+    cluster.add_node(num_gpus=1, object_store_memory=STORE_BYTES)
     await until(lambda: set(states(spread).values()) == {"serving"})
     moved, reports = await run_moved(spread, PATH, count_from(40, 1500))
     assert [report["state"] for report in reports] == ["committed"] * 2, reports
@@ -166,4 +173,4 @@ async def test_a_killed_server_leaves_nothing_on_the_nodes(
 
     assert not alive
     assert not [path for path in shared if path.exists()], "they were not killed, but ended"
-    await until(lambda: free_cpus(cluster) == 2)
+    await until(lambda: free_gpus(cluster) == 2)
