@@ -39,3 +39,10 @@ def repair_drafts_on_a_cpu(worker: Any) -> None:
     kernel = rejection_sampler.expand_kernel
     if worker.model_runner.device.type == "cpu" and isinstance(kernel, KernelOverride):
         kernel._impl = repeat_for_drafts
+        constrain = rejection_sampler.apply_sampling_constraints
+
+        def constrain_some(logits: torch.Tensor, *args: Any) -> torch.Tensor:
+            # A top-k of no drafts at all ends the engine, too.
+            return constrain(logits, *args) if len(logits) else logits
+
+        rejection_sampler.apply_sampling_constraints = constrain_some
