@@ -66,6 +66,15 @@ async def test_a_request_moved_there_and_back_equals_one_left_alone(
     assert moved.logprobs == unmoved.logprobs
 
 
+async def test_drafts_are_taken_with_their_own_requests_parameters(pair: Pair) -> None:
+    """Of one token there is one choice, whatever the temperature."""
+    greedy = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "sampled", PROMPT, temperature=0.9, top_k=1)
+    pair.submit(pair.a, "beside", PROMPT, temperature=1.5)
+    assert (await pair.finish("sampled")).tokens == greedy.tokens
+    await pair.finish("beside")
+
+
 async def test_a_request_moves_by_following(pair: Pair) -> None:
     unmoved = await pair.unmoved(PROMPT)
     pair.submit(pair.a, "moved", PROMPT)
