@@ -40,8 +40,8 @@ class Entry:
 
     history: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     num_tokens: int = 0
-    blocks: list[int] = field(default_factory=list)
-    """Those named so far, by their place."""
+    blocks: dict[int, int] = field(default_factory=dict)
+    """Those named so far, by their place: from the destination's hits on."""
     hits: int = 0
     checksums: dict[int, int] = field(default_factory=dict)
     """Of staged blocks, by place, when they were gathered first."""
@@ -137,7 +137,7 @@ class Ledger:
         self._named(request_id, 0, block_ids)
         mine = set(block_ids[entry.hits :])
         for other_id, other in self._entries.items():
-            shared = mine & set(other.blocks) if other_id != request_id else ()
+            shared = mine & set(other.blocks.values()) if other_id != request_id else ()
             if shared and other.state == "reserved":
                 raise self.broken(
                     "own-blocks", request_id, f"blocks {sorted(shared)} are {other_id}'s"
@@ -187,12 +187,12 @@ class Ledger:
         wrong = [block for block in block_ids if not 0 <= block < layout.num_blocks]
         if wrong or len(set(block_ids)) < len(block_ids):
             raise self.broken("known-blocks", request_id, f"blocks {list(block_ids)}")
-        known = entry.blocks[first : first + len(block_ids)]
-        if known != list(block_ids[: len(known)]):
+        named = dict(enumerate(block_ids, first))
+        known = {place: block for place, block in entry.blocks.items() if place in named}
+        if any(named[place] != block for place, block in known.items()):
             raise self.broken(
                 "stable-blocks",
                 request_id,
-                f"from block {first} on {known} before, now {list(block_ids)}",
+                f"from block {first} on {list(known.values())} before, now {list(block_ids)}",
             )
-        if len(entry.blocks) >= first:
-            entry.blocks[first:] = [*block_ids, *entry.blocks[first + len(block_ids) :]]
+        entry.blocks |= named
