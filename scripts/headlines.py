@@ -71,4 +71,14 @@ HEADLINES = (
         Source("scheduler", "dispatch_us_10000"),
         None,
     ),
+    Headline(
+        "mean time to first token, policy `kvmig` / `llumnix`, simulated",
+        Source("policies", "kvmig_ttft_mean_s_over_llumnix"),
+        None,
+    ),
+    Headline(
+        "99th percentile of the same",
+        Source("policies", "kvmig_ttft_p99_s_over_llumnix"),
+        None,
+    ),
 )
