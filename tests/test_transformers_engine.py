@@ -33,6 +33,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
+        self.threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self.engines: dict[str, ServingTransformers] = {
             name: factory(num_blocks=12, max_batch_tokens=16, max_batch_requests=4, logprobs=True)
@@ -94,6 +95,7 @@ def bench() -> Iterator[Bench]:
 
     made.runner.run(close())
     made.runner.close()
+    torch.set_num_threads(made.threads)
 
 
 @asynccontextmanager

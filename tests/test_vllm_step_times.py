@@ -38,8 +38,10 @@ async def timed(side: Side, limit_s: float = PATIENT_S) -> list[StepTime]:
     """Its step times, while it is stepped."""
     side.listen({})
     measuring = asyncio.create_task(side.engine.step_times(limit_s))
-    while not measuring.done():
-        await asyncio.to_thread(side.step)
+    async with asyncio.timeout(PATIENT_S):
+        while not measuring.done():
+            side.step()
+            await asyncio.sleep(0)
     times = await measuring
     side.step()
     assert side.used_blocks == 0
