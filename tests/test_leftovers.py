@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.ground.leftovers import FOLDER, of_session, remove, shared_by
+from kvmig.ground.leftovers import FOLDER, of_group, remove, shared_by
 
 MAPS = """
 import mmap, sys, time
@@ -39,12 +39,12 @@ def names() -> Iterator[list[Path]]:
 
 
 def start(paths: list[Path], code: str = MAPS) -> subprocess.Popen[str]:
-    """A process that maps new files of these names, with a session of its own."""
+    """A process that maps new files of these names, with a group of its own."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, paths)],
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,
+        process_group=0,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -58,7 +58,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 def test_what_a_killed_process_had_mapped_is_removed(names: list[Path]) -> None:
     process = start(names)
-    files = shared_by(of_session(process.pid))
+    files = shared_by(of_group(process.pid))
     kill(process)
     queue, staging = names
     assert files == {queue: queue.stat().st_ino}
@@ -78,7 +78,7 @@ print("ready", flush=True)
 time.sleep(600)
 """
     process = start([], code)
-    files = shared_by(of_session(process.pid))
+    files = shared_by(of_group(process.pid))
     os.killpg(process.pid, signal.SIGKILL)  # with Python's own clean-up process
     process.communicate(timeout=30)
     (semaphore,) = files
@@ -91,7 +91,7 @@ time.sleep(600)
 
 def test_a_name_that_somebody_else_uses_now_is_left_alone(names: list[Path]) -> None:
     process = start(names)
-    files = shared_by(of_session(process.pid))
+    files = shared_by(of_group(process.pid))
     kill(process)
     again = names[0].with_suffix(".new")
     again.write_bytes(b"other")
@@ -106,5 +106,5 @@ def test_a_session_that_has_ended_shares_nothing(names: list[Path]) -> None:
     process = start(names)
     kill(process)
 
-    assert shared_by(of_session(process.pid)) == {}
+    assert shared_by(of_group(process.pid)) == {}
     remove({names[0].with_name("psm_never"): 1})

@@ -14,11 +14,11 @@ import msgspec
 from kvmig.cli.launch import Announcement
 from kvmig.cli.launcher import STOP_S
 from kvmig.ground.errors import StartupError
-from kvmig.ground.leftovers import Files, of_session, remove, shared_by
+from kvmig.ground.leftovers import Files, of_group, remove, shared_by
 
 
 class Child:
-    """A `Handle`: one process, in a session of its own so that Ctrl-C reaches only the launcher."""
+    """A `Handle`: one process, which leads a group of its own (see `controlplane.child`)."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, announced: int) -> None:
         self.name = name
@@ -49,7 +49,6 @@ class Child:
                 stdin=asyncio.subprocess.PIPE,
                 env=dict(environment),
                 pass_fds=(write_end, *descriptors),
-                start_new_session=True,
             )
         except OSError as error:
             os.close(read_end)
@@ -86,7 +85,7 @@ class Child:
         answer = msgspec.json.decode(line, type=Announcement)
         if answer.failed:
             raise StartupError(f"{self.name}: {answer.failed}")
-        self._shared = shared_by(of_session(self._process.pid))
+        self._shared = shared_by(of_group(self._process.pid))
         return answer.endpoint
 
     async def ended(self) -> str:
@@ -101,7 +100,7 @@ class Child:
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
         """Ask it to end, then end it and all that it started."""
-        self._shared |= shared_by(of_session(self._process.pid))
+        self._shared |= shared_by(of_group(self._process.pid))
         if self._process.returncode is None:
             self.terminate()
             try:
@@ -111,6 +110,8 @@ class Child:
                 pass  # it had its time
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()  # it may have hardly begun, and lead no group yet
         await self._process.wait()
         remove(self._shared)
         if self._process.stdin is not None:

@@ -20,8 +20,19 @@ from kvmig.ground.errors import StartupError
 Launch = TypeVar("Launch", bound=msgspec.Struct)
 
 
+def lead_group() -> None:
+    """Become a process group: Ctrl-C reaches only the launcher, and all of us can be ended at once.
+
+    Not a session: Linux schedules sessions as groups (autogroup, see sched(7)), and on a few cores
+    busy instances then kept each other, the front end and the scheduler off them for seconds.
+    """
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+
+
 def read_launch(kind: type[Launch]) -> Launch:
     """The launch document, from stdin. Raises StartupError if there is none or a wrong one."""
+    lead_group()
     try:
         return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
     except msgspec.DecodeError as error:

@@ -38,12 +38,12 @@ def shared_by(processes: Iterable[int], folder: Path = FOLDER) -> Files:
     return found
 
 
-def of_session(session: int) -> list[int]:
-    """All processes of a session (see setsid)."""
+def of_group(group: int) -> list[int]:
+    """All processes of a process group."""
     found: list[int] = []
     for process in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
         with contextlib.suppress(ProcessLookupError):
-            if os.getsid(process) == session:
+            if os.getpgid(process) == group:
                 found.append(process)
     return found
 
