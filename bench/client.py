@@ -13,13 +13,15 @@ import aiohttp
 
 from bench.arrivals import Arrival
 
+KEEP_S = 1.0
+"""Idle connections are used again for so long: the server closes them after 5 s."""
 TIMEOUT_S = 120.0
 
 
 def session() -> aiohttp.ClientSession:
     """For any number of streams at once."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_read=TIMEOUT_S),
     )
 
