@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import time
@@ -20,6 +21,8 @@ TIMEOUT_S = 120.0
 
 def session() -> aiohttp.ClientSession:
     """For any number of streams at once."""
+    gc.collect()
+    gc.freeze()  # or a collection, which walks all that is imported, would look like a slow server
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_read=TIMEOUT_S),

@@ -36,7 +36,7 @@ from rich.table import Table
 from bench import report
 from bench.arrivals import intervals_ms, longest_ms, wait_for_ms
 from bench.client import Stream, StreamFailed, prompt_of, session
-from bench.models import NAMES, model_folder
+from bench.models import NAMES, model_flags, model_folder
 from bench.plots import draw_downtime
 from bench.site import SERVED_FLAGS, SETTLE, Site, all_up
 from kvmig.cli.served import Served
@@ -278,14 +278,13 @@ def main(argv: list[str] | None = None) -> int:
     options = root.parse_args(argv)
     prompts = (PROMPTS[0], PROMPTS[-1]) if options.quick else PROMPTS
     runs = options.runs or (2 if options.quick else 10)
-    settings = {"model": options.model, "prompts": prompts, "runs": runs, "flags": SERVED_FLAGS}
+    flags = [*SERVED_FLAGS, *model_flags(options.model)]
+    settings = {"model": options.model, "prompts": prompts, "runs": runs, "flags": flags}
     result = report.begin("downtime", settings)
     model = model_folder(options.model)
     with tempfile.TemporaryDirectory() as logs:
         sites = tuple(
-            Served(
-                [*SERVED_FLAGS, f"--max-stages={stages}"], model=model, log=Path(logs) / str(stages)
-            )
+            Served([*flags, f"--max-stages={stages}"], model=model, log=Path(logs) / str(stages))
             for stages in (8, 0)
         )
         report.say("starting two servers")

@@ -25,7 +25,7 @@ import uvloop
 from bench import report
 from bench.arrivals import intervals_ms, longest_ms
 from bench.client import Stream, StreamFailed, prompt_of, session
-from bench.models import NAMES, model_folder
+from bench.models import NAMES, model_flags, model_folder
 from bench.site import SETTLE
 from kvmig.cli.served import Served
 
@@ -165,14 +165,15 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--streams", type=int, default=STREAMS, help="on the drained instance")
     options = root.parse_args(argv)
     runs = options.runs or (2 if options.quick else 10)
+    flags = [*FLAGS, *model_flags(options.model)]
     settings = {
-        "model": options.model, "runs": runs, "streams": options.streams, "flags": FLAGS,
+        "model": options.model, "runs": runs, "streams": options.streams, "flags": flags,
     }  # fmt: skip
     result = report.begin("drain", settings)
     with tempfile.TemporaryDirectory() as logs:
         report.say("starting three instances")
         model = model_folder(options.model)
-        with Served(FLAGS, model=model, log=Path(logs) / "log") as served:
+        with Served(flags, model=model, log=Path(logs) / "log") as served:
             samples = uvloop.run(measure(served, runs, options.streams))
     result.samples = [asdict(one) for one in samples]
     result.summary = summarise(samples)

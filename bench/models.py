@@ -4,7 +4,8 @@ The bundled checkpoint decodes a token in about 1.5 ms on a CPU, so messages wei
 what it shows than they ever will with a real model. `step10ms` has random weights in the
 shape of Llama 3.2 1B at half the width and 6 layers of 16: about 10 ms a token with one
 thread, and a KV cache as large beside its weights as that model's (6 % at 3,500 tokens).
-Its text means nothing; the bundled tokenizer makes it.
+Its text means nothing; the bundled tokenizer makes it. `device10ms` is the bundled one on a
+worker that waits as for a GPU: see bench/paced.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from kvmig.models import BUNDLED
 
 SEED = 1
-NAMES = ("count", "step10ms")
+NAMES = ("count", "step10ms", "device10ms")
 HEAVY: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -35,11 +36,11 @@ HEAVY: dict[str, Any] = {
 
 
 def model_folder(name: str, cache: Path | None = None) -> Path:
-    """The checkpoint that `--model name` means: `count`, `step10ms` or a folder.
+    """The checkpoint that `--model name` means: one of NAMES or a folder.
 
     `step10ms` is made in `cache` (by default the user's) unless it is there already.
     """
-    if name == "count":
+    if name in ("count", "device10ms"):
         return BUNDLED
     if name != "step10ms":
         return Path(name)
@@ -48,6 +49,11 @@ def model_folder(name: str, cache: Path | None = None) -> Path:
     if not folder.exists():
         make_checkpoint(folder, HEAVY)
     return folder
+
+
+def model_flags(name: str) -> tuple[str, ...]:
+    """What `--model name` means for vLLM beside its checkpoint."""
+    return ("--worker-cls=bench.paced.PacedWorker",) if name == "device10ms" else ()
 
 
 def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from rich.table import Table
 from bench import report
 from bench.arrivals import step_ms
 from bench.client import Stream, prompt_of, session
-from bench.models import NAMES, model_folder
+from bench.models import NAMES, model_flags, model_folder
 from bench.site import ENGINE_FLAGS, SERVED_FLAGS, SETTLE, Site, all_up
 from kvmig.cli.served import Served
 from kvmig.engines.vllm.flags import OFFLINE
@@ -204,7 +205,7 @@ def tables(windows: list[Window], rounds: list[Round]) -> list[Table]:
     return [report.table("Ratios", ("", "samples", "median", "least", "most"), rows)]
 
 
-def one_instance_each(model: Path, logs: Path) -> dict[str, Served]:
+def one_instance_each(model: Path, paced: Sequence[str], logs: Path) -> dict[str, Served]:
     """Servers that differ in what is around the engine only; not started."""
     environment = {
         # As kvmig.cli.environment gives them to its one instance.
@@ -216,20 +217,20 @@ def one_instance_each(model: Path, logs: Path) -> dict[str, Served]:
     in_process = {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return {
         "kvmig": Served(
-            [*ENGINE_FLAGS, "--instances=1", "--drain-timeout=2"],
+            [*ENGINE_FLAGS, *paced, "--instances=1", "--drain-timeout=2"],
             model=model,
             environment=environment,
             log=logs / "kvmig",
         ),
         "plain": Served(
-            ENGINE_FLAGS,
+            [*ENGINE_FLAGS, *paced],
             model=model,
             command=PLAIN_VLLM,
             environment=environment,
             log=logs / "plain",
         ),
         "plain_uni": Served(
-            [*ENGINE_FLAGS, "--distributed-executor-backend=uni"],
+            [*ENGINE_FLAGS, *paced, "--distributed-executor-backend=uni"],
             model=model,
             command=PLAIN_VLLM,
             environment=in_process,
@@ -254,11 +255,12 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         report.say("starting a server of two instances")
-        flags = [*SERVED_FLAGS, "--no-enable-prefix-caching"]
+        paced = model_flags(options.model)
+        flags = [*SERVED_FLAGS, *paced, "--no-enable-prefix-caching"]
         with Served(flags, model=model, log=logs / "two") as two:
             windows = uvloop.run(others(two, batches))
         report.say("starting kvmig with one instance, and plain vLLM twice")
-        servers = one_instance_each(model, logs)
+        servers = one_instance_each(model, paced, logs)
         with all_up(list(servers.values())):
             rounds = uvloop.run(alone(servers, pairs, calls))
     result.samples = [*map(asdict, windows), *map(asdict, rounds)]
