@@ -77,7 +77,7 @@ async def all_right(started: list[Stream], tokens: int) -> None:
 
 
 async def test_any_front_end_answers_for_the_streams_of_all(several: Served) -> None:
-    started = await streams(several, 6, 3000)
+    started = await streams(several, 6, 2000)
     expected = {stream.answer.request_id for stream in started}
 
     for _ in range(8):  # whoever takes the connection
@@ -91,14 +91,14 @@ async def test_any_front_end_answers_for_the_streams_of_all(several: Served) -> 
         moved.append((await call(several, "POST", "migrations", json=body)).json())
 
     assert [report["state"] for report in moved] == ["committed"] * 6
-    await all_right(started, 3000)
+    await all_right(started, 2000)
     await asyncio.to_thread(assert_server_is_empty, several)
 
 
 async def test_a_front_end_that_dies_is_started_again_and_the_others_go_on(
     several: Served,
 ) -> None:
-    started = await streams(several, 6, 3000)
+    started = await streams(several, 6, 2000)
     first, second = Footprint.of(several).named("kvmig.front_process")
     first.kill()
 
@@ -155,6 +155,51 @@ async def test_a_drain_of_twenty_streams_loses_none_and_moves_them_all(several: 
     await all_right(started, 1500)
     assert (await call(several, "DELETE", "instances/i0/drain")).status_code == 200
     await until(several, i0="serving")
+
+
+async def test_one_that_is_ended_at_once_leaves_its_streams_to_the_others(
+    several: Served,
+) -> None:
+    started = await streams(several, 6, 2000)
+
+    ended = await call(several, "DELETE", "instances/i2?now=true")
+
+    assert ended.status_code == 202
+    await until(several, i2=None)
+    await all_right(started, 2000)
+    unknown = await call(several, "DELETE", "instances/i2")
+    assert (unknown.status_code, unknown.json()["error"]["message"]) == (
+        404, "there is no instance i2, only i0, i1",
+    )  # fmt: skip
+
+
+async def test_a_drain_that_is_over_its_deadline_goes_on_by_recompute(several: Served) -> None:
+    started = await streams(several, 6, 2000)
+
+    assert (await call(several, "DELETE", "instances/i1?deadline_s=0")).status_code == 202
+
+    await until(several, i1=None)
+    await all_right(started, 2000)
+    only = await call(several, "DELETE", "instances/i0")
+    assert (only.status_code, only.json()["error"]["message"]) == (
+        409, "instance i0 is the only one that serves",
+    )  # fmt: skip
+
+
+async def test_a_killed_instance_comes_back_under_its_name(several: Served) -> None:
+    (llumlet,) = llumlets(several)
+    stream = Stream(several, PATH, count_from(100, 3000))
+    await stream.reach(2)
+    llumlet.kill()
+
+    answer = await stream.end()  # it has waited for the new one
+
+    assert answer.tokens == 3000
+    counted(answer, 100)
+    await until(several, i0="serving")
+    assert "instance i0 is gone (killed by SIGKILL), again in 0.5 s" in several.output()
+    assert (await run_unmoved(several, PATH, count_from(20, 20))).tokens == 20
+    await asyncio.to_thread(assert_server_is_empty, several)
 
 
 @pytest.fixture(scope="module")
