@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def llumlets(server: Served) -> dict[str, psutil.Process]:
     """By instance: the process that may write the instance's shared memory."""
     found = {}
@@ -157,20 +157,23 @@ async def test_either_end_of_migrations_may_fall_silent(
     await asyncio.to_thread(assert_server_is_empty, server)
 
 
-async def test_a_source_that_is_killed_in_a_migration_takes_nothing_along(
-    server: Served, llumlets: dict[str, psutil.Process]
+@pytest.mark.parametrize("which", ["destination", "source"])
+async def test_either_end_that_is_killed_in_migrations_takes_nothing_along(
+    server: Served, llumlets: dict[str, psutil.Process], which: str
 ) -> None:
-    streams, found = await several(server, 2500)
+    streams, found = await several(server, 2000)
     source, destination = found[0]["instance"], INSTANCES[found[0]["instance"] == "i0"]
     moving = [row["id"] for row in found if row["instance"] == source]
     asked = [asyncio.create_task(ask(server, one, destination)) for one in moving]
     await asyncio.sleep(0.02)
-    llumlets[source].kill()
+    killed = source if which == "source" else destination
+    llumlets[killed].kill()
 
-    await all_counted(streams, 2500)
+    await all_counted(streams, 2000)
     assert {(await one).status_code for one in asked} <= {200, 404, 409, 503}
     await asyncio.to_thread(assert_server_is_empty, server)
-    assert f"instance {source} is gone (killed by SIGKILL), again in 0.5 s" in server.output()
+    assert f"instance {killed} is gone (killed by SIGKILL), again in 0.5 s" in server.output()
+    await said(server, killed, "serving")
 
 
 async def test_an_engine_that_hangs_for_good_is_started_again(

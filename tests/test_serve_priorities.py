@@ -161,7 +161,8 @@ async def test_memory_goes_to_the_class_above_and_both_end_exactly(served: Serve
 
 async def test_a_target_that_no_load_keeps_moves_the_others_away(served: Served) -> None:
     """The whole instance is headroom of `fast`, as its step times say."""
-    assert metric(served, "kvmig_instance_headroom_blocks", "fast") == 2 * (BLOCKS - 1)
+    kept = metric(served, "kvmig_instance_headroom_blocks", "fast")
+    assert kept == pytest.approx(2 * (BLOCKS - 1), abs=1.0), "less than a block a request"
     body = count_from(1000, 3000, logprobs=1)
     unmoved = await run_unmoved(served, PATH, body)
     before = metric(served, "kvmig_moved_for_priority_total", "normal")
