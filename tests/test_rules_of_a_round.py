@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from kvmig.controlplane.defragment import make_room, move_queues
 from kvmig.controlplane.drain import drain
 from kvmig.controlplane.extremes import pair_extremes
 from kvmig.controlplane.ledger import MAX_DESTINATIONS, MAX_SOURCES, Pairing, Rounds
+from kvmig.controlplane.policy import POLICIES
 from kvmig.controlplane.protect import protect
 from kvmig.controlplane.rebalance import rebalance
 from kvmig.controlplane.view import InstanceView
@@ -170,6 +172,21 @@ def test_in_the_paper_a_draining_instance_is_the_lowest_of_all() -> None:
 def test_headroom_makes_a_source_in_the_paper() -> None:
     pairings = decide(mixed("a", 1, 5), mixed("b", 0, 1), rounds=PAPER)
     assert short(pairings) == [("balance", "a", "b", inf)]
+
+
+def test_in_the_artifact_an_instance_where_a_preempted_request_waits_gives_and_never_takes() -> (
+    None
+):
+    roomy = instance("a", 40, 4)
+    load = msgspec.structs.replace(roomy.load, waiting=1, preempted_waiting=1)
+    short_of = msgspec.structs.replace(roomy, load=load)
+    artifact = POLICIES["llumnix-artifact"].rounds
+    assert artifact is not None
+    pairings = decide(short_of, instance("b", 95, 9), instance("c", 10, 1), rounds=artifact)
+    assert short(pairings) == [("balance", "b", "c", inf)]
+    pairings = decide(short_of, instance("c", 10, 1), rounds=artifact)
+    assert short(pairings) == [("balance", "a", "c", inf)]
+    assert decide(short_of, instance("c", 10, 1), rounds=PAPER) == []
 
 
 # -- all together

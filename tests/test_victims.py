@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Pair, Why
+from kvmig.controlplane.policy import POLICIES
 from kvmig.controlplane.victims import VictimRule, next_victim
 from kvmig.engines.base import RequestState
 
@@ -42,6 +46,25 @@ def test_lower_priority_moves_first_then_the_shorter_sequence() -> None:
     held = [request("long", 9), request("short", 2), request("low", 5, priority=3)]
     assert choose(held, pair(10)) == "low"
     assert choose(held[:2], pair(10)) == "short"
+
+
+def test_in_the_artifact_the_last_to_arrive_moves_first_among_the_lowest_priority() -> None:
+    held = [
+        msgspec.structs.replace(request(name, blocks, priority=priority), arrived_s=arrived)
+        for name, blocks, priority, arrived in (
+            ("early", 2, 0, 1.0), ("late", 9, 0, 5.0), ("urgent", 1, -1, 9.0),
+        )
+    ]  # fmt: skip
+    latest = POLICIES["llumnix-artifact"].victims
+
+    def first(requests: list[RequestState]) -> str | None:
+        victim = next_victim(requests, pair(inf), 0, (), {}, now=100.0, rule=latest)
+        return None if victim is None else victim.request_id
+
+    assert first(held) == "late"
+    unknown = [msgspec.structs.replace(one, arrived_s=0.0) for one in held[:2]]
+    assert first(unknown) == "late"
+    assert choose(held, pair(inf)) == "early"
 
 
 def test_what_does_not_fit_the_rest_of_the_budget_stays() -> None:

@@ -2,7 +2,8 @@
 
 Sources have a freeness below one threshold, destinations above another; the lowest is
 paired with the highest, the next lowest with the next highest, each once. No budget: a
-source moves one request after the other until it isn't paired any more.
+source moves one request after the other until it isn't paired any more. In the artifact,
+instances where preempted requests wait are sources, too.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ def pair_extremes(ledger: Ledger) -> None:
     idle = (ledger.batch == 0) & (ledger.free >= 0)
     freeness = np.where(idle, np.inf, ledger.free / np.maximum(ledger.batch, 1))
     movable = (ledger.serving | ledger.draining) & (columns.running > 0)
-    sources = ledger.worst(movable & (freeness < rounds.source_below), freeness)
-    destinations = ledger.best(ledger.serving & (freeness > rounds.destination_above), freeness)
+    short = columns.preempted > 0 if rounds.preempted_give else np.zeros(len(columns), bool)
+    sources = ledger.worst(movable & (short | (freeness < rounds.source_below)), freeness)
+    roomy = ledger.serving & ~short & (freeness > rounds.destination_above)
+    destinations = ledger.best(roomy, freeness)
     for source, destination in zip(sources, destinations, strict=False):
         if source != destination:
             why: Why = "drain" if ledger.draining[source] else "balance"

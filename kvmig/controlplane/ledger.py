@@ -37,6 +37,9 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """An instance whose freeness is over this may take requests in."""
     min_gain: float = 1.0
     """Least predicted growth of the lower freeness of two that makes a pair worth it."""
+    preempted_give: bool = False
+    """Whether an instance where a preempted request waits is a source whatever its freeness, and
+    never a destination (`extremes`)."""
     longest_move_s: float = 5.0
     """A source that needs longer for an average request, by the bandwidth it measured, does
     not balance: nobody knows whether the request lasts so long."""

@@ -63,8 +63,8 @@ _POLICIES = (
     Policy(
         name="llumnix-artifact",
         dispatcher=lambda: Freest("all"),
-        rounds=msgspec.structs.replace(_PAPER, queued="all"),
-        victims=_PAPER_VICTIMS,
+        rounds=msgspec.structs.replace(_PAPER, queued="all", preempted_give=True),
+        victims=msgspec.structs.replace(_PAPER_VICTIMS, prefers="latest"),
     ),
     Policy(
         name="kvmig",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Literal
 
 import msgspec
 
@@ -17,6 +18,9 @@ class VictimRule(msgspec.Struct, frozen=True, kw_only=True):
     """A request that came here by a migration stays at least so long, but in a drain."""
     min_output_tokens: int = 1
     """So those in prefill, whose blocks are still being filled, stay; but in a drain all go."""
+    prefers: Literal["shortest", "latest"] = "shortest"
+    """Within a priority class, of those that fit the budget: the shortest sequence (the paper),
+    or the one that arrived last (its artifact)."""
 
 
 DEFAULT_RULE = VictimRule()
@@ -51,7 +55,7 @@ def next_victim(
 def _balance(
     able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
 ) -> RequestState | None:
-    """Lower priority first (vLLM's: the larger number), then the shorter sequence.
+    """Lower priority first (vLLM's: the larger number), then as the rule prefers.
 
     Among those that fit what is left of the budget. If none fits though nothing was
     spent, the smallest request that the destination has room for: a budget of average
@@ -65,12 +69,17 @@ def _balance(
         and one.output_tokens >= rule.min_output_tokens
         and (pair.priority is None or one.priority > pair.priority)
     ]
-    return _within_budget(running, pair, spent)
+    return _within_budget(running, pair, spent, rule)
 
 
-def _within_budget(running: list[RequestState], pair: Pair, spent: float) -> RequestState | None:
+def _within_budget(
+    running: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+) -> RequestState | None:
     left = pair.budget_blocks - spent
     fitting = [one for one in running if one.blocks <= left]
+    if fitting and rule.prefers == "latest":
+        # Of equals, or where no arrival is known, the last that its engine names.
+        return max(reversed(fitting), key=lambda one: (one.priority, one.arrived_s))
     if fitting:
         return min(fitting, key=_order)
     if left <= 0 or spent > 0:
@@ -112,7 +121,7 @@ def _drain(
     waiting = next((one for one in able if one.state == "waiting"), None)
     if waiting is not None:
         return waiting
-    return _within_budget([one for one in able if one.state == "running"], pair, spent)
+    return _within_budget([one for one in able if one.state == "running"], pair, spent, rule)
 
 
 _CHOICES: dict[

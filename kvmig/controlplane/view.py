@@ -71,6 +71,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
             load.seats or math.inf,
             self.kept_blocks,
             self.lower_blocks,
+            load.preempted_waiting,
             state,
             heard,
             heard if state == SERVING else -math.inf,

@@ -68,6 +68,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """One a priority of which a request was ever preempted."""
     seats: int = 0
     """Requests that can run at once; 0: as many as there are blocks for."""
+    preempted_waiting: int = 0
+    """Of those that wait: ran here already and were preempted; 0 where the engine can't tell."""
 
 
 class RequestState(msgspec.Struct, frozen=True):
@@ -87,6 +89,8 @@ class RequestState(msgspec.Struct, frozen=True):
     """Blocks that starting it takes; 0 when it runs."""
     age_ms: float = 0.0
     """How long ago all that was so: an engine in the middle of a step can't be asked."""
+    arrived_s: float = 0.0
+    """When it came to its front end, seconds of that one's clock; 0: not known."""
 
     @property
     def weight_blocks(self) -> int:

@@ -91,7 +91,6 @@ class SimCluster:
         self._arrivals: Iterator[SimRequest] = iter(requests)
         self._more = True
         self._left = 0
-        self._reserved: set[str] = set()
         self._scaling = None
         if scaling is not None:
             self._scaling = Scaling(
@@ -109,7 +108,7 @@ class SimCluster:
             self.events.at(0.0, self._sample)
         self.events.run()
         for llumlet in self.llumlets.values():
-            if not llumlet.engine.empty or llumlet.engine.used or llumlet.here:
+            if not llumlet.idle or llumlet.engine.used or llumlet.here:
                 raise AssertionError(f"{llumlet.name} holds something at the end")
         for name in list(self._since):
             self._leave(name)
@@ -213,18 +212,22 @@ class SimCluster:
 
     def _migration(self, source: SimLlumlet, request: SimRequest, destination: str) -> Migration:
         there = self.llumlets[destination]
+        counted = ended = False
 
         def may_enter() -> str:
+            nonlocal counted
             refusal = there.may_enter()
-            if not refusal:
-                self._reserved.add(request.request_id)
+            # It may have ended while this was on its way: then an abort comes right behind.
+            if not refusal and not ended:
+                counted = True
                 there.incoming += 1
                 self.changed(destination)
             return refusal
 
         def end(outcome: Outcome) -> None:
-            if request.request_id in self._reserved:
-                self._reserved.remove(request.request_id)
+            nonlocal ended
+            ended = True
+            if counted:
                 there.incoming -= 1
                 self.changed(destination)
             self.outcomes.migrated(outcome)

@@ -238,7 +238,7 @@ class SimEngine:
 
     def _prompt_done(self, prompt: Prompt) -> None:
         request, now = prompt.request, self._events.now
-        if request.preempted_at == request.preempted_at:  # not NaN
+        if request.was_preempted:
             request.lost_s += now - request.preempted_at
             request.preempted_at = float("nan")
         request.generated += 1
@@ -366,7 +366,7 @@ class SimEngine:
         self._free(victim, blocks)
         self.preemptions += 1
         victim.preemptions += 1
-        if victim.preempted_at != victim.preempted_at:
+        if not victim.was_preempted:
             victim.preempted_at = self._events.now
         victim.queued_at = self._events.now
         self.waiting.add(victim)

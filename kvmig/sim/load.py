@@ -23,6 +23,7 @@ def engine_load(engine: SimEngine, queued_before: float, with_classes: bool) -> 
         head_blocks=engine.waiting.demand(engine.waiting.head) if waiting else 0,
         waiting_blocks=blocks,
         classes=_classes(engine) if with_classes else (),
+        preempted_waiting=engine.waiting.preempted,
     )
 
 
@@ -51,7 +52,17 @@ def request_states(engine: SimEngine) -> list[RequestState]:
     for one in batch.requests.values():
         tokens = batch.tokens(one, ahead)
         output, blocks = tokens - one.input_tokens, batch.blocks(one, ahead)
-        states.append(RequestState(one.request_id, "running", tokens, output, blocks, one.priority))
+        states.append(
+            RequestState(
+                one.request_id,
+                "running",
+                tokens,
+                output,
+                blocks,
+                one.priority,
+                arrived_s=one.arrival,
+            )
+        )
     states += [_undecoded(one.request, "running", one.blocks, 0) for one in engine.prompts]
     states += [_undecoded(one, "waiting", 0, engine.waiting.demand(one)) for one in engine.waiting]
     return states
@@ -66,4 +77,5 @@ def _undecoded(one: SimRequest, state: str, blocks: int, wanted: int) -> Request
         blocks,
         one.priority,
         wanted_blocks=wanted,
+        arrived_s=one.arrival,
     )

@@ -16,6 +16,8 @@ class WaitingQueue:
         self._requests: list[tuple[tuple[int, float, int], SimRequest]] = []
         self.blocks = 0
         """Demand of all of them."""
+        self.preempted = 0
+        """Of them, those that ran already."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -35,12 +37,14 @@ class WaitingQueue:
     def add(self, request: SimRequest) -> None:
         """In its place."""
         self.blocks += self.demand(request)
+        self.preempted += request.was_preempted
         insort(self._requests, (request.rank, request))
 
     def pop(self) -> SimRequest:
         """Take the head out."""
         request = self._requests.pop(0)[1]
         self.blocks -= self.demand(request)
+        self.preempted -= request.was_preempted
         return request
 
     def __contains__(self, request: object) -> bool:
@@ -51,6 +55,7 @@ class WaitingQueue:
         (place,) = [at for at, (_, one) in enumerate(self._requests) if one is request]
         del self._requests[place]
         self.blocks -= self.demand(request)
+        self.preempted -= request.was_preempted
 
     def before(self, time: float) -> tuple[int, int]:
         """(requests, blocks) without the last ones, as far as they came after `time`."""

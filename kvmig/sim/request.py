@@ -77,6 +77,11 @@ class SimRequest:
         return self.input_tokens + self.generated
 
     @property
+    def was_preempted(self) -> bool:
+        """Whether its cache, taken by a preemption, isn't computed again yet."""
+        return self.preempted_at == self.preempted_at  # not NaN
+
+    @property
     def rank(self) -> tuple[int, float, int]:
         """Its place in a queue: priority, then first come, first served."""
         return self.priority, self.arrival, self.index

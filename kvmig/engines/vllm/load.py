@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvmig.engines.base import ClassLoad, EngineLoad, RequestState
 from kvmig.engines.vllm.movable import unmovable
@@ -30,6 +30,7 @@ def engine_load(scheduler: Scheduler, units: Units, preemptions: Preemptions) ->
         classes=_classes(scheduler, waiting, units),
         preempted=preemptions.counts(),
         seats=scheduler.max_num_running_reqs,
+        preempted_waiting=sum(one.status is RequestStatus.PREEMPTED for one in waiting),
     )
 
 
@@ -65,6 +66,7 @@ def request_states(
                 priority=request.priority,
                 unmovable=unmovable(request, scheduler.vllm_config),
                 wanted_blocks=wanted * units.per_block,
+                arrived_s=request.arrival_time,
             )
         )
     states.sort(key=lambda one: place.get(one.request_id, -1))
