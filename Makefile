@@ -18,7 +18,7 @@ SETUP := $(PYTHON) scripts/setup_env.py --device $(DEVICE)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev serve demo test lint format bench-downtime bench-overhead bench-serving \
-	docs-figures clean
+	docs docs-figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,7 +61,12 @@ docs-figures: setup-dev ## README's table and docs/figures.md from bench/results
 	@$(BIN)/python scripts/draw_processes.py
 	@$(BIN)/python -m kvmig.kvtransfer.draw
 
+docs: setup-dev ## the documentation's site, in site/; what is public, in docs/signatures.txt
+	@$(BIN)/python -m scripts.public_api
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 clean: ## remove caches and build outputs, but not .venv
-	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	@rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	@find kvmig tests bench scripts -name __pycache__ -prune -exec rm -rf {} +

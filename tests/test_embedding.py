@@ -1,4 +1,4 @@
-"""What `import kvmig` brings, and what its names are."""
+"""What `import kvmig` brings (how long it takes: `bench.imports`), and what its names are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import kvmig
+from bench import imports
 
 HEAVY = ("vllm", "ray", "fastapi", "torch", "transformers")
 
@@ -19,14 +20,7 @@ def _run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_kvmig_takes_less_than_three_tenths_of_a_second_of_cpu() -> None:
-    code = (
-        "import time; began = time.process_time(); import kvmig; print(time.process_time() - began)"
-    )
-    assert float(_run(code)) < 0.3
-
-
-@pytest.mark.parametrize("name", ["Migrator", "SyncMigrator"])
+@pytest.mark.parametrize("name", ["__version__", "Migrator", "SyncMigrator", "Llumlet"])
 def test_embedding_brings_no_engine_and_no_server(name: str) -> None:
     code = (
         f"import sys, kvmig; kvmig.{name};"
@@ -39,3 +33,7 @@ def test_all_names_can_be_had_and_others_are_refused() -> None:
     assert all(getattr(kvmig, name) for name in kvmig.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Emigrator'"):
         getattr(kvmig, "Emigrator")  # noqa: B009
+
+
+def test_an_import_is_timed_in_a_python_of_its_own() -> None:
+    assert imports.sample("import kvmig") > 0

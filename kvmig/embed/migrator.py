@@ -76,7 +76,12 @@ class Migrator:
             node.migrations.cancel_request(request_id, reason)
 
     def tap(self, name: str, on_outputs: OnOutputs) -> OnOutputs:
-        """`on_outputs` for the engine of this name, so that reports know a first token's time."""
+        """`on_outputs` for the engine of this name: migrations hear what requests get.
+
+        By it reports know a first token's time, and a migration whose request ends under way is
+        given up at once. Without it that is noticed at the migration's next question to the engine;
+        an engine that is followed is asked none until `MigrationConfig.reply_timeout_ms`.
+        """
         node = self._node("engine", name)
         self._tapped.add(name)
 
@@ -84,6 +89,8 @@ class Migrator:
             on_outputs(client, emitted, frames)
             for entry in emitted:
                 node.migrations.stepped(entry.request_id)
+                if entry.finished:
+                    node.migrations.cancel_request(entry.request_id, "finished")
 
         return heard
 

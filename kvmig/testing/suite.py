@@ -46,6 +46,7 @@ class Suite:
         self._ids = itertools.count(1)
         self._prompts = itertools.count(100, 37)
         self.exits: list[BaseException | None] = []
+        self._testing: asyncio.Task[None] | None = None
         self.under_test: dict[str, EngineUnderTest] = {}
         try:
             for name in "ab":
@@ -68,7 +69,7 @@ class Suite:
         self._used = {name: engine.load().used_blocks for name, engine in self.engines.items()}
         for name, engine in self.engines.items():
             heard = self.migrator.tap(name, partial(self._take, name))
-            engine.connect(heard, lambda *done: None, self.exits.append)
+            engine.connect(heard, lambda *done: None, self._exited)
             await engine.warm_up()
 
     def close(self) -> None:
@@ -89,11 +90,17 @@ class Suite:
         """Run a test, then check that it left nothing."""
 
         async def run() -> None:
+            self._testing = asyncio.current_task()
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     await scenario(self)
                     await self._settle()
+            except asyncio.CancelledError:
+                if not self.exits:
+                    raise
+                raise AssertionError(f"an engine has ended: {self.exits}") from self.exits[0]
             finally:
+                self._testing = None
                 for engine in self.engines.values():
                     engine.before = nothing
                     engine.abort(list(self._heard))
@@ -176,6 +183,11 @@ class Suite:
         raise AssertionError(f"{ATTEMPTS} requests ended before they could move")
 
     # -- what the engines say
+
+    def _exited(self, error: BaseException | None) -> None:
+        self.exits.append(error)
+        if self._testing is not None:
+            self._testing.cancel()
 
     def _assign(self, request_id: str, destination: str) -> None:
         self.engines[destination].assign(request_id, CLIENT)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
@@ -56,6 +57,8 @@ class StepCore(EngineCoreProc):
         """Called on the engine's thread after each step and each request or call."""
         self.after_step: Callable[[], None] = lambda: None
         """Called on the engine's thread after each step, before that."""
+        self.stepping: AbstractContextManager[object] = nullcontext()
+        """Held while the model computes."""
         self.failed: BaseException | None = None
         self.step_began: float | None = None
         self.cadence_meter = CadenceMeter()
@@ -173,7 +176,8 @@ class StepCore(EngineCoreProc):
         began = self.step_began = time.monotonic()
         self._step_tokens = 0
         try:
-            executed = super()._process_engine_step()
+            with self.stepping:
+                executed = super()._process_engine_step()
         finally:
             self.step_began = None
         if executed:
@@ -181,6 +185,11 @@ class StepCore(EngineCoreProc):
         self.after_step()
         self.between_steps()
         return executed
+
+    def execute_dummy_batch(self) -> None:
+        """vLLM's step of nothing."""
+        with self.stepping:
+            super().execute_dummy_batch()
 
     def capture_iteration_details(self, scheduler_output: SchedulerOutput) -> Any:
         """vLLM's, inside each step: here for what the step computes."""

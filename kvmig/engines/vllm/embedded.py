@@ -1,0 +1,79 @@
+"""A vLLM engine for a program of one's own: requests in token ids, several engines a process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreRequest
+
+from kvmig.engines.base import Frame
+from kvmig.engines.vllm.front import decode_outputs
+from kvmig.engines.vllm.payload import encode_request
+from kvmig.engines.vllm.serving import ServingVllm
+
+_CPU_STEPS = threading.RLock()
+"""vLLM's attention on a CPU has one scratch buffer a process: its engines step in turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step gave one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str
+    """Empty while it runs."""
+
+
+class EmbeddedVllm(ServingVllm):
+    """Implements `kvmig.testing.subject.EngineUnderTest`."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        """As `ServingVllm`."""
+        super().__init__(config)
+        if current_platform.is_cpu():
+            self._core.stepping = _CPU_STEPS
+
+    def encode_request(
+        self, prompt: Sequence[int], max_tokens: int, seed: int | None = None
+    ) -> list[Frame]:
+        """A payload for `submit`, of a request that only `max_tokens` ends; greedy without seed.
+
+        Any other `SamplingParams`: `kvmig.engines.vllm.payload.encode_request`.
+        """
+        params = SamplingParams(
+            temperature=0.0 if seed is None else 1.0,
+            seed=seed,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        request = EngineCoreRequest(
+            request_id="",
+            prompt_token_ids=list(prompt),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        return list(encode_request(request))
+
+    def decode_outputs(self, frames: Sequence[Frame]) -> list[Output]:
+        """What `connect`'s `on_outputs` got."""
+        return [
+            Output(
+                one.request_id,
+                list(one.new_token_ids),
+                "" if one.finish_reason is None else str(one.finish_reason),
+            )
+            for one in decode_outputs(frames).outputs
+        ]
