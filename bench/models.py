@@ -4,8 +4,8 @@ The bundled checkpoint decodes a token in about 1.5 ms on a CPU, so messages wei
 what it shows than they ever will with a real model. `step10ms` has random weights in the
 shape of Llama 3.2 1B at half the width and 6 layers of 16: about 10 ms a token with one
 thread, and a KV cache as large beside its weights as that model's (6 % at 3,500 tokens).
-Its text means nothing; the bundled tokenizer makes it. `device10ms` is the bundled one on a
-worker that waits as for a GPU: see bench/paced.py.
+Its text means nothing; the bundled tokenizer makes it. `device10ms` (or another number) is the
+bundled one on a worker that waits as for a GPU: see bench/paced.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 from kvmig.models import BUNDLED
 
 SEED = 1
+PACED = re.compile(r"device(\d+)ms")
 NAMES = ("count", "step10ms", "device10ms")
 HEAVY: dict[str, Any] = {
     "hidden_size": 1024,
@@ -40,7 +42,7 @@ def model_folder(name: str, cache: Path | None = None) -> Path:
 
     `step10ms` is made in `cache` (by default the user's) unless it is there already.
     """
-    if name in ("count", "device10ms"):
+    if name == "count" or PACED.fullmatch(name):
         return BUNDLED
     if name != "step10ms":
         return Path(name)
@@ -53,7 +55,12 @@ def model_folder(name: str, cache: Path | None = None) -> Path:
 
 def model_flags(name: str) -> tuple[str, ...]:
     """What `--model name` means for vLLM beside its checkpoint."""
-    return ("--worker-cls=bench.paced.PacedWorker",) if name == "device10ms" else ()
+    if not (paced := PACED.fullmatch(name)):
+        return ()
+    return (
+        "--worker-cls=bench.paced.PacedWorker",
+        f'--additional-config={{"step_ms": {paced[1]}}}',
+    )
 
 
 def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:

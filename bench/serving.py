@@ -39,7 +39,7 @@ from rich.table import Table
 from bench import report
 from bench.arrivals import Arrival
 from bench.client import Stream, prompt_of, session
-from bench.models import NAMES, model_folder
+from bench.models import NAMES, model_flags, model_folder
 from bench.serving_calls import (
     FIGURES,
     STATISTICS,
@@ -216,14 +216,14 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
         help="may be given several times; default: round-robin, llumnix and kvmig",
     )
     root.add_argument("--trace", type=Path, default=TRACE, help="CSV, plain or gzip")
-    root.add_argument("--model", help=f"{', '.join(NAMES)} or a folder; default step10ms")
-    root.add_argument("--requests", type=int, help="of the trace, in each run; default 200")
+    root.add_argument("--model", help=f"{', '.join(NAMES)} or a folder; default device30ms")
+    root.add_argument("--requests", type=int, help="of the trace, in each run; default 400")
     root.add_argument("--repeats", type=int, help="runs for each policy; default 5")
     root.add_argument("--scale", type=float, default=0.25, help="of lengths and KV cache")
-    root.add_argument("--load", type=float, default=0.7, help="share of what a burst gives")
+    root.add_argument("--load", type=float, default=0.9, help="share of what a burst gives")
     root.add_argument("--rate", type=float, default=0.0, help="calls a second; 0: by --load")
-    root.add_argument("--burst", type=int, help="calls at once before the runs; default 64")
-    root.add_argument("--instances", type=int, default=2)
+    root.add_argument("--burst", type=int, help="calls at once before the runs; default 400")
+    root.add_argument("--instances", type=int, help="of each server; default 4")
     root.add_argument("--high", type=float, default=0.0, metavar="SHARE", help="with a priority")
     root.add_argument("--seed", type=int, default=1)
     options = root.parse_args(argv)
@@ -231,10 +231,12 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     options.policy = options.policy or (
         ["round-robin", "kvmig"] if quick else ["round-robin", "llumnix", "kvmig"]
     )
-    options.model = options.model or ("count" if quick else "step10ms")
-    options.requests = options.requests or (60 if quick else 200)
+    options.model = options.model or ("count" if quick else "device30ms")
+    options.requests = options.requests or (60 if quick else 400)
     options.repeats = options.repeats or (1 if quick else 5)
-    options.burst = options.burst or (16 if quick else 64)
+    if options.instances is None:
+        options.instances = 2 if quick else 4
+    options.burst = options.burst or (16 if quick else 400)
     rules = (
         (options.requests > 1, "--requests", options.requests, "2 or more"),
         (options.repeats > 0, "--repeats", options.repeats, "1 or more"),
@@ -263,7 +265,11 @@ def main(argv: list[str] | None = None) -> int:
     model = model_folder(options.model)
     with tempfile.TemporaryDirectory() as folder:
         servers = {
-            policy: Served(flags_of(policy, options), model=model, log=Path(folder) / policy)
+            policy: Served(
+                [*flags_of(policy, options), *model_flags(options.model)],
+                model=model,
+                log=Path(folder) / policy,
+            )
             for policy in options.policy
         }
         report.say(f"starting {len(servers)} servers of {options.instances} instances")

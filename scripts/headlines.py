@@ -32,6 +32,21 @@ HEADLINES = (
         None,
     ),
     Headline(
+        "idle, engines that don't share cores (`device10ms`)",
+        Source("downtime-device10ms", "live_over_inter_token_background_0"),
+        None,
+    ),
+    Headline(
+        "the same with 4 more requests an instance",
+        Source("downtime-device10ms", "live_over_inter_token_background_4"),
+        None,
+    ),
+    Headline(
+        "longest gap in a drain of 20 streams (`device10ms`) / time between two tokens, median",
+        Source("drain-device10ms", "ratio_median"),
+        None,
+    ),
+    Headline(
         "pause at 3,500 tokens / at 128 tokens",
         Source("downtime", "live_3500_over_128_background_0"),
         Source("gpu_downtime", "live_growth"),

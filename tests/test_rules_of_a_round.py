@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 
 import msgspec
@@ -13,7 +14,7 @@ from kvmig.controlplane.balance import balance
 from kvmig.controlplane.defragment import make_room, move_queues
 from kvmig.controlplane.drain import drain
 from kvmig.controlplane.extremes import pair_extremes
-from kvmig.controlplane.ledger import MAX_DESTINATIONS, MAX_SOURCES, Pairing, Rounds
+from kvmig.controlplane.ledger import MAX_DESTINATIONS, MAX_SOURCES, Ledger, Pairing, Rounds
 from kvmig.controlplane.policy import POLICIES
 from kvmig.controlplane.protect import protect
 from kvmig.controlplane.rebalance import rebalance
@@ -21,7 +22,13 @@ from kvmig.controlplane.view import InstanceView
 from kvmig.engines.base import ClassLoad
 from tests.made_up_instances import cluster, instance
 
-ALL = Rounds(rules=(drain, protect, move_queues, make_room, balance))
+
+def only(*rules: Callable[[Ledger], None]) -> Rounds:
+    """Destinations keep 6 blocks a request."""
+    return Rounds(rules=rules, destination_above=6.0)
+
+
+ALL = only(drain, protect, move_queues, make_room, balance)
 PAPER = Rounds(rules=(pair_extremes,), queued="head", destination_above=3.0)
 
 
@@ -45,7 +52,7 @@ def test_a_draining_instance_is_spread_over_several() -> None:
 def test_a_drain_goes_where_there_is_room_and_never_to_one_that_drains_too() -> None:
     full, roomy = instance("b", 95, 9), instance("c", 0, 0)
     both = instance("a", 40, 4, state="draining"), instance("d", 40, 4, state="draining")
-    pairings = decide(both[0], full, roomy, both[1], rounds=Rounds(rules=(drain,)))
+    pairings = decide(both[0], full, roomy, both[1], rounds=only(drain))
     assert {one.source for one in pairings} == {"a", "d"}
     assert {one.destination for one in pairings} <= {"b", "c"}
     assert all(one.budget_blocks == 0 for one in pairings if one.destination == "b")
@@ -79,7 +86,7 @@ def test_no_more_of_a_queue_moves_than_can_start_there() -> None:
     [pairing] = decide(
         instance("a", 80, 4, (30, 30, 30)),
         instance("b", 30, 4),
-        rounds=Rounds(rules=(move_queues,)),
+        rounds=only(move_queues),
     )
     # 70 free, 6 for each of four and one more stay free.
     assert pairing.budget_blocks == 40
@@ -96,7 +103,7 @@ def test_no_more_of_a_queue_moves_than_can_start_there() -> None:
     ids=["full", "has a queue", "draining", "hung"],
 )
 def test_a_queue_moves_only_where_it_starts_at_once(other: InstanceView) -> None:
-    assert decide(instance("a", 80, 4, (30,)), other, rounds=Rounds(rules=(move_queues,))) == []
+    assert decide(instance("a", 80, 4, (30,)), other, rounds=only(move_queues)) == []
 
 
 def test_a_head_that_can_start_where_it_is_stays() -> None:
@@ -113,9 +120,9 @@ def test_room_is_made_for_a_head_that_fits_nowhere() -> None:
 
 def test_no_request_moves_for_a_head_that_would_not_fit_all_the_same() -> None:
     others = instance("b", 75, 2), instance("c", 80, 2)
-    assert decide(instance("a", 80, 4, (45,)), *others, rounds=Rounds(rules=(make_room,))) == []
+    assert decide(instance("a", 80, 4, (45,)), *others, rounds=only(make_room)) == []
     larger_than_all = instance("a", 80, 4, (200,))
-    assert decide(larger_than_all, instance("b"), rounds=Rounds(rules=(make_room,))) == []
+    assert decide(larger_than_all, instance("b"), rounds=only(make_room)) == []
 
 
 def test_what_is_moving_already_counts_as_room_made() -> None:
@@ -145,11 +152,11 @@ def test_normal_requests_make_way_for_a_protected_one() -> None:
 
 def test_without_one_or_with_headroom_left_nobody_makes_way() -> None:
     assert decide(mixed("a", 0, 7), mixed("b", 0, 1)) == []
-    assert decide(mixed("a", 1, 3), mixed("b", 0, 1), rounds=Rounds(rules=(protect,))) == []
+    assert decide(mixed("a", 1, 3), mixed("b", 0, 1), rounds=only(protect)) == []
 
 
 def test_nobody_makes_way_towards_another_protected_request() -> None:
-    assert decide(mixed("a", 1, 6), mixed("b", 1, 0), rounds=Rounds(rules=(protect,))) == []
+    assert decide(mixed("a", 1, 6), mixed("b", 1, 0), rounds=only(protect)) == []
 
 
 # -- the paper's

@@ -33,7 +33,7 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     queued: Queued = "all"
     source_below: float = 3.0
     """An instance whose freeness is under this is a source."""
-    destination_above: float = 6.0
+    destination_above: float = 3.0
     """An instance whose freeness is over this may take requests in."""
     min_gain: float = 1.0
     """Least predicted growth of the lower freeness of two that makes a pair worth it."""

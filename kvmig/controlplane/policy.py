@@ -40,7 +40,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the headroom of priorities counts as usage."""
 
 
-_PAPER = Rounds(rules=(pair_extremes,), queued="head", destination_above=3.0, min_gain=0.0)
+_PAPER = Rounds(rules=(pair_extremes,), queued="head", min_gain=0.0)
 _PAPER_VICTIMS = VictimRule(cooldown_s=0.0)
 
 _POLICIES = (
@@ -68,7 +68,7 @@ _POLICIES = (
     ),
     Policy(
         name="kvmig",
-        dispatcher=lambda: FewestWithRoom(enough=10.0),
+        dispatcher=lambda: FewestWithRoom(enough=15.0),
         rounds=Rounds(rules=(drain, protect, move_queues, make_room, balance)),
     ),
 )
