@@ -212,5 +212,11 @@ def test_a_normal_request_keeps_away_from_protected_ones() -> None:
     assert to(everywhere, 0) == "b"
 
 
+def test_a_normal_request_uses_a_headroom_rather_than_wait() -> None:
+    view = cluster(protecting("a", 0, 10), protecting("b", 2, 0))
+    assert to(view, 0) == "b"
+    assert to(cluster(protecting("a", 0, 10), protecting("b", 3, 7)), 0) == "a"
+
+
 def test_a_priority_without_headroom_is_placed_like_a_normal_one() -> None:
     assert to(cluster(protecting("a", 0, 3), protecting("b", 2, 0)), -7) == "a"

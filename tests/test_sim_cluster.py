@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmig.controlplane.messages import Pair
 from kvmig.ground.errors import ConfigError
 from kvmig.sim import cost
 from kvmig.sim.cluster import SimCluster
@@ -99,6 +101,30 @@ def test_what_is_cached_goes_when_its_blocks_are_taken() -> None:
     run(requests, model=small(cache=True), instances=1)
     first, _, last = (one.first_token_at - one.arrival for one in requests)
     assert last == pytest.approx(first)
+
+
+def copied_bytes(prefixes: tuple[str, str]) -> float:
+    """Of moving a request to where another is running."""
+    requests = [SimRequest(n, 0.0, 200, 60, 0, prefixes[n], 160) for n in range(2)]
+    cluster = SimCluster(
+        requests,
+        2,
+        small(blocks=64, cache=True),
+        policy("round-robin"),
+        setting("live"),
+        Outcomes(),
+    )
+    order = [Pair("i1", "", math.inf, math.inf)]
+    cluster.events.at(1.0, lambda: cluster.llumlets["i0"].pair(order))
+    cluster.events.at(1.1, lambda: cluster.llumlets["i0"].pair([]))
+    outcomes = cluster.run()
+    assert outcomes.migrations["committed"] == 1
+    return outcomes.copied_bytes
+
+
+def test_what_the_destination_has_cached_is_not_copied() -> None:
+    block = 16 * small().copy.bytes_per_token
+    assert copied_bytes(("a", "b")) - copied_bytes(("a", "a")) == 160 // 16 * block
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -218,6 +244,23 @@ def test_bad_flags_are_one_sentence(
 ) -> None:
     assert main(["--trace", "S-S", *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_bad_row_of_a_trace_is_one_sentence_with_file_line_and_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("arrival_s,input_tokens,output_tokens\n0,5,6\n1,5,-6\n")
+    assert main(["--trace", str(file), "--workers", "1"]) == 2
+    says = f"kvmig.simulate: {file}:3: output_tokens is '-6', must be a whole number of at least 1"
+    assert capsys.readouterr().err.strip().endswith(says)
+
+
+def test_two_calls_write_equal_bytes(tmp_path: Path) -> None:
+    flags = ["--trace=M-M", "--requests=300", "--policy=kvmig", "--policy=llumnix-artifact"]
+    for name, workers in (("a", 1), ("b", 2)):
+        assert main([*flags, f"--workers={workers}", f"--out={tmp_path / name}"]) == 0
+    assert (tmp_path / "a/results.json").read_bytes() == (tmp_path / "b/results.json").read_bytes()
 
 
 def test_an_unknown_trace_is_refused_before_anything_runs() -> None:

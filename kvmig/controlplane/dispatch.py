@@ -147,7 +147,7 @@ class FewestWithRoom:
 
     A request of a priority with headroom goes to where such ones run already, as long as
     they fit beside each other once all others have made way: kept apart, each would cost
-    the room of a whole instance.
+    the room of a whole instance. Others go there only where they would have to wait elsewhere.
     """
 
     def __init__(self, enough: float) -> None:
@@ -168,8 +168,9 @@ class FewestWithRoom:
         is_open = columns.open_until >= view.now
         slack = np.where(is_open, (columns.room - demand) * columns.share, -np.inf)
         most = slack.max(initial=-np.inf)
-        if most < 0:  # it fits nowhere now
-            return self._roomiest.pick(view, request)
+        if most < 0:  # it fits nowhere now, but perhaps into a headroom
+            row = _most(columns.room, is_open & (columns.room + columns.kept >= demand))
+            return self._roomiest.pick(view, request) if row is None else view.instances[row]
         if most >= self.enough:
             shares = columns.share * (slack >= self.enough)  # the largest: the fewest requests
             rows = np.flatnonzero(shares == shares.max())

@@ -108,6 +108,10 @@ class SimEngine:
         self.used += blocks
         return True
 
+    def hits(self, request: SimRequest, computed: int) -> int:
+        """Blocks of one that is on its way here, with `computed` tokens' KV, that are here."""
+        return self._cache.hits(request, computed) if self._cache is not None else 0
+
     def grow(self, request: SimRequest, tokens: int) -> bool:
         """Hold at least so many tokens and one spare."""
         more = max(0, self.blocks_for(tokens) + 1 - self.held[request.index])

@@ -87,6 +87,8 @@ class Migration:
         self._suspended_at = 0.0
         self._place = Place(0, 0, False)
         """When it was suspended."""
+        self._computed = 0
+        """Tokens whose KV was there when it was exported."""
         self.outcome = Outcome(events.now)
 
     def start(self) -> None:
@@ -153,7 +155,9 @@ class Migration:
                 raise NotImplementedError(f"{type(action).__name__} in the simulator")
 
     def _export(self) -> list[here.Action]:
-        return self._here.exported(self._source.place_of(self.request).tokens)
+        place = self._source.place_of(self.request)
+        self._computed = place.computed
+        return self._here.exported(place.tokens)
 
     def _check(self, sent: int) -> list[here.Action]:
         place = self._source.place_of(self.request)
@@ -275,8 +279,9 @@ class Migration:
 
     def _reserve(self, opening: bool, num_tokens: int) -> None:
         take = self._destination.reserve if opening else self._destination.grow
+        hits = self._destination.hits(self.request, self._computed) if opening else 0
         if take(self.request, num_tokens):
-            self._act_there(self._there.reserved())
+            self._act_there(self._there.reserved(hits))
         else:
             self._act_there(self._there.failed("no_room"))
 

@@ -27,21 +27,33 @@ class PrefixCache:
 
     def start(self, request: SimRequest) -> int:
         """The request takes its blocks; how many of its tokens needn't be computed."""
-        own = self._take(request.request_id)
-        shared = 0
-        if request.prefix:
-            shared = request.prefix_tokens // self._block_tokens
-            if not self._running[request.prefix]:
-                shared = min(shared, self._take(request.prefix))
-            self._running[request.prefix] += 1
         # The last token is always computed: its logits are wanted.
-        most = (request.tokens - 1) // self._block_tokens
-        return min(max(own, shared), most) * self._block_tokens
+        hits = min(self._known(request), (request.tokens - 1) // self._block_tokens)
+        self.joined(request)
+        return hits * self._block_tokens
+
+    def hits(self, request: SimRequest, computed: int) -> int:
+        """Blocks of a request that is on its way here which needn't be copied.
+
+        computed: tokens whose KV its source has; as in vLLM's adapter a hit of more is none.
+        """
+        hits = self._known(request)
+        return hits if hits * self._block_tokens <= computed else 0
 
     def joined(self, request: SimRequest) -> None:
-        """A request that was computed elsewhere runs here now."""
+        """It runs here now: what was free of it is in use."""
+        self._take(request.request_id)
         if request.prefix:
+            if not self._running[request.prefix]:
+                self._take(request.prefix)
             self._running[request.prefix] += 1
+
+    def _known(self, request: SimRequest) -> int:
+        """Blocks from its first that are here."""
+        shared = request.prefix_tokens // self._block_tokens
+        if not self._running[request.prefix]:
+            shared = min(shared, self._blocks.get(request.prefix, 0))
+        return max(self._blocks.get(request.request_id, 0), shared)
 
     def freed(self, request: SimRequest, blocks: int) -> None:
         """A request that ran has left `blocks` blocks, the shared ones among them."""
