@@ -21,9 +21,11 @@ class Scope:
     """Seeds, requests a run, and which of the paper's loads."""
 
     seeds: tuple[int, ...] = (PAPER_SEED, 1, 2)
-    requests: int = 10_000
+    requests: int = 100_000
+    """At most, a run."""
     one_load: bool = False
     """Only the load in the middle of several."""
+    most_instances: int = 1_000
 
     def some(self, loads: tuple[float, ...]) -> tuple[float, ...]:
         """All loads, or the one in the middle."""
@@ -37,7 +39,7 @@ class Scope:
         ]
 
 
-QUICK = Scope(requests=1_500, one_load=True)
+QUICK = Scope(requests=1_500, one_load=True, most_instances=64)
 
 
 class Section(Protocol):
