@@ -59,6 +59,7 @@ bench-serving: setup-dev ## policies beside each other under a trace of requests
 docs-figures: setup-dev ## README's table and docs/figures.md from bench/results, the diagrams
 	@$(BIN)/python -m scripts.figures
 	@$(BIN)/python scripts/draw_processes.py
+	@$(BIN)/python -m scripts.draw_migration
 	@$(BIN)/python -m kvmig.kvtransfer.draw
 
 docs: setup-dev ## the documentation's site, in site/; what is public, in docs/signatures.txt

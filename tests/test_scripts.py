@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from scripts import check, draw_processes, figures, setup_env
+from scripts import check, draw_migration, draw_processes, figures, setup_env
 from scripts.headlines import Headline, Source
 
 RESULT = """{
@@ -77,6 +77,11 @@ def test_a_readme_without_markers_is_refused() -> None:
 
 def test_the_picture_of_the_processes_is_current() -> None:
     assert draw_processes.TARGET.read_text() == draw_processes.drawing()
+
+
+def test_the_pictures_of_a_migration_are_current() -> None:
+    drawn = draw_migration.drawings()
+    assert {file: file.read_text() for file in drawn} == drawn
 
 
 # -- the closing words of `make test`

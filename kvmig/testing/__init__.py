@@ -3,5 +3,5 @@
     pytest --pyargs kvmig.testing --engine my.module:factory
 
 `factory()` makes an engine (`kvmig.testing.subject.EngineUnderTest`); the suite makes two and
-moves requests between them. See docs/engines.md.
+moves requests between them. See docs/own-engine.md.
 """

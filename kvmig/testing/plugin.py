@@ -13,5 +13,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--engine",
         metavar="MODULE:FACTORY",
-        help="kvmig.testing: what makes an engine to test (see docs/engines.md)",
+        help="kvmig.testing: what makes an engine to test (see docs/own-engine.md)",
     )
