@@ -21,8 +21,11 @@ from scripts import public_api
 
 ROOT = Path(__file__).resolve().parent.parent
 START = {"README.md": "index.md"}
+PAGES = ("README.md", "CHANGELOG.md", "bench/README.md")
+"""Documents that lie elsewhere than in docs/."""
 FOLDERS = {"bench/results": "bench/results/index.md", "examples": "examples/index.md"}
 """Folders that documents link: a page with the list of their files stands for each."""
+SHOWN = (".json", ".png", ".py", ".svg")
 LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)\s#]+)")
 _sources = tempfile.TemporaryDirectory(prefix="kvmig-docs-")
 
@@ -32,15 +35,35 @@ def placed(path: str) -> str:
     return START.get(path) or FOLDERS.get(path) or path.removeprefix("docs/")
 
 
+def target(link: str, path: str) -> str:
+    """What a link of the repository's file `path` means: a path from its root."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+
+
 def linked(text: str, path: str) -> str:
     """The Markdown of the repository's file `path`, with links as they are in the site."""
-    here = posixpath.dirname(placed(path))
+    here = posixpath.dirname(placed(path)) or "."
 
     def replace(link: re.Match[str]) -> str:
-        there = posixpath.normpath(posixpath.join(posixpath.dirname(path), link[2]))
-        return link[1] + posixpath.relpath(placed(there), here or ".")
+        return link[1] + posixpath.relpath(placed(target(link[2], path)), here)
 
     return LINK.sub(replace, text)
+
+
+def elsewhere() -> set[str]:
+    """Files that documents link and that are no documents themselves: the site has copies."""
+    documents = [*PAGES, *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))]
+    found = {
+        target(link[2].split("#")[0], path)
+        for path in documents
+        for link in LINK.finditer((ROOT / path).read_text())
+    }
+    return {path for path in found - {*PAGES} if is_elsewhere(path)}
+
+
+def is_elsewhere(path: str) -> bool:
+    """A file of the repository outside docs/."""
+    return (ROOT / path).is_file() and not path.startswith(("docs/", "../"))
 
 
 def reference(page: str, entries: tuple[str, ...]) -> str:
@@ -56,12 +79,16 @@ def reference(page: str, entries: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
+def shown(folder: str) -> list[str]:
+    """The files of a folder, by their paths in the repository."""
+    files = sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SHOWN)
+    return [path.relative_to(ROOT).as_posix() for path in files]
+
+
 def listing(folder: str) -> str:
     """The page that stands for a folder."""
     here = posixpath.dirname(FOLDERS[folder])
-    files = sorted(path for path in (ROOT / folder).rglob("*") if _is_shown(path))
-    names = [path.relative_to(ROOT).as_posix() for path in files]
-    links = [f"- [{name}]({posixpath.relpath(name, here)})" for name in names]
+    links = [f"- [{name}]({posixpath.relpath(name, here)})" for name in shown(folder)]
     return "\n".join([f"# {folder}\n", *links])
 
 
@@ -78,13 +105,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what lies elsewhere, and what is made here."""
-    for path in ("README.md", "CHANGELOG.md", "LICENSE", "bench/README.md"):
+    listed = {name for folder in FOLDERS for name in shown(folder)}
+    for path in sorted({*PAGES, *elsewhere(), *listed}):
         files.append(File.generated(config, placed(path), abs_src_path=str(ROOT / path)))
     for folder, page in FOLDERS.items():
         files.append(File.generated(config, page, content=listing(folder)))
-        for shown in filter(_is_shown, (ROOT / folder).rglob("*")):
-            name = shown.relative_to(ROOT).as_posix()
-            files.append(File.generated(config, name, abs_src_path=str(shown)))
     for page, entries in public_api.PAGES.items():
         content = reference(page, entries)
         files.append(File.generated(config, f"api/{page}.md", content=content))
@@ -102,7 +127,3 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_shutdown() -> None:
     """Remove the copied sources."""
     _sources.cleanup()
-
-
-def _is_shown(path: Path) -> bool:
-    return path.is_file() and path.suffix in (".json", ".py", ".png", ".svg")

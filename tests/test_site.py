@@ -53,6 +53,7 @@ def test_a_page_needs_nothing_from_elsewhere(site: Path) -> None:
         ("docs/architecture.md", "data-plane.md#the-pause", "data-plane.md#the-pause"),
         ("docs/api/index.md", "../../CHANGELOG.md", "../CHANGELOG.md"),
         ("bench/README.md", "../docs/simulation.md", "../simulation.md"),
+        ("bench/README.md", "paced.py", "paced.py"),
         ("README.md", "https://example.org/a", "https://example.org/a"),
     ],
 )
