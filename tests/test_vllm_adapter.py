@@ -269,6 +269,7 @@ async def test_a_request_preempted_at_the_source_is_told_so_and_goes_on(pair: Pa
     with pytest.raises(RequestGone, match="preempted"):
         await pair.done(pair.a.engine.stage("kept", 0))
 
+    assert pair.a.engine.load().preempted_waiting == 1
     assert len((await pair.finish("kept")).tokens) == 60
 
 
@@ -278,8 +279,11 @@ async def test_a_request_preempted_at_the_destination_ends_with_the_same_tokens(
     unmoved = await pair.unmoved(PROMPT, temperature=0.9, seed=12)
     pair.submit(pair.a, "moved", PROMPT, temperature=0.9, seed=12)
     await pair.step(pair.a, until=("moved", 10))
+    (before,) = await pair.done(pair.a.engine.requests())
     await pair.move(pair.a, pair.b, "moved")
     await pair.step(pair.b, until=("moved", 20))
+    (after,) = await pair.done(pair.b.engine.requests())
+    assert after.arrived_s == before.arrived_s > 0
 
     preempt(pair.b, "moved")
 
