@@ -258,6 +258,54 @@ async def test_it_runs_again_when_the_report_comes_after_the_destination_was_los
         assert await a.hear() == Submit("r+1")
 
 
+async def runs_again(instances: list[FakeLlumlet], *tokens: int) -> None:
+    """One of them, told to drop the lost run or not, gets the next one."""
+    submit = Submit("r+1", tokens)
+    async with asyncio.timeout(5):
+        heard = {asyncio.create_task(_submitted(one)) for one in instances}
+        try:
+            done, _ = await asyncio.wait(heard, return_when=asyncio.FIRST_COMPLETED)
+            assert done.pop().result() == submit
+        finally:
+            for one in heard:
+                one.cancel()
+
+
+async def _submitted(llumlet: FakeLlumlet) -> Submit:
+    while not isinstance(message := await llumlet.heard.get(), Submit):
+        pass
+    return message
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_request_that_moved_on_and_on_runs_again_when_its_last_instance_is_lost(
+    late: bool,
+) -> None:
+    async with cluster(instances=3) as it:
+        a = await it.submit()  # it waits in queues: no token comes
+        b, c = others(it, a)
+        moves = [(a, b, 0), (b, c, 1)]
+        for known, (source, to, epoch) in enumerate(moves[::-1] if late else moves):
+            told = report("r", source.instance, to.instance)
+            source.send(Migrated(0, told, epoch=epoch))
+            await eventually(lambda known=known: len(it.router.reports) == known + 1)  # type: ignore[misc]
+        await c.close()
+        await runs_again([a, b])
+
+
+async def test_tokens_of_one_that_it_has_left_since_do_not_hide_where_it_runs() -> None:
+    async with cluster(instances=3) as it:
+        a = await running(it, 10)
+        b, c = others(it, a)
+        b.step(("r", 1, 2, [12]))  # held: a's last token is still to come
+        b.send(Migrated(0, report("r", b.instance, c.instance), epoch=1))
+        await eventually(lambda: len(it.router.reports) == 1)
+        a.step(("r", 0, 1, [11]))
+        await it.front.until(lambda: it.front.tokens["r"] == [10, 11, 12])
+        await c.close()
+        await runs_again([a, b], 10, 11, 12)
+
+
 async def test_who_holds_a_lost_run_is_told_to_drop_it() -> None:
     async with cluster(instances=3) as it:
         a = await running(it, 10)

@@ -269,7 +269,7 @@ class Llumlet:
             request_id, destination, endpoint, gateway=gateway, epoch=epoch
         )
         self._bandwidth.take(report)
-        return Migrated(0, msgspec.structs.replace(report, why=why), gateway)
+        return Migrated(0, msgspec.structs.replace(report, why=why), gateway, epoch)
 
     def _on_commit(self, request_id: str, epoch: int, output_tokens: int, gateway: str) -> None:
         """Just before a request starts here. Raises MigrationRefused without its front end."""

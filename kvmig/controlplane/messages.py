@@ -116,6 +116,8 @@ class Migrated(Message, frozen=True, tag=True):
     report: MigrationReport
     front: str = ""
     """Front end whose stream it is, if it was known here."""
+    epoch: int = 0
+    """Under which the request ran at the source before."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

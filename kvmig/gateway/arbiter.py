@@ -69,7 +69,7 @@ class Arbiter:
             return True
         if committed:
             entry.splicer.grant(question.epoch)
-            entry.heir = question.destination
+            entry.inherit(question.destination, question.epoch - 1)
             return True
         if not entry.splicer.fence(question.epoch):
             return True  # its tokens came while we asked

@@ -97,12 +97,9 @@ class Migrations:
             self.reports.append(report)
             if message.front in ("", self._own):
                 self._observer.migrated(report, entry.priority if entry else None)
-        if report.state != "committed":
+        if report.state != "committed" or entry is None:
             return None
-        if entry is None or entry.owner != report.source:
-            return None
-        entry.heir = report.destination
-        return entry
+        return entry if entry.inherit(report.destination, message.epoch) else None
 
     def _check(self, any_id: str, destination: str) -> tuple[Entry, str, str]:
         """The request, who runs it and the destination's endpoint, if it may be moved there."""

@@ -48,6 +48,8 @@ class Entry:
     """When its first token came, in the router's clock."""
     heir: str | None = None
     """Who is known to run it now, though none of its tokens has come yet."""
+    bequeathed: int = -1
+    """Under which epoch it ran at the instance that it went to the heir from."""
     output_token_ids: list[int] = field(default_factory=list)
     """What the client has got: from there it runs again when its instance is lost."""
     run: int = 0
@@ -78,6 +80,21 @@ class Entry:
         if self.unplaced_since is not None:
             return set()
         return {one for one in (self.owner, self.destination, self.heir) if one is not None}
+
+    def inherit(self, heir: str, epoch: int) -> bool:
+        """It went to `heir`, from where it ran under `epoch`; whether that is news.
+
+        What different instances tell of a request that moves on and on comes in any order.
+        """
+        if epoch < self.splicer.epoch or (self.heir is not None and epoch <= self.bequeathed):
+            return False
+        self.heir, self.bequeathed = heir, epoch
+        return True
+
+    def reached(self, epoch: int) -> None:
+        """The client gets tokens of `epoch` now: whoever it came from is no news any more."""
+        if epoch > self.bequeathed:
+            self.heir = None
 
 
 class RequestTable:

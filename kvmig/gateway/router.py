@@ -288,19 +288,24 @@ class Router:
     def _migrated(self, message: Migrated, payload: list[memoryview]) -> None:
         entry = self._migrations.ended(message)
         self._calls.answer(message.call_id, message, payload)
-        if entry is not None and entry.heir not in self._fleet.alive:
-            self._recovery.heir_lost(entry, message.report.destination)
+        self._check_heir(entry)
 
     async def _resolve(self, source: str, question: Resolve) -> None:
         moved = await self._arbiter.moved(question)
         self._endings.tell(source, Resolved(question.mid, moved))
+        self._check_heir(self._table.runs.get(question.request_id))
+
+    def _check_heir(self, entry: Entry | None) -> None:
+        """It may have been lost before it was known to be one."""
+        if entry is not None and entry.heir not in (None, *self._fleet.alive):
+            self._recovery.heir_lost(entry, entry.heir)
 
     def _act(self, entry: Entry, action: Action) -> None:
         match action:
             case Stale(instance, epoch):
                 self._endings.tell(instance, Discard(entry.run_id, epoch))
-            case Switched(_, _, _, gap_s):
-                entry.heir = None
+            case Switched(_, _, epoch, gap_s):
+                entry.reached(epoch)
                 self._observer.switched(gap_s)
             case Broken(reason):
                 self._recovery.run_again([entry], reason)
