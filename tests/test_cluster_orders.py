@@ -49,6 +49,7 @@ class Process:
         self.state = "serving"
         self.silent = False
         self.stopped = False
+        self.stop_s = 0.0
         self._broken = broken
         self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._server = Server(SECRET, "llumlet", launch.instance, ClusterMessage)
@@ -86,6 +87,7 @@ class Process:
         return await asyncio.shield(self._died)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
+        await asyncio.sleep(self.stop_s)
         self.stopped = True
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -98,12 +100,15 @@ class FakeLauncher:
     def __init__(self) -> None:
         self.starts: list[Process] = []
         self.broken = ""
+        self.bug: Exception | None = None
         self.closed = False
 
     async def open(self) -> None:
         return
 
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
+        if self.bug is not None:
+            raise self.bug
         self.starts.append(Process(launch, self.broken))
         return self.starts[-1]
 
@@ -139,6 +144,8 @@ class World:
 
     def __init__(self, lifecycle: LifecycleConfig) -> None:
         def parse(argv: list[str]) -> Namespace:
+            if "--bug" in argv:
+                raise KeyError("bug")
             if "--bad" in argv:
                 raise ConfigError("unrecognized arguments: --bad")
             size = int(argv[-1]) if "--block-size" in argv else None
@@ -359,6 +366,40 @@ async def test_the_schedulers_decisions_are_carried_out() -> None:
         it.cluster.scale(Scale(add=1))  # there can't be more: nothing happens
         it.cluster.scale(Scale(drain="i1"))
         await it.hears(i0="serving", i2="serving")
+
+
+async def test_a_launcher_that_fails_at_an_order_hears_the_next() -> None:
+    async with world(max_instances=3) as it:
+        with pytest.raises(OrderFailed, match="the launcher failed: KeyError") as failed:
+            await it.link.order(lambda number: AddInstances(number, 1, "--bug"))
+        assert failed.value.status == 500
+        assert await it.link.order(AddInstances) == ("i2",)
+
+
+async def test_one_that_hangs_is_ended_though_it_is_taken_out_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llumlet_link, "SILENT_TICKS", 2)
+    monkeypatch.setattr(llumlet_link, "TICK_S", 0.1)
+    async with world() as it:
+        hung = it.launcher.process("i0")
+        hung.stop_s = 0.5
+        hung.silent = True
+        await it.hears(i0="starting", i1="serving")
+        assert not hung.stopped
+        await it.link.order(drain("i0", leave=True, now=True))
+        await it.hears(i1="serving")
+        await it.cluster.stop()
+        assert hung.stopped
+
+
+async def test_a_launcher_that_fails_at_a_start_tries_again() -> None:
+    async with world() as it:
+        it.launcher.bug = RuntimeError("out of descriptors")
+        it.launcher.process("i0").die()
+        await it.until(lambda: "out of descriptors" in it.front.members[0].detail)
+        it.launcher.bug = None
+        await it.hears(i0="serving", i1="serving")
 
 
 async def test_without_a_launcher_an_order_fails() -> None:

@@ -44,6 +44,7 @@ REFUSED = [
     ([], "MODEL is missing"),
     ([MODEL, "--block-size", "abc"], "argument --block-size: invalid int value: 'abc'"),
     ([MODEL, "--no-such-flag", "3"], "unrecognized arguments: --no-such-flag 3"),
+    ([MODEL, "--config", "/no/such.yaml"], "vLLM's flags can't be read: [Errno 2] No such file"),
     ([MODEL, "--data-parallel-size", "2"], "use --instances N"),
     ([MODEL, "--scheduler-cls", "a.b"], "--scheduler-cls can't be used"),
     ([MODEL, "--kv-transfer-config", "{}"], "--kv-transfer-config can't be used"),

@@ -39,7 +39,10 @@ class Child:
 
         descriptors: what else it inherits, under the same numbers.
         """
-        read_end, write_end = os.pipe()
+        try:
+            read_end, write_end = os.pipe()
+        except OSError as error:
+            raise StartupError(f"{name} can't be started: {error}") from error
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -50,9 +53,11 @@ class Child:
                 env=dict(environment),
                 pass_fds=(write_end, *descriptors),
             )
-        except OSError as error:
+        except BaseException as error:
             os.close(read_end)
-            raise StartupError(f"{name} can't be started: {error}") from error
+            if isinstance(error, OSError):
+                raise StartupError(f"{name} can't be started: {error}") from error
+            raise
         finally:
             os.close(write_end)
         assert process.stdin is not None
@@ -99,15 +104,18 @@ class Child:
                 self._process.terminate()
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
-        """Ask it to end, then end it and all that it started."""
+        """Ask it to end, then end it and all that it started; when cancelled, at once."""
         self._shared |= shared_by(of_group(self._process.pid))
-        if self._process.returncode is None:
+        try:
             self.terminate()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._process.wait()
-            except TimeoutError:
-                pass  # it had its time
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            pass  # it had its time
+        finally:
+            await self._kill()
+
+    async def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):

@@ -22,6 +22,8 @@ from kvmig.ground.errors import PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello, Message
 
+Order = AddInstances | DrainInstance | StopDrain
+
 log = logging.getLogger(__name__)
 
 
@@ -70,24 +72,28 @@ class Control:
             if isinstance(message, Hello):
                 self._fronts = [*(one for one in self._fronts if one != sender), sender]
                 self._members(self._cluster.members())
-            elif (answer := self._answer(message)) is not None:
-                self._send(sender, answer)
+            elif isinstance(message, Order):
+                self._send(sender, self._answer(message))
+            else:
+                log.warning("a front end sent %s", type(message).__name__)
 
-    def _answer(self, order: Message) -> OrderDone | None:
+    def _answer(self, order: Order) -> OrderDone:
         try:
-            match order:
-                case AddInstances():
-                    return OrderDone(order.call_id, self._cluster.add(order))
-                case DrainInstance():
-                    return OrderDone(order.call_id, self._cluster.drain(order))
-                case StopDrain():
-                    return OrderDone(order.call_id, self._cluster.stop_drain(order))
-                case _:
-                    log.warning("a front end sent %s", type(order).__name__)
-                    return None
+            return OrderDone(order.call_id, self._carry_out(order))
         except OrderRefused as refused:
-            assert isinstance(order, AddInstances | DrainInstance | StopDrain)
             return OrderDone(order.call_id, (), refused.refusal, str(refused))
+        except Exception as error:  # the next order must be heard
+            log.exception("%s failed", order)
+            return OrderDone(order.call_id, (), "failed", f"the launcher failed: {error!r}")
+
+    def _carry_out(self, order: Order) -> tuple[str, ...]:
+        match order:
+            case AddInstances():
+                return self._cluster.add(order)
+            case DrainInstance():
+                return self._cluster.drain(order)
+            case StopDrain():
+                return self._cluster.stop_drain(order)
 
     def _members(self, members: Sequence[Member]) -> None:
         if self._open:

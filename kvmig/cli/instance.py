@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Literal, Protocol
 
@@ -13,6 +14,8 @@ from kvmig.controlplane.orders import OrderRefused, SetState
 from kvmig.controlplane.restarts import Restarts
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import StartupError
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 """Between two looks at whether a draining instance is empty."""
@@ -120,6 +123,9 @@ class Instance:
                 how = await self._live()
             except StartupError as error:
                 how = str(error)
+            except Exception as error:  # else nobody would start it again, or hear of it
+                log.exception("instance %s", self.name)
+                how = f"its launcher failed: {error!r}"
             if self._leaving:
                 self._around.left(self)
                 return
@@ -158,9 +164,22 @@ class Instance:
         finally:
             self._link, self._endpoint = None, ""
             self._set("starting", "its process is gone")
+            await self._end(link, handle)
+
+    async def _end(self, link: LlumletLink | None, handle: Handle) -> None:
+        """To the end, whatever comes meanwhile: a process that hangs would keep its memory."""
+
+        async def end() -> None:
             if link is not None:
                 await link.close()
             await handle.stop()
+
+        ending = asyncio.create_task(end(), name=f"end of {self.name}")
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await asyncio.wait([ending])
+            raise
 
     # -- draining
 

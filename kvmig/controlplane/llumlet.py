@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -123,7 +124,15 @@ class Llumlet:
         await self._warm_up()
         self._headroom = await self._measure_headroom()
         for loop in (self._receive(), self._report(), self._pairing.run()):
-            self._spawn(loop)
+            self._spawn(self._for_ever(loop))
+
+    async def _for_ever(self, loop: Coroutine[Any, Any, None]) -> None:
+        """Without any of these an instance would be there and not serve: rather none at all."""
+        try:
+            await loop
+        except Exception as error:
+            self._on_exit(error)
+            raise
 
     async def _warm_up(self) -> None:
         warming = asyncio.ensure_future(self._engine.warm_up())
@@ -229,7 +238,8 @@ class Llumlet:
             self._tracking.end(request_id)
             endpoint = self._tracking.went_to(request_id)
             if endpoint is not None:
-                self._peers.send(endpoint, AbortRequests([request_id]))
+                with contextlib.suppress(TransportError):  # the request is gone with it
+                    self._peers.send(endpoint, AbortRequests([request_id]))
 
     def _discard(self, message: Discard) -> None:
         track = self._tracking.get(message.request_id)
@@ -239,11 +249,15 @@ class Llumlet:
 
     async def _list(self, sender: bytes, call_id: int) -> None:
         states = await self._engine.requests()
-        self._server.send(sender, Requests(call_id, states, self._tracking.gateways()))
+        self._send(sender, Requests(call_id, states, self._tracking.gateways()))
 
     async def _fence(self, sender: bytes, message: Fence) -> None:
-        committed = await self._migrations.fence(message.request_id, message.epoch)
-        self._server.send(sender, Fenced(message.call_id, committed))
+        try:
+            committed = await self._migrations.fence(message.request_id, message.epoch)
+        except TimeoutError:
+            log.warning("a commit of request %s takes long, nobody waits", message.request_id)
+            return
+        self._send(sender, Fenced(message.call_id, committed))
 
     # -- migrations
 
@@ -251,7 +265,7 @@ class Llumlet:
         ended = await self._migrate(
             message.request_id, message.destination, message.endpoint, "by-hand"
         )
-        self._server.send(sender, msgspec.structs.replace(ended, call_id=message.call_id))
+        self._send(sender, msgspec.structs.replace(ended, call_id=message.call_id))
         self._tell(ended, but=sender)
 
     async def _migrate_for_pair(self, request_id: str, pair: Pair) -> MigrationReport:

@@ -7,8 +7,9 @@ from typing import Literal
 from kvmig.ground.errors import KvmigError
 from kvmig.kvtransfer.messages import Message
 
-Refusal = Literal["", "unknown", "conflict", "invalid"]
-"""Why an order isn't carried out: no such instance, not in its present state, bad values."""
+Refusal = Literal["", "unknown", "conflict", "invalid", "failed"]
+"""Why an order isn't carried out: no such instance, not in its present state, bad values; or
+the launcher failed at it."""
 
 
 class OrderRefused(KvmigError):

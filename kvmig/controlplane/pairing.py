@@ -67,6 +67,8 @@ class Pairing:
             try:
                 while await self._move_one(destination):
                     pass
+            except Exception:  # the next round decides anew, and other moves go on
+                log.exception("a move to instance %s failed", destination)
             finally:
                 busy.discard(destination)
 

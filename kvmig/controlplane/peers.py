@@ -47,6 +47,8 @@ class Peers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for client, _ in self._clients.values():
+            client.close()  # of a task that has never begun
         self._clients.clear()
 
     async def _hear(self, endpoint: str, client: Client) -> None:

@@ -89,6 +89,7 @@ class OrderFailed(GatewayError):
         "unknown": HTTPStatus.NOT_FOUND,
         "conflict": HTTPStatus.CONFLICT,
         "invalid": HTTPStatus.BAD_REQUEST,
+        "failed": HTTPStatus.INTERNAL_SERVER_ERROR,
     }
 
     def __init__(self, refusal: Refusal, sentence: str) -> None:

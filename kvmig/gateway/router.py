@@ -297,8 +297,9 @@ class Router:
 
     def _check_heir(self, entry: Entry | None) -> None:
         """It may have been lost before it was known to be one."""
-        if entry is not None and entry.heir not in (None, *self._fleet.alive):
-            self._recovery.heir_lost(entry, entry.heir)
+        heir = None if entry is None else entry.heir
+        if entry is not None and heir is not None and heir not in self._fleet.alive:
+            self._recovery.heir_lost(entry, heir)
 
     def _act(self, entry: Entry, action: Action) -> None:
         match action:

@@ -40,7 +40,12 @@ def parse(argv: list[str]) -> Namespace:
         raise ConfigError(message)
 
     parser.error = refuse
-    args = parser.parse_args(argv)
+    try:
+        args = parser.parse_args(argv)
+    except ConfigError:
+        raise
+    except Exception as error:  # of a file that --config names: missing, no YAML, no mapping
+        raise ConfigError(f"vLLM's flags can't be read: {' '.join(str(error).split())}") from error
     if args.model_tag is not None:
         args.model = args.model_tag
     elif not any(word.split("=")[0] in ("--model", "--config") for word in argv):

@@ -1,0 +1,118 @@
+"""A llumlet around a toy engine, and what happens to it when somebody is gone or fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from examples.toy_engine.engine import ToyEngine
+from kvmig.controlplane.llumlet import Llumlet
+from kvmig.controlplane.messages import (
+    AbortRequests,
+    Call,
+    ClusterMessage,
+    Fence,
+    ListRequests,
+    Migrate,
+    Requests,
+    Submit,
+    Welcome,
+)
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import TransportError
+from kvmig.kvtransfer.link import Client
+from kvmig.kvtransfer.messages import Message
+
+SECRET = b"a secret of 16 b"
+
+
+class Toy(ToyEngine):
+    """It never steps."""
+
+    async def _steps(self) -> None:
+        await asyncio.sleep(600)
+
+
+@asynccontextmanager
+async def llumlet(engine: ToyEngine) -> AsyncIterator[Llumlet]:
+    it = Llumlet("i0", "cluster", SECRET, ClusterConfig(), engine)
+    await it.start()
+    try:
+        yield it
+    finally:
+        await it.close(2.0)
+
+
+class FrontEnd:
+    """A connection of a front end's."""
+
+    def __init__(self, it: Llumlet) -> None:
+        self.client = Client(it.endpoint, SECRET, "gateway", "front", ClusterMessage)
+
+    async def hear(self, kind: type[Message]) -> Message:
+        async with asyncio.timeout(10):
+            while not isinstance(message := (await self.client.recv())[0], kind):
+                pass
+            return message
+
+    async def requests(self) -> set[str]:
+        self.client.send(ListRequests(1))
+        answer = await self.hear(Requests)
+        assert isinstance(answer, Requests)
+        assert set(answer.fronts) == {one.request_id for one in answer.requests}
+        return set(answer.fronts)
+
+
+@asynccontextmanager
+async def front_end(it: Llumlet) -> AsyncIterator[FrontEnd]:
+    front = FrontEnd(it)
+    try:
+        await front.hear(Welcome)
+        yield front
+    finally:
+        front.client.close()
+
+
+async def test_answers_to_a_front_end_that_has_gone_are_no_failures(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    questions = (ListRequests(1), Fence(2, "r", 1), Migrate(3, "r", "i1", "tcp://127.0.0.1:1"))
+    async with llumlet(ToyEngine()) as it, front_end(it) as front:
+        for question in questions:
+            it._handle(b"nobody", question, [])
+        assert await front.requests() == set()
+        await asyncio.sleep(0.1)
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+async def test_an_abort_of_many_ends_all_though_one_has_left_for_an_instance_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone(endpoint: str, message: Message) -> None:
+        raise TransportError(f"{endpoint}: connection lost or refused")
+
+    engine = Toy()
+    async with llumlet(engine) as it, front_end(it) as front:
+        for name in ("a", "b"):
+            front.client.send(Submit(name), engine.encode_request([1, 2, 3], 100))
+        assert await front.requests() == {"a", "b"}
+        it._tracking.left("gone", "tcp://127.0.0.1:1")
+        monkeypatch.setattr(it._peers, "send", gone)
+        front.client.send(AbortRequests(["gone", "a", "b"]))
+        assert await front.requests() == set()
+
+
+async def test_a_llumlet_that_can_not_take_messages_any_more_has_failed() -> None:
+    class Broken(ToyEngine):
+        def call(self, *_: object) -> None:
+            raise ValueError("a bug")
+
+    async with llumlet(Broken()) as it, front_end(it) as front:
+        front.client.send(Call(1, "reset"))
+        async with asyncio.timeout(10):
+            error = await it.failed()
+        assert isinstance(error, ValueError)
