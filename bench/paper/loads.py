@@ -46,6 +46,23 @@ TARGETS = {"Request Mean": 1.1, "Request P99": 1.1, "Decode Mean": 1.1, "Decode 
            "Prefill P99": 2.5}  # fmt: skip
 
 
+WHY = """
+What differs, and why:
+
+- *First tokens come sooner here*, with all systems. In queues a few per cent of capacity are a
+  factor, and the seed alone is more: of the three, S-S at 34 requests/s has a P99 of 1.5 to 41 s
+  with Llumnix. The paper shows one run of each; its seed is known (0xcade), and with that one alone
+  ours are a little nearer (the columns with that seed).
+- *The largest ratio over round robin of whole requests* comes from BurstGPT, of which there are no
+  points; those of ShareGPT give what the last column says, and ours is within 1.2 of it.
+- *Over INFaaS++ on real traces first tokens gain less*, for INFaaS++ queues later here: its P99 on
+  ShareGPT leaves 1 s at 7.75 requests/s, in the paper at 7.25. Mean decode agrees within 4 %, so it
+  isn't the steps' model; what the paper's system lost beside its steps isn't modelled.
+- *Over INFaaS++ on generated traces the mean first token* is at its largest with M-M in both, 4.7
+  and 7.7: at 7.8 requests/s the paper's one run has a P99 of 240 s, ours 2.5 to 62 s by seed.
+"""
+
+
 def systems(workload: str) -> tuple[str, ...]:
     """Those that the paper shows."""
     return ("Round-Robin", "INFaaS++", "Llumnix") if workload in REAL else ("INFaaS++", "Llumnix")
@@ -99,7 +116,7 @@ def report(scope: Scope, results: Results, pictures: Path) -> str:
         + _errors(scope, results)
         + "\nLargest ratio over rates, baseline / Llumnix (means of the seeds); a number in bold"
         " is off by more than a factor of 1.6:\n\n" + _ratios(scope, results) + "\n"
-        + _losses(scope, results)
+        + _losses(scope, results) + WHY
     )  # fmt: skip
 
 
@@ -113,16 +130,20 @@ def _errors(scope: Scope, results: Results) -> str:
             continue
         floor = LEAST_LOSS_S if metric == "Preemption Loss" else 0.0
         logs[metric, system].append(math.log(max(ours, floor) / max(published, floor)))
+        first = values(scope, results, run_of(name, system, rate), METRICS[metric])[0]
+        logs[metric, f"{system} first"].append(math.log(max(first, floor) / max(published, floor)))
     rows = []
     for metric in METRICS:
         cells = [
             f"{math.exp(fmean(logs[metric, system])):.2f}" if logs[metric, system] else "-"
-            for system in ("Llumnix", "INFaaS++", "Round-Robin")
+            for system in ("Llumnix", "INFaaS++", "Round-Robin", "Llumnix first", "INFaaS++ first")
         ]
         most = TARGETS.get(metric)
         aim = f"within {most:g}x" if most else "-"
         rows.append([metric, *cells, aim])
-    return table(["", "Llumnix", "INFaaS++", "Round-Robin", "aim for Llumnix"], rows)
+    seed = f"seed {scope.seeds[0]:#x}"
+    header = ["", "Llumnix", "INFaaS++", "Round-Robin", f"Llumnix, {seed}", f"INFaaS++, {seed}"]
+    return table([*header, "aim for Llumnix"], rows)
 
 
 def _best_ratio(
@@ -137,6 +158,20 @@ def _best_ratio(
     )
 
 
+def _best_of_points(names: list[str], baseline: str, metric: str) -> float | None:
+    """The same of the paper's points; None where it has none."""
+    known = points()
+    return max(
+        (
+            seconds / known[name, "Llumnix", rate, metric]
+            for (name, system, rate, what), seconds in known.items()
+            if name in names and system == baseline and what == metric
+            and (name, "Llumnix", rate, metric) in known
+        ),
+        default=None,
+    )  # fmt: skip
+
+
 def _ratios(scope: Scope, results: Results) -> str:
     rows = []
     for kind, baseline, metric, published in PUBLISHED:
@@ -144,8 +179,11 @@ def _ratios(scope: Scope, results: Results) -> str:
         ours = _best_ratio(scope, results, names, baseline, metric)
         off = max(ours / published, published / ours) > 1.6
         shown = f"**{ours:.2f}**" if off else f"{ours:.2f}"
-        rows.append([kind, baseline, metric, shown, f"{published:g}"])
-    return table(["traces", "over", "metric", "ours", "paper"], rows)
+        read = _best_of_points(names, baseline, metric)
+        rows.append(
+            [kind, baseline, metric, shown, f"{published:g}", f"{read:.2f}" if read else ""]
+        )
+    return table(["traces", "over", "metric", "ours", "paper", "of its points"], rows)
 
 
 def _losses(scope: Scope, results: Results) -> str:
