@@ -39,6 +39,7 @@ from kvmig.controlplane.pairing import Pairing
 from kvmig.controlplane.peers import Peers
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import Reporter
+from kvmig.controlplane.resolutions import Resolutions
 from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
@@ -52,8 +53,6 @@ from kvmig.kvtransfer.transports.select import Site, open_staging
 
 log = logging.getLogger(__name__)
 
-RESOLVE_TRIES = 3
-RESOLVE_TIMEOUT_S = 5.0
 STEP_TIMES_S = 30.0
 """How long decode steps may be measured at the start, once for a model on a device."""
 CHANGE_PERIOD_S = 0.01
@@ -107,7 +106,7 @@ class Llumlet:
             policy_of(config.scheduler).victims,
         )
         self._bandwidth = Bandwidth(engine.layout.block_bytes)
-        self._resolving: dict[str, asyncio.Future[bool]] = {}
+        self._resolutions = Resolutions(self._server.send)
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._headroom: dict[int, float] = {}
@@ -202,9 +201,7 @@ class Llumlet:
             case Fence():
                 self._spawn(self._fence(sender, message))
             case Resolved():
-                future = self._resolving.get(message.mid)
-                if future is not None and not future.done():
-                    future.set_result(message.moved)
+                self._resolutions.answer(message)
             case Pairs() | SetState():
                 self._obey(message)
             case _:
@@ -306,17 +303,8 @@ class Llumlet:
         sender = self._fronts.identity(track.gateway) if track else None
         if sender is None:
             raise TransportError(f"the front end of {request_id} is gone")
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._resolving[mid] = answer
-        try:
-            for _ in range(RESOLVE_TRIES):
-                self._server.send(sender, Resolve(mid, request_id, epoch, destination))
-                done, _ = await asyncio.wait([answer], timeout=RESOLVE_TIMEOUT_S)
-                if done:
-                    return answer.result()
-        finally:
-            del self._resolving[mid]
-        raise TransportError(f"front end {track.gateway if track else ''} does not answer")
+        question = Resolve(mid, request_id, epoch, destination)
+        return await self._resolutions.ask(sender, question)
 
     def _from_peer(self, endpoint: str, message: Message, payload: list[memoryview]) -> None:
         self._migrations.receive_reply(endpoint, message, payload)
