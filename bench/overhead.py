@@ -36,7 +36,7 @@ from bench.client import Stream, prompt_of, session
 from bench.models import NAMES, model_flags, model_folder
 from bench.site import ENGINE_FLAGS, SERVED_FLAGS, SETTLE, Site, all_up
 from kvmig.cli.served import Served
-from kvmig.engines.vllm.flags import OFFLINE
+from kvmig.engines.offline import OFFLINE
 
 OTHERS = 4
 """Streams an instance beside the one that moves."""
@@ -213,6 +213,7 @@ def one_instance_each(model: Path, paced: Sequence[str], logs: Path) -> dict[str
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         "VLLM_LOGGING_LEVEL": "ERROR",
         **OFFLINE,
+        "VLLM_NO_USAGE_STATS": "1",
     }
     in_process = {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return {

@@ -1,4 +1,4 @@
-"""A front end: vLLM's OpenAI application on all instances, in the launcher's process or its own.
+"""A front end: an OpenAI server on all instances, in the launcher's process or its own.
 
 It knows the launcher by its socket only, so it makes no difference where it runs.
 """
@@ -12,7 +12,6 @@ from argparse import Namespace
 import msgspec
 
 from kvmig.cli.process import say
-from kvmig.engines.vllm import flags as vllm_flags
 from kvmig.gateway.gate import GateState
 from kvmig.ground.config import ClusterConfig
 
@@ -30,7 +29,7 @@ class FrontLaunch(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     config: ClusterConfig
     engine_argv: list[str]
-    """MODEL and vLLM's flags."""
+    """MODEL and the engine's flags."""
     listening: int = -1
     """Descriptor of the port's socket, for one in a process of its own."""
 
@@ -40,25 +39,24 @@ class FrontEnd:
 
     def __init__(self, launch: FrontLaunch, args: Namespace, sock: socket.socket) -> None:
         """args: of `launch.engine_argv`. sock: listening; it is closed with the front end."""
-        from kvmig.engines.vllm.front import Outlet, decode_outputs
         from kvmig.gateway.app import Front
         from kvmig.gateway.launcher_link import LauncherLink
         from kvmig.gateway.membership import Membership
-        from kvmig.gateway.ports import Batch
         from kvmig.gateway.router import Router
+        from kvmig.openai_server.base import openai_server
 
         self._launch = launch
         self._args = args
         self._sock = sock
         self._gate = GateState()
         self._front = Front(self._gate, launch.config.priorities)
-        self._outlet = Outlet()
+        self._http = openai_server(launch.config, launch.engine_argv, args, sock)
         self._router = Router(
             launch.name,
             launch.secret,
             launch.config,
-            self._outlet,
-            lambda payload: Batch((outputs := decode_outputs(payload)).outputs, outputs),
+            self._http.sink,
+            self._http.decode,
             observer=self._front.metrics,
         )
         self._membership = Membership(self._router)
@@ -70,43 +68,20 @@ class FrontEnd:
 
         Raises KvmigError; `close` it then, too.
         """
-        from kvmig.engines.vllm.config import engine_config
-        from kvmig.engines.vllm.front import RoutedLLM, apply_ready
-        from kvmig.engines.vllm.server import ApiServer
-        from kvmig.gateway.app import MIDDLEWARE
-
         args, config = self._args, self._launch.config
-        # vLLM reads the model's configuration while the instances load theirs.
-        vllm_config = await asyncio.get_running_loop().run_in_executor(
-            None, engine_config, vllm_flags.parse(self._launch.engine_argv)
-        )
+        await self._http.load()  # while the instances load theirs
         ready = await self._membership.first(config.start_timeout_s)
-        vllm_config.cache_config.num_gpu_blocks = 0
-        apply_ready(vllm_config, ready)
+        block_tokens = self._http.learn(ready)
         # What instances report in, see `engines.vllm.load`.
-        self._router.block_tokens = (
-            config.migration.unit_tokens or vllm_config.cache_config.block_size
-        )
-        self._llm = RoutedLLM(
-            vllm_config,
-            self._router,
-            self._outlet,
-            config.lifecycle.max_instances,
-            log_requests=args.enable_log_requests,
-            log_stats=not args.disable_log_stats,
-        )
+        self._router.block_tokens = config.migration.unit_tokens or block_tokens
         names = args.served_model_name or [args.model]
-        self._http = ApiServer(
-            self._llm,
-            args,
-            self._sock,
-            MIDDLEWARE,
+        self._started = True
+        await self._http.start(
+            self._router,
             lambda app: self._front.attach(
                 app, self._router, self._membership, self._launcher, names[0], args.api_key or ()
             ),
         )
-        self._started = True
-        await self._http.start()
 
     async def ended(self) -> None:
         """Wait until its HTTP server has stopped by itself."""
@@ -128,7 +103,6 @@ class FrontEnd:
         self._router.give_up("the server stops")
         if self._started:
             await self._http.stop(GRACE_S)
-            self._llm.shutdown()
         await self._launcher.close()
         await self._membership.close()
         await self._router.close()

@@ -14,7 +14,7 @@ import uvloop
 from kvmig.cli.launch import Announcement
 from kvmig.cli.process import leave, quiet
 from kvmig.controlplane.child import announce, read_launch
-from kvmig.engines.vllm import flags as vllm_flags
+from kvmig.engines.kind import kind_of
 from kvmig.front_end import FrontEnd, FrontLaunch
 from kvmig.ground.errors import KvmigError, StartupError
 
@@ -47,7 +47,7 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
     """Serve until the launcher wants an end, or has come to one. Raises StartupError."""
     ends = Ends()
     ends.listen()
-    args = vllm_flags.parse(launch.engine_argv)
+    args = kind_of(launch.config.engine).parse(launch.engine_argv)
     front = FrontEnd(launch, args, socket.socket(fileno=launch.listening))
     stopped = asyncio.create_task(ends.stop.wait())
     try:
@@ -58,7 +58,7 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
             await asyncio.wait([starting])
             return
         await starting
-        ends.listen()  # vLLM's server has put its own handlers in place
+        ends.listen()  # an HTTP server may have put its own in place
         announce(descriptor, Announcement(endpoint="shared"))
         ended = asyncio.create_task(front.ended())
         await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         launch = read_launch(FrontLaunch)
         quiet(launch.name)
-        vllm_flags.set_environment()
+        kind_of(launch.config.engine).prepare()
         uvloop.run(run(launch, descriptor))
     except KvmigError as error:
         try:

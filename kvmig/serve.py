@@ -26,13 +26,11 @@ from kvmig.cli.ray_launcher import RayLauncher
 from kvmig.cli.scheduler_keeper import SchedulerKeeper
 from kvmig.cli.shapes import InstanceShape, Shapes, own_flags, shapes_of, unit_tokens
 from kvmig.controlplane.messages import Member
-from kvmig.engines.vllm import flags as vllm_flags
-from kvmig.engines.vllm.scheduling_policy import scheduling_flags
-from kvmig.engines.vllm.version import check_version
+from kvmig.engines.kind import EngineKind, kind_of
 from kvmig.front_end import FrontEnd, FrontLaunch
 from kvmig.front_ends import FrontEnds
 from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import KvmigError
+from kvmig.ground.errors import ConfigError, KvmigError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,27 +38,27 @@ def main(argv: Sequence[str]) -> int:
     quiet("kvmig")
     try:
         config, rest, help_wanted = kvmig_flags.parse(list(argv))
+        kind = kind_of(config.engine)
         if help_wanted is not None:
-            return show_help(help_wanted)
-        check_version()
-        vllm_flags.set_environment()
+            return show_help(help_wanted, kind)
+        kind.prepare()
         gpu_ids = gpus()
         own = own_flags(config.instance_flags, config.instances)
         every = [word for words in (rest, *own.values()) for word in words]
-        rest = [*rest, *scheduling_flags(every, config.priorities)]
-        args = vllm_flags.parse(rest)
-        planned = shapes_of(args, rest, own, planned_instances(config), vllm_flags.parse)
-        config = in_units(config, unit_tokens(planned))
+        rest = [*rest, *kind.flags_for(every, config)]
+        args = kind.parse(rest)
+        planned = shapes_of(args, rest, own, planned_instances(config), kind.parse)
+        config = in_units(config, unit_tokens(planned), kind)
         sock = take_port(args.host, args.port)
     except KvmigError as error:
         say(str(error))
         return 2
     with sock:
         try:
-            if config.ray is None:
+            if config.ray is None and kind.shares_memory:
                 rest = [*rest, *share_memory(args, rest, planned, gpu_ids)]
             first = planned[: config.instances]
-            shapes = Shapes(rest, own, first, config.migration.unit_tokens, vllm_flags.parse)
+            shapes = Shapes(rest, own, first, config.migration.unit_tokens, kind.parse)
             cluster = secrets.token_hex(4)
             launcher: Launcher
             if config.ray is not None:
@@ -82,17 +80,22 @@ def planned_instances(config: ClusterConfig) -> int:
     return config.instances if config.scaling is None else config.lifecycle.max_instances
 
 
-def show_help(what: str) -> int:
-    """kvmig's flags; with `all`, vLLM's behind them."""
+def show_help(what: str, kind: EngineKind) -> int:
+    """kvmig's flags; with `all`, the engine's behind them."""
     kvmig_flags.parser().print_help()
     if what == "all":
-        vllm_flags.set_environment()
-        vllm_flags.print_help()
+        kind.prepare()
+        kind.print_help()
     return 0
 
 
-def in_units(config: ClusterConfig, tokens: int) -> ClusterConfig:
-    """Let instances exchange units of so many tokens; 0: blocks."""
+def in_units(config: ClusterConfig, tokens: int, kind: EngineKind) -> ClusterConfig:
+    """Let instances exchange units of so many tokens; 0: blocks. Raises ConfigError."""
+    if tokens and not kind.takes_units:
+        raise ConfigError(
+            "--instance-flags: --block-size must be the same for all instances with"
+            f" --engine {config.engine}"
+        )
     migration = msgspec.structs.replace(config.migration, unit_tokens=tokens)
     return msgspec.structs.replace(config, migration=migration)
 
@@ -205,7 +208,7 @@ class Server:
                 task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
             raise
-        self._take_signals()  # vLLM's server has put its own in place
+        self._take_signals()  # an HTTP server may have put its own in place
         self._cluster.on_change.append(self._stop_without_instances)
         if self._config.scheduler.migration or self._config.scaling is not None:
             keeper = SchedulerKeeper(self._config, self._secret, self._cluster)

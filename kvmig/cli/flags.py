@@ -1,4 +1,4 @@
-"""kvmig's own flags; whatever is not one of them is vLLM's."""
+"""kvmig's own flags; whatever is not one of them is the engine's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvmig.cli.priority_flags import add_priority_flags, priority_classes
 from kvmig.cli.quantity import quantity
 from kvmig.cli.ray_flags import add_ray_flags, ray_config
 from kvmig.ground.config import (
+    ENGINES,
     FOLLOWING,
     POLICIES,
     TRANSPORTS,
@@ -23,8 +24,8 @@ from kvmig.ground.config import (
 )
 from kvmig.ground.errors import ConfigError
 
-_EPILOG = """Every other flag is vLLM's and goes to each instance, e.g. --host, --port,
---max-model-len, --api-key; `--help=all` lists those too."""
+_EPILOG = """Every other flag is the engine's (vLLM's, unless --engine says otherwise) and goes to
+each instance, e.g. --host, --port, --max-model-len, --api-key; `--help=all` lists those too."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,14 +51,17 @@ def parser() -> argparse.ArgumentParser:
 
     group = root.add_argument_group("cluster")
     group.add_argument(
-        "--instances", type=int, default=cluster.instances, help="vLLM instances to start"
+        "--engine", default=cluster.engine, help=f"what instances are: {', '.join(ENGINES)}"
+    )
+    group.add_argument(
+        "--instances", type=int, default=cluster.instances, help="instances to start"
     )
     group.add_argument(
         "--instance-flags",
         action="append",
         default=[],
         metavar="'iN: FLAGS'",
-        help="vLLM's flags that only instance N gets, e.g. 'i1: --tensor-parallel-size 2';"
+        help="the engine's flags that only instance N gets, e.g. 'i1: --tensor-parallel-size 2';"
         " may be given several times",
     )
     group.add_argument(
@@ -200,13 +204,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
-    """Returns (checked config, vLLM's part of `argv`, what --help asked for).
+    """Returns (checked config, the engine's part of `argv`, what --help asked for).
 
     Raises ConfigError with the flag, its value and what is allowed.
     """
     flags, rest = parser().parse_known_args(argv)
     try:
         config = ClusterConfig(
+            engine=flags.engine,
             instances=flags.instances,
             instance_flags=tuple(flags.instance_flags),
             ray=ray_config(flags),

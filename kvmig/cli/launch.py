@@ -16,7 +16,7 @@ class LlumletLaunch(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     config: ClusterConfig
     engine_argv: list[str]
-    """MODEL and vLLM's flags."""
+    """MODEL and the engine's flags."""
 
 
 class Announcement(msgspec.Struct, frozen=True):

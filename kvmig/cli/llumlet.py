@@ -13,7 +13,7 @@ from kvmig.cli.launch import Announcement, LlumletLaunch
 from kvmig.cli.process import leave, quiet
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.controlplane.llumlet import Llumlet
-from kvmig.engines.base import ServingEngine
+from kvmig.engines.kind import kind_of
 from kvmig.ground.errors import KvmigError, StartupError
 
 STOP_S = 3.0
@@ -22,36 +22,17 @@ SWITCH_INTERVAL_S = 0.0005
 5 ms, several decode steps of a small model)."""
 
 
-def make_engine(argv: list[str], unit_tokens: int) -> ServingEngine:
-    """The vLLM engine that these flags describe. Raises StartupError with one sentence.
-
-    unit_tokens: of what it exchanges with other instances; 0: its own blocks.
-    """
-    from kvmig.engines.vllm import flags
-
-    flags.set_environment()
-    from kvmig.engines.vllm.config import engine_config, first_sentence
-    from kvmig.engines.vllm.serving import ServingVllm
-
-    args = flags.parse(argv)
-    try:
-        return ServingVllm(engine_config(args), unit_tokens=unit_tokens)
-    except KvmigError:
-        raise
-    except Exception as error:
-        # Whatever vLLM says about the model or the machine: the launcher prints it.
-        raise StartupError(f"can't serve {args.model}: {first_sentence(error)}") from error
-
-
 async def run(launch: LlumletLaunch, descriptor: int) -> None:
     """Serve until SIGTERM or the launcher's end."""
-    engine = make_engine(launch.engine_argv, launch.config.migration.unit_tokens)
+    kind = kind_of(launch.config.engine)
+    kind.prepare()
+    engine = kind.make(launch.engine_argv, launch.config.migration.unit_tokens)
     llumlet = Llumlet(launch.instance, launch.cluster, launch.secret, launch.config, engine)
     stopped = asyncio.ensure_future(until_stopped())
     try:
         await llumlet.start()
         gc.collect()
-        gc.freeze()  # a collection that walks all of vLLM would stop the engine for tens of ms
+        gc.freeze()  # a collection that walks all of vLLM would stop it for tens of ms
         announce(descriptor, Announcement(endpoint=llumlet.endpoint))
         failed = asyncio.ensure_future(llumlet.failed())
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,7 @@ from kvmig.cli.children import Child
 from kvmig.cli.environment import instance_environment
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.launcher import Handle
-from kvmig.engines.vllm.preload import preloaded
+from kvmig.engines.kind import kind_of
 from kvmig.kvtransfer.transports.shm import sweep
 
 
@@ -49,6 +49,7 @@ class LocalLauncher:
         place = self._place(workers)
         environment = instance_environment(place.gpus, self._threads, self._environment)
         if not place.gpus:
+            preloaded = kind_of(launch.config.engine).preloaded
             environment["LD_PRELOAD"] = preloaded(environment.get("LD_PRELOAD", ""))
         name = f"instance {launch.instance}"
         try:

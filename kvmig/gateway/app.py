@@ -22,10 +22,8 @@ from kvmig.gateway.request_id import RequestIdMiddleware
 from kvmig.gateway.router import Router
 from kvmig.ground.priorities import PriorityClass
 
-MIDDLEWARE = tuple(
-    f"{one.__module__}.{one.__name__}" for one in (PriorityMiddleware, Gate, RequestIdMiddleware)
-)
-"""Import paths, innermost first: the engine's application adds them when it is built."""
+MIDDLEWARE = (PriorityMiddleware, Gate, RequestIdMiddleware)
+"""Innermost first: the engine's application adds them when it is built."""
 
 
 class Front:

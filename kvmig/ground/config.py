@@ -21,9 +21,11 @@ PolicyName = Literal[
     "least-loaded",
     "round-robin",
 ]
+EngineName = Literal["vllm", "transformers"]
 Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl", "gloo", "nccl"]
 Following = Literal["auto", "always", "never"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
+ENGINES: tuple[str, ...] = get_args(EngineName)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 FOLLOWING: tuple[str, ...] = get_args(Following)
 
@@ -90,9 +92,11 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that all processes of one cluster agree on."""
 
+    engine: EngineName = "vllm"
+    """What the instances are, all of them."""
     instances: int = 2
     instance_flags: tuple[str, ...] = ()
-    """As given: "iN: FLAGS", vLLM's flags that only instance N gets."""
+    """As given: "iN: FLAGS", the engine's flags that only instance N gets."""
     ray: RayConfig | None = None
     """None: all instances run on this host."""
     control_host: str = "127.0.0.1"
@@ -119,6 +123,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     """
     scheduler, migration = config.scheduler, config.migration
     rules: tuple[tuple[bool, str, object, str], ...] = (
+        (config.engine in ENGINES, "--engine", config.engine, " or ".join(ENGINES)),
         (config.instances >= 1, "--instances", config.instances, "1 or more"),
         (config.report_ms > 0, "--report-ms", config.report_ms, "more than 0"),
         (config.drain_timeout_s >= 0, "--drain-timeout", config.drain_timeout_s, "0 or more"),

@@ -24,8 +24,8 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Of each token that is put out; greedy requests only."""
 
 
-class Output(msgspec.Struct, frozen=True):
-    """What one step gave one request."""
+class Output(msgspec.Struct):
+    """What one step gave one request; an `Item` of `kvmig.gateway.ports`."""
 
     request_id: str
     token_ids: list[int]
@@ -33,6 +33,16 @@ class Output(msgspec.Struct, frozen=True):
     """Empty while it runs."""
     logprobs: list[float] = []
     error: str = ""
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        """In order."""
+        return self.token_ids
+
+    @property
+    def finished(self) -> bool:
+        """Whether these are its last."""
+        return bool(self.finish_reason)
 
 
 class Progress(msgspec.Struct, frozen=True):

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from pathlib import Path
 from typing import NoReturn
 
+from kvmig.engines.offline import check_model, set_offline
 from kvmig.ground.errors import ConfigError
-
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-}
-"""Defaults of the environment: models come from disk, nothing is reported anywhere."""
 
 
 def set_environment() -> None:
     """Set what must be set before vLLM is imported; what the user has set stays."""
-    for name, value in OFFLINE.items():
-        os.environ.setdefault(name, value)
+    set_offline()
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # The engine runs in the llumlet's own process: vLLM must not start another for it.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -108,18 +99,6 @@ def refuse_conflicts(args: Namespace) -> None:
     for applies, sentence in conflicts:
         if applies:
             raise ConfigError(sentence)
-
-
-def check_model(model: str) -> None:
-    """Refuse a model that is not a folder on disk, unless the user allowed the hub."""
-    if os.environ.get("HF_HUB_OFFLINE") != "1":
-        return
-    path = Path(model)
-    if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"MODEL is {model}, must be a folder with a config.json"
-            " (to load from a hub, set HF_HUB_OFFLINE=0)"
-        )
 
 
 def print_help() -> None:

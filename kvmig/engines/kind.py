@@ -1,0 +1,67 @@
+"""The kinds of engines that the launcher can start, and what it must know of each."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvmig.engines.base import ServingEngine
+from kvmig.ground.config import ClusterConfig
+
+
+class EngineKind(Protocol):
+    """One kind. Its flags come as `argv`: MODEL, and whatever isn't one of kvmig's own."""
+
+    takes_units: bool
+    """Whether its instances can differ in shape (`MigrationConfig.unit_tokens`)."""
+    shares_memory: bool
+    """Whether it takes the flags of `kvmig.cli.environment.memory_flags`."""
+
+    def prepare(self) -> None:
+        """Check the version and set the environment, before anything of it is imported.
+
+        Raises StartupError.
+        """
+        ...
+
+    def parse(self, argv: list[str]) -> Namespace:
+        """At least: model, served_model_name, host, port, api_key, block_size,
+        tensor_parallel_size, kv_cache_memory_bytes.
+
+        Raises ConfigError with one sentence.
+        """
+        ...
+
+    def print_help(self) -> None:
+        """Its own flags."""
+        ...
+
+    def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
+        """Flags to add to those of all instances. words: all that any instance is given.
+
+        Raises ConfigError for what this kind can't do, and for flags that say otherwise.
+        """
+        ...
+
+    def preloaded(self, present: str) -> str:
+        """LD_PRELOAD of an instance on a CPU. present: as it is."""
+        ...
+
+    def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
+        """The engine, loaded. Raises StartupError or ConfigError with one sentence.
+
+        unit_tokens: of what it exchanges with other instances; 0: its own blocks.
+        """
+        ...
+
+
+def kind_of(name: str) -> EngineKind:
+    """name: one of `kvmig.ground.config.ENGINES`. Nothing else of that kind is imported."""
+    if name == "transformers":
+        from kvmig.engines.transformers.kind import TransformersKind
+
+        return TransformersKind()
+    from kvmig.engines.vllm.kind import VllmKind
+
+    return VllmKind()

@@ -1,0 +1,90 @@
+"""Flags of a transformers engine and its front end; vLLM's names where they mean the same."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvmig.engines.offline import check_model
+from kvmig.engines.transformers.config import EngineConfig
+from kvmig.engines.transformers.config import parse as parse_config
+from kvmig.ground.errors import ConfigError
+
+_FIELDS = {
+    "dtype": "dtype",
+    "block_size": "block_tokens",
+    "num_blocks": "num_blocks",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "max_num_seqs": "max_batch_requests",
+    "random_weights": "random_weights",
+    "weights_seed": "weights_seed",
+}
+"""Flag -> field of EngineConfig."""
+SERVED_BLOCKS = 2048
+"""Of an instance's KV cache, unless told otherwise."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """MODEL and flags, in groups."""
+    usual = EngineConfig(num_blocks=SERVED_BLOCKS)
+    root = _Parser(
+        prog="kvmig.serve --engine transformers",
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    root.set_defaults(tensor_parallel_size=1, kv_cache_memory_bytes=None)
+    root.add_argument("model", metavar="MODEL", nargs="?", help="folder of a checkpoint")
+    http = root.add_argument_group("HTTP")
+    http.add_argument("--host", help="address to listen on")
+    http.add_argument("--port", type=int, default=8000, help="port to listen on")
+    http.add_argument("--api-key", nargs="+", help="keys of which calls must bear one")
+    http.add_argument("--served-model-name", nargs="+", help="names of the model for clients")
+    http.add_argument("--chat-template", help="file with a template in place of the model's own")
+    http.add_argument("--disable-uvicorn-access-log", action="store_true", help="say less")
+    http.add_argument("--max-model-len", type=int, help="tokens of a request at most")
+    engine = root.add_argument_group("engine")
+    engine.add_argument("--dtype", default=usual.dtype, help="of weights and KV cache")
+    engine.add_argument(
+        "--block-size", type=int, default=usual.block_tokens, help="tokens a KV block"
+    )
+    engine.add_argument(
+        "--num-blocks", type=int, default=usual.num_blocks, help="KV blocks of an instance"
+    )
+    engine.add_argument(
+        "--max-num-seqs", type=int, default=usual.max_batch_requests, help="requests a step"
+    )
+    engine.add_argument(
+        "--max-num-batched-tokens", type=int, default=usual.max_batch_tokens, help="tokens a step"
+    )
+    engine.add_argument(
+        "--random-weights", action="store_true", help="draw weights instead of loading them"
+    )
+    engine.add_argument("--weights-seed", type=int, default=usual.weights_seed, help="of these")
+    return root
+
+
+def parse(argv: list[str]) -> Namespace:
+    """Raises ConfigError with the flag, its value and what is allowed."""
+    args = parser().parse_args(argv)
+    if args.model is None:
+        raise ConfigError("MODEL is missing, must be a folder with a config.json")
+    check_model(args.model)
+    parse_config(engine_fields(args))
+    if args.max_model_len is not None and args.max_model_len < 2:
+        raise ConfigError(f"--max-model-len is {args.max_model_len}, must be 2 or more")
+    if args.chat_template is not None and not Path(args.chat_template).is_file():
+        raise ConfigError(f"--chat-template is {args.chat_template}, must be a file")
+    return args
+
+
+def engine_fields(args: Namespace) -> dict[str, Any]:
+    """What `kvmig.engines.transformers.factory` takes."""
+    return {"model": args.model} | {field: getattr(args, flag) for flag, field in _FIELDS.items()}

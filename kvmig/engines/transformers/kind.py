@@ -1,0 +1,54 @@
+"""transformers as a kind of engine: implements `kvmig.engines.kind.EngineKind`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from kvmig.engines.base import ServingEngine
+from kvmig.engines.offline import set_offline
+from kvmig.engines.transformers import factory, flags
+from kvmig.engines.transformers.version import check_version
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import ConfigError, KvmigError, StartupError
+
+
+class TransformersKind:
+    """`argv` is what `flags` has: names as of vLLM where they mean the same."""
+
+    takes_units = False
+    shares_memory = False
+
+    def prepare(self) -> None:
+        set_offline()
+        check_version()
+
+    def parse(self, argv: list[str]) -> Namespace:
+        return flags.parse(argv)
+
+    def print_help(self) -> None:
+        flags.parser().print_help()
+
+    def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
+        if len(config.priorities) > 1:
+            raise ConfigError(
+                "--priority-class can't be used with --engine transformers: it runs requests"
+                " in order of arrival"
+            )
+        if config.ray is not None:
+            raise ConfigError("--ray can't be used with --engine transformers for now")
+        return []
+
+    def preloaded(self, present: str) -> str:
+        return present
+
+    def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
+        args = flags.parse(argv)
+        try:
+            return factory(**flags.engine_fields(args))
+        except KvmigError:
+            raise
+        except Exception as error:
+            # Whatever transformers says about the model or the machine: the launcher prints it.
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise StartupError(f"can't serve {args.model}: {reason}") from error

@@ -1,0 +1,50 @@
+"""vLLM as a kind of engine: implements `kvmig.engines.kind.EngineKind`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from kvmig.engines.base import ServingEngine
+from kvmig.engines.vllm import flags
+from kvmig.engines.vllm.preload import preloaded
+from kvmig.engines.vllm.scheduling_policy import scheduling_flags
+from kvmig.engines.vllm.version import check_version
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import KvmigError, StartupError
+
+
+class VllmKind:
+    """`argv` is what `vllm serve` takes."""
+
+    takes_units = True
+    shares_memory = True
+
+    def prepare(self) -> None:
+        check_version()
+        flags.set_environment()
+
+    def parse(self, argv: list[str]) -> Namespace:
+        return flags.parse(argv)
+
+    def print_help(self) -> None:
+        flags.print_help()
+
+    def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
+        return scheduling_flags(words, config.priorities)
+
+    def preloaded(self, present: str) -> str:
+        return preloaded(present)
+
+    def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
+        from kvmig.engines.vllm.config import engine_config, first_sentence
+        from kvmig.engines.vllm.serving import ServingVllm
+
+        args = flags.parse(argv)
+        try:
+            return ServingVllm(engine_config(args), unit_tokens=unit_tokens)
+        except KvmigError:
+            raise
+        except Exception as error:
+            # Whatever vLLM says about the model or the machine: the launcher prints it.
+            raise StartupError(f"can't serve {args.model}: {first_sentence(error)}") from error

@@ -1,0 +1,1 @@
+"""The OpenAI API on a Router, for each kind of engine."""

@@ -1,0 +1,83 @@
+"""Text out of tokens, while they come: whole characters only, up to a stop string. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+CONTEXT = 6
+"""Tokens of the prompt before the first output token that say how it is written (a space)."""
+
+
+class Detokenizer:
+    """Pieces that give, one after the other, what the tokens after a prompt read."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> None:
+        """decode: of any run of tokens, with U+FFFD for bytes that are no text."""
+        self._decode = decode
+        self._ids = list(prompt[-CONTEXT:])
+        self._begin = 0
+        self._read = len(self._ids)
+
+    def add(self, token_id: int) -> str:
+        """What is certain with this token; empty in the midst of a character."""
+        self._ids.append(token_id)
+        piece = self._piece()
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        self._begin, self._read = self._read, len(self._ids)
+        return piece
+
+    def rest(self) -> str:
+        """What was held back, when no token comes any more."""
+        piece = self._piece()
+        self._begin = self._read = len(self._ids)
+        return piece
+
+    def _piece(self) -> str:
+        before = self._decode(self._ids[self._begin : self._read])
+        after = self._decode(self._ids[self._begin :])
+        # A prompt may end in the midst of a character: U+FFFD before, a letter after.
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+        return after[len(list(same)) :]
+
+
+class Cut(NamedTuple):
+    """text: what the client may have; stopped: a stop string has come, which is not part of it."""
+
+    text: str
+    stopped: bool
+
+
+class StopStrings:
+    """Ends a text at the first stop string, and holds back what may become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+
+    def add(self, text: str) -> Cut:
+        """More text; character by character or in pieces, as it comes."""
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            text, self._held = self._held[: min(found)], ""
+            return Cut(text, True)
+        held = self._tail()
+        text, self._held = self._held[: len(self._held) - held], self._held[-held:] if held else ""
+        return Cut(text, False)
+
+    def rest(self) -> str:
+        """What was held back, when no text comes any more."""
+        text, self._held = self._held, ""
+        return text
+
+    def _tail(self) -> int:
+        """Length of the longest end of what is held with which a stop string begins."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            end = self._held[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,82 @@
+"""The OpenAI server for transformers engines, without vLLM: implements `OpenAIServer`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+import msgspec
+from fastapi import FastAPI, Response
+
+from kvmig.engines.transformers.tokenizer import Tokenizer
+from kvmig.gateway.app import MIDDLEWARE
+from kvmig.gateway.ports import Batch
+from kvmig.gateway.router import Router
+from kvmig.openai_server.generation import Engines, Outlet, decode_outputs
+from kvmig.openai_server.routes import openai_api
+from kvmig.openai_server.uvicorn_server import UvicornServer
+
+
+class Described(msgspec.Struct):
+    """Of what an engine says of itself (`ServingTransformers.describe`), what matters here."""
+
+    block_tokens: int
+    max_request_tokens: int
+
+
+class TransformersServer:
+    """Completions and chats, /v1/models, /health."""
+
+    def __init__(self, args: Namespace, sock: socket.socket) -> None:
+        self.sink = Outlet()
+        self._args = args
+        self._sock = sock
+        self._tokenizer: Tokenizer | None = None
+        self._max_tokens = 0
+        self._http: UvicornServer | None = None
+
+    def decode(self, payload: Sequence[memoryview]) -> Batch:
+        return decode_outputs(payload)
+
+    async def load(self) -> None:
+        self._tokenizer = await asyncio.to_thread(
+            Tokenizer, self._args.model, self._args.chat_template
+        )
+
+    def learn(self, ready: Sequence[bytes]) -> int:
+        assert self._tokenizer is not None
+        engines = [msgspec.msgpack.decode(one, type=Described) for one in ready]
+        limits = (self._tokenizer.max_tokens, self._args.max_model_len)
+        self._max_tokens = min(
+            *(one.max_request_tokens for one in engines), *(one for one in limits if one)
+        )
+        return engines[0].block_tokens
+
+    async def start(self, router: Router, prepare: Callable[[FastAPI], None]) -> None:
+        assert self._tokenizer is not None
+        args = self._args
+        app = FastAPI(title="kvmig", docs_url=None, redoc_url=None)
+        for layer in MIDDLEWARE:
+            app.add_middleware(layer)
+
+        @app.get("/health")
+        async def health() -> Response:
+            """200 while there is an instance to serve."""
+            return Response(status_code=503 if router.vacant() else 200)
+
+        engines = Engines(router, self.sink, self._tokenizer)
+        names = args.served_model_name or [args.model]
+        app.include_router(openai_api(engines, names, self._max_tokens, args.api_key or ()))
+        prepare(app)
+        self._http = UvicornServer(app, self._sock, access_log=not args.disable_uvicorn_access_log)
+        await self._http.start()
+
+    async def ended(self) -> None:
+        assert self._http is not None
+        await self._http.ended()
+
+    async def stop(self, grace_s: float) -> None:
+        if self._http is not None:
+            await self._http.stop(grace_s)
