@@ -256,6 +256,14 @@ def test_a_bad_row_of_a_trace_is_one_sentence_with_file_line_and_field(
     assert capsys.readouterr().err.strip().endswith(says)
 
 
+def test_infaas_is_least_loaded_by_the_papers_name() -> None:
+    by_name = [
+        simulate(Run(trace="M-M", policy=name, rate=8.0, requests=200)).result.figures
+        for name in ("infaas++", "least-loaded")
+    ]
+    assert by_name[0] == by_name[1]
+
+
 def test_two_calls_write_equal_bytes(tmp_path: Path) -> None:
     flags = ["--trace=M-M", "--requests=300", "--policy=kvmig", "--policy=llumnix-artifact"]
     for name, workers in (("a", 1), ("b", 2)):

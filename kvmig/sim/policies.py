@@ -39,14 +39,16 @@ SETTINGS = {
 }
 """live: kvmig as it runs. text and artifact: Llumnix (OSDI'24) by its paper, by its artifact."""
 
-NAMES = tuple(POLICIES)
+ALIASES = {"infaas++": "least-loaded"}
+"""Other names of policies, from the paper."""
+NAMES = (*POLICIES, *ALIASES)
 
 
 def policy(name: str) -> Policy:
     """By name. Raises ConfigError with the names there are."""
-    if name not in POLICIES:
+    if name not in NAMES:
         raise ConfigError(f"--policy is {name}, must be {' or '.join(NAMES)}")
-    return {str(key): value for key, value in POLICIES.items()}[name]
+    return {str(key): value for key, value in POLICIES.items()}[ALIASES.get(name, name)]
 
 
 def setting(name: str) -> Setting:

@@ -124,11 +124,10 @@ def simulate(run: Run, sample_s: float = 0.0) -> Finished:
 
 def _policy(run: Run) -> Policy:
     """As the live cluster takes it from its flags."""
-    policy(run.policy)
     return policy_of(
         msgspec.convert(
             {
-                "policy": run.policy,
+                "policy": policy(run.policy).name,
                 "migration": run.migration,
                 "source_below": run.source_below,
                 "destination_above": run.destination_above,
