@@ -1,8 +1,8 @@
 """`python -m bench.simulator`: the simulator against the real system, by one and the same trace.
 
-Replays short requests with Poisson arrivals against real engines of the bundled model, then
-simulates the same requests on engines whose cost model was fitted to these (--gpu, or
-`python -m kvmig.profile` before), and prints both.
+Replays short requests with Poisson arrivals against real engines, then simulates the same requests
+on engines whose cost model was fitted to these (--gpu, or `python -m kvmig.profile` before), and
+prints both.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import csv
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import httpx
 import msgspec
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from bench import report
 from bench.client import Stream, prompt_of, session
+from bench.models import NAMES, model_flags, model_folder
 from kvmig import profile
 from kvmig.cli.served import Served
-from kvmig.models import BUNDLED
 from kvmig.sim import cost
 from kvmig.sim.cost import CostModel
 from kvmig.sim.lengths import Zipf
@@ -43,6 +43,7 @@ FIGURES = {
     "migrations": 0.20,
 }
 """What is compared, and how far apart it may be."""
+COUNTS = ("preemptions", "migrations")
 
 Row = tuple[float, int, int]
 """arrival_s, input_tokens, output_tokens."""
@@ -58,7 +59,9 @@ def trace(requests: int, rate: float, seed: int) -> list[Row]:
     return [(round(float(at), 4), int(first), int(then)) for at, first, then in rows]
 
 
-async def replay(served: Served, rows: Sequence[Row]) -> list[tuple[float, float, float]]:
+async def replay(
+    served: Served, rows: Sequence[Row], seed: int
+) -> list[tuple[float, float, float]]:
     """(TTFT, time a token, end to end) in seconds of each request, as its client sees it."""
     async with session() as http:
         began = time.monotonic() + 0.5
@@ -66,8 +69,8 @@ async def replay(served: Served, rows: Sequence[Row]) -> list[tuple[float, float
         async def one(number: int, row: Row) -> tuple[float, float, float]:
             at, inputs, outputs = row
             await asyncio.sleep(max(0.0, began + at - time.monotonic()))
-            prompt = prompt_of(inputs, "simulator", number)
-            stream = Stream(http, served.url, served.model, prompt, outputs, str(number))
+            prompt = prompt_of(inputs, "simulator", seed, number)
+            stream = Stream(http, served.url, served.model, prompt, outputs, f"{seed} {number}")
             async with stream:
                 await stream.reach(outputs)
             first, last = stream.arrivals[0].at, stream.arrivals[-1].at
@@ -77,26 +80,28 @@ async def replay(served: Served, rows: Sequence[Row]) -> list[tuple[float, float
         return list(await asyncio.gather(*(one(n, row) for n, row in enumerate(rows))))
 
 
-def real(served: Served, rows: Sequence[Row]) -> dict[str, float]:
+def real(served: Served, rows: Sequence[Row], seed: int) -> dict[str, float]:
     """The figures of real engines."""
-    times = np.array(asyncio.run(replay(served, rows)))
+    before = counters(served)
+    times = np.array(asyncio.run(replay(served, rows, seed)))
     figures: dict[str, float] = {}
     for column, name in enumerate(("ttft", "tpot", "e2e")):
         figures[f"{name}_mean_s"] = float(times[:, column].mean())
         figures[f"{name}_p99_s"] = float(np.percentile(times[:, column], 99))
-    figures["preemptions"] = _preemptions(httpx.get(f"{served.url}/metrics", timeout=30).text)
-    return figures
+    return figures | {name: value - before[name] for name, value in counters(served).items()}
 
 
-def _moved(served: Served) -> set[str]:
-    """Ids of the migrations that were committed, of the last that the server remembers."""
-    return {move["id"] for move in served.get("migrations") if move["state"] == "committed"}
-
-
-def _preemptions(metrics: str) -> float:
-    """vLLM's own counter, over all engines."""
-    lines = [line for line in metrics.splitlines() if line.startswith("vllm:num_preemptions_total")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+def counters(served: Served) -> dict[str, float]:
+    """Preemptions and committed migrations so far, over all engines."""
+    found = {"preemptions": 0.0, "migrations": 0.0}
+    text = httpx.get(f"{served.url}/metrics", timeout=30).text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "vllm:num_preemptions_total":
+                found["preemptions"] += sample.value
+            elif sample.name == "kvmig_migrations_total":
+                found["migrations"] += sample.value * (sample.labels["outcome"] == "committed")
+    return found
 
 
 def simulated(rows: Sequence[Row], model: CostModel, args: argparse.Namespace) -> dict[str, float]:
@@ -112,99 +117,94 @@ def simulated(rows: Sequence[Row], model: CostModel, args: argparse.Namespace) -
         return simulate(run).result.figures
 
 
-def main() -> int:
-    """Exit code 1 if --check and something is too far apart."""
-    args = _parser().parse_args()
-    rows = trace(args.requests, args.rate, args.seed)
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    repeats = 1 if args.quick else args.repeats
+    names = ("model", "policy", "instances", "requests", "rate", "blocks", "seed")
+    settings = {name: getattr(args, name) for name in names} | {"repeats": repeats}
+    result = report.begin("simulator", settings)
     model = cost.load(str(args.gpu)) if args.gpu else _fitted(args)
+    result.settings["cost_model"] = msgspec.to_builtins(model)
     flags = [
-        *profile.engine_flags(_engines(args, args.blocks), ENGINE),
+        # One block more: vLLM keeps one for itself.
+        *profile.engine_flags(_engines(args, args.blocks + 1), (*ENGINE, *model_flags(args.model))),
         f"--policy={args.policy}",
         "--drain-timeout=2",
     ]
-    with Served(flags, model=BUNDLED) as served:
-        asyncio.run(replay(served, rows[:8]))  # caches warm up
-        known = _moved(served)
-        before = _preemptions(httpx.get(f"{served.url}/metrics", timeout=30).text)
-        ours = real(served, rows)
-        ours["migrations"] = float(len(_moved(served) - known))
-        ours["preemptions"] -= before
-    figures = simulated(rows, model, args)
-    Console(width=110).print(_table(ours, figures))
-    if args.out is not None:
-        args.out.write_text(json.dumps(_json(args, model, ours, figures), indent=1) + "\n")
-    far = [name for name in FIGURES if not _near(name, ours[name], figures[name])]
-    for name in far:
-        print(f"{name}: simulated {figures[name]:.4g}, real {ours[name]:.4g}", file=sys.stderr)
-    return 1 if args.check and far else 0
+    with Served(flags, model=model_folder(args.model)) as served:
+        asyncio.run(replay(served, trace(8, args.rate, args.seed), -1))  # caches warm up
+        for seed in range(args.seed, args.seed + repeats):
+            rows = trace(args.requests, args.rate, seed)
+            ours = real(served, rows, seed)
+            theirs = simulated(rows, model, args)
+            figures = {name: theirs[name] for name in FIGURES}
+            result.samples.append({"seed": seed, "real": ours, "simulated": figures})
+            report.say(f"trace {len(result.samples)} of {repeats}")
+    compare(result)
+    return report.finish(result, args, [_table(result)])
+
+
+def compare(result: report.Result) -> None:
+    """Means over the traces, and how far apart they may be; counts by two at any rate."""
+    for name, far in FIGURES.items():
+        ours, theirs = means(result, name)
+        slack = max(far, 2.0 / ours if name in COUNTS and ours else 0.0)
+        ratio = f"{name}_simulated_over_real"
+        if ours:
+            result.summary[ratio] = theirs / ours
+            result.targets[ratio] = {"min": 1 - slack, "max": 1 + slack}
+
+
+def means(result: report.Result, name: str) -> tuple[float, float]:
+    """Of a figure: real, simulated."""
+    samples = result.samples
+    return fmean(one["real"][name] for one in samples), fmean(
+        one["simulated"][name] for one in samples
+    )
 
 
 ENGINE = ("--enforce-eager", "--max-model-len=1024")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m bench.simulator", description=__doc__)
+    parser = report.parser(__doc__)
     add = parser.add_argument
+    add("--model", default="device20ms", help=f"{', '.join(NAMES)} or a folder")
     add("--gpu", type=Path, help="a fitted cost model, FILE.toml (default: fit one now)")
     add("--policy", default="kvmig")
     add("--instances", type=int, default=2)
-    add("--requests", type=int, default=150)
-    add("--rate", type=float, default=1.5, help="requests a second")
+    add("--requests", type=int, default=200, help="of a trace")
+    add("--repeats", type=int, default=5, help="traces, of which the means are compared")
+    add("--rate", type=float, default=3.0, help="requests a second")
     add("--blocks", type=int, default=40, help="KV blocks of 32 tokens an instance")
-    add("--seed", type=int, default=1)
-    add("--out", type=Path, metavar="FILE.json")
-    add("--check", action="store_true", help="exit 1 if a figure is too far apart")
+    add("--seed", type=int, default=1, help="of the first trace")
     return parser
 
 
 def _engines(args: argparse.Namespace, blocks: int) -> argparse.Namespace:
-    given = profile.parser().parse_args(
-        [f"--instances={args.instances}", f"--num-gpu-blocks-override={blocks}", "--out=fit.toml"]
-    )
+    given = profile.parser().parse_args([
+        str(model_folder(args.model)),
+        f"--instances={args.instances}",
+        f"--num-gpu-blocks-override={blocks}",
+        "--out=fit.toml",
+    ])  # fmt: skip
     assert isinstance(given, argparse.Namespace)
     return given
 
 
 def _fitted(args: argparse.Namespace) -> CostModel:
-    model, off = profile.profile(_engines(args, 600), ("--enforce-eager",))
-    Console().print(profile.errors(off))
+    model, off = profile.profile(_engines(args, 600), ("--enforce-eager", *model_flags(args.model)))
+    Console(stderr=True).print(profile.errors(off))
     return model
 
 
-def _near(name: str, ours: float, simulated_: float) -> bool:
-    """Within the tolerance; counts may differ by two at any rate."""
-    slack = 2.0 if name in ("preemptions", "migrations") else 0.0
-    return abs(simulated_ - ours) <= max(FIGURES[name] * ours, slack)
-
-
-def _table(ours: dict[str, float], figures: dict[str, float]) -> Table:
-    shown = Table(title="real engines and the simulator")
-    for heading in ("", "real", "simulated", "simulated / real", "within"):
-        shown.add_column(heading, justify="right")
-    for name, tolerance in FIGURES.items():
-        a, b = ours[name], figures[name]
-        ratio = f"{b / a:.2f}" if a else "-"
-        near = "yes" if _near(name, a, b) else f"no (±{100 * tolerance:.0f} %)"
-        shown.add_row(name, f"{a:.4g}", f"{b:.4g}", ratio, near)
-    return shown
-
-
-def _json(
-    args: argparse.Namespace, model: CostModel, ours: dict[str, float], figures: dict[str, float]
-) -> dict[str, Any]:
-    settings = {
-        name: getattr(args, name)
-        for name in ("policy", "instances", "requests", "rate", "blocks", "seed")
-    }
-    return {
-        "name": "simulator",
-        "settings": settings,
-        "machine": report.machine(),
-        "versions": report.versions(),
-        "cost_model": msgspec.to_builtins(model),
-        "real": ours,
-        "simulated": {name: figures[name] for name in FIGURES},
-    }
+def _table(result: report.Result) -> Table:
+    rows = [(name, *means(result, name)) for name in FIGURES]
+    return report.table(
+        "Real engines and the simulator",
+        ("", "real", "simulated", "simulated / real"),
+        [(name, a, b, b / a if a else "-") for name, a, b in rows],
+    )
 
 
 if __name__ == "__main__":
