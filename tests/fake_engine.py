@@ -91,6 +91,8 @@ class FakeEngine:
         self.urgent: list[bool] = []
         """Of each gather and scatter."""
         self.corrupt = False
+        self.decoding = True
+        """Whether its requests do, as far as it tells."""
         self.at_once = at_once
         self.on_started: Callable[[str], None] = lambda request_id: None
         self.before: Callable[[str], Awaitable[None]] = self._nothing
@@ -163,7 +165,7 @@ class FakeEngine:
         request = self._live(request_id)
         self.decode(request, self.steps)
         full = (len(request.tokens) - 1) // BLOCK_TOKENS
-        return Stage(request.blocks[sent:full], len(request.tokens), decoding=True)
+        return Stage(request.blocks[sent:full], len(request.tokens), decoding=self.decoding)
 
     async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
         await self._enter("fork")

@@ -78,6 +78,30 @@ async def test_copying_that_never_catches_up_ends_at_the_last_stage() -> None:
         assert report.tail_blocks > 2
 
 
+@pytest.mark.parametrize("how", ["aborted", "peer lost", "not decoding"])
+async def test_who_waits_for_no_first_token_gives_its_place_to_the_next(how: str) -> None:
+    # Far longer than this test may take.
+    async with cluster(timeout_ms=60_000.0, lease_ms=90_000.0, max_migrations=1) as them:
+        them.b.engine.on_started = lambda request_id: None  # no token comes
+        them.a.engine.decoding = how != "not decoding"
+        moving = asyncio.create_task(them.move())
+        await until(lambda: them.a.left)
+        if how == "aborted":
+            them.a.migrations.cancel_request("r", "aborted_by_client")
+        elif how == "peer lost":
+            them.a.migrations.peer_lost(them.b.server.endpoint)
+        async with asyncio.timeout(20):
+            report = await moving
+        assert report.state == "committed"
+        assert report.downtime_ms is not None
+        assert report.downtime_ms.first_token is None
+        them.b.engine.on_started = them.b.migrations.stepped
+        them.a.engine.decoding = True
+        them.a.engine.start("s")
+        async with asyncio.timeout(20):
+            assert (await them.move("s")).state == "committed"
+
+
 async def test_without_live_stages_everything_goes_with_the_tail() -> None:
     async with cluster(stages=0) as them:
         report = await them.move()

@@ -262,7 +262,7 @@ class Migrations:
 
     def cancel_request(self, request_id: str, reason: str) -> None:
         """Nobody wants the request any more. Unknown ids are ignored."""
-        for departure in self._going():
+        for departure in self._departures.values():
             if departure.session.move.request_id == request_id:
                 departure.session.deliver(Cancel(reason))
         self._arrivals.cancel(request_id, reason)

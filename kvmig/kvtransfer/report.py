@@ -58,7 +58,7 @@ class Downtime(msgspec.Struct, frozen=True):
     drain: asking for the suspension until no step of the source holds the request;
     tail_copy: gathering and sending the last blocks; commit: until the destination
     has it in its queue; first_token: until the destination's first step ended
-    (None when the request ended before).
+    (None when the request ended before, or didn't decode yet).
     """
 
     drain: float

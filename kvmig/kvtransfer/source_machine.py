@@ -240,6 +240,11 @@ class SourceMachine(Machine):
         return E.RESERVED in self.table[self.state] and stage == self.stage
 
     @property
+    def decoding(self) -> bool:
+        """Whether the request decoded when it was last looked at: a token comes soon."""
+        return self._plan.decoding
+
+    @property
     def beyond(self) -> bool:
         """Past the point of no return, and not decided."""
         return self.state in (S.COMMITTING, S.RESOLVING)

@@ -95,7 +95,7 @@ class SourceSession:
         self._undone: list[Action] = []
         self._sender: BlockSender | None = None
         self._export: base.Export | None = None
-        self._first_token: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._first_token: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
         self._timeline = Timeline(clock)
         self._errand = errand = Errand(
             move, engine, send, self._mailbox, self._timeline, clock, self._timeout_s
@@ -114,8 +114,9 @@ class SourceSession:
                 if self._sender is not None:
                     self._sender.copier.done(scatter_ms)
             case FirstToken(ms=ms):
-                if not self._first_token.done():
-                    self._first_token.set_result(ms)
+                self._hear_first_token(ms)
+            case Cancel() | PeerLost() if self.over:
+                self._hear_first_token(None)  # it won't come, or nobody would tell
             case _:
                 self._mailbox.put(event)
 
@@ -143,9 +144,14 @@ class SourceSession:
         machine, report = self.machine, self._timeline.report
         if machine.state is not S.COMMITTED:
             return report(self.move, "aborted", (machine.reason, machine.detail))
-        await asyncio.wait((self._first_token,), timeout=self._timeout_s)
+        if machine.decoding:
+            await asyncio.wait((self._first_token,), timeout=self._timeout_s)
         first_token = self._first_token.result() if self._first_token.done() else None
         return report(self.move, "committed", first_token=first_token)
+
+    def _hear_first_token(self, ms: float | None) -> None:
+        if not self._first_token.done():
+            self._first_token.set_result(ms)
 
     # -- the machine's actions
 
