@@ -10,9 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from pydantic import ValidationError
 
 from kvmig.engines.base import EngineLoad
 from kvmig.gateway.admin import admin_api
+from kvmig.gateway.admin_models import AddBody
 from kvmig.ground.config import ClusterConfig, SchedulerConfig
 from tests.fake_llumlet import Cluster, cluster, eventually
 
@@ -199,3 +201,8 @@ async def test_the_api_is_documented() -> None:
         assert {"Migration", "Instance", "Request", "ErrorBody"} <= schema["components"][
             "schemas"
         ].keys()
+
+
+def test_an_order_for_more_instances_than_anybody_has_is_refused() -> None:
+    with pytest.raises(ValidationError, match="less than or equal to 10000"):
+        AddBody(count=10**30)

@@ -54,6 +54,18 @@ async def test_a_class_is_named_by_number_or_by_name() -> None:
         assert json.loads(answer.json()["body"]) == {"prompt": "é", "priority": -10, "n": 1.5}
 
 
+@pytest.mark.parametrize("value", [b"1e999", b'"\xff"'], ids=["huge", "no UTF-8"])
+async def test_a_value_that_nobody_can_read_is_refused_like_others(value: bytes) -> None:
+    answer = await post(b'{"priority": ' + value + b"}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith(ALLOWED)
+
+
+async def test_json_by_any_spelling_of_its_type_is_looked_at() -> None:
+    answer = await post(b'{"priority": 7}', {"content-type": "Application/JSON"})
+    assert answer.status_code == 400
+
+
 async def test_a_body_that_comes_in_parts_is_put_together() -> None:
     async def parts() -> Any:
         for part in (b'{"prior', b'ity": "hi', b'gh"}'):

@@ -7,6 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.gateway.health import Health
+from kvmig.ground.config import ClusterConfig, check
+from kvmig.ground.errors import ConfigError
+from kvmig.ground.faults import FaultConfig
 
 PERIOD_S = 0.2
 
@@ -68,3 +71,10 @@ def test_time_during_which_nobody_listened_is_no_silence(slept: float) -> None:
     health.join("a")
     health.tick(slept)
     assert health.silence_s()["a"] <= 2 * PERIOD_S
+
+
+def test_instances_report_before_they_are_taken_for_silent() -> None:
+    faults = FaultConfig(silent_after_s=1.5)
+    check(ClusterConfig(report_ms=1000.0, faults=faults))
+    with pytest.raises(ConfigError, match=r"--silent-after is 1\.5, must be more seconds than"):
+        check(ClusterConfig(report_ms=2000.0, faults=faults))

@@ -79,7 +79,7 @@ REFUSED = [
     ([MODEL, "--front-ends", "0"], "--front-ends is 0, must be 1 or more"),
     ([MODEL, "--policy", "best"], "--policy is best, must be kvmig or"),
     ([MODEL, "--transport", "ftp"], "--transport is ftp, must be auto or shm or tcp"),
-    ([MODEL, "--silent-after", "0"], "--silent-after is 0.0, must be more than 0"),
+    ([MODEL, "--silent-after", "0"], "--silent-after is 0.0, must be more seconds than"),
     ([MODEL, "--max-crashes", "0"], "--max-crashes is 0, must be 1 or more"),
     ([MODEL, "--ray", "head"], "--ray is 'head', must be auto or HOST:PORT"),
     ([MODEL, "--ray", "ray://head:10001"], "must be auto or HOST:PORT"),

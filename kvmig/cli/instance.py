@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Literal, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Literal, Protocol
 
 from kvmig.cli.launcher import Handle
 from kvmig.cli.llumlet_link import LlumletLink
@@ -158,7 +158,7 @@ class Instance:
             self._want(self._wanted.state, "")
             if not self.first_start.done():
                 self.first_start.set_result("")
-            how = await _first(handle.ended(), link.silent())
+            how = await first_of(handle.ended(), link.silent())
             self._served_s = _now() - ready
             return how
         finally:
@@ -220,9 +220,9 @@ class Instance:
         self._around.changed()
 
 
-async def _first(*waits: Coroutine[Any, Any, str]) -> str:
-    """What the first to end says."""
-    tasks = [asyncio.create_task(wait) for wait in waits]
+async def first_of(*waits: Awaitable[str]) -> str:
+    """What the first to end says; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvmig.cli.children import Child
 from kvmig.cli.cluster import Cluster
+from kvmig.cli.instance import first_of
 from kvmig.controlplane.messages import ClusterMessage, Member, Members
 from kvmig.controlplane.orders import Scale
 from kvmig.controlplane.restarts import Restarts
@@ -18,6 +19,8 @@ from kvmig.ground.errors import KvmigError, PeerError, StartupError, TransportEr
 from kvmig.kvtransfer.link import Client
 
 SCHEDULER_TIMEOUT_S = 30.0
+GRACE_S = 1.0
+"""From the end of its connection to that of its process, if it has died."""
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ class SchedulerKeeper:
                 await self._live()
             except KvmigError as error:
                 log.warning("scheduler: %s; serving goes on without migrations", error)
+            except Exception:
+                log.exception("scheduler: serving goes on without migrations")
             pause_s = restarts.died(asyncio.get_running_loop().time() - began)
             assert pause_s is not None, "it is never given up"
             await asyncio.sleep(pause_s)
@@ -49,13 +54,14 @@ class SchedulerKeeper:
         """From start to death. Raises StartupError or TransportError saying how it ended."""
         launch = SchedulerLaunch(self._secret, self._config)
         child = await Child.start("scheduler", "kvmig.cli.scheduler", launch, os.environ)
-        hearing: asyncio.Task[None] | None = None
+        hearing: asyncio.Task[str] | None = None
         try:
             endpoint = await child.ready(SCHEDULER_TIMEOUT_S)
             self._link = Client(endpoint, self._secret, "launcher", "launcher", ClusterMessage)
             hearing = asyncio.create_task(self._hear(self._link), name="scheduler's decisions")
             self._tell(self._cluster.members())
-            raise StartupError(f"it ended ({await child.ended()})")
+            # One that lives without a connection knows no new instance: rather another one.
+            raise StartupError(await first_of(_ended(child), hearing))
         finally:
             if hearing is not None:
                 hearing.cancel()
@@ -65,7 +71,8 @@ class SchedulerKeeper:
                 self._link = None
             await child.stop()
 
-    async def _hear(self, link: Client) -> None:
+    async def _hear(self, link: Client) -> str:
+        """Do what it decides; how the connection ended."""
         while True:
             try:
                 message, _ = await link.recv()
@@ -73,8 +80,8 @@ class SchedulerKeeper:
                 log.warning("ignored from the scheduler: %s", error)
                 continue
             except TransportError as error:
-                log.info("scheduler: %s", error)  # its process has died, or will be found dead
-                return
+                await asyncio.sleep(GRACE_S)
+                return str(error)
             if isinstance(message, Scale):
                 self._cluster.scale(message)
 
@@ -85,3 +92,7 @@ class SchedulerKeeper:
             self._link.send(Members([one for one in members if one.state != "failed"]))
         except (TransportError, PeerError) as error:
             log.warning("the scheduler did not hear of the instances: %s", error)
+
+
+async def _ended(child: Child) -> str:
+    return f"it ended ({await child.ended()})"

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvmig.gateway.inventory import InstanceRow, RequestRow
 from kvmig.kvtransfer.report import MigrationReport
 
+MOST = 10_000
+"""Instances in one order; how many there may be is the launcher's to say."""
+
 Row = TypeVar("Row", bound=BaseModel)
 
 
@@ -92,7 +95,7 @@ class AddBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    count: int = Field(default=1, ge=1)
+    count: int = Field(default=1, ge=1, le=MOST)
     flags: str = Field(default="", description="vLLM's flags that only these get.")
 
 

@@ -87,6 +87,8 @@ class LauncherLink:
                 await self._hear(client)
             except TransportError as error:
                 log.warning("the launcher is lost: %s", error)
+            except Exception:  # a new connection begins with all that the launcher knows
+                log.exception("what the launcher told could not be done")
             finally:
                 self._client = None
                 client.close()

@@ -59,11 +59,15 @@ def checked_body(body: bytes, classes: Sequence[PriorityClass]) -> bytes:
     """
     try:
         fields = msgspec.json.decode(body, type=_Body)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body
     if FIELD not in fields:
         return body
-    value = msgspec.json.decode(fields[FIELD])
+    try:
+        value = msgspec.json.decode(fields[FIELD])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        shown = bytes(fields[FIELD])[:100].decode(errors="replace")
+        raise UnknownPriority(FIELD, shown, classes) from None
     number = number_of(FIELD, value, classes)
     if number == value:
         return body
@@ -89,7 +93,7 @@ class PriorityMiddleware:
         try:
             if (given := headers.get(HEADER)) is not None:
                 headers[HEADER] = checked_header(given, classes)
-            if "json" in headers.get("content-type", ""):
+            if "json" in headers.get("content-type", "").lower():
                 body = await _read(receive)
                 if body["type"] == "http.request":
                     body["body"] = checked_body(body["body"], classes)

@@ -346,8 +346,14 @@ class Router:
         """Find out what nobody tells: silent instances, and tokens that never come."""
         while True:
             await asyncio.sleep(period_s)
-            self._fleet.tick()
-            long_ago = self._clock() - HOLD_S
-            overdue = [one for one in self._table if one.splicer.waits_since(long_ago)]
-            self._recovery.run_again(overdue, "tokens of its last owner were lost")
-            self._recovery.tick()
+            try:
+                self._look()
+            except Exception:  # without it no silent instance would ever be found
+                log.exception("a look at the instances failed")
+
+    def _look(self) -> None:
+        self._fleet.tick()
+        long_ago = self._clock() - HOLD_S
+        overdue = [one for one in self._table if one.splicer.waits_since(long_ago)]
+        self._recovery.run_again(overdue, "tokens of its last owner were lost")
+        self._recovery.tick()

@@ -184,5 +184,5 @@ def check(config: ClusterConfig) -> ClusterConfig:
     check_classes(config.priorities)
     if config.scaling is not None:
         check_scaling(config.scaling, config.instances)
-    check_faults(config.faults)
+    check_faults(config.faults, config.report_ms)
     return config

@@ -21,10 +21,18 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A request that saw so many instances crash while it ran there isn't run again."""
 
 
-def check_faults(faults: FaultConfig) -> None:
-    """Raises ConfigError with the flag, its value and what is allowed."""
+def check_faults(faults: FaultConfig, report_ms: float) -> None:
+    """Raises ConfigError with the flag, its value and what is allowed.
+
+    report_ms: longest time between two words of a healthy instance.
+    """
     rules = (
-        (faults.silent_after_s > 0, "--silent-after", faults.silent_after_s, "more than 0"),
+        (
+            faults.silent_after_s > report_ms / 1000,
+            "--silent-after",
+            faults.silent_after_s,
+            f"more seconds than --report-ms ({report_ms:g}) has",
+        ),
         (faults.hung_after_s > 0, "--hung-after", faults.hung_after_s, "more than 0"),
         (faults.instance_wait_s >= 0, "--instance-wait", faults.instance_wait_s, "0 or more"),
         (faults.max_crashes >= 1, "--max-crashes", faults.max_crashes, "1 or more"),

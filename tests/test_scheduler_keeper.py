@@ -1,0 +1,78 @@
+"""Who keeps the scheduler running, on one that is only made up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvmig.cli import scheduler_keeper
+from kvmig.cli.children import Child
+from kvmig.cli.scheduler_keeper import SchedulerKeeper
+from kvmig.controlplane.messages import ClusterMessage, Member, Members
+from kvmig.ground.config import ClusterConfig
+from kvmig.kvtransfer.link import Server
+
+SECRET = b"a secret of 16 b"
+
+
+class FakeCluster:
+    """One instance."""
+
+    def __init__(self) -> None:
+        self.on_change: list[Any] = []
+
+    def members(self) -> list[Member]:
+        return [Member("i0", "tcp://i0")]
+
+
+class FakeChild:
+    """A process that never ends by itself."""
+
+    def __init__(self) -> None:
+        self.server = Server(SECRET, "scheduler", "scheduler", ClusterMessage)
+        self.stopped = False
+
+    async def ready(self, timeout_s: float) -> str:
+        return self.server.endpoint
+
+    async def ended(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def stop(self) -> None:
+        self.stopped = True
+        self.server.close()
+
+    async def told(self) -> Members:
+        while not isinstance(message := (await self.server.recv())[1], Members):
+            pass
+        return message
+
+
+async def test_a_scheduler_that_lives_without_its_connection_gives_way_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    children: list[FakeChild] = []
+
+    async def start(*_: object) -> FakeChild:
+        children.append(FakeChild())
+        return children[-1]
+
+    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr(scheduler_keeper, "GRACE_S", 0.01)
+    keeper = SchedulerKeeper(ClusterConfig(), SECRET, FakeCluster())  # type: ignore[arg-type]
+    keeping = asyncio.create_task(keeper.run())
+    async with asyncio.timeout(20):
+        while not children:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await children[0].told()
+        children[0].server.close()
+        while len(children) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert children[0].stopped
+        assert [one.instance for one in (await children[1].told()).members] == ["i0"]
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    assert children[1].stopped
