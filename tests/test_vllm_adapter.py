@@ -365,6 +365,47 @@ async def test_a_full_batch_refuses(pair: Pair) -> None:
         await pair.finish(name)
 
 
+async def test_a_reserved_request_keeps_its_place_in_the_batch(pair: Pair) -> None:
+    """vLLM's scheduler dies of more running requests than --max-num-seqs, which is 4 here."""
+    unmoved = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "moved", PROMPT)
+    await pair.step(pair.a, until=("moved", 5))
+    export = await pair.done(pair.a.engine.export("moved"))
+    await pair.done(pair.b.engine.reserve(export))
+    busy = [f"busy {number}" for number in range(5)]
+    for name in busy:
+        pair.submit(pair.b, name, PROMPT[:20], max_tokens=30)
+    await pair.step(pair.b, until=("busy 2", 1))
+    assert len(pair.b.engine._scheduler.running) == 3
+
+    await pair.copy_stage(pair.a, pair.b, "moved", 0)
+    tail = await pair.suspend(pair.a, "moved", 3)
+    blocks = await pair.done(pair.b.engine.grow("moved", tail.num_tokens))
+    await pair.copy(pair.a, pair.b, tail.block_ids, blocks[3 : 3 + len(tail.block_ids)])
+    pair.b.engine.assign("moved", 1)
+    await pair.done(pair.b.engine.commit("moved", tail))
+    await pair.done(pair.a.engine.release("moved"))
+    same(await pair.finish("moved"), unmoved)
+    for name in busy:
+        await pair.finish(name)
+
+
+async def test_a_suspended_request_finds_its_place_in_the_batch_again(pair: Pair) -> None:
+    unmoved = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "kept", PROMPT)
+    await pair.step(pair.a, until=("kept", 5))
+    await pair.done(pair.a.engine.export("kept"))
+    await pair.suspend(pair.a, "kept", 0)
+    busy = [f"busy {number}" for number in range(5)]
+    for name in busy:
+        pair.submit(pair.a, name, PROMPT[:20], max_tokens=30)
+    await pair.step(pair.a, until=("busy 2", 1))
+    await pair.done(pair.a.engine.resume("kept"))
+    same(await pair.finish("kept"), unmoved)
+    for name in busy:
+        await pair.finish(name)
+
+
 async def test_prompt_log_probabilities_keep_a_request_in_place_until_it_decodes(
     pair: Pair,
 ) -> None:

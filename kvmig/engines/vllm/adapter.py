@@ -65,6 +65,7 @@ class VllmEngine:
         self._source = Source(core, self._memory.units)
         self._destination = Destination(core, self._memory.units)
         self._warm_step = WarmStep(core)
+        self._seats = scheduler.max_num_active_reqs
         self._submitted: dict[str, list[bytes]] = {}
         # Building a request hashes its blocks and feeds its grammar: not on the engine's thread.
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="kvmig-build")
@@ -86,6 +87,10 @@ class VllmEngine:
         """On the engine's thread, after each step and each call."""
         self._source.between_steps()
         self._destination.between_steps()
+        # vLLM admits new requests up to this many, and dies of more than --max-num-seqs: those
+        # that come, and those that may come back, keep their places.
+        kept = self._source.may_come_back() + self._destination.to_come()
+        self._scheduler.max_num_active_reqs = self._seats - kept
         now = time.monotonic()
         # After its last step an idle engine takes none that would renew the snapshot.
         if now - self._load_at >= _LOAD_PERIOD_S or not self._scheduler.running:

@@ -53,7 +53,7 @@ class Destination:
             raise MigrationRefused("already_migrating", f"{request_id} is here already")
         if request.num_tokens > scheduler.max_model_len:
             raise MigrationRefused("incompatible", f"{request.num_tokens} tokens are too long")
-        if len(scheduler.running) + self._to_come() >= scheduler.max_num_active_reqs:
+        if len(scheduler.running) >= scheduler.max_num_active_reqs:  # without those to come
             raise MigrationRefused("no_batch_slot", f"{len(scheduler.running)} requests run")
         lora.load_adapter(self._core, request)
         self._arriving[request_id] = arriving = Arriving(request, exported)
@@ -166,6 +166,11 @@ class Destination:
         """Requests that hold a reservation now."""
         return len(self._arriving)
 
+    def to_come(self) -> int:
+        """Arriving requests that are not among the running ones."""
+        running = set(self._scheduler.running) if self._arriving else set()
+        return sum(one.request not in running for one in self._arriving.values())
+
     def is_arriving(self, request_id: str) -> bool:
         """Whether the request runs elsewhere still."""
         return request_id in self._arriving
@@ -239,11 +244,6 @@ class Destination:
             lost = arriving.lost or "error"
             raise MigrationRefused(lost, f"{request_id} does not follow here")
         return arriving
-
-    def _to_come(self) -> int:
-        """Arriving requests that are not among the running ones."""
-        running = set(self._scheduler.running)
-        return sum(one.request not in running for one in self._arriving.values())
 
     def _start(self, request: Request, generator: bytes | None) -> None:
         scheduler = self._scheduler

@@ -135,6 +135,13 @@ class Source:
         if leaving is not None and leaving.suspended:
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
+    def may_come_back(self) -> int:
+        """Suspended requests that were running: `resume` puts them back into the batch."""
+        return sum(
+            one.suspended and one.request.status == RequestStatus.RUNNING
+            for one in self._leaving.values()
+        )
+
     def is_suspended(self, request_id: str) -> bool:
         """Whether the request is out of the batch on our behalf."""
         leaving = self._leaving.get(request_id)
