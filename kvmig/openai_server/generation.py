@@ -6,15 +6,17 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
-from kvmig.engines.transformers.tokenizer import Tokenizer
 from kvmig.gateway.ports import Batch, Item
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import NoInstance
 from kvmig.openai_server.errors import Failed
 from kvmig.openai_server.text import Detokenizer, StopStrings
+
+if TYPE_CHECKING:
+    from kvmig.engines.transformers.tokenizer import Tokenizer
 
 
 class Outlet:

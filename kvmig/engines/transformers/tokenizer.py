@@ -53,8 +53,8 @@ class Tokenizer:
                     "tokenize": False,
                 },
             )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
+        except (TemplateError, TypeError) as error:  # TypeError: by options of other names
+            raise ValueError(f"the chat template refuses the call: {error}") from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
