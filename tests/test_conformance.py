@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm_side import ENVIRONMENT
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_suite(*arguments: str) -> tuple[int, str]:
+def run_suite(*arguments: str, **env: str) -> tuple[int, str]:
     """Exit code and output of the suite in a process of its own."""
     command = [sys.executable, "-m", "pytest", "-p", "kvmig.testing.plugin", "-q"]
     done = subprocess.run(
         [*command, "--pyargs", "kvmig.testing", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
         timeout=500,
@@ -30,6 +32,14 @@ def run_suite(*arguments: str) -> tuple[int, str]:
 @pytest.mark.engine
 def test_the_transformers_engine_conforms() -> None:
     code, output = run_suite("--engine", "kvmig.engines.transformers:factory")
+    assert code == 0, output
+
+
+@pytest.mark.engine
+def test_the_vllm_engine_conforms() -> None:
+    """Two engines that follow, in one process; aborts of this adapter: test_vllm_adapter."""
+    arguments = ("--engine", "kvmig.engines.vllm:factory", "-W", "ignore", "-k", "test_moves")
+    code, output = run_suite(*arguments, **ENVIRONMENT)
     assert code == 0, output
 
 
