@@ -293,7 +293,7 @@ async def test_without_a_front_end_the_request_runs_nowhere() -> None:
         them.a.front_end_is_gone = True
         them.b.drop = dropping(Commit, 99)
         report = await them.move()
-        assert (report.state, report.reason, them.owners()) == ("aborted", "peer_lost", "")
+        assert (report.state, report.reason, them.owners()) == ("aborted", "orphaned", "")
         assert "r" not in them.a.engine.running
 
 

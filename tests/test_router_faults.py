@@ -306,6 +306,28 @@ async def test_tokens_of_one_that_it_has_left_since_do_not_hide_where_it_runs() 
         await runs_again([a, b], 10, 11, 12)
 
 
+async def test_a_stream_that_goes_over_to_an_instance_lost_meanwhile_runs_again() -> None:
+    async with cluster(instances=3) as it:
+        a = await running(it, 10)
+        b, c = others(it, a)
+        b.step(("r", 1, 2, [12]))  # held: a's last token is still to come
+        await eventually(lambda: it.router._table.entries["r"].splicer.waits_since(1e12))
+        await b.close()
+        await eventually(lambda: it.state(b) == "lost")
+        a.step(("r", 0, 1, [11]))
+        await it.front.until(lambda: it.front.tokens["r"] == [10, 11, 12])
+        await runs_again([a, c], 10, 11, 12)
+
+
+async def test_a_request_that_nobody_runs_any_more_runs_again() -> None:
+    async with cluster() as it:
+        a = await running(it, 10)
+        (b,) = others(it, a)
+        # The source has asked us about its commit for long, and we didn't answer.
+        a.send(Migrated(0, report("r", a.instance, b.instance, "orphaned")))
+        await runs_again([a, b], 10)
+
+
 async def test_who_holds_a_lost_run_is_told_to_drop_it() -> None:
     async with cluster(instances=3) as it:
         a = await running(it, 10)

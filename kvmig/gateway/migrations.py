@@ -88,8 +88,7 @@ class Migrations:
         return msgspec.structs.replace(answer.report, request_id=found.row.id)
 
     def ended(self, message: Migrated) -> Entry | None:
-        """A report came in. Returns the request if it runs at its destination from now on,
-        and the client has seen no token from there yet."""
+        """A report came in. Returns the request, if it is one of ours and lives."""
         report, entry = message.report, self._table.runs.get(message.report.request_id)
         if entry is not None:
             report = msgspec.structs.replace(report, request_id=entry.request_id)
@@ -97,9 +96,9 @@ class Migrations:
             self.reports.append(report)
             if message.front in ("", self._own):
                 self._observer.migrated(report, entry.priority if entry else None)
-        if report.state != "committed" or entry is None:
-            return None
-        return entry if entry.inherit(report.destination, message.epoch) else None
+        if report.state == "committed" and entry is not None:
+            entry.inherit(report.destination, message.epoch)
+        return entry
 
     def _check(self, any_id: str, destination: str) -> tuple[Entry, str, str]:
         """The request, who runs it and the destination's endpoint, if it may be moved there."""

@@ -86,13 +86,7 @@ class Recovery:
             self._miss(instance, ailment)
             if self._fleet.any_fit():
                 self._leave_ailing(instance, f"instance {instance} is {ailment}")
-        self.place()
-
-    def heir_lost(self, entry: Entry, heir: str) -> None:
-        """The request was moved there, and that instance is lost."""
-        if heir in self._missing:
-            entry.crashes.missed(heir, self._clock())
-        self._displace(entry, f"instance {heir}, which ran it, is lost")
+        self._leave_lost()
         self.place()
 
     def run_again(self, entries: Sequence[Entry], reason: str) -> None:
@@ -137,6 +131,15 @@ class Recovery:
             entry.crashes.missed(instance, now)
             if entry.crashes.verdict(now, self._config.max_crashes) == "run":
                 self._displace(entry, reason)
+
+    def _leave_lost(self) -> None:
+        """An instance may be lost before it is known that a request has moved there."""
+        alive, now = {None, *self._fleet.alive}, self._clock()
+        for entry in self._table:
+            if (instance := entry.instance) not in alive and instance is not None:
+                if instance in self._missing:
+                    entry.crashes.missed(instance, now)
+                self._displace(entry, f"instance {instance}, which ran it, is lost")
 
     def _displace(self, entry: Entry, reason: str) -> None:
         self._endings.abort([entry])

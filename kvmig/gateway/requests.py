@@ -81,15 +81,14 @@ class Entry:
             return set()
         return {one for one in (self.owner, self.destination, self.heir) if one is not None}
 
-    def inherit(self, heir: str, epoch: int) -> bool:
-        """It went to `heir`, from where it ran under `epoch`; whether that is news.
+    def inherit(self, heir: str, epoch: int) -> None:
+        """It went to `heir`, from where it ran under `epoch`.
 
         What different instances tell of a request that moves on and on comes in any order.
         """
-        if epoch < self.splicer.epoch or (self.heir is not None and epoch <= self.bequeathed):
-            return False
-        self.heir, self.bequeathed = heir, epoch
-        return True
+        known = -1 if self.heir is None else self.bequeathed
+        if epoch >= self.splicer.epoch and epoch > known:
+            self.heir, self.bequeathed = heir, epoch
 
     def reached(self, epoch: int) -> None:
         """The client gets tokens of `epoch` now: whoever it came from is no news any more."""

@@ -288,18 +288,12 @@ class Router:
     def _migrated(self, message: Migrated, payload: list[memoryview]) -> None:
         entry = self._migrations.ended(message)
         self._calls.answer(message.call_id, message, payload)
-        self._check_heir(entry)
+        if entry is not None and message.report.reason == "orphaned":
+            self._recovery.run_again([entry], message.report.detail)
 
     async def _resolve(self, source: str, question: Resolve) -> None:
         moved = await self._arbiter.moved(question)
         self._endings.tell(source, Resolved(question.mid, moved))
-        self._check_heir(self._table.runs.get(question.request_id))
-
-    def _check_heir(self, entry: Entry | None) -> None:
-        """It may have been lost before it was known to be one."""
-        heir = None if entry is None else entry.heir
-        if entry is not None and heir is not None and heir not in self._fleet.alive:
-            self._recovery.heir_lost(entry, heir)
 
     def _act(self, entry: Entry, action: Action) -> None:
         match action:

@@ -23,6 +23,7 @@ Reason = Literal[
     "corrupt",
     "timeout",
     "peer_lost",
+    "orphaned",
     "superseded",
     "shutdown",
     "error",

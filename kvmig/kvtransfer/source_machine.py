@@ -370,7 +370,7 @@ class SourceMachine(Machine):
     def orphaned(self) -> list[Action]:
         """Nobody is left who reads the stream: run it nowhere rather than twice."""
         self.go(E.ORPHANED)
-        self.reason, self.detail = "peer_lost", "neither destination nor front end answers"
+        self.reason, self.detail = "orphaned", "neither destination nor front end answers"
         return [Release()]
 
     def _kept(self, reason: str, detail: str = "") -> list[Action]:
