@@ -106,6 +106,14 @@ def test_a_queue_moves_only_where_it_starts_at_once(other: InstanceView) -> None
     assert decide(instance("a", 80, 4, (30,)), other, rounds=only(move_queues)) == []
 
 
+def test_a_queue_uses_a_headroom_only_when_it_can_start_nowhere_else() -> None:
+    stuck, protected = instance("a", 80, 4, (30,)), mixed("b", 1, 0)
+    rounds = only(move_queues)
+    assert short(decide(stuck, protected, rounds=rounds))[0][:3] == ("queue", "a", "b")
+    [pairing] = decide(stuck, protected, instance("c", 40, 4), rounds=rounds)
+    assert pairing.destination == "c"
+
+
 def test_a_head_that_can_start_where_it_is_stays() -> None:
     rounds = Rounds(rules=(move_queues, make_room))
     assert decide(instance("a", 60, 4, (30,)), instance("b"), rounds=rounds) == []

@@ -25,19 +25,30 @@ def move_queues(ledger: Ledger) -> None:
     if not stuck:
         return
     takers = _takers(ledger)
+    keepers = _keepers(ledger)
     for source in stuck:
-        roomiest = takers.take(source)
-        wanted = float(columns.head[source])
-        if roomiest and ledger.room(roomiest[0]) >= wanted:
-            destination = roomiest[0]
-            room = ledger.room(destination)
+        if not _move_queue(ledger, source, takers, 0.0):
+            _move_queue(ledger, source, keepers, 1.0)
+
+
+def _move_queue(ledger: Ledger, source: int, takers: Takers, borrowed: float) -> bool:
+    """To the first of `takers`, where so much of the headroom counts as room; whether it may."""
+    columns = ledger.columns
+    roomiest = takers.take(source)
+    wanted = float(columns.head[source])
+    room = -1.0
+    if roomiest:
+        destination = roomiest[0]
+        room = ledger.room(destination) + borrowed * float(columns.kept[destination])
+        if room >= wanted:
             queue = wanted + float(columns.behind[source])
             blocks = min(queue, room)
             requests = math.ceil(columns.waiting[source] * blocks / queue)
             ledger.pair(
                 source, destination, requests, blocks, budget=blocks, room=room, why="queue"
             )
-        takers.put_back(roomiest)
+    takers.put_back(roomiest)
+    return room >= wanted
 
 
 def make_room(ledger: Ledger) -> None:
@@ -77,6 +88,14 @@ def _missing(ledger: Ledger) -> Column:
     columns = ledger.columns
     missing: Column = columns.head - (columns.total - columns.used)
     return np.where(columns.waiting > 0, missing, 0.0)
+
+
+def _keepers(ledger: Ledger) -> Takers:
+    """Those with a headroom and the most room with it, and no queue: better there than waiting."""
+    kept = ledger.columns.kept
+    free = ledger.serving & (ledger.columns.waiting == 0) & (kept > 0)
+    free &= ledger.batch < ledger.columns.seats
+    return Takers(ledger, free, ledger.rooms() + kept, lambda row: ledger.room(row) + kept[row])
 
 
 def _takers(ledger: Ledger) -> Takers:
