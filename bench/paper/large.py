@@ -11,6 +11,13 @@ POLICIES = ("round-robin", "least-loaded", "llumnix", "kvmig")
 SIZES = ((16, 10_000), (64, 40_000), (1_000, 100_000))
 """Instances, and requests: 2.1 a second and instance."""
 
+LARGEST = ("llumnix", "kvmig")
+"""Policies that are tried with 1,000, too."""
+
+
+def _tried(policy: str, instances: int) -> bool:
+    return instances < 1_000 or policy in LARGEST
+
 
 def sizes(scope: Scope) -> list[tuple[int, int]]:
     """Those that this scope has time for."""
@@ -30,8 +37,13 @@ def run_of(policy: str, instances: int, requests: int) -> Run:
 
 
 def runs(scope: Scope) -> list[Run]:
-    """Every policy in every size."""
-    return [run_of(policy, *size) for policy in POLICIES for size in sizes(scope)]
+    """The policies in all sizes."""
+    return [
+        run_of(policy, *size)
+        for policy in POLICIES
+        for size in sizes(scope)
+        if _tried(policy, size[0])
+    ]
 
 
 def report(scope: Scope, results: Results, pictures: Path) -> str:
@@ -40,6 +52,9 @@ def report(scope: Scope, results: Results, pictures: Path) -> str:
     for policy in POLICIES:
         row = [policy]
         for size in sizes(scope):
+            if not _tried(policy, size[0]):
+                row += ["-", "-"]
+                continue
             run = run_of(policy, *size)
             row += [spread(values(scope, results, run, n)) for n in ("ttft_p99_s", "e2e_mean_s")]
         rows.append(row)
