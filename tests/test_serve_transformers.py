@@ -26,8 +26,6 @@ from tests.streams import (
     row_of,
     run_moved,
     run_unmoved,
-    run_whole,
-    run_whole_moved,
 )
 
 pytestmark = pytest.mark.engine
@@ -38,11 +36,11 @@ PATIENCE_S = 60.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Count from 0042"}]
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "greedy": (COMPLETIONS, count_from(17, 400)),
-    "seeded": (COMPLETIONS, count_from(17, 400, temperature=1.8, seed=7)),
-    "stop string": (COMPLETIONS, count_from(17, 1500, stop=["0100", "0095"])),
+    "greedy": (COMPLETIONS, count_from(17, 300)),
+    "seeded": (COMPLETIONS, count_from(17, 300, temperature=1.8, seed=7)),
+    "stop string": (COMPLETIONS, count_from(17, 1500, stop=["0080", "0075"])),
     "chat": (
-        CHAT, {"messages": MESSAGES, "max_tokens": 400, "temperature": 1.5, "seed": 6},
+        CHAT, {"messages": MESSAGES, "max_tokens": 300, "temperature": 1.5, "seed": 6},
     ),
 }  # fmt: skip
 
@@ -84,17 +82,6 @@ async def test_a_stream_moved_twice_equals_the_one_left_alone(served: Served, ki
     assert [report["state"] for report in reports] == ["committed"] * 2, reports
     assert moved.tokens > 120
     moved.same_as(unmoved)
-
-
-async def test_a_moved_call_answered_as_a_whole_equals_the_one_left_alone(served: Served) -> None:
-    path, body = CALLS["chat"]
-    unmoved = await run_whole(served, path, body)
-
-    moved, reports = await run_whole_moved(served, path, body)
-
-    assert [report["state"] for report in reports] == ["committed"] * 2, reports
-    assert moved["choices"] == unmoved["choices"]
-    assert moved["usage"] == unmoved["usage"]
 
 
 async def test_the_openai_package_gets_completions_and_chats_whole_and_streamed(
@@ -164,7 +151,7 @@ async def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
 
 
 async def test_a_drain_moves_what_runs_and_serves_on(served: Served) -> None:
-    stream = Stream(served, COMPLETIONS, count_from(17, 800))
+    stream = Stream(served, COMPLETIONS, count_from(17, 600))
     await place(served, stream, "i0")
     async with httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1", verify=False) as http:
         assert (await http.post("/instances/i0/drain")).status_code == 202
@@ -175,13 +162,13 @@ async def test_a_drain_moves_what_runs_and_serves_on(served: Served) -> None:
 
     answer = await stream.end()
 
-    assert answer.tokens == 800
+    assert answer.tokens == 600
     counted(answer, 17)
     assert (await asyncio.to_thread(served.get, "migrations"))[0]["why"] == "drain"
 
 
 async def test_a_stream_goes_on_elsewhere_when_its_instance_is_killed(served: Served) -> None:
-    stream = Stream(served, COMPLETIONS, count_from(17, 800))
+    stream = Stream(served, COMPLETIONS, count_from(17, 600))
     await place(served, stream, "i1")
     (killed,) = [
         one
@@ -192,7 +179,7 @@ async def test_a_stream_goes_on_elsewhere_when_its_instance_is_killed(served: Se
 
     answer = await stream.end()
 
-    assert answer.tokens == 800
+    assert answer.tokens == 600
     counted(answer, 17)
     psutil.wait_procs([killed], timeout=PATIENCE_S)
     async with httpx.AsyncClient(base_url=served.url, verify=False) as http:
