@@ -187,6 +187,25 @@ async def test_an_instance_that_says_that_it_ails_is_left_at_once(state: str) ->
         await eventually(lambda: it.state(a) == "serving")
 
 
+@pytest.mark.parametrize("state", ["hung", "draining"])
+async def test_a_late_drain_is_none_while_no_other_instance_serves(state: str) -> None:
+    async with cluster() as it:
+        a = await running(it, 10)
+        (b,) = others(it, a)
+        a.report(LOAD, "draining")
+        b.report(LOAD, state)
+        await eventually(lambda: (it.state(a), it.state(b)) == ("draining", state))
+        it.router.evacuate(a.instance)
+        a.step(("r", 0, 1, [11]))
+        await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
+        assert a.heard.empty()
+        assert b.heard.empty()
+        b.report(LOAD, "serving")
+        await eventually(lambda: it.state(b) == "serving")
+        it.router.evacuate(a.instance)
+        assert await b.hear() == Submit("r+1", (10, 11))
+
+
 async def test_without_a_better_instance_requests_stay_with_a_silent_one() -> None:
     async with cluster(QUICK, instances=1) as it:
         a = await running(it, 10)

@@ -25,6 +25,7 @@ class Child:
         self._process = process
         self._announced = announced
         self._shared: Files = {}
+        self._over = False
 
     @classmethod
     async def start(
@@ -105,6 +106,8 @@ class Child:
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
         """Ask it to end, then end it and all that it started; when cancelled, at once."""
+        if self._over:  # its id may be another process's by now
+            return
         self._shared |= shared_by(of_group(self._process.pid))
         try:
             self.terminate()
@@ -122,6 +125,7 @@ class Child:
             self._process.kill()  # it may have hardly begun, and lead no group yet
         await self._process.wait()
         remove(self._shared)
+        self._over = True
         if self._process.stdin is not None:
             self._process.stdin.close()
 

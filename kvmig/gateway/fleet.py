@@ -104,6 +104,11 @@ class Fleet:
         known = link is not None and link.alive and instance in self._health
         return known and not self._health.ailment(instance)
 
+    def others_serve(self, instance: str) -> bool:
+        """Whether another one that is fit takes requests."""
+        others = (one for one in self._links if one != instance and self.fit(one))
+        return any(self._health.state(one) == "serving" for one in others)
+
     def any_fit(self) -> bool:
         """Whether there is one that is fit."""
         return any(self.fit(instance) for instance in self._links)

@@ -54,6 +54,10 @@ class Health:
         """For how long each has been silent, up to a period more than it was."""
         return {instance: self._listened - heard for instance, heard in self._heard.items()}
 
+    def state(self, instance: str) -> str:
+        """What it last said of itself; empty before. KeyError: unknown."""
+        return self._said[instance]
+
     def ailment(self, instance: str) -> str:
         """silent, hung or failed; empty for one that can be relied on. KeyError: unknown."""
         if self._listened - self._heard[instance] > self._silent_after_s:

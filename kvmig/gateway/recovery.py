@@ -70,7 +70,12 @@ class Recovery:
         self.place()
 
     def evacuate(self, instance: str) -> None:
-        """It serves, but shall be empty: a drain has taken too long."""
+        """It serves, but shall be empty: a drain has taken too long.
+
+        The launcher says so again and again: nothing is done while no other one serves.
+        """
+        if not self._fleet.others_serve(instance):
+            return
         for entry in self._running(instance):
             self._displace(entry, f"instance {instance} drains")
         self.place()
