@@ -94,6 +94,13 @@ def test_too_few_instances_are_made_up_at_once() -> None:
     assert decisions(Scaler(config), 1, instance("a", 0, 0)) == [(0, Out(2))]
 
 
+def test_what_was_asked_for_is_not_asked_for_again_before_it_can_be_seen() -> None:
+    config = msgspec.structs.replace(CONFIG, min_instances=3, sustain_s=0)
+    scaler, one = Scaler(config), instance("a", 851, 200)
+    assert decisions(scaler, 25, one) == [(0, Out(2)), (10, Out(2)), (20, Out(2))]
+    assert decisions(scaler, 27, one, starting("b"), since=26) == [(26, Out(1))]
+
+
 LOADS = st.lists(st.tuples(st.integers(0, 851), st.integers(0, 80)), min_size=1, max_size=6)
 
 

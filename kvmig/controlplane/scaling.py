@@ -20,6 +20,10 @@ from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.ground.scaling import ScalingConfig
 
 
+ANSWER_S = 10.0
+"""Before the same is asked for again: the launcher may be busy, or can't start what is wanted."""
+
+
 class Out(msgspec.Struct, frozen=True):
     """Start so many instances more."""
 
@@ -40,6 +44,8 @@ class Scaler:
         self._low_since: float | None = None
         self._high_since: float | None = None
         self._acted_at = -math.inf
+        self._asked_at = -math.inf
+        """For more instances, none of which has been seen."""
         self._members: frozenset[str] = frozenset()
 
     def decide(self, view: ClusterView) -> Out | In | None:
@@ -47,7 +53,9 @@ class Scaler:
         config, now = self._config, view.now
         members = frozenset(one.instance for one in view.instances)
         if members != self._members:  # the cool-down runs from when it is done
-            self._members, self._acted_at = members, now
+            self._members, self._acted_at, self._asked_at = members, now, -math.inf
+        if now - self._asked_at < ANSWER_S:
+            return None
         staying = [one for one in view.instances if one.state != "draining"]
         if len(staying) < config.min_instances:
             return self._act(Out(config.min_instances - len(staying)), now)
@@ -70,6 +78,8 @@ class Scaler:
 
     def _act(self, decision: Out | In, now: float) -> Out | In:
         self._acted_at, self._low_since, self._high_since = now, None, None
+        if isinstance(decision, Out):
+            self._asked_at = now
         return decision
 
     def _held(self, since: float | None, now: float) -> bool:
