@@ -19,7 +19,6 @@ from kvmig.controlplane.freeness import batch_size
 from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.ground.scaling import ScalingConfig
 
-
 ANSWER_S = 10.0
 """Before the same is asked for again: the launcher may be busy, or can't start what is wanted."""
 
