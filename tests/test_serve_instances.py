@@ -108,7 +108,7 @@ async def test_a_front_end_that_dies_is_started_again_and_the_others_go_on(
     assert not [end for end in ends if isinstance(end, BaseException) and end not in lost]
     for n, end in enumerate(ends):
         if not isinstance(end, BaseException):
-            assert end.tokens == 3000
+            assert end.tokens == 2000
             counted(end, 100 * n)
     deadline = time.monotonic() + PATIENCE_S
     while "front end 0 is ready" not in several.output() and (
