@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,6 +14,7 @@ from kvmig.controlplane.llumlet import Llumlet
 from kvmig.controlplane.messages import (
     AbortRequests,
     Call,
+    CallDone,
     ClusterMessage,
     Fence,
     ListRequests,
@@ -108,11 +109,22 @@ async def test_an_abort_of_many_ends_all_though_one_has_left_for_an_instance_tha
 
 async def test_a_llumlet_that_can_not_take_messages_any_more_has_failed() -> None:
     class Broken(ToyEngine):
-        def call(self, *_: object) -> None:
+        def abort(self, request_ids: Sequence[str]) -> None:
             raise ValueError("a bug")
 
     async with llumlet(Broken()) as it, front_end(it) as front:
-        front.client.send(Call(1, "reset"))
+        front.client.send(AbortRequests(["r"]))
         async with asyncio.timeout(10):
             error = await it.failed()
         assert isinstance(error, ValueError)
+
+
+async def test_a_call_that_an_engine_can_not_read_is_answered() -> None:
+    class Strict(ToyEngine):
+        def call(self, *_: object) -> None:
+            raise ValueError("no such argument")
+
+    async with llumlet(Strict()) as it, front_end(it) as front:
+        front.client.send(Call(7, "reset"))
+        assert await front.hear(CallDone) == CallDone(7, "ValueError('no such argument')")
+        assert await front.requests() == set()

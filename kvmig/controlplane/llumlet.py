@@ -193,7 +193,11 @@ class Llumlet:
                 self._discard(message)
             case Call():
                 client = self._fronts.number(sender)
-                self._engine.call(client, message.call_id, message.method, payload)
+                try:
+                    self._engine.call(client, message.call_id, message.method, payload)
+                except Exception as error:  # of arguments that it can't read
+                    log.exception("%s failed", message.method)
+                    self._on_call_done(client, message.call_id, repr(error), [])
             case ListRequests():
                 self._spawn(self._list(sender, message.call_id))
             case Migrate():
