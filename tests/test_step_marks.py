@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -46,6 +47,7 @@ def test_a_step_leaves_its_event_before_anybody_is_told_of_its_blocks(
     monkeypatch.setattr(EngineCoreProc, "_process_engine_step", step)
     core = StepCore.__new__(StepCore)
     core.cadence_meter = CadenceMeter()
+    core.stepping = nullcontext()
     core.after_step = lambda: calls.append("event")
     core.between_steps = lambda: calls.append("blocks")
     assert core._process_engine_step()
