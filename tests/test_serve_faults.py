@@ -161,7 +161,7 @@ async def test_either_end_of_migrations_may_fall_silent(
 async def test_either_end_that_is_killed_in_migrations_takes_nothing_along(
     server: Served, llumlets: dict[str, psutil.Process], which: str
 ) -> None:
-    streams, found = await several(server, 2000)
+    streams, found = await several(server, 1500)
     source, destination = found[0]["instance"], INSTANCES[found[0]["instance"] == "i0"]
     moving = [row["id"] for row in found if row["instance"] == source]
     asked = [asyncio.create_task(ask(server, one, destination)) for one in moving]
@@ -169,7 +169,7 @@ async def test_either_end_that_is_killed_in_migrations_takes_nothing_along(
     killed = source if which == "source" else destination
     llumlets[killed].kill()
 
-    await all_counted(streams, 2000)
+    await all_counted(streams, 1500)
     assert {(await one).status_code for one in asked} <= {200, 404, 409, 503}
     await asyncio.to_thread(assert_server_is_empty, server)
     assert f"instance {killed} is gone (killed by SIGKILL), again in 0.5 s" in server.output()

@@ -77,7 +77,7 @@ async def all_right(started: list[Stream], tokens: int) -> None:
 
 
 async def test_any_front_end_answers_for_the_streams_of_all(several: Served) -> None:
-    started = await streams(several, 6, 2000)
+    started = await streams(several, 6, 1200)
     expected = {stream.answer.request_id for stream in started}
 
     for _ in range(8):  # whoever takes the connection
@@ -91,14 +91,14 @@ async def test_any_front_end_answers_for_the_streams_of_all(several: Served) -> 
         moved.append((await call(several, "POST", "migrations", json=body)).json())
 
     assert [report["state"] for report in moved] == ["committed"] * 6
-    await all_right(started, 2000)
+    await all_right(started, 1200)
     await asyncio.to_thread(assert_server_is_empty, several)
 
 
 async def test_a_front_end_that_dies_is_started_again_and_the_others_go_on(
     several: Served,
 ) -> None:
-    started = await streams(several, 6, 2000)
+    started = await streams(several, 6, 1200)
     first, second = Footprint.of(several).named("kvmig.front_process")
     first.kill()
 
@@ -108,7 +108,7 @@ async def test_a_front_end_that_dies_is_started_again_and_the_others_go_on(
     assert not [end for end in ends if isinstance(end, BaseException) and end not in lost]
     for n, end in enumerate(ends):
         if not isinstance(end, BaseException):
-            assert end.tokens == 2000
+            assert end.tokens == 1200
             counted(end, 100 * n)
     deadline = time.monotonic() + PATIENCE_S
     while "front end 0 is ready" not in several.output() and (
@@ -132,7 +132,7 @@ async def test_a_drain_of_twenty_streams_loses_none_and_moves_them_all(several: 
     for name in ("i1", "i2"):
         assert (await call(several, "POST", f"instances/{name}/drain")).status_code == 202
     await until(several, i1="draining", i2="draining")
-    started = await streams(several, 20, 1500)
+    started = await streams(several, 20, 1000)
     while (await rows(several))["i0"]["running"] < 20:  # noqa: ASYNC110 - another process
         await asyncio.sleep(0.05)
     for name in ("i1", "i2"):
@@ -152,7 +152,7 @@ async def test_a_drain_of_twenty_streams_loses_none_and_moves_them_all(several: 
     reports = (await call(several, "GET", "migrations?limit=1000")).json()["data"]
     away = [one for one in reports if one["id"] not in before and one["state"] == "committed"]
     assert {one["destination"] for one in away if one["source"] == "i0"} == {"i1", "i2"}
-    await all_right(started, 1500)
+    await all_right(started, 1000)
     assert (await call(several, "DELETE", "instances/i0/drain")).status_code == 200
     await until(several, i0="serving")
 
@@ -160,13 +160,13 @@ async def test_a_drain_of_twenty_streams_loses_none_and_moves_them_all(several: 
 async def test_one_that_is_ended_at_once_leaves_its_streams_to_the_others(
     several: Served,
 ) -> None:
-    started = await streams(several, 6, 2000)
+    started = await streams(several, 6, 1200)
 
     ended = await call(several, "DELETE", "instances/i2?now=true")
 
     assert ended.status_code == 202
     await until(several, i2=None)
-    await all_right(started, 2000)
+    await all_right(started, 1200)
     unknown = await call(several, "DELETE", "instances/i2")
     assert (unknown.status_code, unknown.json()["error"]["message"]) == (
         404, "there is no instance i2, only i0, i1",
@@ -174,12 +174,12 @@ async def test_one_that_is_ended_at_once_leaves_its_streams_to_the_others(
 
 
 async def test_a_drain_that_is_over_its_deadline_goes_on_by_recompute(several: Served) -> None:
-    started = await streams(several, 6, 2000)
+    started = await streams(several, 6, 1200)
 
     assert (await call(several, "DELETE", "instances/i1?deadline_s=0")).status_code == 202
 
     await until(several, i1=None)
-    await all_right(started, 2000)
+    await all_right(started, 1200)
     only = await call(several, "DELETE", "instances/i0")
     assert (only.status_code, only.json()["error"]["message"]) == (
         409, "instance i0 is the only one that serves",
@@ -188,13 +188,13 @@ async def test_a_drain_that_is_over_its_deadline_goes_on_by_recompute(several: S
 
 async def test_a_killed_instance_comes_back_under_its_name(several: Served) -> None:
     (llumlet,) = llumlets(several)
-    stream = Stream(several, PATH, count_from(100, 3000))
+    stream = Stream(several, PATH, count_from(100, 1500))
     await stream.reach(2)
     llumlet.kill()
 
     answer = await stream.end()  # it has waited for the new one
 
-    assert answer.tokens == 3000
+    assert answer.tokens == 1500
     counted(answer, 100)
     await until(several, i0="serving")
     assert "instance i0 is gone (killed by SIGKILL), again in 0.5 s" in several.output()
