@@ -28,9 +28,19 @@ LINT: dict[str, list[str]] = {
     "mypy": ["mypy"],
     "import floors": ["lint-imports", "--no-logo"],
 }
+TWO_FILES = ["pytest", "-q", "-n", "2", "--dist", "loadfile"]
+"""At once: each keeps one core busy, and waits now and then."""
+ONE_PROCESS = [
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_vllm_*.py")),
+    "tests/test_transformers_engine.py",
+    "tests/test_conformance.py",
+]
+"""Tests whose engines run in pytest's own process; servers want all cores for themselves."""
 TESTS: dict[str, list[str]] = {
-    "tests without engines": ["pytest", "-q", "-m", "not engine"],
-    "tests on vLLM engines": ["pytest", "-q", "-m", "engine"],
+    "tests without engines": [*TWO_FILES, "-m", "not engine"],
+    "tests on engines in one process": [*TWO_FILES, "-m", "engine", *ONE_PROCESS],
+    "tests on servers": ["pytest", "-q", "-m", "engine"]
+    + [f"--ignore={path}" for path in ONE_PROCESS],
 }
 
 

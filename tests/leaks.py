@@ -59,7 +59,12 @@ class Footprint:
 
     def named(self, module: str) -> list[psutil.Process]:
         """Those that run `python -m module`."""
-        return [one for one in self.processes if one.is_running() and module in one.cmdline()]
+        found = []
+        for one in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
+                if one.is_running() and module in one.cmdline():
+                    found.append(one)
+        return found
 
     def assert_gone(self, within_s: float = 0.0) -> None:
         """Nothing of it is there any more."""
