@@ -38,7 +38,7 @@ demo: setup ## move a streaming answer between two instances, in colour
 	@exec $(BIN)/python -m kvmig.cli.demo $(ARGS)
 
 test: setup-dev ## every check and test that this machine can run
-	@exec $(BIN)/python scripts/check.py
+	@exec $(BIN)/python scripts/check.py $(ARGS)
 
 lint: setup-dev ## ruff, mypy and the import floors only
 	@exec $(BIN)/python scripts/check.py --lint

@@ -1,8 +1,8 @@
 """Run every check of the house, one after the other, and say how each went.
 
-`--lint` stops before the tests. A failed check doesn't keep the next from running. At the end
-come the skipped tests with their reasons and one closing line; the exit status is 1 if
-anything failed.
+`--lint` stops before the tests, `--long` adds those that are worth their minutes only now and
+then. A failed check doesn't keep the next from running. At the end come the skipped tests with
+their reasons and one closing line; the exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,13 @@ LINT: dict[str, list[str]] = {
     "mypy": ["mypy"],
     "import floors": ["lint-imports", "--no-logo"],
 }
-TWO_FILES = ["pytest", "-q", "-n", "2", "--dist", "loadfile"]
-"""At once: each keeps one core busy, and waits now and then."""
-ONE_PROCESS = [
-    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_vllm_*.py")),
-    "tests/test_transformers_engine.py",
-    "tests/test_conformance.py",
-]
-"""Tests whose engines run in pytest's own process; servers want all cores for themselves."""
 TESTS: dict[str, list[str]] = {
-    "tests without engines": [*TWO_FILES, "-m", "not engine"],
-    "tests on engines in one process": [*TWO_FILES, "-m", "engine", *ONE_PROCESS],
-    "tests on servers": ["pytest", "-q", "-m", "engine"]
-    + [f"--ignore={path}" for path in ONE_PROCESS],
+    # Two files at once: each keeps one core busy, and waits now and then.
+    "tests without engines": ["pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not engine"],
+    "tests on real engines": ["pytest", "-q", "-m", "engine and not long"],
+}
+LONG: dict[str, list[str]] = {
+    "long tests on real engines": ["pytest", "-q", "-m", "engine and long"],
 }
 
 
@@ -98,15 +92,16 @@ def closing(outcomes: list[Outcome], counts: Counter[str], skips: list[str]) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lint", action="store_true", help="no tests")
+    parser.add_argument("--long", action="store_true", help="the long tests, too")
     options = parser.parse_args()
+    tests = {} if options.lint else {**TESTS, **(LONG if options.long else {})}
     outcomes = [run(name, command) for name, command in LINT.items()]
     with tempfile.TemporaryDirectory() as folder:
-        reports = [Path(folder, f"{number}.xml") for number in range(len(TESTS))]
-        if not options.lint:
-            outcomes += [
-                run(name, [*command, f"--junitxml={report}"])
-                for (name, command), report in zip(TESTS.items(), reports, strict=True)
-            ]
+        reports = [Path(folder, f"{number}.xml") for number in range(len(tests))]
+        outcomes += [
+            run(name, [*command, f"--junitxml={report}"])
+            for (name, command), report in zip(tests.items(), reports, strict=True)
+        ]
         counts, skips = tally(reports)
     print(closing(outcomes, counts, skips), flush=True)
     return 0 if all(outcome.passed for outcome in outcomes) else 1

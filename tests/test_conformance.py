@@ -35,6 +35,7 @@ def test_the_transformers_engine_conforms() -> None:
     assert code == 0, output
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_the_vllm_engine_conforms() -> None:
     """Two engines that follow, in one process; aborts of this adapter: test_vllm_adapter."""

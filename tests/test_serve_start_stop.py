@@ -64,6 +64,7 @@ async def test_sigterm_lets_streams_finish_and_takes_no_new_ones(log_file: Path)
     assert "Traceback" not in served.output()
 
 
+@pytest.mark.long
 async def test_what_does_not_finish_in_time_is_ended(log_file: Path) -> None:
     with Served([*ONE, "--drain-timeout=0.5"], environment=ONE_THREAD, log=log_file) as served:
         footprint = Footprint.of(served)
@@ -78,6 +79,7 @@ async def test_what_does_not_finish_in_time_is_ended(log_file: Path) -> None:
     assert "Traceback" not in served.output()
 
 
+@pytest.mark.long
 async def test_a_second_signal_does_not_wait(log_file: Path) -> None:
     with Served([*ONE, "--drain-timeout=600"], environment=ONE_THREAD, log=log_file) as served:
         footprint = Footprint.of(served)
