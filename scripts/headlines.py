@@ -87,6 +87,26 @@ HEADLINES = (
         None,
     ),
     Headline(
+        "99th percentile of the time to first token, four real engines, `round-robin`, ms",
+        Source("serving", "round-robin.ttft_ms.p99"),
+        None,
+    ),
+    Headline(
+        "the same, `llumnix`",
+        Source("serving", "llumnix.ttft_ms.p99"),
+        None,
+    ),
+    Headline(
+        "the same, `kvmig`",
+        Source("serving", "kvmig.ttft_ms.p99"),
+        None,
+    ),
+    Headline(
+        "an instance that is killed: longest wait of its streams, s",
+        Source("faults", "killed_gap_s_most"),
+        None,
+    ),
+    Headline(
         "mean time to first token, policy `kvmig` / `llumnix`, simulated",
         Source("policies", "kvmig_ttft_mean_s_over_llumnix"),
         None,
