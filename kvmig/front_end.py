@@ -9,17 +9,17 @@ import asyncio
 import socket
 from argparse import Namespace
 
-import msgspec
-
 from kvmig.cli.process import say
+from kvmig.gateway.access import access
 from kvmig.gateway.gate import GateState
 from kvmig.ground.config import ClusterConfig
+from kvmig.ground.discreet import Discreet
 
 GRACE_S = 2.0
 """How long connections may take to close once nothing runs any more."""
 
 
-class FrontLaunch(msgspec.Struct, frozen=True, kw_only=True):
+class FrontLaunch(Discreet, frozen=True, kw_only=True):
     """Everything that a front end must know to start (JSON; the secret in base64)."""
 
     name: str
@@ -27,6 +27,8 @@ class FrontLaunch(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str
     """The launcher's endpoint."""
     secret: bytes
+    admin_key: str = ""
+    """Of the admin API; empty: see `kvmig.gateway.access`."""
     config: ClusterConfig
     engine_argv: list[str]
     """MODEL and the engine's flags."""
@@ -49,7 +51,7 @@ class FrontEnd:
         self._args = args
         self._sock = sock
         self._gate = GateState()
-        self._front = Front(self._gate, launch.config.priorities)
+        self._front = Front(self._gate, launch.config.priorities, launch.config.http)
         self._http = openai_server(launch.config, launch.engine_argv, args, sock)
         self._router = Router(
             launch.name,
@@ -75,11 +77,12 @@ class FrontEnd:
         # What instances report in, see `engines.vllm.load`.
         self._router.block_tokens = config.migration.unit_tokens or block_tokens
         names = args.served_model_name or [args.model]
+        rules = access(args.api_key, self._launch.admin_key, self._sock.getsockname()[0])
         self._started = True
         await self._http.start(
             self._router,
             lambda app: self._front.attach(
-                app, self._router, self._membership, self._launcher, names[0], args.api_key or ()
+                app, self._router, self._membership, self._launcher, names[0], rules
             ),
         )
 

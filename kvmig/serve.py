@@ -24,12 +24,15 @@ from kvmig.cli.port import take_port
 from kvmig.cli.process import leave, quiet, say
 from kvmig.cli.ray_launcher import RayLauncher
 from kvmig.cli.scheduler_keeper import SchedulerKeeper
+from kvmig.cli.secrets import cluster_secret, taken
 from kvmig.cli.shapes import InstanceShape, Shapes, own_flags, shapes_of, unit_tokens
 from kvmig.controlplane.messages import Member
 from kvmig.engines.kind import EngineKind, kind_of
 from kvmig.front_end import FrontEnd, FrontLaunch
 from kvmig.front_ends import FrontEnds
+from kvmig.gateway.access import is_loopback
 from kvmig.ground.config import ClusterConfig
+from kvmig.ground.discreet import ADMIN_KEY
 from kvmig.ground.errors import ConfigError, KvmigError
 
 
@@ -41,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
         kind = kind_of(config.engine)
         if help_wanted is not None:
             return show_help(help_wanted, kind)
+        secret = cluster_secret(os.environ)
+        admin_key = taken(os.environ, ADMIN_KEY)
         kind.prepare()
         gpu_ids = gpus()
         own = own_flags(config.instance_flags, config.instances)
@@ -69,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
                 launcher = LocalLauncher(
                     cluster, gpu_ids, worker_threads(workers, os.cpu_count() or 1)
                 )
-            return uvloop.run(Server(cluster, config, args, rest, shapes, launcher, sock).run())
+            server = Server(cluster, secret, admin_key, config, args, rest, shapes, launcher, sock)
+            return uvloop.run(server.run())
         except KvmigError as error:
             say(str(error))
             return 2
@@ -121,6 +127,8 @@ class Server:
     def __init__(
         self,
         name: str,
+        secret: bytes,
+        admin_key: str,
         config: ClusterConfig,
         args: Namespace,
         engine_argv: list[str],
@@ -129,9 +137,9 @@ class Server:
         sock: socket.socket,
     ) -> None:
         """name: of the cluster. args: the front ends'; engine_argv: of all instances."""
-        secret = os.environ.get("KVMIG_SECRET", "").encode() or secrets.token_bytes(32)
         self._config = config
         self._secret = secret
+        self._admin_key = admin_key
         self._args = args
         self._sock = sock
         self._engine_argv = engine_argv
@@ -185,6 +193,7 @@ class Server:
             name=f"front-{secrets.token_hex(4)}",
             launcher=control.endpoint,
             secret=self._secret,
+            admin_key=self._admin_key,
             config=self._config,
             engine_argv=self._engine_argv,
         )
@@ -217,6 +226,11 @@ class Server:
     async def _serve(self) -> None:
         assert self._front is not None
         host, port = self._sock.getsockname()[:2]
+        if not (is_loopback(host) or self._admin_key or self._args.api_key):
+            say(
+                f"anybody who reaches {host} may use the API; the admin API is closed, see"
+                f" {ADMIN_KEY} in docs/security.md"
+            )
         say(f"serving {self._args.model} on http://{host}:{port} (Ctrl-C stops)")
         ended = asyncio.create_task(self._front.ended())
         stop = asyncio.create_task(self._stop.wait())

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 
 from kvmig.engines.base import EngineLoad
+from kvmig.gateway.access import access
 from kvmig.gateway.admin import admin_api
 from kvmig.gateway.admin_models import AddBody
 from kvmig.ground.config import ClusterConfig, SchedulerConfig
@@ -25,10 +26,11 @@ async def served(
 ) -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
     async with cluster(config) as it:
         app = FastAPI()
-        app.include_router(admin_api(it.router, it.router.instances, "the model", keys))
+        rule = access(keys, "", "127.0.0.1").admin
+        app.include_router(admin_api(it.router, it.router.instances, "the model", rule))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(
-            transport=transport, base_url="http://test/kvmig/v1"
+            transport=transport, base_url="http://localhost/kvmig/v1"
         ) as client:
             yield it, client
 
@@ -194,7 +196,7 @@ async def test_a_key_is_asked_for_where_there_is_one(header: str | None, status:
 
 async def test_the_api_is_documented() -> None:
     async with served() as (_, client):
-        schema = (await client.get("http://test/openapi.json")).json()
+        schema = (await client.get("http://localhost/openapi.json")).json()
         post = schema["paths"]["/kvmig/v1/migrations"]["post"]
         assert {"200", "400", "404", "409"} <= post["responses"].keys()
         assert "MigrationBody" in str(post["requestBody"])

@@ -60,7 +60,9 @@ def far_apart(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with RayHosts(network, logs) as ray:
         flags = [*SMALL, *SLOWLY, *IMPATIENT, NEVER_BY_ITSELF, "--instances=2",
                  f"--ray={ray.address}", '--ray-resources={"CPU": 1}']  # fmt: skip
-        with Served(flags, log=logs / "log", host=front.address, enter=front.enter) as served:
+        with Served(
+            flags, log=logs / "log", host=front.address, enter=front.enter, admin_key="admin"
+        ) as served:
             assert len(ray.running("kvmig.cli.llumlet")) == 2
             yield served
         assert not ray.running("kvmig.cli.llumlet")

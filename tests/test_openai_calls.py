@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from kvmig.engines.transformers.payload import Output, Submitted, decode
+from kvmig.gateway.access import bearer
 from kvmig.gateway.request_id import RequestIdMiddleware
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import NoInstance
@@ -28,7 +29,7 @@ EOS = 0
 class Bytes:
     """A tokenizer whose tokens are bytes."""
 
-    max_tokens, vocabulary, eos_ids = 100, 256, (EOS,)
+    max_tokens, vocabulary, eos_ids, longest = 100, 256, (EOS,), 1
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -94,7 +95,7 @@ async def http(instances: Instances) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     app.add_middleware(RequestIdMiddleware)
     engines = Engines(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes()))
-    app.include_router(openai_api(engines, ["bytes"], 100))
+    app.include_router(openai_api(engines, ["bytes"], 100, bearer([])))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client

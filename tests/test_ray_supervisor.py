@@ -50,7 +50,8 @@ def test_sockets_bind_to_the_nodes_own_address() -> None:
 
 def test_the_users_settings_of_libraries_hold_on_every_node() -> None:
     mine = {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HOME": "/hf", "VLLM_HOST_IP": "10.0.0.1",
-            "KVMIG_SECRET": "s", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "3"}  # fmt: skip
+            "KVMIG_SECRET": "s", "VLLM_API_KEY": "k", "PATH": "/bin",
+            "CUDA_VISIBLE_DEVICES": "3"}  # fmt: skip
     assert forwarded(mine) == {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HOME": "/hf"}
 
 

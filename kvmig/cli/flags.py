@@ -8,6 +8,7 @@ from typing import NoReturn
 import msgspec
 
 from kvmig.cli.fault_flags import add_fault_flags, fault_config
+from kvmig.cli.http_flags import add_http_flags, http_config
 from kvmig.cli.lifecycle_flags import add_lifecycle_flags, lifecycle, scaling
 from kvmig.cli.priority_flags import add_priority_flags, priority_classes
 from kvmig.cli.quantity import quantity
@@ -88,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
         help="seconds that SIGTERM lets running requests finish",
     )
 
+    add_http_flags(root)
     add_ray_flags(root)
     add_lifecycle_flags(root)
 
@@ -223,6 +225,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
             scaling=scaling(flags),
             priorities=priority_classes(flags),
             faults=fault_config(flags),
+            http=http_config(flags),
             scheduler=SchedulerConfig(
                 policy=flags.policy,
                 migration=not flags.no_migration,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from kvmig.ground.config import ClusterConfig
+from kvmig.ground.discreet import Discreet
 
 
-class LlumletLaunch(msgspec.Struct, frozen=True, kw_only=True):
+class LlumletLaunch(Discreet, frozen=True, kw_only=True):
     """Everything that a llumlet must know to start (JSON; the secret in base64)."""
 
     cluster: str

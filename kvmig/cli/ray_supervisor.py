@@ -24,7 +24,13 @@ from kvmig.kvtransfer.transports.shm import sweep
 
 FORWARDED = ("VLLM_", "HF_", "TRANSFORMERS_", "TORCH_", "NCCL_", "GLOO_", "UCX_", "OMP_")
 """Variables of the user's that instances get on every node, by what their names start with."""
-OF_ONE_HOST = ("VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")
+NOT_FORWARDED = (
+    "VLLM_API_KEY",
+    "VLLM_HOST_IP",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "UCX_NET_DEVICES",
+)
 RAYS_OWN = "RAY_"
 
 
@@ -96,7 +102,7 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(FORWARDED) and name not in OF_ONE_HOST
+        if name.startswith(FORWARDED) and name not in NOT_FORWARDED
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from kvmig.cli.children import how_it_ended
+from kvmig.ground.discreet import ADMIN_KEY
 from kvmig.ground.errors import StartupError
 from kvmig.models import BUNDLED
 
@@ -44,6 +45,7 @@ class Served:
 
     MODULE is kvmig.serve, or plain vLLM for comparison. log: where its output goes.
     host: address that it listens on. enter: a command that runs it elsewhere, such as nsenter.
+    admin_key: of the admin API, which needs one where host isn't this machine only.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Served:
         log: Path | None = None,
         host: str = "127.0.0.1",
         enter: Sequence[str] = (),
+        admin_key: str = "",
     ) -> None:
         self.model = str(model)
         self.port = free_port()
@@ -65,10 +68,12 @@ class Served:
             "--port", str(self.port), "--host", host, "--disable-uvicorn-access-log",
             *flags,
         ]  # fmt: skip
-        self._environment = {**os.environ, **(environment or {})}
+        own = {ADMIN_KEY: admin_key} if admin_key else {}
+        self._environment = {**os.environ, **(environment or {}), **own}
         self._log_path = log
         # Without certificates, which take 30 ms to load: it is plain HTTP.
-        self._http = httpx.Client(base_url=self.url, verify=False)
+        headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self._http = httpx.Client(base_url=self.url, headers=headers, verify=False)
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -22,6 +22,7 @@ from kvmig.controlplane.view import ClusterView
 from kvmig.controlplane.view_builder import ViewBuilder
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
+from kvmig.ground.discreet import Discreet
 from kvmig.ground.errors import PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Client, Server
 
@@ -32,7 +33,7 @@ RETRY_S = 0.5
 """Pause before a lost llumlet is connected to again."""
 
 
-class SchedulerLaunch(msgspec.Struct, frozen=True):
+class SchedulerLaunch(Discreet, frozen=True):
     """What the launcher writes to the scheduler's stdin (JSON; the secret in base64)."""
 
     secret: bytes

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
+from kvmig.gateway.access import Rule
 from kvmig.gateway.admin_errors import guarded
 from kvmig.gateway.admin_models import (
     ErrorBody,
@@ -27,12 +28,11 @@ def admin_api(
     router: Router,
     rows: Callable[[], Sequence[InstanceRow]],
     model: str,
-    api_keys: Sequence[str] = (),
+    rule: Rule,
 ) -> APIRouter:
     """The routes, for `app.include_router`.
 
-    rows: of all instances, now. model: the served model's name. api_keys: those of the
-    OpenAI API, if it has any (vLLM's own middleware guards other paths only).
+    rows: of all instances, now. model: the served model's name. rule: who may call them.
     """
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody} for status in (400, 404, 409, 503, 504)
@@ -40,7 +40,7 @@ def admin_api(
     api = APIRouter(
         prefix=PREFIX,
         tags=["kvmig"],
-        route_class=guarded(api_keys, tuple(MigrationBody.model_fields)),
+        route_class=guarded(rule, tuple(MigrationBody.model_fields)),
     )
 
     @api.get("/instances")

@@ -1,24 +1,27 @@
-"""Errors of the admin API in OpenAI's shape, and the key that guards it."""
+"""Errors in OpenAI's shape, and the door of a route."""
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvmig.gateway.access import Rule
 from kvmig.gateway.admin_models import ErrorBody, Problem
 from kvmig.gateway.errors import GatewayError
+from kvmig.gateway.shown import MOST, shown
 from kvmig.ground.errors import KvmigError
 
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
+    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.CONFLICT: "ConflictError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
@@ -33,7 +36,7 @@ def problem(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """A response in OpenAI's error shape."""
-    kind = _TYPES.get(status, "InternalServerError")
+    kind = _TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     body = ErrorBody(error=Problem(message=message, type=kind, param=param, code=status))
     return JSONResponse(body.model_dump(), status, headers)
 
@@ -42,7 +45,7 @@ def invalid(error: RequestValidationError, allowed: Sequence[str]) -> Response:
     """400 that names the field, its value and what is allowed."""
     first: Mapping[str, Any] = error.errors()[0]
     place = [str(part) for part in first["loc"][1:]]
-    field = ".".join(place) or None
+    field = ".".join(place)[:MOST] or None
     match first["type"]:
         case "json_invalid":
             field, message = None, f"the body is not JSON: {first['ctx']['error']}"
@@ -51,33 +54,31 @@ def invalid(error: RequestValidationError, allowed: Sequence[str]) -> Response:
         case "missing":
             message = f"{field or 'the body'} is missing, needed are {', '.join(allowed)}"
         case _:
-            message = f"{field or 'the body'} is {first['input']!r}: {first['msg']}"
+            message = f"{field or 'the body'} is {shown(first['input'])}: {first['msg']}"
     return problem(HTTPStatus.BAD_REQUEST, message, field)
 
 
-def guarded(api_keys: Sequence[str], fields: Sequence[str]) -> type[APIRoute]:
-    """A route class that asks for a key if there are any, and answers errors as JSON.
+def guarded(rule: Rule, fields: Sequence[str]) -> type[APIRoute]:
+    """A route class that lets in whom `rule` does, and answers errors as JSON.
 
     fields: what a body may hold, for the error that names it.
     """
-
-    def authorized(request: Request) -> bool:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.encode(), key.encode()) for key in api_keys]
-        return not api_keys or (scheme.lower() == "bearer" and any(matches))
 
     class Route(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
             async def answer(request: Request) -> Response:
-                if not authorized(request):
-                    ask = {"WWW-Authenticate": "Bearer"}
-                    return problem(HTTPStatus.UNAUTHORIZED, "Unauthorized", headers=ask)
+                if (denied := rule(request.headers)) is not None:
+                    asks = denied.status is HTTPStatus.UNAUTHORIZED
+                    headers = {"WWW-Authenticate": "Bearer"} if asks else None
+                    return problem(*denied, headers=headers)
                 try:
                     return await handle(request)
                 except RequestValidationError as error:
                     return invalid(error, fields)
+                except HTTPException as error:  # the body is no JSON at all
+                    return problem(HTTPStatus(error.status_code), "the body is no JSON to be read")
                 except GatewayError as error:
                     return problem(error.status, str(error), error.param)
                 except KvmigError as error:

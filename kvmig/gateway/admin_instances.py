@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 
 from kvmig.controlplane.orders import AddInstances, DrainInstance, StopDrain
+from kvmig.gateway.access import Rule
 from kvmig.gateway.admin import PREFIX
 from kvmig.gateway.admin_errors import guarded
 from kvmig.gateway.admin_models import AddBody, DrainBody, ErrorBody, Instance, Listing
@@ -20,14 +21,17 @@ def instances_api(
     launcher: LauncherLink,
     rows: Callable[[], Sequence[InstanceRow]],
     model: str,
-    api_keys: Sequence[str] = (),
+    rule: Rule,
 ) -> APIRouter:
-    """The routes, for `app.include_router`. rows: of all instances, now."""
+    """The routes, for `app.include_router`.
+
+    rows: of all instances, now. rule: who may call them.
+    """
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody} for status in (400, 404, 409, 503)
     }
-    adding = APIRouter(route_class=guarded(api_keys, tuple(AddBody.model_fields)))
-    draining = APIRouter(route_class=guarded(api_keys, tuple(DrainBody.model_fields)))
+    adding = APIRouter(route_class=guarded(rule, tuple(AddBody.model_fields)))
+    draining = APIRouter(route_class=guarded(rule, tuple(DrainBody.model_fields)))
 
     def told(names: Sequence[str]) -> list[Instance]:
         return [Instance.of(row, model) for row in rows() if row.id in names]

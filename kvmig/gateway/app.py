@@ -9,20 +9,31 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
+from kvmig.gateway.access import Access
 from kvmig.gateway.admin import admin_api
 from kvmig.gateway.admin_instances import instances_api
+from kvmig.gateway.body import BodyMiddleware, Intake
 from kvmig.gateway.class_metrics import ClassCollector
+from kvmig.gateway.connection import Connection
 from kvmig.gateway.gate import Gate, GateState
 from kvmig.gateway.inventory import InstanceRow, cluster_rows
 from kvmig.gateway.launcher_link import LauncherLink
 from kvmig.gateway.membership import Membership
 from kvmig.gateway.metrics import InstanceCollector, Metrics, of_all_front_ends, with_instances
 from kvmig.gateway.priorities import PriorityMiddleware
+from kvmig.gateway.refusals import RefusalMiddleware, Refusals
 from kvmig.gateway.request_id import RequestIdMiddleware
 from kvmig.gateway.router import Router
+from kvmig.ground.http import HttpConfig
 from kvmig.ground.priorities import PriorityClass
 
-MIDDLEWARE = (PriorityMiddleware, Gate, RequestIdMiddleware)
+MIDDLEWARE = (
+    PriorityMiddleware,
+    BodyMiddleware,
+    Gate,
+    RefusalMiddleware,
+    RequestIdMiddleware,
+)
 """Innermost first: the engine's application adds them when it is built."""
 
 
@@ -33,12 +44,16 @@ class Front:
         self,
         gate: GateState,
         priorities: Sequence[PriorityClass],
+        http: HttpConfig,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self.metrics = Metrics(registry, priorities)
         self._priorities = priorities
         self._gate = gate
         self._registry = registry
+        self._intake = Intake(http)
+        self._refusals = Refusals(registry)
+        Connection.on_refusal = self._refusals.count
 
     def attach(
         self,
@@ -47,15 +62,15 @@ class Front:
         membership: Membership,
         launcher: LauncherLink,
         model: str,
-        api_keys: Sequence[str],
+        access: Access,
     ) -> None:
         """Add everything to `app`, before it serves. Our /metrics takes the place of its own."""
 
         def rows() -> list[InstanceRow]:
             return cluster_rows(router.instances(), membership.members)
 
-        app.include_router(admin_api(router, rows, model, api_keys))
-        app.include_router(instances_api(launcher, rows, model, api_keys))
+        app.include_router(admin_api(router, rows, model, access.admin))
+        app.include_router(instances_api(launcher, rows, model, access.admin))
         source = of_all_front_ends(self._registry)
         source.register(InstanceCollector(router.instances))
         source.register(ClassCollector(router.instances, self._priorities))
@@ -67,4 +82,6 @@ class Front:
         app.router.routes.insert(0, Route("/metrics", metrics))
         self._gate.vacant = router.vacant
         app.state.gate = self._gate
+        app.state.intake = self._intake
+        app.state.refusals = self._refusals
         app.state.priorities = self._priorities

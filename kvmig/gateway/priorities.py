@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvmig.gateway.admin_errors import problem
+from kvmig.gateway.body import first
+from kvmig.gateway.shown import shown
 from kvmig.ground.priorities import PriorityClass, named, names_and_numbers, with_priority
 
 FIELD = "priority"
@@ -27,7 +29,7 @@ class UnknownPriority(ValueError):
     """`param`: the field or header that is to blame."""
 
     def __init__(self, param: str, value: Any, classes: Sequence[PriorityClass]) -> None:
-        super().__init__(f"{param} is {value!r}, must be {names_and_numbers(classes)}")
+        super().__init__(f"{param} is {shown(value)}, must be {names_and_numbers(classes)}")
         self.param = param
 
 
@@ -94,36 +96,13 @@ class PriorityMiddleware:
             if (given := headers.get(HEADER)) is not None:
                 headers[HEADER] = checked_header(given, classes)
             if "json" in headers.get("content-type", "").lower():
-                body = await _read(receive)
-                if body["type"] == "http.request":
-                    body["body"] = checked_body(body["body"], classes)
-                    if "content-length" in headers:
-                        headers["content-length"] = str(len(body["body"]))
-                receive = _first(body, receive)
+                message = await receive()  # all of it, see BodyMiddleware
+                body = checked_body(message["body"], classes)
+                if "content-length" in headers:
+                    headers["content-length"] = str(len(body))
+                receive = first({**message, "body": body}, receive)
         except UnknownPriority as error:
             answer = problem(HTTPStatus.BAD_REQUEST, str(error), error.param)
             await answer(scope, receive, send)
             return
         await self.app({**scope, "headers": headers.raw}, receive, send)
-
-
-async def _read(receive: Receive) -> Message:
-    """The whole body as one message; what came in its place if the client has left."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return message
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return {"type": "http.request", "body": b"".join(parts), "more_body": False}
-
-
-def _first(message: Message, receive: Receive) -> Receive:
-    """`message`, then whatever `receive` gives."""
-    pending = [message]
-
-    async def next_message() -> Message:
-        return pending.pop() if pending else await receive()
-
-    return next_message

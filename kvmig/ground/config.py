@@ -8,6 +8,7 @@ import msgspec
 
 from kvmig.ground.errors import ConfigError
 from kvmig.ground.faults import FaultConfig, check_faults
+from kvmig.ground.http import HttpConfig, check_http
 from kvmig.ground.lifecycle import LifecycleConfig, check_lifecycle
 from kvmig.ground.priorities import NORMAL, PriorityClass, check_classes
 from kvmig.ground.scaling import ScalingConfig, check_scaling
@@ -114,6 +115,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     priorities: tuple[PriorityClass, ...] = (NORMAL,)
     """First to run first; one has priority 0."""
     faults: FaultConfig = FaultConfig()
+    http: HttpConfig = HttpConfig()
 
 
 def check(config: ClusterConfig) -> ClusterConfig:
@@ -185,4 +187,5 @@ def check(config: ClusterConfig) -> ClusterConfig:
     if config.scaling is not None:
         check_scaling(config.scaling, config.instances)
     check_faults(config.faults, config.report_ms)
+    check_http(config.http)
     return config

@@ -12,6 +12,9 @@ from hashlib import blake2b
 import zmq
 from zmq.utils import z85
 
+LEAST_BYTES = 16
+"""Of a secret."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
@@ -30,9 +33,9 @@ class Keys:
 
 
 def derive(secret: bytes) -> Keys:
-    """The cluster's keys. Raises ValueError when the secret is shorter than 16 bytes."""
-    if len(secret) < 16:
-        raise ValueError("the cluster's secret must have at least 16 bytes")
+    """The cluster's keys. Raises ValueError when the secret is shorter than LEAST_BYTES."""
+    if len(secret) < LEAST_BYTES:
+        raise ValueError(f"the cluster's secret must have at least {LEAST_BYTES} bytes")
     return Keys(_pair(secret, b"kvmig server"), _pair(secret, b"kvmig client"))
 
 

@@ -5,58 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-
-def only(*allowed: Any) -> BeforeValidator:
-    """A field that must have one of these values; the first is the one of calls without it."""
-
-    def check(value: Any) -> Any:
-        for one in (*allowed, None):
-            if value == one and isinstance(value, bool) == isinstance(one, bool):
-                return value
-        words = " or ".join(repr(one) for one in allowed if one is not None) or "left out"
-        raise PydanticCustomError(
-            "unsupported", "must be {words} with this engine", {"words": words}
-        )
-
-    return BeforeValidator(check)
-
-
-def _as_strings(value: Any) -> list[str]:
-    strings = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(strings, list) or not all(isinstance(one, str) and one for one in strings):
-        raise PydanticCustomError("stop", "must be a string or a list of strings, none empty")
-    return strings
-
-
-def _as_text(value: Any) -> str:
-    """The content of a message: a string, or parts that are text."""
-    if isinstance(value, str):
-        return value
-    parts = value if isinstance(value, list) else [None]
-    texts = [
-        one.get("text") for one in parts if isinstance(one, dict) and one.get("type") == "text"
-    ]
-    if len(texts) != len(parts) or not all(isinstance(one, str) for one in texts):
-        raise PydanticCustomError("content", "must be a string or a list of parts of type 'text'")
-    return "".join(map(str, texts))
-
-
-def _as_prompt(value: Any) -> str | list[int]:
-    """A string or token ids, or a list of one such."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
-    whole = isinstance(value, list) and all(type(one) is int for one in value)
-    if not isinstance(value, str) and not whole:
-        raise PydanticCustomError("prompt", "must be one prompt: a string or a list of token ids")
-    found: str | list[int] = value
-    return found
+from kvmig.openai_server.fields import (
+    CONTENT,
+    MOST_STOP_IDS,
+    PROMPT,
+    STOPS,
+    Only,
+    as_prompt,
+    as_strings,
+    as_text,
+    sendable,
+)
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), strict=True)
 
 
 class StreamOptions(_Strict):
@@ -75,26 +40,34 @@ class Body(_Strict):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """None: 1."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_as_strings)] = []
+    stop: Annotated[list[str], BeforeValidator(as_strings), STOPS] = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     """Of no meaning here."""
     # vLLM's own
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(max_length=MOST_STOP_IDS)]
+        | None
+    ) = None
     ignore_eos: bool = False
     # with neutral values only
-    n: Annotated[Any, only(1)] = 1
-    best_of: Annotated[Any, only(1)] = 1
-    top_p: Annotated[Any, only(1)] = 1
-    top_k: Annotated[Any, only(0, -1)] = 0
-    min_p: Annotated[Any, only(0)] = 0
-    min_tokens: Annotated[Any, only(0)] = 0
-    presence_penalty: Annotated[Any, only(0)] = 0
-    frequency_penalty: Annotated[Any, only(0)] = 0
-    repetition_penalty: Annotated[Any, only(1)] = 1
-    logit_bias: Annotated[Any, only({})] = None
-    priority: Annotated[Any, only(0)] = 0
+    n: Annotated[Any, Only(1)] = 1
+    best_of: Annotated[Any, Only(1)] = 1
+    top_p: Annotated[Any, Only(1)] = 1
+    top_k: Annotated[Any, Only(0, -1)] = 0
+    min_p: Annotated[Any, Only(0)] = 0
+    min_tokens: Annotated[Any, Only(0)] = 0
+    presence_penalty: Annotated[Any, Only(0)] = 0
+    frequency_penalty: Annotated[Any, Only(0)] = 0
+    repetition_penalty: Annotated[Any, Only(1)] = 1
+    logit_bias: Annotated[Any, Only({})] = None
+    priority: Annotated[Any, Only(0)] = 0
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _sendable(cls, value: Any) -> Any:
+        return sendable(value)
 
     @property
     def usage(self) -> StreamOptions:
@@ -105,17 +78,17 @@ class Body(_Strict):
 class CompletionBody(Body):
     """POST /v1/completions."""
 
-    prompt: Annotated[Any, BeforeValidator(_as_prompt)]
-    echo: Annotated[Any, only(False)] = False
-    suffix: Annotated[Any, only("")] = None
-    logprobs: Annotated[Any, only()] = None
+    prompt: Annotated[Any, BeforeValidator(as_prompt), PROMPT]
+    echo: Annotated[Any, Only(False)] = False
+    suffix: Annotated[Any, Only("")] = None
+    logprobs: Annotated[Any, Only()] = None
 
 
 class Message(_Strict):
     """Of a conversation."""
 
     role: str
-    content: Annotated[str, BeforeValidator(_as_text)]
+    content: Annotated[str, BeforeValidator(as_text), CONTENT]
     name: str | None = None
 
 
@@ -126,11 +99,11 @@ class ChatBody(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens."""
     chat_template_kwargs: dict[str, Any] = {}
-    logprobs: Annotated[Any, only(False)] = False
-    top_logprobs: Annotated[Any, only(0)] = 0
-    response_format: Annotated[Any, only({"type": "text"})] = None
-    tools: Annotated[Any, only([])] = None
-    tool_choice: Annotated[Any, only("none")] = None
+    logprobs: Annotated[Any, Only(False)] = False
+    top_logprobs: Annotated[Any, Only(0)] = 0
+    response_format: Annotated[Any, Only({"type": "text"})] = None
+    tools: Annotated[Any, Only([])] = None
+    tool_choice: Annotated[Any, Only("none")] = None
 
 
 def field_names(*bodies: type[BaseModel]) -> Sequence[str]:

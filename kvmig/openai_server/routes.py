@@ -12,8 +12,10 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from kvmig.engines.transformers.payload import Submitted
+from kvmig.gateway.access import Rule
 from kvmig.gateway.admin_errors import guarded
 from kvmig.gateway.request_id import current_call
+from kvmig.gateway.shown import shown
 from kvmig.openai_server import calls
 from kvmig.openai_server.answers import Answer, ChatAnswer, CompletionAnswer
 from kvmig.openai_server.bodies import Body, ChatBody, CompletionBody, field_names
@@ -24,14 +26,15 @@ USUAL_TOKENS = 16
 """Of a completion that says nothing of its length, as OpenAI has it."""
 
 
-def openai_api(
-    engines: Engines, names: Sequence[str], max_tokens: int, api_keys: Sequence[str] = ()
-) -> APIRouter:
-    """The routes under /v1. names: of the model; max_tokens: of a request, prompt and output."""
+def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Rule) -> APIRouter:
+    """The routes under /v1. names: of the model; max_tokens: of a request, prompt and output.
+
+    rule: who may call them.
+    """
     door = _Door(engines, names, max_tokens)
-    completions = APIRouter(route_class=guarded(api_keys, field_names(CompletionBody)))
-    chats = APIRouter(route_class=guarded(api_keys, field_names(ChatBody)))
-    api = APIRouter(prefix="/v1", route_class=guarded(api_keys, ()))
+    completions = APIRouter(route_class=guarded(rule, field_names(CompletionBody)))
+    chats = APIRouter(route_class=guarded(rule, field_names(ChatBody)))
+    api = APIRouter(prefix="/v1", route_class=guarded(rule, ()))
     started = int(time.time())
 
     @completions.post("/completions")
@@ -39,6 +42,7 @@ def openai_api(
         """One prompt, one choice."""
         prompt = body.prompt
         if isinstance(prompt, str):
+            door.check_length("prompt", prompt)
             prompt = await asyncio.to_thread(engines.tokenizer.encode, prompt)
         call_id = current_call.get()
         asked = body.max_tokens or USUAL_TOKENS
@@ -48,6 +52,7 @@ def openai_api(
     @chats.post("/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Response:
         """One choice."""
+        door.check_length("messages", *(one.content for one in body.messages))
         messages = [one.model_dump(exclude_none=True) for one in body.messages]
         try:
             prompt = await asyncio.to_thread(
@@ -89,6 +94,12 @@ class _Door:
         self._names = names
         self._max_tokens = max_tokens
 
+    def check_length(self, param: str, *texts: str) -> None:
+        """Raises BadRequest for what can't be few enough tokens: to count them takes long."""
+        length, most = sum(map(len, texts)), self._max_tokens * self._engines.tokenizer.longest
+        if length > most:
+            raise BadRequest(param, f"{param} has {length} characters, must have {most} or less")
+
     async def run(
         self,
         request: Request,
@@ -107,7 +118,8 @@ class _Door:
 
     def _checked(self, body: Body, prompt: list[int], asked: int | None) -> Submitted:
         if body.model and body.model not in self._names:
-            raise UnknownModel(f"there is no model {body.model}, only {' or '.join(self._names)}")
+            names = " or ".join(self._names)
+            raise UnknownModel(f"there is no model {shown(body.model)}, only {names}")
         vocabulary = self._engines.tokenizer.vocabulary
         if not prompt:
             raise BadRequest("prompt", "the prompt has no token, must have one or more")
@@ -119,7 +131,7 @@ class _Door:
         if room < (asked or 1):
             raise BadRequest(
                 "max_tokens" if room > 0 else "prompt",
-                f"the prompt has {len(prompt)} tokens and max_tokens is {asked},"
+                f"the prompt has {len(prompt)} tokens and max_tokens is {shown(asked)},"
                 f" together must be {self._max_tokens} or less",
             )
         temperature = 1.0 if body.temperature is None else body.temperature

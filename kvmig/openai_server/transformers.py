@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI, Response
 
 from kvmig.engines.transformers.tokenizer import Tokenizer
+from kvmig.gateway.access import bearer
 from kvmig.gateway.app import MIDDLEWARE
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
@@ -68,7 +69,7 @@ class TransformersServer:
 
         engines = Engines(router, self.sink, self._tokenizer)
         names = args.served_model_name or [args.model]
-        app.include_router(openai_api(engines, names, self._max_tokens, args.api_key or ()))
+        app.include_router(openai_api(engines, names, self._max_tokens, bearer(args.api_key)))
         prepare(app)
         self._http = UvicornServer(app, self._sock, access_log=not args.disable_uvicorn_access_log)
         await self._http.start()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
+from kvmig.gateway.connection import Connection
 from kvmig.ground.errors import StartupError
 
 _START_TIMEOUT_S = 60.0
@@ -29,7 +30,12 @@ class UvicornServer:
     def __init__(self, app: FastAPI, sock: socket.socket, *, access_log: bool) -> None:
         """sock: listening; it is closed at the end."""
         config = uvicorn.Config(
-            app, log_level="warning", access_log=access_log, lifespan="off", ws="none"
+            app,
+            http=Connection,
+            log_level="warning",
+            access_log=access_log,
+            lifespan="off",
+            ws="none",
         )
         self._server = _Server(config)
         self._sock = sock

@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvmig.engines.api_keys import api_keys
 from kvmig.engines.offline import check_model
 from kvmig.engines.transformers.config import EngineConfig
 from kvmig.engines.transformers.config import parse as parse_config
@@ -77,6 +78,7 @@ def parse(argv: list[str]) -> Namespace:
     if args.model is None:
         raise ConfigError("MODEL is missing, must be a folder with a config.json")
     check_model(args.model)
+    args.api_key = api_keys(args.api_key)
     parse_config(engine_fields(args))
     if args.max_model_len is not None and args.max_model_len < 2:
         raise ConfigError(f"--max-model-len is {args.max_model_len}, must be 2 or more")

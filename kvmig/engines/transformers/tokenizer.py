@@ -13,7 +13,10 @@ from kvmig.ground.errors import ConfigError
 
 
 class Tokenizer:
-    """Of one model. max_tokens: that its positions allow; None: not known."""
+    """Of one model. max_tokens: that its positions allow; None: not known.
+
+    longest: characters of a token at most.
+    """
 
     def __init__(self, model: str, chat_template: str | None = None) -> None:
         """chat_template: a file with one in place of the model's own. Raises ConfigError."""
@@ -27,6 +30,7 @@ class Tokenizer:
             config.get_text_config(), "max_position_embeddings", None
         )
         self.vocabulary: int = config.get_text_config().vocab_size
+        self.longest = max(map(len, self._tokenizer.get_vocab()))
         self.eos_ids = sorted(self._eos_ids(model, config))
 
     def encode(self, text: str) -> list[int]:

@@ -6,6 +6,7 @@ import os
 from argparse import Namespace
 from typing import NoReturn
 
+from kvmig.engines.api_keys import api_keys
 from kvmig.engines.offline import check_model, set_offline
 from kvmig.ground.errors import ConfigError
 
@@ -47,6 +48,7 @@ def parse(argv: list[str]) -> Namespace:
         raise ConfigError(" ".join(str(error).split())) from error
     refuse_conflicts(args)
     check_model(args.model)
+    args.api_key = api_keys(args.api_key)
     return args
 
 

@@ -27,7 +27,7 @@ _START_TIMEOUT_S = 60.0
 class ApiServer:
     """The HTTP side of the front end: vLLM's app on `llm`, changed by `prepare`.
 
-    middleware: import paths of ASGI classes, innermost first.
+    middleware: import paths of ASGI classes, innermost first. connection: uvicorn's protocol.
     """
 
     def __init__(
@@ -37,12 +37,14 @@ class ApiServer:
         sock: socket.socket,
         middleware: Sequence[str],
         prepare: Callable[[FastAPI], None],
+        connection: type[asyncio.Protocol],
     ) -> None:
         self._llm = llm
         self._args = args
         args.middleware = [*args.middleware, *middleware]
         self._sock = sock
         self._prepare = prepare
+        self._connection = connection
         self._app: FastAPI | None = None
         self._serving: asyncio.Task[object] | None = None
 
@@ -93,6 +95,7 @@ class ApiServer:
         return await serve_http(
             app,
             sock=self._sock,
+            http=self._connection,
             enable_ssl_refresh=args.enable_ssl_refresh,
             host=args.host,
             port=args.port,
@@ -106,8 +109,6 @@ class ApiServer:
             ssl_ca_certs=args.ssl_ca_certs,
             ssl_cert_reqs=args.ssl_cert_reqs,
             ssl_ciphers=args.ssl_ciphers,
-            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-            h11_max_header_count=args.h11_max_header_count,
         )
 
 

@@ -1,0 +1,91 @@
+"""Who may call what: rules on a call's headers. Pure.
+
+The OpenAI API asks for a key where there are keys. The admin API moves and ends what belongs to
+everybody, so without a key it is for people on this machine only: not for other machines, not
+for a proxy that speaks for them, not for a web page in a browser here.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from kvmig.ground.discreet import ADMIN_KEY
+
+PROXIED = ("forwarded", "x-forwarded-for", "x-real-ip")
+"""Headers by which a proxy says for whom it speaks."""
+
+
+class Denied(NamedTuple):
+    """What a call is answered with instead."""
+
+    status: HTTPStatus
+    message: str
+
+
+Rule = Callable[[Mapping[str, str]], Denied | None]
+"""Of a call's headers, by names in lower case: None for a call that is let in."""
+
+
+def bearer(keys: Sequence[str]) -> Rule:
+    """Calls that bear one of the keys; all where there are none."""
+
+    def rule(headers: Mapping[str, str]) -> Denied | None:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
+        if not keys or (scheme.lower() == "bearer" and any(matches)):
+            return None
+        return Denied(HTTPStatus.UNAUTHORIZED, "Unauthorized")
+
+    return rule
+
+
+def local_only(bound: str) -> Rule:
+    """Calls by programs of this machine. bound: the address that the server listens on."""
+    closed = Denied(
+        HTTPStatus.FORBIDDEN,
+        f"the admin API is for calls from this machine only: set {ADMIN_KEY} at the start, and"
+        " send it as a bearer token",
+    )
+
+    def rule(headers: Mapping[str, str]) -> Denied | None:
+        # A name that only a browser was told to be this machine's is no name of it (rebinding).
+        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        proxied = any(name in headers for name in PROXIED)
+        if proxied or not (is_loopback(bound) and is_loopback(host)):
+            return closed
+        if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
+            return Denied(HTTPStatus.FORBIDDEN, "the admin API without a key is not for web pages")
+        return None
+
+    return rule
+
+
+@dataclass(frozen=True)
+class Access:
+    """A front end's rules."""
+
+    openai: Rule
+    admin: Rule
+
+
+def access(api_keys: Sequence[str], admin_key: str, bound: str) -> Access:
+    """admin_key: empty if there is none, the API's keys open the admin API then, too.
+
+    bound: the address that the server listens on.
+    """
+    keys = [admin_key] if admin_key else list(api_keys)
+    return Access(bearer(api_keys), bearer(keys) if keys else local_only(bound))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can mean it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,23 @@
+"""What is told in confidence: names of variables, and structs of which logs show the type only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+SECRET = "KVMIG_SECRET"
+"""Environment variable: what all processes of a cluster know, and nobody else."""
+ADMIN_KEY = "KVMIG_ADMIN_KEY"
+"""Environment variable: the admin API's own key. (Everybody can read a process's flags.)"""
+
+
+class Discreet(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what processes are told in confidence."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """Tracebacks with local variables show no more."""
+        return []

@@ -1,0 +1,106 @@
+"""Who may call what: the admin API without a key is for programs of this machine only."""
+
+from __future__ import annotations
+
+import os
+from http import HTTPStatus
+
+import msgspec
+import pytest
+
+from kvmig.cli.launch import LlumletLaunch
+from kvmig.cli.secrets import cluster_secret, taken
+from kvmig.controlplane.scheduler_process import SchedulerLaunch
+from kvmig.engines.api_keys import VARIABLE, api_keys
+from kvmig.front_end import FrontLaunch
+from kvmig.gateway.access import access
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import ConfigError
+
+HERE = {"host": "127.0.0.1:8000"}
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"])
+def test_without_keys_a_program_of_this_machine_may_use_the_admin_api(host: str) -> None:
+    assert access([], "", "127.0.0.1").admin({"host": host}) is None
+
+
+@pytest.mark.parametrize("bound", ["0.0.0.0", "::", "192.0.2.7"])
+def test_without_keys_the_admin_api_is_closed_where_other_machines_can_call(bound: str) -> None:
+    denied = access([], "", bound).admin(HERE)
+    assert denied is not None
+    assert denied.status is HTTPStatus.FORBIDDEN
+    assert "KVMIG_ADMIN_KEY" in denied.message
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "rebound.example"},
+        {"host": "127.0.0.1.example"},
+        {},
+        HERE | {"origin": "http://evil.example"},
+        HERE | {"origin": "null"},
+        HERE | {"sec-fetch-site": "cross-site"},
+        HERE | {"x-forwarded-for": "192.0.2.1"},
+        HERE | {"forwarded": "for=192.0.2.1"},
+    ],
+)
+def test_without_keys_neither_web_pages_nor_proxies_may(headers: dict[str, str]) -> None:
+    denied = access([], "", "127.0.0.1").admin(headers)
+    assert denied is not None
+    assert denied.status is HTTPStatus.FORBIDDEN
+
+
+def test_the_apis_keys_open_the_admin_api_from_anywhere() -> None:
+    rules = access(["one", "two"], "", "0.0.0.0")
+    for rule in (rules.admin, rules.openai):
+        assert rule({"authorization": "Bearer two"}) is None
+        denied = rule({"authorization": "Bearer three"})
+        assert denied is not None
+        assert denied.status is HTTPStatus.UNAUTHORIZED
+
+
+def test_with_an_admin_key_the_apis_keys_are_not_enough() -> None:
+    rules = access(["tenant"], "operator", "0.0.0.0")
+    assert rules.openai({"authorization": "Bearer tenant"}) is None
+    assert rules.admin({"authorization": "Bearer tenant"}) is not None
+    assert rules.admin({"authorization": "Bearer operator"}) is None
+
+
+def test_keys_come_from_vllms_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "secret")
+    assert api_keys(None) == ["secret"]
+    assert api_keys(["flag"]) == ["flag"]
+    monkeypatch.delenv(VARIABLE)
+    assert api_keys(None) == api_keys([""]) == []
+
+
+def test_children_do_not_inherit_what_the_launcher_was_told() -> None:
+    environment = {"KVMIG_SECRET": "0123456789abcdef", "KVMIG_ADMIN_KEY": "k", "PATH": "/bin"}
+    assert cluster_secret(environment) == b"0123456789abcdef"
+    assert taken(environment, "KVMIG_ADMIN_KEY") == "k"
+    assert environment == {"PATH": "/bin"}
+
+
+def test_a_secret_that_can_be_guessed_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="KVMIG_SECRET has 5 bytes, must have 16 or more"):
+        cluster_secret({"KVMIG_SECRET": "short"})
+    assert cluster_secret({}) != cluster_secret({}), "made up for each run"
+
+
+def test_what_prints_a_launch_document_shows_no_secret() -> None:
+    secret, config = os.urandom(32), ClusterConfig()
+    launches: list[msgspec.Struct] = [
+        LlumletLaunch(cluster="c", instance="i0", secret=secret, config=config, engine_argv=[]),
+        SchedulerLaunch(secret, config),
+        FrontLaunch(
+            name="f", launcher="tcp://x", secret=secret, admin_key="operator", config=config,
+            engine_argv=["--api-key", "tenant"],
+        ),
+    ]  # fmt: skip
+    for launch in launches:
+        shown = f"{launch!r} {launch} {[launch]}"
+        assert repr(secret)[2:-1] not in shown
+        assert "operator" not in shown
+        assert "tenant" not in shown

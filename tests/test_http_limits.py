@@ -1,0 +1,230 @@
+"""A front end takes so much of one call, however it is sent; others lose nothing by it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry
+
+from kvmig.gateway.body import BodyMiddleware, Intake
+from kvmig.gateway.connection import Connection
+from kvmig.gateway.refusals import RefusalMiddleware, Refusals
+from kvmig.gateway.request_id import RequestIdMiddleware
+from kvmig.gateway.shown import shown
+from kvmig.ground.http import HttpConfig
+from kvmig.openai_server.uvicorn_server import UvicornServer
+
+SMALL = HttpConfig(max_body=2000, body_timeout_s=0.3)
+TIMEOUT_S = 30.0
+
+
+class Front:
+    """An application behind all limits, on a real port."""
+
+    def __init__(self, port: int, intake: Intake, registry: CollectorRegistry) -> None:
+        self.port = port
+        self.intake = intake
+        self._registry = registry
+
+    def refused(self, status: int) -> float:
+        """So many were answered so."""
+        labels = {"status": str(status)}
+        return self._registry.get_sample_value("kvmig_http_refused_total", labels) or 0.0
+
+    async def say(self, *parts: bytes, end: bool = False) -> bytes:
+        """What the server answers until it closes; end: it is told that no more comes."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        with closing(writer):
+            try:
+                for part in parts:
+                    writer.write(part)
+                    await writer.drain()
+                if end:
+                    writer.write_eof()
+                async with asyncio.timeout(TIMEOUT_S):
+                    return await reader.read()
+            except ConnectionError:
+                return b""  # closed while we were still talking
+
+    async def echo(self, body: bytes) -> httpx.Response:
+        """An ordinary call."""
+        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+            return await client.post(f"http://127.0.0.1:{self.port}/", content=body)
+
+
+@asynccontextmanager
+async def front(limits: HttpConfig = SMALL) -> AsyncIterator[Front]:
+    app, registry = FastAPI(), CollectorRegistry()
+    for layer in (BodyMiddleware, RefusalMiddleware, RequestIdMiddleware):
+        app.add_middleware(layer)
+    app.state.intake = intake = Intake(limits)
+    app.state.refusals = refusals = Refusals(registry)
+
+    @app.post("/")
+    async def size(request: Request) -> int:
+        return len(await request.body())
+
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = UvicornServer(app, sock, access_log=False)
+    before = Connection.on_refusal
+    Connection.on_refusal = refusals.count
+    await server.start()
+    try:
+        yield Front(sock.getsockname()[1], intake, registry)
+        assert intake.pending == 0
+    finally:
+        await server.stop(2.0)
+        Connection.on_refusal = before
+
+
+def head(*lines: str) -> bytes:
+    return "\r\n".join(["POST / HTTP/1.1", "host: here", *lines, "", ""]).encode()
+
+
+async def test_a_body_within_the_limit_arrives_whole() -> None:
+    async with front() as one:
+        assert (await one.echo(b"x" * 2000)).json() == 2000
+
+
+async def test_a_body_that_says_it_is_too_large_is_413_before_it_is_sent() -> None:
+    async with front() as one:
+        answer = await one.say(head("content-length: 2001", "expect: 100-continue"))
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"100 Continue" not in answer
+        assert (
+            "allowed are 2000 bytes"
+            in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        )
+        assert one.refused(413) == 1
+
+
+async def test_a_length_of_many_digits_is_413() -> None:
+    async with front() as one:
+        answer = await one.say(head(f"content-length: {'9' * 18}"))
+        assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_body_without_an_end_is_413_once_it_is_too_large() -> None:
+    async with front() as one:
+        chunk = b"3e8\r\n" + b"x" * 1000 + b"\r\n"
+        answer = await one.say(head("transfer-encoding: chunked"), chunk, chunk, chunk)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_body_that_comes_too_slowly_is_408() -> None:
+    async with front() as one:
+        answer = await one.say(head("content-length: 100"), b"x")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert one.refused(408) == 1
+
+
+async def test_a_client_that_leaves_in_the_midst_of_its_body_leaves_nothing() -> None:
+    async with front(HttpConfig(body_timeout_s=TIMEOUT_S)) as one:
+        await one.say(head("content-length: 100"), b"x", end=True)
+        _, writer = await asyncio.open_connection("127.0.0.1", one.port)
+        writer.write(head("content-length: 100") + b"x")
+        async with asyncio.timeout(TIMEOUT_S):
+            while one.intake.pending == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        writer.close()
+        async with asyncio.timeout(TIMEOUT_S):
+            while one.intake.pending:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_many_large_bodies_at_once_are_bounded_together() -> None:
+    async with front(HttpConfig(max_body=100_000, body_timeout_s=TIMEOUT_S)) as one:
+        part = head("content-length: 100000") + b"x" * 99_999
+        writers = []
+        for _ in range(8):
+            _, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            writers.append(writer)
+            writer.write(part)
+        async with asyncio.timeout(TIMEOUT_S):
+            while one.intake.pending < 8 * 99_999:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        answer = await one.echo(b"x" * 1000)
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"]
+        for writer in writers:
+            writer.close()
+        async with asyncio.timeout(TIMEOUT_S):
+            while one.intake.pending:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await one.echo(b"x")).json() == 1
+
+
+async def test_headers_without_an_end_are_431() -> None:
+    async with front() as one:
+        lines = [b"x%d: %s\r\n" % (number, b"a" * 1000) for number in range(400)]
+        answer = await one.say(head()[:-2], *lines)
+        assert answer.startswith(b"HTTP/1.1 431 ") or answer == b""
+        assert one.refused(431) == 1
+        assert (await one.echo(b"x")).json() == 1
+
+
+async def test_headers_that_come_too_slowly_are_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "head_s", 0.3)
+    async with front(HttpConfig()) as one:
+        silent, begun, answer = await asyncio.gather(
+            one.say(), one.say(b"POST / HT"), one.echo(b"x")
+        )
+        assert silent.startswith(b"HTTP/1.1 408 ")
+        assert begun.startswith(b"HTTP/1.1 408 ")
+        assert answer.json() == 1
+
+
+async def test_a_call_may_take_longer_than_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "head_s", 0.2)
+    async with front(HttpConfig()) as one:
+        reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+        writer.write(head("content-length: 2", "connection: close"))
+        await asyncio.sleep(0.5)
+        writer.write(b"xy")
+        assert (await reader.read()).endswith(b"2")
+        writer.close()
+
+
+async def test_what_is_no_http_is_400_and_counted() -> None:
+    async with front() as one:
+        assert (await one.say(b"\x16\x03\x01\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+        assert one.refused(400) == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [b"a\rset-cookie: b", b"a\x00b", b"\xff", b"a" * 5000, b"a\tb", "ä".encode()],
+)
+async def test_a_call_id_puts_no_header_into_the_answer(given: bytes) -> None:
+    async with front() as one:
+        said = head("connection: close", "content-length: 0")[:-2] + b"x-request-id: "
+        answer = (await one.say(said + given + b"\r\n\r\n")).partition(b"\r\n\r\n")[0].lower()
+        lines = [line for line in answer.split(b"\r\n") if line.startswith(b"x-request-id: ")]
+        assert b"set-cookie" not in answer
+        assert answer.startswith(b"http/1.1 400 ") or (
+            len(lines) == 1 and len(lines[0]) == len("x-request-id: ") + 32
+        )
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (5, "5"),
+        ("a\n\ud800", r"'a\n\ud800'"),
+        ("x" * 10**6, f"'{'x' * 100}'..."),
+        (list(range(10**6)), "[0, 1, 2]... (1000000 items)"),
+        ({str(one): 1 for one in range(101)}, "[('0', 1), ('1', 1), ('2', 1)]... (101 items)"),
+        (10**4000, "a number of 13288 bits"),
+        ([["y" * 500]], f"[['{'y' * 97}..."),
+    ],
+)
+def test_a_value_in_an_error_is_cut_short(value: Any, told: str) -> None:
+    assert shown(value) == told
