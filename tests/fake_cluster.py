@@ -43,9 +43,11 @@ class Node:
             on_commit=self._on_commit,
             on_commit_failed=self._on_commit_failed,
             on_left=lambda request_id, endpoint: self.left.append((request_id, endpoint)),
+            on_no_memory=lambda error: self.on_no_memory(error),
         )
         engine.on_started = self.migrations.stepped
         self.drop: Drop = lambda message: False
+        self.on_no_memory: Callable[[MemoryError], object] = lambda error: None
         self.heard: list[Message] = []
         self.committing: dict[str, tuple[int, int, str]] = {}
         self.left: list[tuple[str, str]] = []

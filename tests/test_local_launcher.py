@@ -9,7 +9,7 @@ import pytest
 
 from kvmig.cli.children import Child
 from kvmig.cli.launch import LlumletLaunch
-from kvmig.cli.local import LocalLauncher
+from kvmig.cli.local import LocalLauncher, LocalLlumlet
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import StartupError
 
@@ -78,3 +78,16 @@ async def test_on_a_cpu_there_is_no_gpu_to_see(started: list[FakeChild]) -> None
     await LocalLauncher("test", [], 1, {}).llumlet(launch("i0"), 2)
 
     assert started[0].gpus == ""
+
+
+async def test_what_a_killed_instance_shared_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept: list[bool] = []
+
+    async def stop(child: Child, timeout_s: float) -> None:
+        raise OSError("even then")
+
+    monkeypatch.setattr(Child, "stop", stop)
+    monkeypatch.setattr("kvmig.cli.local.sweep", lambda: swept.append(True))
+    with pytest.raises(OSError, match="even then"):
+        await LocalLlumlet.__new__(LocalLlumlet).stop()
+    assert swept == [True]

@@ -152,6 +152,20 @@ async def test_a_failing_destination_leaves_the_request_at_the_source(
         assert them.b.committing == {}
 
 
+@pytest.mark.parametrize("side", ["a", "b"])
+async def test_a_migration_that_runs_out_of_memory_is_told_at_once(side: str) -> None:
+    told: list[MemoryError] = []
+    async with cluster(source=FakeEngine(at_once=False)) as them:
+        node = them.a if side == "a" else them.b
+        node.on_no_memory = told.append
+        node.engine.before = failing("gather" if side == "a" else "grow", MemoryError("none"))
+        moving = asyncio.ensure_future(them.move())
+        await asyncio.wait([moving])
+        await until(lambda: bool(told))
+        assert isinstance(moving.exception(), MemoryError) == (side == "a")
+        assert them.owners() == "a"
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_a_tail_that_is_small_goes_with_the_commit(transport: Transport) -> None:
     async with cluster(transport=transport) as them:

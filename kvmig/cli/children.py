@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import msgspec
 
@@ -35,7 +36,7 @@ class Child:
         launch: msgspec.Struct,
         environment: Mapping[str, str],
         descriptors: Sequence[int] = (),
-    ) -> Child:
+    ) -> Self:
         """`python -m module DESCRIPTOR` with the launch document on its stdin, kept open.
 
         descriptors: what else it inherits, under the same numbers.

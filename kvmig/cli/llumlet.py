@@ -37,7 +37,10 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
         failed = asyncio.ensure_future(llumlet.failed())
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
-            raise StartupError(f"the engine failed: {failed.result()}")
+            if isinstance(error := failed.result(), MemoryError):
+                print(f"kvmig {launch.instance}: out of memory: {error}", file=sys.stderr)
+                leave(1)  # at once: what it would still say or do can't be relied on
+            raise StartupError(f"the engine failed: {error}")
         failed.cancel()
     finally:
         stopped.cancel()

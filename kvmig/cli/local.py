@@ -10,9 +10,20 @@ from dataclasses import dataclass, field
 from kvmig.cli.children import Child
 from kvmig.cli.environment import instance_environment
 from kvmig.cli.launch import LlumletLaunch
-from kvmig.cli.launcher import Handle
+from kvmig.cli.launcher import STOP_S, Handle
 from kvmig.engines.kind import kind_of
 from kvmig.kvtransfer.transports.shm import sweep
+
+
+class LocalLlumlet(Child):
+    """One whose staging memory goes with it, also when it is killed."""
+
+    async def stop(self, timeout_s: float = STOP_S) -> None:
+        """See `Handle`."""
+        try:
+            await super().stop(timeout_s)
+        finally:
+            sweep()
 
 
 @dataclass(eq=False)
@@ -53,7 +64,7 @@ class LocalLauncher:
             environment["LD_PRELOAD"] = preloaded(environment.get("LD_PRELOAD", ""))
         name = f"instance {launch.instance}"
         try:
-            place.child = await Child.start(name, "kvmig.cli.llumlet", launch, environment)
+            place.child = await LocalLlumlet.start(name, "kvmig.cli.llumlet", launch, environment)
         except BaseException:
             self._places.remove(place)
             raise

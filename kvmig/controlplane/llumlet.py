@@ -98,6 +98,7 @@ class Llumlet:
             on_commit=self._on_commit,
             on_commit_failed=self._on_commit_failed,
             on_left=self._on_left,
+            on_no_memory=self._on_exit,
         )
         self._pairing = Pairing(
             engine.requests,

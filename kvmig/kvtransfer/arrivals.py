@@ -48,11 +48,14 @@ class Arrivals:
         config: MigrationConfig,
         on_commit: OnCommit,
         on_commit_failed: Callable[[str], None],
+        on_broken: Callable[[Exception], None],
     ) -> None:
+        """on_broken: a migration ended with an error that nothing was made for."""
         self._engine = engine
         self._config = config
         self._on_commit = on_commit
         self._on_commit_failed = on_commit_failed
+        self._on_broken = on_broken
         self._inboxes = Inboxes(config.transport, Site(host=config.data_host))
         self._live: dict[str, DestinationSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -164,9 +167,9 @@ class Arrivals:
             self._commit_failed,
         )
         self._live[message.mid] = session
-        self._tasks[message.mid] = asyncio.create_task(
-            self._run(session, older), name=f"in {message.mid}"
-        )
+        task = asyncio.create_task(self._run(session, older), name=f"in {message.mid}")
+        task.add_done_callback(self._over)
+        self._tasks[message.mid] = task
 
     def _check_in(self, message: Reserve, refusal: str) -> None:
         """Raises MigrationRefused if the request must not come now."""
@@ -190,6 +193,10 @@ class Arrivals:
         finally:
             del self._live[mid], self._tasks[mid]
             self._remember(session.machine, session.attempt)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._on_broken(error)
 
     def _commits(self, session: DestinationSession, tail: Tail) -> None:
         opening = session.opening

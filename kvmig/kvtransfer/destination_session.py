@@ -140,7 +140,7 @@ class DestinationSession:
                 except TimeoutError:
                     event, payload = Cancel("timeout"), []
                 await self._take(event, payload)
-        except asyncio.CancelledError:
+        except BaseException:  # a cancellation, or what nothing here was made for
             if not self.machine.ended:
                 await self._engine.cancel(self.request_id)
             raise
@@ -204,6 +204,8 @@ class DestinationSession:
             return self._failed(action, "timeout", f"{type(action).__name__} took too long")
         except KvmigError as error:
             return self._failed(action, "error", str(error))
+        except MemoryError:
+            raise  # it may have come between a state and its actions: see `Migrations`
         except Exception as error:
             log.exception("%s: %s failed", self.machine.key, type(action).__name__)
             return self._failed(action, "error", repr(error))

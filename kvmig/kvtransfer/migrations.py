@@ -74,6 +74,7 @@ class Migrations:
         on_commit: OnCommit,
         on_commit_failed: Callable[[str], None],
         on_left: Callable[[str, str], None],
+        on_no_memory: Callable[[MemoryError], None] = lambda error: None,
     ) -> None:
         """stagings: by transport's name, the best first; whoever opened them closes them.
 
@@ -82,6 +83,8 @@ class Migrations:
         on_commit: (request_id, epoch, num_output_tokens, gateway), just before a request
         starts here, may raise MigrationRefused; on_commit_failed: (request_id), undoes it.
         on_left: (request_id, endpoint), once a request runs there.
+        on_no_memory: a migration ended anywhere, maybe between a state and its actions: it may
+        hold blocks still, and what it answers needn't be true.
 
         Raises ConfigError if a chunk can't hold one block.
         """
@@ -93,7 +96,8 @@ class Migrations:
         self._reply = reply
         self._resolve = resolve
         self._on_left = on_left
-        self._arrivals = Arrivals(engine, config, on_commit, on_commit_failed)
+        self._on_no_memory = on_no_memory
+        self._arrivals = Arrivals(engine, config, on_commit, on_commit_failed, self._broken)
         self._experience = Experience(
             ChunkSizer(engine.layout.block_bytes, config.chunk_bytes, config.chunk_ms)
         )
@@ -173,7 +177,7 @@ class Migrations:
         )
         task = asyncio.create_task(session.run(), name=f"out {move.mid}")
         self._departures[move.mid] = Departure(session, endpoint, task)
-        task.add_done_callback(lambda _: self._ended(move.mid))
+        task.add_done_callback(lambda _: self._ended(move.mid, task))
         return await asyncio.shield(task)
 
     def _shuttle(self, endpoint: str) -> Shuttle:
@@ -220,9 +224,16 @@ class Migrations:
         ]
         admit(self._config, "out", others, kv_bytes(num_tokens, layout))
 
-    def _ended(self, mid: str) -> None:
+    def _ended(self, mid: str, task: asyncio.Task[MigrationReport]) -> None:
         del self._departures[mid]
         self._free.release()
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._broken(error)
+
+    def _broken(self, error: Exception) -> None:
+        log.error("a migration broke off", exc_info=error)
+        if isinstance(error, MemoryError):
+            self._on_no_memory(error)
 
     def receive_reply(self, endpoint: str, message: Message, payload: list[memoryview]) -> None:
         """A destination's answer. One for a migration that is over is dropped."""

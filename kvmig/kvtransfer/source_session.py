@@ -132,6 +132,10 @@ class SourceSession:
         except asyncio.CancelledError:
             await self._follow(self._undone if self.machine.ended else self._stop())
             raise
+        except MemoryError:
+            if not self.machine.ended:
+                await self._follow(self._stop())
+            raise
         finally:
             if self._sender is not None:
                 self._timeline.bytes = self._sender.copier.bytes
@@ -180,6 +184,8 @@ class SourceSession:
             return self._failed(action, "peer_lost", str(error))
         except KvmigError as error:
             return self._failed(action, "error", str(error))
+        except MemoryError:
+            raise  # it may have come between a state and its actions: see `Migrations`
         except Exception as error:
             log.exception("%s: %s failed", self.move.mid, action)
             return self._failed(action, "error", repr(error))

@@ -1,0 +1,1 @@
+"""A running cluster of real engines under faults, with every answer checked."""

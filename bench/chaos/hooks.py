@@ -1,0 +1,128 @@
+"""Faults inside a llumlet: at a state of the handshake, and on what it tells other llumlets.
+
+`--worker-cls=bench.chaos.hooks.ChaosWorker` brings them into the process; kvmig has none of it.
+What shall happen is in files of a folder (`FOLDER`):
+
+- `armed/source.committing`, content `kill`, `stop` or `squeeze`: the first machine of the
+  handshake that enters this state does so, and moves the file to `fired/` under its process id;
+- `now/cut`, `now/slow` (content: seconds), `now/corrupt`: messages to other llumlets are dropped
+  or late, blocks that arrive are changed, for as long as the file is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+from unittest import mock
+
+from bench.paced import PacedWorker
+from kvmig.kvtransfer.link import Client, Server
+from kvmig.kvtransfer.machine import Machine
+from kvmig.kvtransfer.messages import Chunk, Hello, Message, PeerMessage
+from kvmig.kvtransfer.transports.shm import ShmInbox
+from kvmig.kvtransfer.wire import Frame
+
+FOLDER = "KVMIG_CHAOS"
+"""Environment variable: the folder."""
+ARMED, FIRED, NOW = "armed", "fired", "now"
+PEER_MESSAGES = tuple(one for one in get_args(PeerMessage) if one is not Hello)
+"""Without Hello a connection would be of no use for ever, which no network does."""
+
+
+class ChaosWorker(PacedWorker):
+    """A paced worker in a process in which things go wrong."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if folder := os.environ.get(FOLDER):
+            install(Path(folder))
+
+
+def install(folder: Path) -> None:
+    """Let things go wrong from now on, as the folder's files say."""
+    go, receive = Machine.go, ShmInbox.receive
+    wires = {Client: Wire(folder, Client.send), Server: Wire(folder, Server.send)}
+
+    def entering(machine: Machine, event: Any) -> None:
+        go(machine, event)
+        strike(folder, f"{side(machine)}.{machine.state}")
+
+    async def garbled(inbox: ShmInbox, chunk: Chunk, payload: Any) -> memoryview:
+        view = await receive(inbox, chunk, payload)
+        if not (folder / NOW / "corrupt").exists() or not len(view):
+            return view
+        changed = bytearray(view)
+        changed[len(changed) // 2] ^= 0x40
+        return memoryview(changed).toreadonly()
+
+    mock.patch.object(Machine, "go", entering).start()
+    mock.patch.object(ShmInbox, "receive", garbled).start()
+    for kind, wire in wires.items():
+        mock.patch.object(kind, "send", wire.method()).start()
+
+
+def side(machine: Machine) -> str:
+    """source or destination."""
+    return type(machine).__name__.removesuffix("Machine").lower()
+
+
+def strike(folder: Path, state: str) -> None:
+    """Do what is armed for this state, once among all processes. Raises MemoryError."""
+    armed = folder / ARMED / state
+    if not armed.exists():
+        return
+    fired = folder / FIRED / f"{state}.{os.getpid()}"
+    try:
+        deed = armed.read_text()
+        armed.rename(fired)
+    except FileNotFoundError:
+        return  # another one was first
+    if deed == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif deed == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        raise MemoryError(f"bench.chaos, in state {state}")
+
+
+class Wire:
+    """One kind of socket's `send`, when its messages to other llumlets are late or lost."""
+
+    def __init__(self, folder: Path, send: Callable[..., None]) -> None:
+        self._now = folder / NOW
+        self._send = send
+        self._free_at = 0.0
+        """When the last late message leaves: none overtakes another."""
+
+    def method(self) -> Callable[..., None]:
+        """To be the class's own."""
+
+        def send(link: Any, *args: Any) -> None:
+            if any(isinstance(one, PEER_MESSAGES) for one in args):
+                self._pass_on(link, args)
+            else:
+                self._send(link, *args)
+
+        return send
+
+    def _pass_on(self, link: Any, args: Sequence[Message | bytes | Sequence[Frame]]) -> None:
+        if (self._now / "cut").exists():
+            return
+        loop = asyncio.get_running_loop()
+        slow = self._now / "slow"
+        late_s = float(slow.read_text() or 0) if slow.exists() else 0.0
+        due = max(self._free_at, loop.time() + late_s)
+        if due <= loop.time():
+            self._send(link, *args)
+            return
+        self._free_at = due
+        loop.call_at(due, self._late, link, args)
+
+    def _late(self, link: Any, args: Sequence[Message | bytes | Sequence[Frame]]) -> None:
+        if link._socket.closed:
+            return  # the connection did not live so long
+        self._send(link, *args)

@@ -1,0 +1,152 @@
+"""bench.chaos: its judge, its plan and its faults, without a cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.chaos.answers import RIGHT, Answer, Choice, judge, slip
+from bench.chaos.calls import KINDS, MANNERS, counted, draw
+from bench.chaos.hooks import ARMED, FIRED, NOW, strike
+from bench.chaos.leaks import DESCRIPTORS, MEMORY_MIB, Holdings, Process, compare
+from bench.chaos.place import Place
+from bench.chaos.plan import HANDSHAKE, plan
+from kvmig.kvtransfer.source_machine import S, SourceMachine
+
+COUNTED = "".join(f" {one:04d}" for one in range(100, 400))
+
+
+def answer(text: str, tokens: int | None = None, reason: str | None = "length") -> Answer:
+    return Answer({0: Choice(text, finish_reason=reason)}, tokens)
+
+
+@given(st.integers(0, 1000), st.integers(1, 150))
+def test_lost_tokens_are_counted_wherever_they_are_missing(at: int, lost: int) -> None:
+    verdict = slip(COUNTED[:at] + COUNTED[at + lost :], COUNTED)
+    assert verdict.what
+    assert (verdict.lost, verdict.repeated) == (lost, 0)
+
+
+@given(st.integers(0, 1000), st.integers(1, 150))
+def test_repeated_tokens_are_counted_wherever_they_are(at: int, twice: int) -> None:
+    verdict = slip(COUNTED[: at + twice] + COUNTED[at:], COUNTED)
+    assert verdict.what
+    assert (verdict.lost, verdict.repeated) == (0, twice)
+
+
+def test_a_right_answer_is_right_and_any_part_of_it_while_it_runs() -> None:
+    wanted = answer(COUNTED, len(COUNTED))
+    assert judge(answer(COUNTED, len(COUNTED)), wanted) == RIGHT
+    assert judge(answer(COUNTED[:77], None, None), wanted, whole=False) == RIGHT
+    assert judge(answer(COUNTED[:77], 77), wanted).lost == len(COUNTED) - 77
+
+
+def test_what_else_differs_is_told() -> None:
+    wanted = answer("ab", 2)
+    assert "ended with stop" in judge(answer("ab", 2, "stop"), wanted).what
+    assert "usage says 3" in judge(answer("ab", 3), wanted).what
+    assert "choices []" in judge(Answer({}, 2), wanted).what
+    other = Answer({0: Choice("ab", [("a", -1.0), ("b", -2.0)], "length")}, 2)
+    near = Answer({0: Choice("ab", [("a", -1.0), ("b", -2.0005)], "length")}, 2)
+    far = Answer({0: Choice("ab", [("a", -1.0), ("b", -2.1)], "length")}, 2)
+    assert judge(near, other) == RIGHT
+    assert "log-probability 1" in judge(far, other).what
+
+
+def test_chunks_of_both_apis_are_put_together() -> None:
+    seen = Answer()
+    logprobs = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{}]}
+    assert seen.take({"choices": [{"index": 0, "text": "a", "logprobs": logprobs}]})
+    chat = {"index": 1, "delta": {"content": "b"}, "finish_reason": "stop",
+            "logprobs": {"content": [{"token": "b", "logprob": -1.5}]}}  # fmt: skip
+    assert seen.take({"choices": [chat]})
+    assert not seen.take({"choices": [], "usage": {"completion_tokens": 2}})
+    assert seen.choices[0] == Choice("a", [("a", -0.5)])
+    assert (seen.choices[1], seen.tokens) == (Choice("b", [("b", -1.5)], "stop"), 2)
+
+
+def test_a_seed_draws_the_same_calls_again_and_all_kinds_of_them() -> None:
+    first, again = Random(5), Random(5)
+    calls = [draw(first) for _ in range(500)]
+    assert calls == [draw(again) for _ in range(500)]
+    assert {one.kind for one in calls} == set(KINDS)
+    assert {one.manner for one in calls} == set(MANNERS)
+    stopped = next(one for one in calls if one.kind == "stop string" and counted(one).tokens)
+    assert len(counted(stopped).choices[0].text) <= stopped.body["max_tokens"]
+
+
+def test_a_seed_plans_the_same_faults_again_and_a_long_run_has_each() -> None:
+    faults = plan(3, 3600, 6)
+    assert faults == plan(3, 3600, 6)
+    assert faults != plan(4, 3600, 6)
+    hit = {(one.deed, one.target) for one in faults}
+    assert {target for deed, target in hit if deed == "kill"} >= set(HANDSHAKE)
+    assert {"transport", "shm", "log", "clock", "scheduler", "front-end"} <= {t for _, t in hit}
+    assert "source.committing" in HANDSHAKE
+    assert {one.target for one in plan(3, 3600, 6, private=False)} & {"shm", "log"} == set()
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with Place(private=False) as made:
+        yield made
+
+
+def test_an_armed_state_strikes_once_and_says_whom(place: Place) -> None:
+    (place.folder / ARMED / "source.copying").write_text("squeeze")
+    with pytest.raises(MemoryError, match="in state"):
+        strike(place.folder, "source.copying")
+    strike(place.folder, "source.copying")
+    assert (place.folder / FIRED / f"source.copying.{os.getpid()}").exists()
+    assert not list((place.folder / NOW).iterdir())
+
+
+def test_a_place_knows_its_processes_and_leaves_nothing(place: Place) -> None:
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, **place.environment}) as child:
+        assert place.processes() == [child.pid]
+        child.kill()
+    assert place.processes() == []
+
+
+def test_a_place_is_gone_after_its_block() -> None:
+    with Place(private=False) as made:
+        folder = made.folder
+    assert not Path(folder).exists()
+
+
+def test_what_is_left_over_is_a_leak_beyond_what_is_allowed() -> None:
+    before = Holdings([Process(1, "launcher", 50, 5, 100.0)])
+    after = Holdings(
+        [Process(1, "launcher", 53 + DESCRIPTORS, 5, 110.0 + MEMORY_MIB)],
+        rows=[{"state": "serving", "blocks_used": 8, "running": 1, "staging_used": 2}],
+        orphans=["kvmig-x"],
+        strangers=[7],
+    )
+    assert set(compare(before, before).values()) == {0}
+    assert compare(before, after) == {
+        "leaked_blocks": 8, "leaked_requests": 1, "instances_not_well": 0,
+        "leaked_staging_buffers": 2, "leaked_shared_memory": 1, "stray_processes": 1,
+        "leaked_fds": 3, "leaked_memory_mib": 10,
+    }  # fmt: skip
+
+
+def test_the_hooks_see_every_state_that_a_machine_enters(place: Place) -> None:
+    from bench.chaos import hooks
+
+    machine = SourceMachine("k", 1)
+    (place.folder / ARMED / "source.reserving").write_text("squeeze")
+    try:
+        hooks.install(place.folder)
+        with pytest.raises(MemoryError):
+            machine.exported(10)
+    finally:
+        mock.patch.stopall()
+    assert machine.state is S.RESERVING
