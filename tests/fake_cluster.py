@@ -47,7 +47,7 @@ class Node:
         )
         engine.on_started = self.migrations.stepped
         self.drop: Drop = lambda message: False
-        self.on_no_memory: Callable[[MemoryError], object] = lambda error: None
+        self.on_no_memory: Callable[[MemoryError], None] = lambda error: None
         self.heard: list[Message] = []
         self.committing: dict[str, tuple[int, int, str]] = {}
         self.left: list[tuple[str, str]] = []
