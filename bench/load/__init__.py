@@ -1,0 +1,1 @@
+"""Front ends under many streams: see `python -m bench.load --help`."""

@@ -1,0 +1,77 @@
+"""`python -m bench.load.serve ADDRESS MODEL ...`: kvmig.serve, whose instances are stubs.
+
+Launcher, scheduler and front ends are kvmig's own; the instances live in the process that
+listens at ADDRESS (`bench.load.host`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+
+import uvloop
+
+from bench.load.orders import Orders, Start, Started
+from kvmig.cli import flags as kvmig_flags
+from kvmig.cli.launch import LlumletLaunch
+from kvmig.cli.launcher import STOP_S, Handle
+from kvmig.cli.port import take_port
+from kvmig.cli.process import leave, quiet
+from kvmig.cli.shapes import Shapes, shapes_of
+from kvmig.engines.kind import kind_of
+from kvmig.serve import Server
+
+
+class StubHandle:
+    """An instance in the stubs' process, which the benchmark ends."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    async def ready(self, timeout_s: float) -> str:
+        return self._endpoint
+
+    async def ended(self) -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+    async def stop(self, timeout_s: float = STOP_S) -> None:
+        """The benchmark does."""
+
+
+class StubLauncher:
+    """Implements `Launcher`."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+
+    async def open(self) -> None:
+        """Nothing to check."""
+
+    async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
+        started = self._orders.give(Start(launch))
+        assert isinstance(started, Started)
+        return StubHandle(started.endpoint)
+
+    async def close(self) -> None:
+        self._orders.close()
+
+
+def main(argv: list[str]) -> int:
+    address, *rest = argv
+    quiet("kvmig")
+    config, rest, _ = kvmig_flags.parse(rest)
+    kind = kind_of(config.engine)
+    kind.prepare()
+    args = kind.parse(rest)
+    planned = shapes_of(args, rest, {}, config.instances, kind.parse)
+    shapes = Shapes(rest, {}, planned, 0, kind.parse)
+    with take_port(args.host, args.port) as sock:
+        launcher = StubLauncher(Orders(address))
+        server = Server(secrets.token_hex(4), config, args, rest, shapes, launcher, sock)
+        return uvloop.run(server.run())
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
