@@ -51,13 +51,18 @@ def test_a_quantile_is_the_nearest_value() -> None:
 async def test_a_metronome_beats_at_its_rate_and_stands_still_at_zero() -> None:
     metronome = Metronome()
     beats: list[int] = []
-    beating = asyncio.create_task(metronome.run(0.0, lambda: beats.append(1)))
+    enough = asyncio.Event()
+
+    def beat() -> None:
+        beats.append(1)
+        if len(beats) == 5:
+            enough.set()
+
+    beating = asyncio.create_task(metronome.run(0.0, beat))
     await asyncio.sleep(0.01)
     assert beats == []
     metronome.set(1000.0)
-    async with asyncio.timeout(10):
-        while len(beats) < 5:
-            await asyncio.sleep(0.001)
+    await asyncio.wait_for(enough.wait(), 10)
     metronome.set(0.0)
     await asyncio.sleep(0)
     stood = len(beats)

@@ -55,8 +55,9 @@ class Orders:
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
-        self._socket.rcvtimeo = self._socket.sndtimeo = TIMEOUT_MS
-        self._socket.linger = 0
+        for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
+            self._socket.setsockopt(option, TIMEOUT_MS)
+        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
 
     def give(self, order: Order) -> Answer:

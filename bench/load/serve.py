@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
     shapes = Shapes(rest, {}, planned, 0, kind.parse)
     with take_port(args.host, args.port) as sock:
         launcher = StubLauncher(Orders(address))
-        server = Server(secrets.token_hex(4), config, args, rest, shapes, launcher, sock)
+        name, secret = secrets.token_hex(4), secrets.token_bytes(32)
+        server = Server(name, secret, "", config, args, rest, shapes, launcher, sock)
         return uvloop.run(server.run())
 
 
