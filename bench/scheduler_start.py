@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import time
 
-from kvmig.cli.children import Child
+from kvmig.cli.children import Child, running
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members, Pairs
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.engines.base import EngineLoad
@@ -33,7 +33,7 @@ async def seconds_to_first_pair() -> float:
         for number, server in enumerate(servers)
     ]
     launch = SchedulerLaunch(secret, ClusterConfig(instances=INSTANCES))
-    child = await Child.start("scheduler", "kvmig.cli.scheduler", launch, {})
+    child = await Child.start("scheduler", running("kvmig.cli.scheduler", {}), launch)
     try:
         endpoint = await child.ready(START_S)
         client = Client(endpoint, secret, "launcher", "launcher", ClusterMessage)

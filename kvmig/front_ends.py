@@ -11,7 +11,7 @@ import tempfile
 
 import msgspec
 
-from kvmig.cli.children import Child
+from kvmig.cli.children import Child, running
 from kvmig.cli.process import say
 from kvmig.controlplane.restarts import Restarts
 from kvmig.front_end import FrontLaunch
@@ -84,9 +84,8 @@ class FrontEnds:
         launch = msgspec.structs.replace(
             self._launch, name=f"front-{secrets.token_hex(4)}", listening=listening
         )
-        child = await Child.start(
-            f"front end {number}", "kvmig.front_process", launch, self._environment, [listening]
-        )
+        spawn = running("kvmig.front_process", self._environment, [listening])
+        child = await Child.start(f"front end {number}", spawn, launch)
         self._children[number] = child
         await child.ready(launch.config.start_timeout_s)
 

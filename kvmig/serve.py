@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import uvloop
@@ -17,9 +17,9 @@ import uvloop
 from kvmig.cli import flags as kvmig_flags
 from kvmig.cli.cluster import Cluster
 from kvmig.cli.control import Control
-from kvmig.cli.environment import available_memory, gpus, memory_flags, weights_of, worker_threads
+from kvmig.cli.environment import available_memory, memory_flags, weights_of
 from kvmig.cli.launcher import Launcher
-from kvmig.cli.local import LocalLauncher
+from kvmig.cli.local import Host
 from kvmig.cli.port import take_port
 from kvmig.cli.process import leave, quiet, say
 from kvmig.cli.ray_launcher import RayLauncher
@@ -47,38 +47,49 @@ def main(argv: Sequence[str]) -> int:
         secret = cluster_secret(os.environ)
         admin_key = taken(os.environ, ADMIN_KEY)
         kind.prepare()
-        gpu_ids = gpus()
         own = own_flags(config.instance_flags, config.instances)
         every = [word for words in (rest, *own.values()) for word in words]
         rest = [*rest, *kind.flags_for(every, config)]
-        args = kind.parse(rest)
-        planned = shapes_of(args, rest, own, planned_instances(config), kind.parse)
-        config = in_units(config, unit_tokens(planned), kind)
-        sock = take_port(args.host, args.port)
+        if config.ray is not None:
+            return serve(config, rest, own, kind, None, secret, admin_key)
+        with Host(config.engine, planned_instances(config)) as host:
+            return serve(config, rest, own, kind, host, secret, admin_key)
     except KvmigError as error:
         say(str(error))
         return 2
-    with sock:
-        try:
-            if config.ray is None and kind.shares_memory:
-                rest = [*rest, *share_memory(args, rest, planned, gpu_ids)]
-            first = planned[: config.instances]
-            shapes = Shapes(rest, own, first, config.migration.unit_tokens, kind.parse)
-            cluster = secrets.token_hex(4)
-            launcher: Launcher
-            if config.ray is not None:
-                workers = [shape.workers for shape in first]
-                launcher = RayLauncher(config.ray, workers, args.model, args.kv_cache_memory_bytes)
-            else:
-                workers = [shape.workers for shape in planned]
-                launcher = LocalLauncher(
-                    cluster, gpu_ids, worker_threads(workers, os.cpu_count() or 1)
-                )
-            server = Server(cluster, secret, admin_key, config, args, rest, shapes, launcher, sock)
-            return uvloop.run(server.run())
-        except KvmigError as error:
-            say(str(error))
-            return 2
+
+
+def serve(
+    config: ClusterConfig,
+    rest: list[str],
+    own: Mapping[str, tuple[str, ...]],
+    kind: EngineKind,
+    host: Host | None,
+    secret: bytes,
+    admin_key: str,
+) -> int:
+    """Until a signal; returns the exit code. rest: of all instances; host: None with Ray.
+
+    Raises KvmigError.
+    """
+    args = kind.parse(rest)
+    planned = shapes_of(args, rest, own, planned_instances(config), kind.parse)
+    config = in_units(config, unit_tokens(planned), kind)
+    with take_port(args.host, args.port) as sock:
+        if host is not None and kind.shares_memory:
+            rest = [*rest, *share_memory(args, rest, planned, host.gpus)]
+        first = planned[: config.instances]
+        shapes = Shapes(rest, own, first, config.migration.unit_tokens, kind.parse)
+        cluster = secrets.token_hex(4)
+        launcher: Launcher
+        if host is not None:
+            launcher = host.launcher(cluster, [shape.workers for shape in planned])
+        else:
+            assert config.ray is not None
+            workers = [shape.workers for shape in first]
+            launcher = RayLauncher(config.ray, workers, args.model, args.kv_cache_memory_bytes)
+        server = Server(cluster, secret, admin_key, config, args, rest, shapes, launcher, sock)
+        return uvloop.run(server.run())
 
 
 def planned_instances(config: ClusterConfig) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.cli.children import Child
+from kvmig.cli.children import Child, running
 from kvmig.cli.launch import Announcement
 
 STUBBORN = """
@@ -24,7 +24,7 @@ async def test_a_stop_that_is_cancelled_leaves_no_process(
 ) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    child = await Child.start("child", "stubborn", Announcement(), environment)
+    child = await Child.start("child", running("stubborn", environment), Announcement())
     assert await child.ready(60.0) == "here"
     stopping = asyncio.create_task(child.stop(600.0))
     await asyncio.sleep(0.1)

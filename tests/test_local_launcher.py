@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
-import msgspec
 import pytest
 
-from kvmig.cli.children import Child
+from kvmig.cli import local
+from kvmig.cli.children import Child, Process, Spawn
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.local import LocalLauncher, LocalLlumlet
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import StartupError
 
 
-class FakeChild:
+class FakeProcess:
     """A process that never was."""
 
     def __init__(self, gpus: str) -> None:
         self.gpus = gpus
-        self.alive = True
+        self.pid = 0
+        self.returncode: int | None = None
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeChild]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
     """The children that were started, in order."""
-    children: list[FakeChild] = []
+    children: list[FakeProcess] = []
 
-    async def start(
-        name: str, module: str, launch: msgspec.Struct, environment: Mapping[str, str]
-    ) -> FakeChild:
-        if environment.get("BROKEN"):
-            raise StartupError(f"{name} can't be started")
-        children.append(FakeChild(environment.get("CUDA_VISIBLE_DEVICES", "")))
-        return children[-1]
+    def run(module: str, environment: Mapping[str, str]) -> Spawn:
+        async def spawn(stdin: int, announced: int) -> Process:
+            if environment.get("BROKEN"):
+                raise StartupError(f"{module} can't be started")
+            children.append(FakeProcess(environment.get("CUDA_VISIBLE_DEVICES", "")))
+            return cast("Process", children[-1])
 
-    monkeypatch.setattr(Child, "start", start)
+        return spawn
+
+    monkeypatch.setattr(local, "running", run)
     return children
 
 
@@ -45,7 +48,7 @@ def launch(name: str) -> LlumletLaunch:
     )
 
 
-async def test_each_worker_has_a_gpu_until_there_are_no_more(started: list[FakeChild]) -> None:
+async def test_each_worker_has_a_gpu_until_there_are_no_more(started: list[FakeProcess]) -> None:
     launcher = LocalLauncher("test", ["4", "5", "6"], 1, {})
 
     for name, workers in (("i0", 1), ("i1", 2), ("i2", 1)):
@@ -54,27 +57,27 @@ async def test_each_worker_has_a_gpu_until_there_are_no_more(started: list[FakeC
     assert [child.gpus for child in started] == ["4", "5,6", "4"]
 
 
-async def test_the_gpu_of_an_instance_that_ended_is_free_again(started: list[FakeChild]) -> None:
+async def test_the_gpu_of_an_instance_that_ended_is_free_again(started: list[FakeProcess]) -> None:
     launcher = LocalLauncher("test", ["4", "5"], 1, {})
     for name in ("i0", "i1"):
         await launcher.llumlet(launch(name), 1)
-    started[1].alive = False
+    started[1].returncode = 0
 
     await launcher.llumlet(launch("i1"), 1)
 
     assert [child.gpus for child in started] == ["4", "5", "5"]
 
 
-async def test_a_start_that_failed_holds_no_gpu(started: list[FakeChild]) -> None:
+async def test_a_start_that_failed_holds_no_gpu(started: list[FakeProcess]) -> None:
     broken = LocalLauncher("test", ["4", "5"], 1, {"BROKEN": "1"})
-    with pytest.raises(StartupError, match="instance i0 can't be started"):
+    with pytest.raises(StartupError, match="llumlet can't be started"):
         await broken.llumlet(launch("i0"), 1)
 
     assert broken._places == []
     assert started == []
 
 
-async def test_on_a_cpu_there_is_no_gpu_to_see(started: list[FakeChild]) -> None:
+async def test_on_a_cpu_there_is_no_gpu_to_see(started: list[FakeProcess]) -> None:
     await LocalLauncher("test", [], 1, {}).llumlet(launch("i0"), 2)
 
     assert started[0].gpus == ""

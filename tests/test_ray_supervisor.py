@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvmig.cli.children import Child
+from kvmig.cli.children import Child, Spawn
 from kvmig.cli.environment import GIB, part_of_memory
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.ray_supervisor import Order, Supervisor, bound_to, forwarded, node_environment
@@ -32,9 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[LlumletLaunch]:
     """What children were told."""
     told: list[LlumletLaunch] = []
 
-    async def start(
-        name: str, module: str, launch: LlumletLaunch, environment: Mapping[str, str]
-    ) -> None:
+    async def start(name: str, spawn: Spawn, launch: LlumletLaunch) -> None:
         told.append(launch)
 
     monkeypatch.setattr(Child, "start", start)

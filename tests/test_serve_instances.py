@@ -219,6 +219,12 @@ def llumlets(served: Served) -> list[psutil.Process]:
     return Footprint.of(served).named("kvmig.cli.llumlet")
 
 
+def test_instances_are_forks_of_one_process_that_has_vllm_loaded(elastic: Served) -> None:
+    parents = [process.parent() for process in llumlets(elastic)]
+
+    assert ["kvmig.cli.fork_server" in one.cmdline() for one in parents if one] == [True]
+
+
 async def test_load_adds_an_instance_and_its_end_takes_one_away(elastic: Served) -> None:
     numbers = iter(range(1000))
     wanted = asyncio.Event()

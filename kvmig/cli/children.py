@@ -7,65 +7,79 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Self
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, Self
 
 import msgspec
 
+from kvmig.cli.forks import UNSEEN
 from kvmig.cli.launch import Announcement
 from kvmig.cli.launcher import STOP_S
 from kvmig.ground.errors import StartupError
 from kvmig.ground.leftovers import Files, of_group, remove, shared_by
 
 
+class Process(Protocol):
+    """The part of `asyncio.subprocess.Process` that is used here."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+Spawn = Callable[[int, int], Awaitable[Process]]
+"""Makes a process from its stdin and the descriptor it announces on; both stay the caller's."""
+
+
+def running(module: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> Spawn:
+    """`python -m module DESCRIPTOR`; it inherits `descriptors` under the same numbers."""
+
+    async def spawn(stdin: int, announced: int) -> Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, str(announced),
+            stdin=stdin, env=dict(environment), pass_fds=(announced, *descriptors),
+        )  # fmt: skip
+
+    return spawn
+
+
 class Child:
     """A `Handle`: one process, which leads a group of its own (see `controlplane.child`)."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, announced: int) -> None:
+    def __init__(self, name: str, process: Process, told: int, announced: int) -> None:
+        """told: the end that we write of its stdin. announced: where we read its announcement."""
         self.name = name
         self._process = process
+        self._told = told
         self._announced = announced
         self._shared: Files = {}
         self._over = False
 
     @classmethod
-    async def start(
-        cls,
-        name: str,
-        module: str,
-        launch: msgspec.Struct,
-        environment: Mapping[str, str],
-        descriptors: Sequence[int] = (),
-    ) -> Self:
-        """`python -m module DESCRIPTOR` with the launch document on its stdin, kept open.
-
-        descriptors: what else it inherits, under the same numbers.
-        """
+    async def start(cls, name: str, spawn: Spawn, launch: msgspec.Struct) -> Self:
+        """The launch document goes to its stdin, which is kept open. Raises StartupError."""
+        pipes: list[int] = []
         try:
-            read_end, write_end = os.pipe()
-        except OSError as error:
-            raise StartupError(f"{name} can't be started: {error}") from error
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                module,
-                str(write_end),
-                stdin=asyncio.subprocess.PIPE,
-                env=dict(environment),
-                pass_fds=(write_end, *descriptors),
-            )
+            stdin, told = os.pipe()
+            pipes += stdin, told
+            announced, announces = os.pipe()
+            pipes += announced, announces
+            process = await spawn(stdin, announces)
         except BaseException as error:
-            os.close(read_end)
+            for one in pipes:
+                os.close(one)
             if isinstance(error, OSError):
                 raise StartupError(f"{name} can't be started: {error}") from error
             raise
-        finally:
-            os.close(write_end)
-        assert process.stdin is not None
-        if not process.stdin.is_closing():  # or it has died already, and `ready` says so
-            process.stdin.write(msgspec.json.encode(launch) + b"\n")
-        return cls(name, process, read_end)
+        os.close(stdin)
+        os.close(announces)
+        with contextlib.suppress(BrokenPipeError):  # it has died already, and `ready` says so
+            os.write(told, msgspec.json.encode(launch) + b"\n")
+        return cls(name, process, told, announced)
 
     @property
     def alive(self) -> bool:
@@ -127,12 +141,13 @@ class Child:
         await self._process.wait()
         remove(self._shared)
         self._over = True
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        os.close(self._told)
 
 
 def how_it_ended(code: int) -> str:
     """A process's exit status for people."""
+    if code == UNSEEN:
+        return "nobody saw how"
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
-from kvmig.cli.children import Child
-from kvmig.cli.environment import instance_environment
+from kvmig.cli.children import Child, Process, running
+from kvmig.cli.environment import gpus, instance_environment, worker_threads
+from kvmig.cli.forks import ForkServer
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.launcher import STOP_S, Handle
 from kvmig.engines.kind import kind_of
+from kvmig.ground.errors import StartupError
 from kvmig.kvtransfer.transports.shm import sweep
+
+log = logging.getLogger(__name__)
+
+
+def llumlet_environment(
+    engine: str, gpu_ids: Sequence[str], threads: int, base: Mapping[str, str]
+) -> dict[str, str]:
+    """Of a llumlet's process on this host, see `instance_environment`."""
+    environment = instance_environment(gpu_ids, threads, base)
+    if not gpu_ids:
+        preloaded = kind_of(engine).preloaded
+        environment["LD_PRELOAD"] = preloaded(environment.get("LD_PRELOAD", ""))
+    return environment
+
+
+class Host:
+    """This host, as it is before the launcher loads an engine's libraries, which set variables.
+
+    A context: at its end nothing more is forked.
+    """
+
+    def __init__(self, engine: str, instances: int) -> None:
+        """Start what llumlets are forked from. instances: planned. Raises StartupError."""
+        self.gpus = gpus()
+        self._environment = dict(os.environ)
+        # How many workers an instance has isn't known yet; with several, forks don't suit.
+        threads = _threads([1] * instances)
+        environment = llumlet_environment(engine, self.gpus, threads, self._environment)
+        self._forks = ForkServer(engine, environment)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._forks.close()
+
+    def launcher(self, cluster: str, workers: Sequence[int]) -> LocalLauncher:
+        """cluster: names its shared memory. workers: of each instance that is planned."""
+        return LocalLauncher(cluster, self.gpus, _threads(workers), self._environment, self._forks)
+
+
+def _threads(workers: Sequence[int]) -> int:
+    return worker_threads(workers, os.cpu_count() or 1)
 
 
 class LocalLlumlet(Child):
@@ -40,15 +87,20 @@ class LocalLauncher:
     def __init__(
         self,
         cluster: str,
-        gpus: Sequence[str],
+        gpu_ids: Sequence[str],
         threads: int,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
+        forks: ForkServer | None = None,
     ) -> None:
-        """cluster: names its shared memory. gpus: ids, none on a CPU. threads: a worker's."""
+        """cluster: names its shared memory. gpu_ids: none on a CPU. threads: a worker's.
+
+        forks: makes the processes that could live in its environment.
+        """
         self._cluster = cluster
-        self._gpus = list(gpus)
+        self._gpus = list(gpu_ids)
         self._threads = threads
-        self._environment = dict(os.environ if environment is None else environment)
+        self._environment = dict(environment)
+        self._forks = forks
         self._places: list[_Place] = []
 
     async def open(self) -> None:
@@ -58,13 +110,20 @@ class LocalLauncher:
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
         """A child process, on the GPUs with the fewest workers."""
         place = self._place(workers)
-        environment = instance_environment(place.gpus, self._threads, self._environment)
-        if not place.gpus:
-            preloaded = kind_of(launch.config.engine).preloaded
-            environment["LD_PRELOAD"] = preloaded(environment.get("LD_PRELOAD", ""))
-        name = f"instance {launch.instance}"
+        environment = llumlet_environment(
+            launch.config.engine, place.gpus, self._threads, self._environment
+        )
+
+        async def spawn(stdin: int, announced: int) -> Process:
+            if self._forks is not None and self._forks.suits(environment):
+                try:
+                    return await self._forks.fork(environment, stdin, announced)
+                except StartupError as error:
+                    log.warning("%s; instances start by themselves, which takes longer", error)
+            return await running("kvmig.cli.llumlet", environment)(stdin, announced)
+
         try:
-            place.child = await LocalLlumlet.start(name, "kvmig.cli.llumlet", launch, environment)
+            place.child = await LocalLlumlet.start(f"instance {launch.instance}", spawn, launch)
         except BaseException:
             self._places.remove(place)
             raise

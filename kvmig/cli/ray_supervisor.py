@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvmig.cli.children import Child
+from kvmig.cli.children import Child, running
 from kvmig.cli.environment import instance_environment, memory_flags, part_of_memory, weights_of
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.engines.vllm.preload import preloaded
@@ -75,7 +75,7 @@ class Supervisor:
             engine_argv=[*_memory_flags(order, environment), *order.launch.engine_argv],
         )
         name = f"instance {launch.instance}"
-        self._child = await Child.start(name, "kvmig.cli.llumlet", launch, environment)
+        self._child = await Child.start(name, running("kvmig.cli.llumlet", environment), launch)
 
     async def ready(self, timeout_s: float) -> str:
         """See `Handle`."""

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from kvmig.cli.children import Child
+from kvmig.cli.children import Child, running
 from kvmig.cli.cluster import Cluster
 from kvmig.cli.instance import first_of
 from kvmig.controlplane.messages import ClusterMessage, Member, Members
@@ -53,7 +53,7 @@ class SchedulerKeeper:
     async def _live(self) -> None:
         """From start to death. Raises StartupError or TransportError saying how it ended."""
         launch = SchedulerLaunch(self._secret, self._config)
-        child = await Child.start("scheduler", "kvmig.cli.scheduler", launch, os.environ)
+        child = await Child.start("scheduler", running("kvmig.cli.scheduler", os.environ), launch)
         hearing: asyncio.Task[str] | None = None
         try:
             endpoint = await child.ready(SCHEDULER_TIMEOUT_S)

@@ -25,6 +25,13 @@ class EngineKind(Protocol):
         """
         ...
 
+    def load(self) -> None:
+        """Import what `make` needs, after `prepare`, so that this process can be forked.
+
+        Must start no thread and touch no device.
+        """
+        ...
+
     def parse(self, argv: list[str]) -> Namespace:
         """At least: model, served_model_name, host, port, api_key, block_size,
         tensor_parallel_size, kv_cache_memory_bytes.

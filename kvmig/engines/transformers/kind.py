@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -22,6 +23,9 @@ class TransformersKind:
     def prepare(self) -> None:
         set_offline()
         check_version()
+
+    def load(self) -> None:
+        importlib.import_module("kvmig.engines.transformers.serving")
 
     def parse(self, argv: list[str]) -> Namespace:
         return flags.parse(argv)

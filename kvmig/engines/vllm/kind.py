@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -23,6 +24,10 @@ class VllmKind:
     def prepare(self) -> None:
         check_version()
         flags.set_environment()
+
+    def load(self) -> None:
+        importlib.import_module("kvmig.engines.vllm.config")
+        importlib.import_module("kvmig.engines.vllm.serving")
 
     def parse(self, argv: list[str]) -> Namespace:
         return flags.parse(argv)

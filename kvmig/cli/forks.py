@@ -1,0 +1,199 @@
+"""Llumlets forked from a process that has their engine's libraries loaded already.
+
+Importing vLLM takes seconds of a core, for every instance again. The fork server
+(`kvmig.cli.fork_server`) does it once, while the launcher itself reads its flags; an instance is
+then a fork of it, also one that comes later or comes back.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kvmig.ground.errors import StartupError
+
+MAY_DIFFER = frozenset(("CUDA_VISIBLE_DEVICES",))
+"""Of an environment: what libraries read only when their engine is made."""
+LOAD_S = 120.0
+FORK_S = 5.0
+UNSEEN = 1000
+"""In place of an exit code: nobody is left who saw how it ended."""
+
+
+class ForkOrder(msgspec.Struct, frozen=True):
+    """Fork once. With it come the child's stdin and the descriptor it announces on."""
+
+    environment: dict[str, str]
+    """What differs from the fork server's own."""
+
+
+class ForkNews(msgspec.Struct, frozen=True):
+    """From the fork server: loaded (no pid), forked (no code) or ended."""
+
+    pid: int = 0
+    code: int | None = None
+    """Negative: the signal that killed it."""
+
+
+class Fork:
+    """A `children.Process` whose parent is the fork server, which tells how it ends."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = asyncio.Event()
+
+    def end(self, code: int) -> None:
+        """It has ended."""
+        if self.returncode is None:
+            self.returncode = code
+            self._ended.set()
+
+    def watch(self) -> None:
+        """Nobody will tell: see for ourselves."""
+        try:
+            watched = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self.end(UNSEEN)
+            return
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            loop.remove_reader(watched)
+            os.close(watched)
+            self.end(UNSEEN)
+
+        loop.add_reader(watched, ended)
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.returncode is None:  # or its id may be another's
+            os.kill(self.pid, number)
+
+
+class ForkServer:
+    """The launcher's end of one. It may die: all else goes on."""
+
+    def __init__(self, engine: str, environment: Mapping[str, str]) -> None:
+        """Start it at once. engine: see `kind_of`. Raises StartupError."""
+        self._environment = dict(environment)
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock.setblocking(False)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "kvmig.cli.fork_server", str(theirs.fileno()), engine],
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                )
+            except OSError as error:
+                self._sock.close()
+                raise StartupError(f"the fork server can't be started: {error}") from error
+        self._listening = self._gone = False
+        self._loaded: asyncio.Future[None] | None = None
+        self._asked: asyncio.Future[Fork] | None = None
+        self._turn = asyncio.Lock()
+        self._forks: dict[int, Fork] = {}
+
+    def close(self) -> None:
+        """End it; what it has forked doesn't mind."""
+        self._sock.close()
+        self._process.kill()
+        self._process.wait()
+
+    def suits(self, environment: Mapping[str, str]) -> bool:
+        """Whether a fork can live in that environment: libraries have read their part of ours."""
+        names = {*self._environment, *environment} - MAY_DIFFER
+        return not self._gone and all(
+            self._environment.get(name) == environment.get(name) for name in names
+        )
+
+    async def fork(self, environment: Mapping[str, str], stdin: int, announced: int) -> Fork:
+        """One more llumlet; the descriptors are given to it as copies.
+
+        Raises StartupError if the fork server is gone or too slow, and doesn't suit then.
+        """
+        differs = {name: environment[name] for name in MAY_DIFFER if name in environment}
+        async with self._turn:
+            try:
+                loaded = self._listen()
+                async with asyncio.timeout(LOAD_S):
+                    await asyncio.shield(loaded)
+                async with asyncio.timeout(FORK_S):
+                    self._asked = asyncio.get_running_loop().create_future()
+                    self._order(ForkOrder(differs), [stdin, announced])
+                    return await self._asked
+            except OSError as error:  # a TimeoutError too
+                self._give_up()
+                raise StartupError(
+                    f"the fork server is gone: {str(error) or 'too slow'}"
+                ) from error
+
+    def _order(self, order: ForkOrder, descriptors: Sequence[int]) -> None:
+        rights = array.array("i", descriptors)
+        self._sock.sendmsg(
+            [msgspec.msgpack.encode(order)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+        )
+
+    def _listen(self) -> asyncio.Future[None]:
+        if self._gone:
+            raise BrokenPipeError("it ended")
+        if self._loaded is None:
+            loop = asyncio.get_running_loop()
+            self._loaded = loop.create_future()
+            loop.add_reader(self._sock, self._hear)
+        return self._loaded
+
+    def _hear(self) -> None:
+        try:
+            message = self._sock.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            self._give_up()
+            return
+        news = msgspec.msgpack.decode(message, type=ForkNews)
+        if not news.pid:
+            assert self._loaded is not None
+            self._loaded.set_result(None)
+        elif news.code is None:
+            fork = self._forks[news.pid] = Fork(news.pid)
+            if self._asked is not None and not self._asked.done():
+                self._asked.set_result(fork)
+        else:
+            self._forks.pop(news.pid).end(news.code)
+
+    def _give_up(self) -> None:
+        """It is gone, or as good as."""
+        if self._gone:
+            return
+        self._gone = True
+        asyncio.get_running_loop().remove_reader(self._sock)
+        self._process.kill()
+        for waiting in (self._loaded, self._asked):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(BrokenPipeError("it ended"))
+        for fork in self._forks.values():
+            fork.watch()
+        self._forks.clear()

@@ -1,0 +1,120 @@
+"""Llumlets forked from one process: as if each had been started by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from kvmig.cli.children import Child, Process
+from kvmig.cli.fork_server import TITLE
+from kvmig.cli.forks import UNSEEN, Fork, ForkServer
+from kvmig.cli.launch import Announcement
+from kvmig.ground.errors import StartupError
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENGINE = "transformers"  # the one that loads faster
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def forks() -> Iterator[ForkServer]:
+    server = ForkServer(ENGINE, ENVIRONMENT)
+    yield server
+    server.close()
+
+
+class Waiting:
+    """A fork that waits for its launch document, which never comes."""
+
+    def __init__(self) -> None:
+        self.stdin, self.told = os.pipe()
+        self.announced, self.announces = os.pipe()
+
+    async def begin(self, forks: ForkServer) -> Fork:
+        return await forks.fork(ENVIRONMENT, self.stdin, self.announces)
+
+    def close(self) -> None:
+        for one in (self.stdin, self.told, self.announced, self.announces):
+            os.close(one)
+
+
+@pytest.fixture
+def waiting() -> Iterator[Waiting]:
+    made = Waiting()
+    yield made
+    made.close()
+
+
+async def code(fork: Fork) -> int:
+    async with asyncio.timeout(PATIENCE_S):
+        return await fork.wait()
+
+
+def until_gone(process: psutil.Process) -> None:
+    psutil.wait_procs([process], timeout=PATIENCE_S)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_fork_takes_its_launch_announces_and_ends(forks: ForkServer) -> None:
+    async def spawn(stdin: int, announced: int) -> Process:
+        return await forks.fork(ENVIRONMENT, stdin, announced)
+
+    child = await Child.start("instance i0", spawn, Announcement(failed="no launch of a llumlet"))
+    with pytest.raises(StartupError, match="instance i0: no LlumletLaunch on stdin"):
+        await child.ready(PATIENCE_S)
+    assert await child.ended() == "exit code 1"
+    await child.stop()
+
+
+async def test_a_forks_death_is_told_and_the_next_one_starts(
+    forks: ForkServer, waiting: Waiting
+) -> None:
+    for _ in range(2):
+        fork = await waiting.begin(forks)
+        deadline = time.monotonic() + PATIENCE_S
+        process = psutil.Process(fork.pid)
+        while TITLE not in process.cmdline():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert process.environ()["OMP_NUM_THREADS"] == "1"
+        fork.kill()
+        assert await code(fork) == -9
+        fork.terminate()  # its id may be another's by now: nothing happens
+
+
+async def test_forks_outlive_a_killed_fork_server_and_no_more_are_asked_of_it(
+    forks: ForkServer, waiting: Waiting
+) -> None:
+    fork = await waiting.begin(forks)
+    psutil.Process(fork.pid).parent().kill()  # type: ignore[union-attr]
+    with pytest.raises(StartupError, match="the fork server is gone"):
+        await waiting.begin(forks)
+
+    assert not forks.suits(ENVIRONMENT)
+    assert psutil.Process(fork.pid).is_running()
+    fork.kill()
+    assert await code(fork) == UNSEEN
+
+
+async def test_without_its_launcher_a_fork_server_ends(forks: ForkServer, waiting: Waiting) -> None:
+    fork = await waiting.begin(forks)
+    server = psutil.Process(fork.pid).parent()
+    assert server is not None
+    fork.kill()
+    await code(fork)
+
+    asyncio.get_running_loop().remove_reader(forks._sock)
+    forks._sock.close()
+
+    until_gone(server)
+
+
+def test_only_what_libraries_read_late_may_differ(forks: ForkServer) -> None:
+    assert forks.suits({**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "3"})
+    assert not forks.suits({**ENVIRONMENT, "OMP_NUM_THREADS": "2"})
+    assert not forks.suits({**ENVIRONMENT, "LD_PRELOAD": "libtcmalloc.so"})
