@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvmig.engines.copies import WholeBlocks
+from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, Blocks, DeviceCopies
 from kvmig.engines.vllm.cache_shape import LayerCache, RankCache
-from kvmig.engines.vllm.copies import InUnits, WholeBlocks
-from kvmig.engines.vllm.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, Blocks, DeviceCopies
+from kvmig.engines.vllm.unit_copies import InUnits
 from kvmig.engines.vllm.units import UnitMap, Units
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels.arrays import address_of, memory_of

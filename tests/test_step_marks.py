@@ -9,13 +9,14 @@ import pytest
 import torch
 from vllm.v1.engine.core import EngineCoreProc
 
+from kvmig.engines import device_copies
+from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.cadence_meter import CadenceMeter
-from kvmig.engines.copy_thread import CopyThread
-from kvmig.engines.vllm import device_copies
+from kvmig.engines.step_marks import StepMarks
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.memory import BlockMemory
-from kvmig.engines.vllm.step_marks import StepMarks
 from kvmig.ground.errors import KvmigError
+from kvmig.ground.layout import KVLayout
 from tests.queued_gpu import QueuedGpu
 
 
@@ -104,7 +105,7 @@ def test_the_event_is_left_on_the_stream_that_the_engine_queues_on(
 
 def test_the_cache_is_unmapped_even_if_the_device_fails_at_the_end() -> None:
     memory, cache = BlockMemory.__new__(BlockMemory), Cache()
-    memory._thread = CopyThread()
+    memory._copies = BlockCopies(KVLayout((), 0, 1, ""), Copies())  # type: ignore[arg-type]
     memory._cache = cache  # type: ignore[assignment]
     memory._close_copies = Copies().close
     with pytest.raises(KvmigError, match="the device is gone"):

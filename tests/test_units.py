@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvmig.engines.vllm.cache_shape import LayerCache, RankCache, whole_blocks
-from kvmig.engines.vllm.copies import InUnits
+from kvmig.engines.vllm.unit_copies import InUnits
 from kvmig.engines.vllm.units import UnitMap, Units, units_of
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
 

@@ -11,8 +11,8 @@ from statistics import median
 from bench.gpu.device import POISON, Site
 from bench.gpu.shapes import Shape, ids
 from bench.report import Result
-from kvmig.engines.vllm.copies import Copies, WholeBlocks
-from kvmig.engines.vllm.device_copies import Blocks, load
+from kvmig.engines.copies import Copies, WholeBlocks
+from kvmig.engines.device_copies import Blocks, load
 from kvmig.ground.errors import KvmigError
 from kvmig.ground.layout import KVLayout
 from kvmig.kernels.face import Device

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvmig.engines import device_copies
 from kvmig.engines.base import (
     Cadence,
     CameBlocks,
@@ -61,9 +62,16 @@ class TransformersEngine:
         self._loop = StepLoop(manager, self._stepped)
         self._loop.between_steps = self._between_steps
         self.layout = self._blocks.layout
-        self._copies = BlockCopies(self.layout)
+        self._device_copies = self._on_gpu() if config.device == "cuda" else None
+        self._copies = BlockCopies(self.layout, self._device_copies)
         self._load = engine_load(self._requests)
         self._load_at = 0.0
+
+    def _on_gpu(self) -> device_copies.DeviceCopies:
+        # A step's tokens are known when all that it queued is done: no step overlaps another.
+        copies = device_copies.load(device_copies.Blocks(self.layout), steps_overlap=False)
+        self._loop.after_step = lambda: copies.after_step(self._loop.stream.cuda_stream)
+        return copies
 
     def _stepped(self, batch: list[Any]) -> None:
         """On the engine's thread, after each step."""
@@ -139,10 +147,15 @@ class TransformersEngine:
         """Nothing: a step after a pause is like any other."""
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+        if last is not None:
+            try:
+                last.check(await self.scatter(last.block_ids, last.fused, urgent=True))
+            except BaseException:
+                await self.cancel(request_id)
+                raise
+
         def commit() -> None:
             try:
-                if last is not None:
-                    last.check(self._copies.scatter_now(last.block_ids, last.fused))
                 self._destination.commit(request_id, decode(tail.state, Progress))
             except Exception:
                 self._destination.cancel(request_id)
@@ -164,6 +177,12 @@ class TransformersEngine:
         self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
     ) -> list[int]:
         return await self._copies.scatter(block_ids, fused, urgent)
+
+    def _close_memory(self) -> None:
+        """No step and no copy may follow."""
+        self._copies.close()
+        if self._device_copies is not None:
+            self._device_copies.close()
 
     # -- helpers
 

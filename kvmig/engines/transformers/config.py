@@ -20,6 +20,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Don't load weights but draw them, by `weights_seed`."""
     weights_seed: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Of weights and KV cache; cuda: torch's current GPU."""
     block_tokens: int = 16
     num_blocks: int = 256
     max_batch_tokens: int = 256
@@ -28,6 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests in one step."""
     logprobs: bool = False
     """Whether requests may ask for log-probabilities."""
+    share_prefixes: bool = True
+    """Whether requests that begin alike share KV blocks."""
 
 
 def parse(fields: Mapping[str, Any]) -> EngineConfig:

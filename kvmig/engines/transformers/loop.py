@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
+from transformers.generation.continuous_batching.utils import stream_context
 
 from kvmig.engines.cadence_meter import CadenceMeter
 
@@ -28,6 +29,10 @@ class StepLoop:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self.between_steps: Callable[[], None] = lambda: None
         """Called on the loop's thread after each step and each call."""
+        self.stream: Any = self._processor.inputs_and_outputs.compute_stream
+        """What steps are queued on; None on a CPU."""
+        self.after_step: Callable[[], None] = lambda: None
+        """Called on the loop's thread after each step, before all else."""
         self.step_began: float | None = None
         """When the present step began (time.monotonic); None between steps."""
         self.cadence_meter = CadenceMeter()
@@ -48,7 +53,9 @@ class StepLoop:
         def run() -> None:
             error: BaseException | None = None
             try:
-                with torch.no_grad():
+                # transformers queues a step's inputs on the thread's stream, and the step itself
+                # on its own: on one stream the one comes after the other.
+                with torch.no_grad(), stream_context(self.stream):
                     self._run()
             except Exception as failure:  # noqa: BLE001 - handed to on_exit
                 error = failure
@@ -97,6 +104,7 @@ class StepLoop:
                 return False
             self._processor._generation_step(self._manager.model)
             self._processor.update_batch()
+            self.after_step()
         finally:
             self.step_began = None
         self.cadence_meter.step(began, time.monotonic(), tokens=0)  # it can't follow anyway

@@ -35,6 +35,8 @@ def make_manager(config: EngineConfig) -> Any:
             f"transformers engine: model is {config.model!r}, must be a checkpoint: {error}"
         ) from error
     refuse_windows(model_config.get_text_config())
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("transformers engine: device is 'cuda', but torch sees no GPU")
     model = _model(config, model_config)
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     manager = model.init_continuous_batching(
@@ -51,6 +53,7 @@ def make_manager(config: EngineConfig) -> Any:
             auto_switch_to_flash=False,
             scheduler_type=scheduling.NAME,
             return_logprobs=config.logprobs,
+            allow_block_sharing=config.share_prefixes,
             seed=0,
         ),
     )
@@ -58,6 +61,8 @@ def make_manager(config: EngineConfig) -> Any:
     scheduling.register()
     with torch.no_grad():
         manager.batch_processor = manager._create_batch_processor()
+    if config.device == "cuda":
+        torch.cuda.synchronize()  # steps are queued on another stream than all this
     return manager
 
 
@@ -78,10 +83,11 @@ def _model(config: EngineConfig, model_config: Any) -> Any:
     dtype = getattr(torch, config.dtype)
     if not config.random_weights:
         with _no_progress_bar():
-            return AutoModelForCausalLM.from_pretrained(
+            model = AutoModelForCausalLM.from_pretrained(
                 config.model, dtype=dtype, attn_implementation="sdpa"
             )
-    with torch.random.fork_rng():
+        return model.to(config.device)
+    with torch.random.fork_rng(), torch.device(config.device):
         torch.manual_seed(config.weights_seed)
         return AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, attn_implementation="sdpa"

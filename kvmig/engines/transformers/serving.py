@@ -104,8 +104,10 @@ class ServingTransformers(TransformersEngine):
 
     async def close(self, timeout_s: float) -> None:
         events = asyncio.get_running_loop()
-        await events.run_in_executor(None, self._loop.stop, timeout_s)
-        self._copies.close()
+        if await events.run_in_executor(None, self._loop.stop, timeout_s):
+            await events.run_in_executor(None, self._close_memory)
+        else:
+            self._copies.close()  # the rest is still in use
 
     # -- what clients send and get, see kvmig.testing
 

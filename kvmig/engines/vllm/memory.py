@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from vllm.config import VllmConfig
@@ -13,18 +11,17 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvmig.engines.copy_thread import CopyThread
-from kvmig.engines.vllm import device_copies
+from kvmig.engines import device_copies
+from kvmig.engines.block_copies import BlockCopies
+from kvmig.engines.copies import Copies, WholeBlocks
 from kvmig.engines.vllm.cache_shape import RankCache, whole_blocks
-from kvmig.engines.vllm.copies import Copies, InUnits, WholeBlocks
 from kvmig.engines.vllm.shared_cache import SharedCache
 from kvmig.engines.vllm.strips import strips_of
+from kvmig.engines.vllm.unit_copies import InUnits
 from kvmig.engines.vllm.units import UnitMap, units_of
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.ground.layout import KVLayout
 from kvmig.kernels.copy import backend
-
-Copy = Callable[[list[int], memoryview, bool], list[int]]
 
 
 def layer_names(scheduler: Scheduler) -> list[str]:
@@ -61,11 +58,11 @@ class BlockMemory:
         self._close_copies: Callable[[], None] = lambda: None
         self._cache = SharedCache(config, core.model_executor, names)
         try:
-            self.layout, self._copies = self._describe(core, unit_tokens)
+            self.layout, copies = self._describe(core, unit_tokens)
         except KvmigError:
             self._cache.close()
             raise
-        self._thread = CopyThread()
+        self._copies = BlockCopies(self.layout, copies)
 
     def _describe(self, core: EngineCore, unit_tokens: int) -> tuple[KVLayout, Copies]:
         config, ranks = core.vllm_config, self._cache.ranks
@@ -98,13 +95,13 @@ class BlockMemory:
         self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
     ) -> list[int]:
         """Blocks [n] into `out`, fused; returns n checksums. urgent: ahead of other copies."""
-        return await self._run(self._copies.gather, block_ids, out, urgent)
+        return await self._copies.gather(block_ids, out, urgent)
 
     async def scatter(
         self, block_ids: Sequence[int], data: memoryview, urgent: bool = False
     ) -> list[int]:
         """`data` [n * block_bytes] into blocks [n]; returns n checksums of `data`."""
-        return await self._run(self._copies.scatter, block_ids, data, urgent)
+        return await self._copies.scatter(block_ids, data, urgent)
 
     def gather_now(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
         """`gather` on the calling thread; [] and nothing done where that would wait for a GPU,
@@ -112,32 +109,19 @@ class BlockMemory:
         size = len(block_ids) * self.layout.block_bytes
         if self.on_gpu or size > out.nbytes:
             return []
-        return self._copies.gather(list(block_ids), out[:size])
+        return self._copies.gather_now(block_ids, out[:size])
 
     def scatter_now(self, block_ids: Sequence[int], data: memoryview) -> list[int]:
         """`scatter` on the calling thread, where it needn't wait for a GPU."""
-        return self._copies.scatter(list(block_ids), data)
+        return self._copies.scatter_now(block_ids, data)
 
     def close(self) -> None:
         """Wait for the running copy and end the copy thread."""
-        self._thread.close()
+        self._copies.close()
         try:
             self._close_copies()
         finally:
             self._cache.close()
-
-    async def _run(
-        self, copy: Copy, block_ids: Sequence[int], buffer: memoryview, urgent: bool
-    ) -> list[int]:
-        size = len(block_ids) * self.layout.block_bytes
-        call = partial(copy, list(block_ids), buffer[:size], urgent)
-        work = asyncio.wrap_future(self._thread.submit(call, urgent))
-        # A cancelled caller frees the blocks next: the copy must have left them first.
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.wait([work])
-            raise
 
 
 def _heads(config: VllmConfig) -> int:

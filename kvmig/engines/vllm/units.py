@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvmig.engines.copy_pass import Pass
 from kvmig.engines.vllm.cache_shape import LayerCache, RankCache, kernel_blocks
 from kvmig.engines.vllm.strips import GRAIN, Strips, strips_of
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
@@ -51,18 +51,6 @@ def units_of(block_tokens: int, unit_tokens: int) -> Units:
             " instances exchange that many tokens at a time"
         )
     return Units(unit_tokens, block_tokens // unit_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One call of the copy kernel: pieces `cache_ids` of `cache` are `buffer_ids` of `buffer`."""
-
-    cache: tuple[Region, ...]
-    cache_ids: NDArray[np.int64]
-    cache_blocks: int
-    buffer: tuple[Region, ...]
-    buffer_ids: NDArray[np.int64]
-    buffer_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kvmig.engines.vllm.step_marks import StepMarks
-from kvmig.engines.vllm.units import Pass
+from kvmig.engines.copy_pass import Pass
+from kvmig.engines.step_marks import StepMarks
 from kvmig.ground.errors import UnsupportedLayout
 from kvmig.ground.layout import KVLayout, fused
 from kvmig.kernels.arrays import Memory, memory_of
@@ -35,7 +35,7 @@ CTAS_ON_DEVICE = 32
 
 
 class Plan(Protocol):
-    """Where fused blocks lie in the cache: `units.UnitMap`, or `Blocks`."""
+    """Where fused blocks lie in the cache: `vllm.units.UnitMap`, or `Blocks`."""
 
     unit_bytes: int
 
