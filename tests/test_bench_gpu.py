@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -12,12 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from bench.gpu import __main__ as run_all
 from bench.gpu import ceilings, correctness, downtime, gather, interference, links, sanitizer
-from bench.gpu.device import Copy, Site, Way
+from bench.gpu import migration as migration_part
+from bench.gpu.device import SKIPPED, Copy, Site, Way
+from bench.gpu.engine_pair import Remote
+from bench.gpu.engine_process import Came
+from bench.gpu.moves import slowed, told
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import begin
+from kvmig.engines.transformers import version
 from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.ground.layout import Region
 from kvmig.kernels.face import Finished, Ids, Pending
@@ -169,6 +176,75 @@ def test_a_background_that_fails_says_so() -> None:
         background._thread.join(10)
 
 
+# -- requests that move
+
+
+@pytest.mark.engine
+def test_requests_that_move_between_two_processes_get_the_tokens_of_those_that_stay(
+    tmp_path: Path,
+) -> None:
+    loaded = result_of(migration_part, tmp_path)
+    assert [sample["tokens"] for sample in loaded["samples"] if "step_ms" in sample] == [64, 256]
+    assert loaded["summary"]["wrong"] == 0
+    assert not [sample for sample in loaded["samples"] if "failed" in sample]
+    assert {"live_ms", "blocking_ms", "recompute_ms"} <= {*loaded["samples"][0]}
+    assert [sample for sample in loaded["samples"] if sample.get("at") == "source"]
+
+
+@pytest.mark.parametrize("installed", ["msgspec", "transformers"])
+def test_without_a_package_the_part_is_skipped_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str
+) -> None:
+    if installed == "msgspec":
+        monkeypatch.setattr(version, "version", lambda name: "5.17.0")
+        reason = "transformers 5.17.0 is not supported; kvmig needs transformers 5.19.x"
+    else:
+        monkeypatch.setattr(migration_part, "find_spec", lambda name: None)
+        reason = "msgspec is not installed"
+    file = tmp_path / "result.json"
+    assert migration_part.main([*CPU, "--out", str(file)]) == SKIPPED
+    assert document(file)["samples"] == [{"skipped": reason}]
+    assert document(file)["summary"] == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    assert migration_part.main(["--device", "cuda", "--out", str(file)]) == 1
+    assert document(file)["samples"] == [{"wrong": "torch sees no GPU"}]
+    assert document(file)["summary"] == {}
+
+
+def test_a_story_is_told_in_the_order_of_time_with_its_switches() -> None:
+    a = Came([1, 2, 5], [-0.1, -0.2, -0.5], [0.0, 0.010, 0.060])
+    b = Came([3, 4], [-0.3, -0.4], [0.030, 0.040])
+    story = told({"a": a, "b": b})
+    assert story.tokens == [1, 2, 3, 4, 5]
+    assert story.logprobs == [-0.1, -0.2, -0.3, -0.4, -0.5]
+    assert story.usual_ms == pytest.approx(10)
+    assert story.switches_ms == pytest.approx([20, 20])
+    assert not story.begins(told({"a": a}))
+    assert told({"a": Came([1, 2], [-0.1, -0.2], [0.0, 0.010])}).begins(story)
+
+
+def test_gaps_in_a_window_are_compared_with_those_just_before() -> None:
+    times = [0.0, 1.0, 2.0, 3.0, 5.0, 6.0]
+    assert list(slowed(times, 3.0, 5.0)) == [2.0]
+    assert list(slowed(times, 3.0, 5.6)) == [2.0, 1.0]
+    assert list(slowed(times, 0.0, 3.0)) == []
+
+
+def test_an_engine_that_is_gone_or_silent_is_an_error() -> None:
+    here, there = multiprocessing.Pipe()
+    remote = Remote("a", multiprocessing.Process(), here)
+    with pytest.raises(TransportError, match="engine a is silent for 0 s"):
+        remote.call("wait", timeout_s=0)
+    there.close()
+    with pytest.raises(TransportError, match="engine a has ended"):
+        remote.answer(1)
+    here.close()
+
+
 # -- the sanitizer
 
 
@@ -218,7 +294,8 @@ def test_every_part_is_a_program() -> None:
 
 PROGRAMS = {
     "good": "print('fine')",
-    "bad": "import sys; print('out of luck'); sys.exit(3)",
+    "bad": "import sys; print('out of luck'); sys.exit(2)",
+    "poor": "import sys; print('nothing is installed'); sys.exit(3)",
     "endless": "import subprocess, sys; print('x', flush=True);"
     "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])",
 }
@@ -239,12 +316,23 @@ def test_a_part_that_fails_or_hangs_is_noted_and_the_next_goes_on(
     assert run_all.main(["--out", str(tmp_path), "--device", "cpu"], programs) == 1
     loaded = document(tmp_path / run_all.FILE)
     assert [sample["status"] for sample in loaded["samples"]] == [
-        "failed (3)",
+        "failed (2)",
         "killed after 1 s",
         "passed",
     ]
     assert loaded["samples"][0]["tail"] == "out of luck"
     assert loaded["summary"]["parts_passed"] == 1
+
+
+def test_a_part_that_is_skipped_has_not_failed(
+    tmp_path: Path, programs: tuple[run_all.Part, ...]
+) -> None:
+    poor = (run_all.Part("poor", 60),)
+    assert run_all.main(["--out", str(tmp_path), "--device", "cpu"], poor) == 0
+    loaded = document(tmp_path / run_all.FILE)
+    (sample,) = loaded["samples"]
+    assert (sample["status"], sample["tail"]) == ("skipped", "nothing is installed")
+    assert loaded["summary"]["parts_passed"] == 0
 
 
 def test_one_part_alone_can_be_run(tmp_path: Path, programs: tuple[run_all.Part, ...]) -> None:

@@ -19,7 +19,7 @@ from kvmig.kernels.face import Half, Ids, Kernels, Shard
 from kvmig.kernels.layouts import ORDERS, CacheGroup, grids, row_bytes
 from kvmig.kernels.reference import Reference
 
-MOST_S = 60.0
+MOST_S = 48.0
 GUARD = 4096
 RUNS = (
     (64,), (48, 0, 16), (4096, 4096), (18432,) * 5, (65536 + 16, 30000), (1, 7, 63, 4095),

@@ -22,6 +22,8 @@ from kvmig.kernels import select
 from kvmig.kernels.face import Device, Ids, Kernels, Pending
 
 POISON = 0xA5
+SKIPPED = 3
+"""Exit status of a part for which something isn't installed."""
 
 
 class Copy(Protocol):

@@ -20,7 +20,7 @@ from kvmig.kernels.face import Ids
 
 WORKERS = (0, 1, 2, 4, 8, 16, 32, 64, 132)
 ORDERS = ("random", "contiguous")
-MOST_S = 100.0
+MOST_S = 75.0
 TARGETS = {65536: 0.90, 18432: 0.85}
 """Least share of the copy ceiling, by bytes of a run."""
 GIB = 1 << 30

@@ -22,7 +22,7 @@ WORKERS = (1, 2, 4, 8, 16, 32, 64, 132)
 BATCH = 32
 MIB = 1 << 20
 WAIT_S = 20.0
-MOST_S = 45.0
+MOST_S = 36.0
 TARGET = 1.02
 """Most that a step may grow by, at the smallest cap."""
 

@@ -13,7 +13,7 @@ from bench.gpu.device import note_gpu, options_of
 from bench.report import begin, finish, say
 
 TOOLS = ("memcheck", "racecheck")
-TIMEOUT_S = 45.0
+TIMEOUT_S = 30.0
 
 
 def found() -> str | None:

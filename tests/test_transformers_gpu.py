@@ -1,0 +1,133 @@
+"""The transformers engine's copies as on a GPU: the cache counts as a device's, its copies run
+on a GPU of the tests' own (`queued_gpu`), blocks go through mapped device memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvmig.embed.migrator import Migrator
+from kvmig.engines import device_copies
+from kvmig.engines.base import Emitted, Frame
+from kvmig.engines.block_copies import BlockCopies
+from kvmig.engines.transformers import factory
+from kvmig.engines.transformers.payload import Output, decode
+from kvmig.engines.transformers.serving import ServingTransformers
+from kvmig.ground.config import MigrationConfig
+from kvmig.ground.errors import ConfigError
+from kvmig.kernels.face import Device
+from kvmig.kvtransfer.transports import cuda_ipc
+from tests.host_memory import HostMemory
+from tests.queued_gpu import QueuedGpu, QueuedKernels
+
+PROMPT = list(b"101 102 103 104 105 106 107")
+TOKENS = 150
+PACE_S = 0.02
+"""A step of a request that moves: its copies are slow here."""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_device_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="device is 'cuda', but torch sees no GPU"):
+        factory(device="cuda")
+
+
+class GpuMemory(HostMemory):
+    device: Device = "cuda"
+
+
+class OnGpu:
+    """An engine whose copies run on a GPU, which its steps leave their events on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gpu = QueuedGpu()
+        self.kernels = QueuedKernels(self.gpu)
+        self.stream = self.gpu.new_stream()
+
+        def load(plan: Any, steps_overlap: bool) -> device_copies.DeviceCopies:
+            assert not steps_overlap
+            return device_copies.DeviceCopies(plan, self.gpu, self.kernels, steps_overlap)
+
+        self.engine: ServingTransformers = factory(num_blocks=40)
+        monkeypatch.setattr(device_copies, "load", load)
+        engine = self.engine
+        engine._copies.close()
+        engine._device_copies = engine._on_gpu()
+        engine._copies = BlockCopies(engine.layout, engine._device_copies)
+        self.got: list[int] = []
+        self.pace_s = 0.0
+
+    def connect(self) -> None:
+        def take(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+            for output in decode(bytes(frames[0]), list[Output]):
+                self.got += output.token_ids
+
+        self.engine.connect(take, lambda *done: None, lambda error: None)
+
+    def put_steps_on_the_gpu(self) -> None:
+        """Once the engine steps: torch has no such stream."""
+        leave_event = self.engine._loop.after_step
+
+        def after_step() -> None:
+            leave_event()
+            time.sleep(self.pace_s)
+
+        self.engine._loop.after_step = after_step
+        self.engine._loop.stream = SimpleNamespace(cuda_stream=self.stream)
+
+    async def close(self) -> None:
+        await self.engine.close(10)
+        self.kernels.close()
+        self.gpu.settle(self.stream)
+        self.gpu.destroy_stream(self.stream)
+        assert self.gpu.empty()
+
+
+@pytest.mark.engine
+async def test_a_request_moves_between_engines_on_gpus_token_for_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "CudaMemory", GpuMemory)
+    # Threads of a CTA take their turns here: by the seconds, with as many as a GPU has.
+    monkeypatch.setattr(device_copies, "CTAS_ON_DEVICE", 1)
+    ends = {name: OnGpu(monkeypatch) for name in "ab"}
+    a, b = ends["a"].engine, ends["b"].engine
+    for end in ends.values():
+        end.connect()
+        await end.engine.requests()
+        end.put_steps_on_the_gpu()
+
+    async def until(tokens: int) -> list[int]:
+        async with asyncio.timeout(60):
+            while len(found := ends["a"].got + ends["b"].got) < tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        return found
+
+    def assign(request_id: str, name: str) -> None:
+        ends[name].engine.assign(request_id, 1)
+
+    try:
+        a.submit(1, "stays", a.encode_request(PROMPT, TOKENS, seed=3))
+        expected = await until(TOKENS)
+        for end in ends.values():
+            end.got.clear()
+            end.pace_s = PACE_S
+        config = MigrationConfig(transport="cuda-ipc", reply_timeout_ms=20_000)
+        async with Migrator({"a": a, "b": b}, config, on_commit=assign) as migrator:
+            a.submit(1, "moves", a.encode_request(PROMPT, TOKENS, seed=3))
+            await until(9)
+            report = await migrator.migrate("moves", "a", "b")
+            assert (report.state, report.transport) == ("committed", "cuda-ipc")
+            assert await until(TOKENS) == expected
+            assert ends["b"].got
+        for end in ends.values():
+            assert end.gpu.recorded  # each step has left its event
+            assert end.kernels.launches.workers
+    finally:
+        for end in ends.values():
+            await end.close()
