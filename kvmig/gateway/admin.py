@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 
 from kvmig.gateway.access import Rule
-from kvmig.gateway.admin_errors import guarded
+from kvmig.gateway.admin_errors import PROBLEMS, Responses, guarded
 from kvmig.gateway.admin_models import (
     ErrorBody,
     Instance,
@@ -34,12 +34,11 @@ def admin_api(
 
     rows: of all instances, now. model: the served model's name. rule: who may call them.
     """
-    errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorBody} for status in (400, 404, 409, 503, 504)
-    }
+    errors: Responses = {status: {"model": ErrorBody} for status in (400, 404, 409, 503, 504)}
     api = APIRouter(
         prefix=PREFIX,
         tags=["kvmig"],
+        responses=PROBLEMS,
         route_class=guarded(rule, tuple(MigrationBody.model_fields)),
     )
 

@@ -28,6 +28,11 @@ _TYPES = {
     HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
 }
 
+Responses = dict[int | str, dict[str, Any]]
+"""Answers as FastAPI documents them."""
+PROBLEMS: Responses = {status: {"model": ErrorBody} for status in ("4XX", "5XX")}
+"""Of any route: no key (401, 403), a body too large or too late (413, 408), ..."""
+
 
 def problem(
     status: HTTPStatus,
@@ -39,6 +44,12 @@ def problem(
     kind = _TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     body = ErrorBody(error=Problem(message=message, type=kind, param=param, code=status))
     return JSONResponse(body.model_dump(), status, headers)
+
+
+async def as_problem(_: Request, error: Exception) -> Response:
+    """What no route took, as an exception handler: 404, 405."""
+    assert isinstance(error, HTTPException)
+    return problem(HTTPStatus(error.status_code), error.detail, headers=error.headers)
 
 
 def invalid(error: RequestValidationError, allowed: Sequence[str]) -> Response:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 
 from kvmig.controlplane.orders import AddInstances, DrainInstance, StopDrain
 from kvmig.gateway.access import Rule
 from kvmig.gateway.admin import PREFIX
-from kvmig.gateway.admin_errors import guarded
+from kvmig.gateway.admin_errors import PROBLEMS, Responses, guarded
 from kvmig.gateway.admin_models import AddBody, DrainBody, ErrorBody, Instance, Listing
 from kvmig.gateway.inventory import InstanceRow
 from kvmig.gateway.launcher_link import LauncherLink
@@ -27,9 +27,7 @@ def instances_api(
 
     rows: of all instances, now. rule: who may call them.
     """
-    errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorBody} for status in (400, 404, 409, 503)
-    }
+    errors: Responses = {status: {"model": ErrorBody} for status in (400, 404, 409, 503)}
     adding = APIRouter(route_class=guarded(rule, tuple(AddBody.model_fields)))
     draining = APIRouter(route_class=guarded(rule, tuple(DrainBody.model_fields)))
 
@@ -49,7 +47,7 @@ def instances_api(
     async def remove(
         name: str,
         now: bool = False,
-        deadline_s: Annotated[float | None, Query(ge=0)] = None,
+        deadline_s: Annotated[float | None, Query(ge=0, allow_inf_nan=False)] = None,
     ) -> Listing[Instance]:
         """Drain it, then end it; `now`: end it at once, its requests run again elsewhere."""
         names = await launcher.order(
@@ -70,7 +68,7 @@ def instances_api(
         names = await launcher.order(lambda call_id: StopDrain(call_id, name))
         return Listing(data=told(names))
 
-    api = APIRouter(prefix=PREFIX, tags=["kvmig"])
+    api = APIRouter(prefix=PREFIX, tags=["kvmig"], responses=PROBLEMS)
     api.include_router(adding)
     api.include_router(draining)
     return api

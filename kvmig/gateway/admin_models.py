@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvmig.gateway.inventory import InstanceRow, RequestRow
 from kvmig.kvtransfer.report import MigrationReport
@@ -16,6 +16,11 @@ MOST = 10_000
 """Instances in one order; how many there may be is the launcher's to say."""
 
 Row = TypeVar("Row", bound=BaseModel)
+
+
+def whole(value: Any) -> Any:
+    """JSON has one kind of numbers: 3.0 is an integer as good as 3."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Listing(BaseModel, Generic[Row]):
@@ -95,7 +100,7 @@ class AddBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    count: int = Field(default=1, ge=1, le=MOST)
+    count: Annotated[int, BeforeValidator(whole)] = Field(default=1, ge=1, le=MOST)
     flags: str = Field(default="", description="vLLM's flags that only these get.")
 
 
@@ -107,6 +112,7 @@ class DrainBody(BaseModel):
     deadline_s: float | None = Field(
         default=None,
         ge=0,
+        allow_inf_nan=False,
         description="What is still there then goes on elsewhere by recompute; null: "
         "--drain-deadline.",
     )

@@ -6,6 +6,7 @@ A slow or endless one costs its sender's connection only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -15,6 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmig.gateway.admin_errors import problem
 from kvmig.ground.http import BODIES, HttpConfig
+
+DISCARD_S = 2.0
+"""For what comes of a body that is refused."""
 
 
 @dataclass
@@ -44,10 +48,13 @@ class BodyMiddleware:
             await self.app(scope, receive, send)
             return
         intake: Intake = scope["app"].state.intake
+        headers = Headers(scope=scope)
         try:
-            _check_length(Headers(scope=scope).get("content-length"), intake.config)
+            _check_length(headers.get("content-length"), intake.config)
             body = await _read(receive, intake)
         except Refused as refused:
+            if "expect" not in headers:  # whoever asks before sending hasn't sent it yet
+                await _discard(receive, intake.config)
             await refused.answer(scope, receive, send)
             return
         if body is not None:  # or the client has left
@@ -93,6 +100,18 @@ async def _read(receive: Receive, intake: Intake) -> Message | None:
         raise _too_slow(intake.config) from None
     finally:
         intake.pending -= size
+
+
+async def _discard(receive: Receive, config: HttpConfig) -> None:
+    """Take some of the rest: a client that still sends when we close would not see the answer."""
+    left = config.max_body
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _too_large(config: HttpConfig) -> Refused:

@@ -39,7 +39,7 @@ class Body(_Strict):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """None: 1."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Annotated[list[str], BeforeValidator(as_strings), STOPS] = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -62,7 +62,7 @@ class Body(_Strict):
     frequency_penalty: Annotated[Any, Only(0)] = 0
     repetition_penalty: Annotated[Any, Only(1)] = 1
     logit_bias: Annotated[Any, Only({})] = None
-    priority: Annotated[Any, Only(0)] = 0
+    priority: Annotated[Any, Only(0, null=False)] = 0
 
     @field_validator("*", mode="before")
     @classmethod

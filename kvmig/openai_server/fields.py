@@ -8,6 +8,8 @@ import msgspec
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, WithJsonSchema
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from kvmig.gateway.admin_models import whole
+
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 64, 256, 1024
 """Each piece of text is compared with all of them."""
 
@@ -32,8 +34,8 @@ STOPS = WithJsonSchema(
 class Only:
     """A field that must have one of these values; the first is the one of calls without it."""
 
-    def __init__(self, *allowed: Any) -> None:
-        self._allowed = allowed
+    def __init__(self, *allowed: Any, null: bool = True) -> None:
+        self._allowed = (*allowed, None) if null else allowed
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -43,10 +45,10 @@ class Only:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"enum": [*self._allowed, None]}
+        return {"enum": list(self._allowed)}
 
     def _check(self, value: Any) -> Any:
-        for one in (*self._allowed, None):
+        for one in self._allowed:
             if value == one and isinstance(value, bool) == isinstance(one, bool):
                 return value
         words = " or ".join(repr(one) for one in self._allowed if one is not None) or "left out"
@@ -57,6 +59,7 @@ class Only:
 
 def sendable(value: Any) -> Any:
     """Itself, if it can go on as a message: no half of a surrogate pair, no number of 65 bits."""
+    value = list(map(whole, value)) if isinstance(value, list) else whole(value)
     try:
         msgspec.msgpack.encode(value)
     except (UnicodeEncodeError, OverflowError, RecursionError) as error:

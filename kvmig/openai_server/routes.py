@@ -13,12 +13,13 @@ from starlette.responses import JSONResponse
 
 from kvmig.engines.transformers.payload import Submitted
 from kvmig.gateway.access import Rule
-from kvmig.gateway.admin_errors import guarded
+from kvmig.gateway.admin_errors import PROBLEMS, guarded
 from kvmig.gateway.request_id import current_call
 from kvmig.gateway.shown import shown
 from kvmig.openai_server import calls
 from kvmig.openai_server.answers import Answer, ChatAnswer, CompletionAnswer
 from kvmig.openai_server.bodies import Body, ChatBody, CompletionBody, field_names
+from kvmig.openai_server.documented import EVENTS, ChatCompletion, Completion, Models
 from kvmig.openai_server.errors import BadRequest, UnknownModel
 from kvmig.openai_server.generation import Engines, Generation
 
@@ -34,10 +35,10 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
     door = _Door(engines, names, max_tokens)
     completions = APIRouter(route_class=guarded(rule, field_names(CompletionBody)))
     chats = APIRouter(route_class=guarded(rule, field_names(ChatBody)))
-    api = APIRouter(prefix="/v1", route_class=guarded(rule, ()))
+    api = APIRouter(prefix="/v1", route_class=guarded(rule, ()), responses=PROBLEMS)
     started = int(time.time())
 
-    @completions.post("/completions")
+    @completions.post("/completions", response_model=Completion, responses={200: EVENTS})
     async def complete(request: Request, body: CompletionBody) -> Response:
         """One prompt, one choice."""
         prompt = body.prompt
@@ -49,7 +50,7 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
         answer = CompletionAnswer(f"cmpl-{call_id}", body.model or names[0])
         return await door.run(request, body, prompt, asked, f"cmpl-{call_id}-0", answer)
 
-    @chats.post("/chat/completions")
+    @chats.post("/chat/completions", response_model=ChatCompletion, responses={200: EVENTS})
     async def chat(request: Request, body: ChatBody) -> Response:
         """One choice."""
         door.check_length("messages", *(one.content for one in body.messages))
@@ -65,7 +66,7 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
         answer = ChatAnswer(f"chatcmpl-{call_id}", body.model or names[0])
         return await door.run(request, body, prompt, asked, f"chatcmpl-{call_id}", answer)
 
-    @api.get("/models")
+    @api.get("/models", response_model=Models)
     async def models() -> Response:
         """One model, under all its names."""
         rows: list[dict[str, Any]] = [

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 from fastapi import FastAPI, Response
+from starlette.exceptions import HTTPException
 
 from kvmig.engines.transformers.tokenizer import Tokenizer
 from kvmig.gateway.access import bearer
+from kvmig.gateway.admin_errors import as_problem
 from kvmig.gateway.app import MIDDLEWARE
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
@@ -62,7 +64,13 @@ class TransformersServer:
         for layer in MIDDLEWARE:
             app.add_middleware(layer)
 
-        @app.get("/health")
+        app.add_exception_handler(HTTPException, as_problem)
+
+        @app.get(
+            "/health",
+            response_class=Response,
+            responses={503: {"description": "There is no instance."}},
+        )
         async def health() -> Response:
             """200 while there is an instance to serve."""
             return Response(status_code=503 if router.vacant() else 200)

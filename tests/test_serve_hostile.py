@@ -1,0 +1,161 @@
+"""A server among enemies: generated calls of its whole API, bodies made to hurt, prying eyes."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from kvmig.cli.served import Served
+from tests.conftest import NEVER_BY_ITSELF, PATIENT
+from tests.leaks import Footprint, assert_server_is_empty
+from tests.streams import Stream, count_from, counted
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parent.parent
+SECRET = "a-shibboleth-of-this-test-alone"
+FUZZ_S = 12
+PATIENCE_S = 60.0
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MILLION = 10**6
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Small enough that no generated call takes long, and none starts a third instance."""
+    log = tmp_path_factory.mktemp("hostile") / "log"
+    flags = [
+        "--engine=transformers", *PATIENT, NEVER_BY_ITSELF, "--drain-timeout=5",
+        "--max-instances=2", "--max-model-len=600", "--max-body=30MB",
+    ]  # fmt: skip
+    with Served(flags, environment={"KVMIG_SECRET": SECRET}, log=log) as served:
+        yield served
+        footprint = Footprint.of(served)
+    footprint.assert_gone()
+
+
+@pytest.fixture
+def served(server: Served) -> Iterator[Served]:
+    yield server
+    assert_server_is_empty(server)
+
+
+def test_nobody_else_is_told_the_secret(served: Served) -> None:
+    assert served.process is not None
+    launcher = psutil.Process(served.process.pid)
+    children = launcher.children(recursive=True)
+    assert len(children) >= 2
+    for one in (launcher, *children):
+        assert SECRET not in " ".join(one.cmdline())
+    for one in children:
+        assert "KVMIG_SECRET" not in one.environ()
+    assert SECRET not in served.output()
+
+
+def test_all_sockets_are_of_this_machine_only(served: Served) -> None:
+    listening = [
+        ipaddress.ip_address(socket.laddr.ip)
+        for process in Footprint.of(served).processes
+        for socket in process.net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 3
+    assert all(address.is_loopback for address in listening), listening
+
+
+def test_shared_memory_is_for_this_user_only(served: Served) -> None:
+    files = Footprint.of(served).shared_memory
+    assert len(files) >= 2
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+
+
+BODIES: dict[str, tuple[str, bytes | dict[str, Any]]] = {
+    "no JSON": (COMPLETIONS, b"{"),
+    "nested deeply": (COMPLETIONS, b'{"prompt": "1", "a": ' + b"[" * 100_000),
+    "no UTF-8": (COMPLETIONS, b'{"prompt": "\xff"}'),
+    "half a surrogate pair": (COMPLETIONS, b'{"prompt": "\\ud800"}'),
+    "half a pair in a chat": (CHAT, {"messages": [{"role": "user", "content": "\udc00"}]}),
+    "half a pair in an option": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": "\ud800"}},
+    ),
+    "digits": (COMPLETIONS, b'{"prompt": "1", "max_tokens": ' + b"9" * 5000 + b"}"),
+    "max_tokens": (COMPLETIONS, {"prompt": "1", "max_tokens": 10**30}),
+    "n": (COMPLETIONS, {"prompt": "1", "n": 10**9}),
+    "seed": (COMPLETIONS, {"prompt": "1", "seed": 2**63}),
+    "NaN": (COMPLETIONS, b'{"prompt": "1", "temperature": NaN}'),
+    "token": (COMPLETIONS, {"prompt": [2**63]}),
+    "stop token": (COMPLETIONS, {"prompt": "1", "stop_token_ids": [-1]}),
+    "many stop tokens": (COMPLETIONS, {"prompt": "1", "stop_token_ids": [1] * MILLION}),
+    "many stop strings": (COMPLETIONS, {"prompt": "1", "stop": ["a"] * MILLION}),
+    "long stop string": (COMPLETIONS, {"prompt": "1", "stop": "a" * MILLION}),
+    "many biases": (COMPLETIONS, {"prompt": "1", "logit_bias": dict.fromkeys(range(MILLION), 1)}),
+    "long prompt": (COMPLETIONS, {"prompt": "a" * 20 * MILLION}),
+    "many tokens": (COMPLETIONS, {"prompt": [1] * MILLION}),
+    "long name": (COMPLETIONS, {"prompt": "1", "x" * MILLION: 1}),
+    "large": (COMPLETIONS, b" " * 31 * MILLION),
+    "too few": ("/kvmig/v1/instances", {"count": 0}),
+    "odd flags": ("/kvmig/v1/instances", {"flags": "\0 '"}),
+    "odd name": ("/kvmig/v1/instances/%00%0a%ff/drain", {}),
+    "no time": ("/kvmig/v1/instances/i0/drain", b'{"deadline_s": 1e999}'),
+}
+
+
+async def test_what_is_sent_to_hurt_is_a_short_4xx_and_others_lose_nothing(
+    served: Served,
+) -> None:
+    stream = Stream(served, COMPLETIONS, count_from(17, 500))
+    headers = {"content-type": "application/json"}
+    answers: dict[str, tuple[int, int]] = {}
+    async with httpx.AsyncClient(
+        base_url=served.url, headers=headers, timeout=PATIENCE_S, verify=False
+    ) as http:
+        await stream.reach(2)
+        for name, (path, body) in BODIES.items():
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = await http.post(path, content=content)
+            assert answer.json()["error"]["code"] == answer.status_code
+            answers[name] = (answer.status_code, len(answer.content))
+        metrics = (await http.get("/metrics")).text
+    bad = {name: told for name, told in answers.items() if told[0] // 100 != 4 or told[1] > 1000}
+    assert not bad
+    assert answers["large"][0] == 413
+    assert 'kvmig_http_refused_total{status="413"} 1.0' in metrics
+    counted(await stream.end(), 17)
+
+
+async def test_every_route_keeps_to_its_schema_whatever_is_sent(served: Served) -> None:
+    process = await asyncio.create_subprocess_exec(
+        str(Path(sys.executable).parent / "schemathesis"), "run", f"{served.url}/openapi.json",
+        f"--max-time={FUZZ_S}", "--request-timeout=60", "--no-color", "--seed=1",
+        "--continue-on-failure", "--generation-database=:memory:",
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    async with asyncio.timeout(FUZZ_S + 2 * PATIENCE_S):
+        said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    assert b"/kvmig/v1/migrations" in said
+    # It may have ended instances, or emptied them.
+    async with (
+        asyncio.timeout(2 * PATIENCE_S),
+        httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1", verify=False) as http,
+    ):
+        while True:
+            rows = (await http.get("/instances")).json()["data"]
+            for row in rows:
+                if row["state"] == "draining":
+                    await http.delete(f"/instances/{row['id']}/drain")
+            if all(row["state"] == "serving" for row in rows):
+                break
+            await asyncio.sleep(0.2)
