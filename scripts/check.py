@@ -26,6 +26,7 @@ LINT: dict[str, list[str]] = {
     "ruff check": ["ruff", "check", "."],
     "ruff format": ["ruff", "format", "--check", "."],
     "mypy": ["mypy"],
+    "bandit": ["bandit", "-q", "-r", "-c", "pyproject.toml", "kvmig"],
     "import floors": ["lint-imports", "--no-logo"],
 }
 TESTS: dict[str, list[str]] = {

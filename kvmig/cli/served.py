@@ -73,7 +73,7 @@ class Served:
         self._log_path = log
         # Without certificates, which take 30 ms to load: it is plain HTTP.
         headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
-        self._http = httpx.Client(base_url=self.url, headers=headers, verify=False)
+        self._http = httpx.Client(base_url=self.url, headers=headers, verify=False)  # nosec B501
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -227,7 +227,7 @@ class DestinationMachine(Machine):
     def commit(self, message: Commit) -> list[Action]:
         """Run the request, once; a repeated Commit gets the first one's answer."""
         came = self._come_with(message)
-        if self.state in (S.RECEIVING, S.FOLLOWING) and message.blocks != came:
+        if self.state in (S.RECEIVING, S.FOLLOWING) and (came < 0 or message.blocks != came):
             return self.failed("error", f"{came} of {message.blocks} blocks came")
         unknown = self.state is S.NEW
         self.go(E.COMMIT)
