@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-FOLDER = Path("/dev/shm")  # nosec B108 - only looked at
+FOLDER = Path("/dev/shm")  # nosec B108
 PREFIXES = ("psm_", "vllm_", "sem.mp-")
 """Of vLLM's and Python's names. kvmig's own files are shared by instances: see `shm.sweep`."""
 

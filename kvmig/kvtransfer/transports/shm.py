@@ -33,7 +33,7 @@ from kvmig.kvtransfer.transports.base import (
 )
 
 NAME = "shm"
-FOLDER = Path("/dev/shm")  # nosec B108 - files are new, and 0600
+FOLDER = Path("/dev/shm")  # nosec B108
 PREFIX = "kvmig"
 NONCE_BYTES = 16
 FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
