@@ -14,8 +14,11 @@ from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.engines.api_keys import VARIABLE, api_keys
 from kvmig.front_end import FrontLaunch
 from kvmig.gateway.access import access
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import ConfigError
+from kvmig.ground.config import IN_THE_CLEAR, ClusterConfig, MigrationConfig, Transport, check
+from kvmig.ground.errors import ConfigError, TransportError
+from kvmig.kvtransfer.messages import Offer
+from kvmig.kvtransfer.transports import nixl
+from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
 
 HERE = {"host": "127.0.0.1:8000"}
 
@@ -104,3 +107,22 @@ def test_what_prints_a_launch_document_shows_no_secret() -> None:
         assert repr(secret)[2:-1] not in shown
         assert "operator" not in shown
         assert "tenant" not in shown
+
+
+@pytest.mark.parametrize("transport", IN_THE_CLEAR)
+def test_blocks_go_in_the_clear_only_where_the_network_is_trusted(transport: Transport) -> None:
+    with pytest.raises(ConfigError, match=f"--transport is {transport}, must be .*trust-network"):
+        check(ClusterConfig(migration=MigrationConfig(transport=transport)))
+    check(ClusterConfig(migration=MigrationConfig(transport=transport, trust_network=True)))
+
+
+def test_auto_takes_no_offer_in_the_clear_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "has_rdma", lambda: True)
+    with pytest.raises(TransportError, match="nixl: this side takes encrypted ones only"):
+        open_offer([Offer("nixl", "{}")], "auto", Site(trusted=False))
+    pools = open_staging("auto", "test", "i0", 1, 4096, Site(trusted=False))
+    try:
+        assert "nixl" not in pools
+    finally:
+        for pool in pools.values():
+            pool.close()

@@ -16,6 +16,7 @@ from kvmig.cli.ray_flags import add_ray_flags, ray_config
 from kvmig.ground.config import (
     ENGINES,
     FOLLOWING,
+    IN_THE_CLEAR,
     POLICIES,
     TRANSPORTS,
     ClusterConfig,
@@ -136,6 +137,12 @@ def parser() -> argparse.ArgumentParser:
         help=f"how KV blocks travel: {', '.join(TRANSPORTS)}",
     )
     group.add_argument(
+        "--trust-network",
+        action="store_true",
+        help="KV blocks may travel unencrypted, and from whoever connects: what"
+        f" {', '.join(IN_THE_CLEAR)} do",
+    )
+    group.add_argument(
         "--chunk-ms",
         type=float,
         default=migration.chunk_ms,
@@ -241,6 +248,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
                 max_stages=flags.max_stages,
                 follow=flags.follow,
                 transport=flags.transport,
+                trust_network=flags.trust_network,
                 data_host=flags.control_host,
                 max_bandwidth=flags.max_bandwidth,
                 max_pair_bandwidth=flags.max_pair_bandwidth,

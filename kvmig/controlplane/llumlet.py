@@ -84,7 +84,7 @@ class Llumlet:
             instance,
             config.migration.staging_chunks,
             max(config.migration.chunk_bytes, engine.layout.block_bytes),
-            Site(host=config.migration.data_host),
+            Site(host=config.migration.data_host, trusted=config.migration.trust_network),
         )
         self._peers = Peers(instance, secret, self._from_peer, self._peer_lost)
         self._migrations = Migrations(

@@ -28,6 +28,8 @@ Following = Literal["auto", "always", "never"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 ENGINES: tuple[str, ...] = get_args(EngineName)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
+IN_THE_CLEAR = ("nixl", "gloo", "nccl")
+"""Transports whose sockets are not ours: they don't encrypt, and don't ask who connects."""
 FOLLOWING: tuple[str, ...] = get_args(Following)
 
 
@@ -48,6 +50,8 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of KV cache that instances of different shapes exchange at a time; 0: all are
     alike and exchange blocks."""
     transport: Transport = "auto"
+    trust_network: bool = False
+    """Whether KV blocks may go over sockets that are neither encrypted nor authenticated."""
     data_host: str = "127.0.0.1"
     """Address that sockets of a transport's own (Gloo, NCCL) bind to, and peers find them by."""
     max_bandwidth: float = 0.0
@@ -177,6 +181,12 @@ def check(config: ClusterConfig) -> ClusterConfig:
             "--transport",
             migration.transport,
             " or ".join(TRANSPORTS),
+        ),
+        (
+            migration.trust_network or migration.transport not in IN_THE_CLEAR,
+            "--transport",
+            migration.transport,
+            "auto, shm, tcp or cuda-ipc, or be given with --trust-network",
         ),
     )
     for holds, field, value, allowed in rules:

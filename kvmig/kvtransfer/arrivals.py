@@ -56,7 +56,9 @@ class Arrivals:
         self._on_commit = on_commit
         self._on_commit_failed = on_commit_failed
         self._on_broken = on_broken
-        self._inboxes = Inboxes(config.transport, Site(host=config.data_host))
+        self._inboxes = Inboxes(
+            config.transport, Site(host=config.data_host, trusted=config.trust_network)
+        )
         self._live: dict[str, DestinationSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ended: OrderedDict[str, DestinationMachine] = OrderedDict()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmig.ground.config import Transport
+from kvmig.ground.config import IN_THE_CLEAR, Transport
 from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import collective, cuda_ipc, nixl, shm, tcp
@@ -26,6 +26,14 @@ class Site:
     """Of shared memory."""
     host: str = "127.0.0.1"
     """Address that sockets of a transport's own bind to, and by which peers find them."""
+    trusted: bool = True
+    """Whether `auto` may take what is IN_THE_CLEAR."""
+
+    def takes(self, name: str, allowed: Transport) -> bool:
+        """Whether a transport may be used."""
+        if allowed != "auto":
+            return name == allowed
+        return self.trusted or name not in IN_THE_CLEAR
 
 
 HERE = Site()
@@ -50,9 +58,10 @@ def open_staging(
 ) -> dict[str, Staging]:
     """The pools of an instance by transport's name, the best first: offer them all.
 
-    `auto` has shared memory, NIXL where there is an RDMA device, and TCP, which always
-    works; the others are had by name only. Raises TransportError if `allowed` is one
-    transport that can't be had.
+    `auto` has shared memory, NIXL where there is an RDMA device and the network is trusted, and
+    TCP, which always works; the others are had by name only.
+
+    Raises TransportError if `allowed` is one transport that can't be had.
     """
 
     def open_one(name: str) -> Staging:
@@ -70,7 +79,8 @@ def open_staging(
     if allowed != "auto":
         return {allowed: open_one(allowed)}
     stagings: dict[str, Staging] = {}
-    for name in (shm.NAME, *((nixl.NAME,) if nixl.has_rdma() else ()), tcp.NAME):
+    rdma = site.takes(nixl.NAME, allowed) and nixl.has_rdma()
+    for name in (shm.NAME, *((nixl.NAME,) if rdma else ()), tcp.NAME):
         try:
             stagings[name] = open_one(name)
         except TransportError as error:
@@ -85,8 +95,9 @@ def open_offer(offers: Sequence[Offer], allowed: Transport = "auto", site: Site 
     """
     reasons: list[str] = []
     for offer in offers:
-        if allowed not in ("auto", offer.transport):
-            reasons.append(f"{offer.transport}: this side takes {allowed} only")
+        if not site.takes(offer.transport, allowed):
+            only = "encrypted ones" if allowed == "auto" else allowed
+            reasons.append(f"{offer.transport}: this side takes {only} only")
         elif offer.transport not in _INBOXES:
             reasons.append(f"{offer.transport}: unknown")
         else:
