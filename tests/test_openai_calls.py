@@ -201,3 +201,41 @@ async def test_a_call_that_cannot_be_names_the_field(
 ) -> None:
     answer = await http.post(f"/v1/{path}", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", "\ud800"),
+        ("prompt", "a" * 101),
+        ("model", "\udc00"),
+        ("max_tokens", 10**30),
+        ("seed", 2**63),
+        ("stop", ["a"] * 65),
+        ("stop", "a" * 257),
+        ("stop_token_ids", [2**64]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [1] * 1025),
+        ("temperature", "1"),
+        ("stream", "true"),
+    ],
+)
+async def test_what_no_engine_can_take_is_a_short_400_that_names_the_field(
+    http: httpx.AsyncClient, field: str, value: Any
+) -> None:
+    body = json.dumps({"prompt": "a", field: value})
+    headers = {"content-type": "application/json"}
+    answer = await http.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].split(".")[0] == field
+    assert len(answer.content) < 500
+
+
+async def test_whole_numbers_may_be_written_with_a_fraction(
+    http: httpx.AsyncClient, instances: Instances
+) -> None:
+    instances.script = [out("b", "length")]
+    answer = await complete(http, max_tokens=3.0, seed=7.0, prompt=[97.0])
+    assert answer.status_code == 200, answer.text
+    (submitted,) = instances.submitted
+    assert (submitted.max_tokens, submitted.seed, submitted.prompt_token_ids) == (3, 7, [97])

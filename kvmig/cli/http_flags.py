@@ -15,7 +15,7 @@ def add_http_flags(root: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-body",
         type=quantity("MB"),
-        default=usual.max_body,
+        default=f"{usual.max_body // 10**6}MB",
         metavar="MB",
         help="size of a call's body at most, in MB or with a unit",
     )
