@@ -13,6 +13,7 @@ from kvmig.controlplane.messages import Span
 from kvmig.gateway import splice
 from kvmig.gateway.ports import Item
 from kvmig.gateway.splice import Action, Broken, Fed, Splicer, Stale, Switched
+from kvmig.kvtransfer.epochs import LEAP
 
 
 @dataclass
@@ -90,7 +91,13 @@ def test_a_fenced_epoch_is_never_heard_though_it_is_higher() -> None:
     assert splicer.fence(1)
     assert feed(splicer, "b", 1, 0) == Fed([], [Stale("b", 1)])
     assert splicer.advance(0, 0, 1, now=0.0)
-    assert tokens(feed(splicer, "b", 2, 1).deliver) == [1]
+    assert tokens(feed(splicer, "b", 1 + LEAP, 1).deliver) == [1]
+
+
+def test_where_a_fenced_epoch_may_have_gone_on_to_is_fenced_too() -> None:
+    splicer = Splicer("a")
+    assert splicer.fence(1)
+    assert feed(splicer, "c", 2, 0) == Fed([], [Stale("c", 2)])
 
 
 @pytest.mark.parametrize("how", ["switched", "held", "granted"])

@@ -16,6 +16,7 @@ from kvmig.controlplane.messages import Discard, Fence, Fenced, Resolve
 from kvmig.gateway.calls import Calls
 from kvmig.gateway.errors import CallTimeout, InstanceLost
 from kvmig.gateway.requests import RequestTable
+from kvmig.gateway.verdict import Verdicts
 from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import Message
 
@@ -39,7 +40,7 @@ class Arbiter:
         timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
         """fit: whether an instance is likely to answer."""
-        self._table = table
+        self._verdicts = Verdicts(table, self._discard)
         self._calls = calls
         self._send = send
         self._fit = fit
@@ -48,33 +49,16 @@ class Arbiter:
 
     async def moved(self, question: Resolve) -> bool:
         """Whether the destination runs the request; if not, it never will under that epoch."""
-        entry = self._table.runs.get(question.request_id)
-        if entry is None:
-            # It ended, or runs again elsewhere: neither side shall keep it. The source frees
-            # it on `moved`.
-            self._discard(question)
-            return True
-        if entry.splicer.reached(question.epoch):
-            return True
-        if entry.splicer.fenced(question.epoch):
-            return False
+        known = self._verdicts.known(question)
+        if known is not None:
+            return known
         key = (question.request_id, question.epoch)
         if key not in self._asking:
             task = asyncio.create_task(self._committed(question))
             task.add_done_callback(lambda _: self._asking.pop(key))
             self._asking[key] = task
         committed = await asyncio.shield(self._asking[key])
-        if question.request_id not in self._table.runs:
-            self._discard(question)
-            return True
-        if committed:
-            entry.splicer.grant(question.epoch)
-            entry.inherit(question.destination, question.epoch - 1)
-            return True
-        if not entry.splicer.fence(question.epoch):
-            return True  # its tokens came while we asked
-        self._discard(question)
-        return False
+        return self._verdicts.after(question, committed)
 
     async def close(self) -> None:
         """Stop asking."""

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from kvmig.controlplane.messages import AbortRequests
 from kvmig.gateway.errors import InstanceLost
-from kvmig.gateway.fleet import Fleet
-from kvmig.gateway.ports import Sink
+from kvmig.gateway.ports import Instances, Sink
 from kvmig.gateway.requests import Entry, RequestTable
 from kvmig.kvtransfer.messages import Message
 
@@ -17,7 +16,7 @@ from kvmig.kvtransfer.messages import Message
 class Endings:
     """Frees what instances hold of requests that are over."""
 
-    def __init__(self, table: RequestTable, fleet: Fleet, sink: Sink) -> None:
+    def __init__(self, table: RequestTable, fleet: Instances, sink: Sink) -> None:
         self._table = table
         self._fleet = fleet
         self._sink = sink

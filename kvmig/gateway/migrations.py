@@ -96,8 +96,6 @@ class Migrations:
             self.reports.append(report)
             if message.front in ("", self._own):
                 self._observer.migrated(report, entry.priority if entry else None)
-        if report.state == "committed" and entry is not None:
-            entry.inherit(report.destination, message.epoch)
         return entry
 
     def _check(self, any_id: str, destination: str) -> tuple[Entry, str, str]:

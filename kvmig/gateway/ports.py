@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.wire import Frame
 
 
 class Item(Protocol):
@@ -43,6 +45,47 @@ class Decode(Protocol):
 
     def __call__(self, payload: Sequence[memoryview]) -> Batch:
         """May keep views into `payload`."""
+        ...
+
+
+class Instances(Protocol):
+    """What decides about requests needs to know of instances: see `kvmig.gateway.fleet.Fleet`."""
+
+    @property
+    def alive(self) -> list[str]:
+        """Those that are connected."""
+        ...
+
+    def fit(self, instance: str) -> bool:
+        """Whether requests had better be there than elsewhere."""
+        ...
+
+    def any_fit(self) -> bool:
+        """Whether there is one that is fit."""
+        ...
+
+    def others_serve(self, instance: str) -> bool:
+        """Whether another one that is fit takes requests."""
+        ...
+
+    def ailing(self) -> dict[str, str]:
+        """Those that are connected and not fit: silent, hung or failed."""
+        ...
+
+    def send(self, instance: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+        """Queue a message, at once. Raises InstanceLost."""
+        ...
+
+    def dispatch(
+        self,
+        tokens: int,
+        priority: int,
+        message: Message,
+        payload: Sequence[Frame],
+        *,
+        fit: bool = False,
+    ) -> str:
+        """Send a request of so many tokens somewhere. Raises NoInstance."""
         ...
 
 

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 from kvmig.controlplane.messages import Submit
 from kvmig.gateway.endings import Endings
-from kvmig.gateway.fleet import Fleet
-from kvmig.gateway.ports import Observer
+from kvmig.gateway.ports import Instances, Observer
 from kvmig.gateway.requests import Entry, RequestTable
 from kvmig.ground.clock import Clock
 from kvmig.ground.errors import NoInstance
@@ -33,7 +32,7 @@ class Recovery:
     def __init__(
         self,
         table: RequestTable,
-        fleet: Fleet,
+        fleet: Instances,
         endings: Endings,
         observer: Observer,
         clock: Clock,
@@ -49,6 +48,11 @@ class Recovery:
         """Instance -> what ails it."""
         self._unplaced: dict[str, tuple[Entry, str]] = {}
         """Requests without an instance, and why, by id."""
+
+    @property
+    def missing(self) -> list[str]:
+        """Instances that ail, or were lost, when last looked at."""
+        return list(self._missing)
 
     def lost(self, instance: str, reason: str) -> None:
         """The connection to it is gone, and what was on its way with it."""
@@ -87,12 +91,25 @@ class Recovery:
             log.warning("instance %s is back, it was %s", instance, self._missing.pop(instance))
             for entry in self._table:
                 entry.crashes.returned(instance)
+                entry.lost.add(instance)
         for instance, ailment in ailing.items():
             self._miss(instance, ailment)
             if self._fleet.any_fit():
                 self._leave_ailing(instance, f"instance {instance} is {ailment}")
         self._leave_lost()
         self.place()
+
+    def moved(self, entry: Entry, destination: str, epoch: int, before: int) -> None:
+        """Its source let it go, from `before` on to `epoch`: is it known where it should run?
+
+        The destination's word may have come to the source when this front end had given up
+        waiting for it, and shut that epoch out: then it runs nowhere.
+        """
+        if entry.splicer.fenced(epoch):
+            self.run_again([entry], f"instance {destination} answered too late")
+            return
+        entry.splicer.grant(epoch)
+        entry.inherit(destination, before)
 
     def run_again(self, entries: Sequence[Entry], reason: str) -> None:
         """Tokens of these were lost though their instances live."""
@@ -145,6 +162,8 @@ class Recovery:
                 if instance in self._missing:
                     entry.crashes.missed(instance, now)
                 self._displace(entry, f"instance {instance}, which ran it, is lost")
+            elif entry.heir in entry.lost:
+                self._displace(entry, f"instance {instance}, where it went, was lost meanwhile")
 
     def _displace(self, entry: Entry, reason: str) -> None:
         self._endings.abort([entry])

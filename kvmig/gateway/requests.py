@@ -58,6 +58,9 @@ class Entry:
     unplaced_since: float | None = None
     """Since when it has had no instance to run on; in the router's clock."""
     crashes: Crashes = field(default_factory=Crashes)
+    lost: set[str] = field(default_factory=set)
+    """Instances that came back during this run: what they had of it then, they may have dropped,
+    and tokens of it that nobody expected may be lost."""
 
     @property
     def run_id(self) -> str:
@@ -145,6 +148,7 @@ class RequestTable:
         entry.run += 1
         self.runs[entry.run_id] = entry
         entry.heir = entry.destination = None
+        entry.lost = set()
         if entry.unplaced_since is None:
             entry.unplaced_since = now
 

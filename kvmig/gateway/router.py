@@ -288,8 +288,11 @@ class Router:
     def _migrated(self, message: Migrated, payload: list[memoryview]) -> None:
         entry = self._migrations.ended(message)
         self._calls.answer(message.call_id, message, payload)
-        if entry is not None and message.report.reason == "orphaned":
-            self._recovery.run_again([entry], message.report.detail)
+        report = message.report
+        if entry is not None and report.state == "committed":
+            self._recovery.moved(entry, report.destination, report.epoch, message.epoch)
+        if entry is not None and report.reason == "orphaned":
+            self._recovery.run_again([entry], report.detail)
 
     async def _resolve(self, source: str, question: Resolve) -> None:
         moved = await self._arbiter.moved(question)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvmig.controlplane.messages import Span
 from kvmig.gateway.ports import Item
+from kvmig.kvtransfer.epochs import LEAP
 
 HOLD_LIMIT = 1024
 """Items of one request that wait for the old owner's; more is an error."""
@@ -105,7 +106,7 @@ class Splicer:
         """Take an item in from `instance`, whose outputs come in their order."""
         fed = Fed([], [])
         end = span.start + len(item.new_token_ids)
-        if self.closed or span.epoch < self.epoch or span.epoch in self._fenced:
+        if self.closed or span.epoch < self.epoch or self.fenced(span.epoch):
             if not item.finished:
                 self._stale(instance, span.epoch, fed)
         elif span.start < self.next and end <= self.next:
@@ -129,7 +130,7 @@ class Splicer:
         """Whether it is known that `epoch`, or a later one, runs the request."""
         return (
             epoch <= self.epoch
-            or epoch in self._granted
+            or any(granted >= epoch for granted in self._granted)
             or any(held.epoch >= epoch for held in self._held)
         )
 
@@ -138,15 +139,16 @@ class Splicer:
         self._granted.add(epoch)
 
     def fence(self, epoch: int) -> bool:
-        """Never take a token of `epoch`; False if it runs the request already."""
+        """Never take a token of `epoch`, nor of where the request may have gone on to from
+        there; False if it runs the request already."""
         if self.reached(epoch):
             return False
         self._fenced.add(epoch)
         return True
 
     def fenced(self, epoch: int) -> bool:
-        """Whether `fence(epoch)` was granted before."""
-        return epoch in self._fenced
+        """Whether `epoch` is shut out."""
+        return any(first <= epoch < first + LEAP for first in self._fenced)
 
     def _drain(self, now: float, fed: Fed) -> None:
         while not self.closed:

@@ -1,13 +1,8 @@
-"""Migrations into one instance: those under way, and tombstones of those that have ended.
-
-A tombstone is the ended machine: it answers late and repeated messages and fences as the
-migration ended, so a commit is never taken back and a cancelled one never happens.
-"""
+"""Migrations into one instance: those under way, and tombstones of those that have ended."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 
 from kvmig.engines.base import Engine, Tail
@@ -27,16 +22,11 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Tokens,
 )
+from kvmig.kvtransfer.tombstones import Tombstones
 from kvmig.kvtransfer.transports.select import Inboxes, Site
-
-REMEMBERED = 4096
-"""Tombstones: many times what can end while one message is late."""
 
 OnCommit = Callable[[str, int, int, str], None]
 """(request_id, epoch, num_output_tokens, gateway), before the engine can emit a token."""
-
-Attempt = tuple[str, int]
-"""(request_id, epoch): used once."""
 
 
 class Arrivals:
@@ -61,8 +51,7 @@ class Arrivals:
         )
         self._live: dict[str, DestinationSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ended: OrderedDict[str, DestinationMachine] = OrderedDict()
-        self._attempts: OrderedDict[Attempt, DestinationMachine] = OrderedDict()
+        self._tombstones = Tombstones()
         self._unstepped: dict[str, DestinationSession] = {}
         self.committed = 0
         """Requests that came, ever."""
@@ -90,15 +79,14 @@ class Arrivals:
                 raise PeerError(f"{type(message).__name__} isn't for a migration's destination")
         if mid in self._live:
             self._live[mid].deliver(message, payload)
-        elif mid in self._ended:
-            _late(self._ended[mid], message, send)
-        elif isinstance(message, Reserve) and message.export is not None:
+        elif (
+            isinstance(message, Reserve)
+            and message.export is not None
+            and not self._tombstones.knows(mid)
+        ):
             self._begin(message, send, refusal)
         else:
-            machine = DestinationMachine(mid)
-            _late(machine, message, send)
-            key = (message.request_id, message.epoch) if isinstance(message, Commit) else None
-            self._remember(machine, key)
+            _answer(self._tombstones.answer(mid, message), send)
 
     async def fence(self, request_id: str, epoch: int) -> bool:
         """Whether this attempt is committed; if not, it never will be.
@@ -112,12 +100,7 @@ class Arrivals:
                 session.deliver(Fence(answer))
                 async with asyncio.timeout(self._config.lease_ms / 1e3):
                     return await answer
-        machine = self._attempts.get(key)
-        if machine is None:
-            machine = DestinationMachine(f"fence of {request_id} at {epoch}")
-            self._remember(machine, key)
-        machine.fence()
-        return machine.committed_here
+        return self._tombstones.fence(key)
 
     def cancel(self, request_id: str, reason: str) -> None:
         """The request isn't wanted any more."""
@@ -147,11 +130,11 @@ class Arrivals:
     def _begin(self, message: Reserve, send: Send, refusal: str) -> None:
         key = (message.request_id, message.epoch)
         try:
-            self._check_in(message, "superseded" if key in self._attempts else refusal)
+            self._check_in(message, "superseded" if self._tombstones.used(key) else refusal)
         except MigrationRefused as error:
             machine = DestinationMachine(message.mid)
             _answer(machine.failed(error.reason, error.detail), send)
-            self._remember(machine, key)
+            self._tombstones.bury(machine, key)
             return
         older = [
             self._tasks[mid]
@@ -194,7 +177,7 @@ class Arrivals:
             self.committed += session.machine.committed_here
         finally:
             del self._live[mid], self._tasks[mid]
-            self._remember(session.machine, session.attempt)
+            self._tombstones.bury(session.machine, session.attempt)
 
     def _over(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
@@ -209,15 +192,6 @@ class Arrivals:
         self._unstepped.pop(session.request_id, None)
         self._on_commit_failed(session.request_id)
 
-    def _remember(self, machine: DestinationMachine, key: Attempt | None) -> None:
-        machine.history.clear()
-        self._ended[machine.key] = machine
-        if key is not None:
-            self._attempts[key] = machine
-        for remembered in (self._ended, self._attempts):
-            while len(remembered) > REMEMBERED:
-                remembered.popitem(last=False)
-
 
 def _part(payload: list[memoryview], chunk: Chunk) -> list[memoryview]:
     """The chunk's bytes, if they came with the message."""
@@ -228,13 +202,3 @@ def _answer(actions: list[Action], send: Send) -> None:
     for action in actions:
         if isinstance(action, Answer):
             send(action.message, ())
-
-
-def _late(machine: DestinationMachine, message: Message, send: Send) -> None:
-    match message:
-        case Reserve():
-            _answer(machine.reserve(message), send)
-        case Commit():
-            _answer(machine.commit(message), send)
-        case Abort():
-            _answer(machine.abort(), send)

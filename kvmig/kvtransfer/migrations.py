@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from kvmig.kvtransfer.admission import admit, kv_bytes
 from kvmig.kvtransfer.arbitration import Resolve
 from kvmig.kvtransfer.arrivals import Arrivals, OnCommit
 from kvmig.kvtransfer.chunks import ChunkSizer
+from kvmig.kvtransfer.epochs import Epochs
 from kvmig.kvtransfer.experience import Experience
 from kvmig.kvtransfer.mailbox import Cancel, PeerLost
 from kvmig.kvtransfer.messages import (
@@ -44,9 +44,6 @@ from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.wire import Frame
 
 log = logging.getLogger(__name__)
-
-EPOCHS = 65536
-"""Requests whose last tried epoch is remembered, so that none is used twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +105,7 @@ class Migrations:
         self._queued: set[str] = set()
         self._departures: dict[str, Departure] = {}
         self._shuttles: dict[str, Shuttle] = {}
-        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._epochs = Epochs()
         self._closing = False
 
     # -- what is under way
@@ -152,7 +149,7 @@ class Migrations:
         move = Move(
             mid=f"{self._instance}-{secrets.token_hex(8)}",
             request_id=request_id,
-            epoch=self._next_epoch(request_id, epoch),
+            epoch=self._epochs.after(request_id, epoch),
             source=self._instance,
             destination=destination,
             gateway=gateway,
@@ -225,7 +222,9 @@ class Migrations:
         admit(self._config, "out", others, kv_bytes(num_tokens, layout))
 
     def _ended(self, mid: str, task: asyncio.Task[MigrationReport]) -> None:
-        del self._departures[mid]
+        session = self._departures.pop(mid).session
+        if session.machine.fenced:
+            self._epochs.fenced(session.move.request_id, session.move.epoch)
         self._free.release()
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._broken(error)
@@ -303,9 +302,3 @@ class Migrations:
 
     def _leaving(self) -> set[str]:
         return self._queued | {departure.session.move.request_id for departure in self._going()}
-
-    def _next_epoch(self, request_id: str, epoch: int) -> int:
-        self._epochs[request_id] = after = max(epoch, self._epochs.pop(request_id, 0)) + 1
-        while len(self._epochs) > EPOCHS:
-            self._epochs.popitem(last=False)
-        return after

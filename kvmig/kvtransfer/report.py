@@ -76,6 +76,8 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     destination: str
     state: Literal["committed", "aborted"]
+    epoch: int = 0
+    """Of this attempt: under which the destination runs the request, if it does."""
     reason: str = ""
     detail: str = ""
     why: str = ""

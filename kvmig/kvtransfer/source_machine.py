@@ -232,6 +232,8 @@ class SourceMachine(Machine):
         """Whether the destination was told to follow."""
         self.cancelled = ""
         """Why the client's side gave up, if it did."""
+        self.fenced = False
+        """Whether the arbiter shut this attempt out."""
         self.reason = ""
         self.detail = ""
 
@@ -365,6 +367,7 @@ class SourceMachine(Machine):
         self.go(E.MOVED if moved else E.KEPT)
         if moved:
             return [Release()]
+        self.fenced = True
         return [*self._kept("timeout", "kept by the front end"), SendAbort("timeout")]
 
     def orphaned(self) -> list[Action]:

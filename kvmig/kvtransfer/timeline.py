@@ -81,6 +81,7 @@ class Timeline:
             source=move.source,
             destination=move.destination,
             state=state,
+            epoch=move.epoch,
             reason=why[0],
             detail=why[1],
             transport=self.transport,

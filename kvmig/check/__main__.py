@@ -1,0 +1,85 @@
+"""Explores the handshake: `python -m kvmig.check`; exit status 1 if an invariant is broken."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from kvmig.check.explore import Result
+from kvmig.check.scenarios import SCENARIOS, Scenario, explore
+
+INVARIANTS = """\
+Invariants, in every state:
+  at most one side decodes a request whose tokens the client gets
+  the client gets every token, none twice, in order
+  a request that decodes has all its blocks
+  a commit is carried out once, and never undone
+  no machine gets an event that its state has no arrow for
+and at every end, which comes whatever happens (there is no circle):
+  every reserved block is given back, no migration is left
+  the client has its whole answer, if an instance and its front end live"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status."""
+    chosen = _chosen(arguments)
+    print(INVARIANTS, end="\n\n")
+    print(
+        f"{'scenario':21}{'faults':>7}{'states':>10}{'events':>10}{'ends':>7}{'gap s':>7}{'s':>7}"
+    )
+    began, results = time.perf_counter(), []
+    # The longest first, so that the last to end is a short one.
+    with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, len(chosen))) as pool:
+        for scenario, result in zip(chosen, pool.imap(explore, chosen), strict=True):
+            results.append(result)
+            _print(scenario, result)
+    seconds = time.perf_counter() - began
+    states, events = (sum(getattr(one, name) for one in results) for name in ("states", "events"))
+    longest = max(results, key=lambda one: one.gap_s)
+    print(f"\n{states:,} states, {events:,} events in {seconds:.1f} s.")
+    print(
+        f"Longest time for which nobody decodes: {longest.gap_s:g} s, as time-outs are by default:"
+    )
+    print("\n".join(f"  {one}" for one in longest.gap))
+    broken = [one for one in results if one.violation]
+    print("An invariant is broken." if broken else "All invariants hold.")
+    return 1 if broken else 0
+
+
+def _chosen(arguments: Sequence[str] | None) -> list[Scenario]:
+    parser = argparse.ArgumentParser(prog="python -m kvmig.check", description=__doc__)
+    names = [scenario.name for scenario in SCENARIOS]
+    parser.add_argument("--only", metavar="NAME", choices=names, help=f"one of: {', '.join(names)}")
+    parser.add_argument(
+        "--faults", type=_count, metavar="N", help="at most so many in each (default: 1 or 2)"
+    )
+    options = parser.parse_args(arguments)
+    chosen = [one for one in SCENARIOS if options.only in (None, one.name)]
+    if options.faults is not None:
+        chosen = [one.with_faults(options.faults) for one in chosen]
+    return chosen
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"is {text}, must be a whole number, 0 or more")
+    return int(text)
+
+
+def _print(scenario: Scenario, result: Result) -> None:
+    print(
+        f"{scenario.name:21}{scenario.faults:7}{result.states:10,}{result.events:10,}"
+        f"{result.ends:7,}{result.gap_s:7g}{result.seconds:7.1f}",
+        flush=True,
+    )
+    if result.violation:
+        print(f"\n{result.violation}:")
+        print("\n".join(f"  {at + 1:3} {label}" for at, label in enumerate(result.trace)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
