@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 
-from kvmig.check.request import Request, Step
+from kvmig.check.cluster import Step
+from kvmig.check.request import Request
 
 Node = tuple[int, ...]
 """Faults that are left, and the number of each request's state."""
