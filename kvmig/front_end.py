@@ -34,6 +34,8 @@ class FrontLaunch(Discreet, frozen=True, kw_only=True):
     """MODEL and the engine's flags."""
     listening: int = -1
     """Descriptor of the port's socket, for one in a process of its own."""
+    pulse: int = -1
+    """Descriptor for `kvmig.cli.pulse.beat`, for such a one."""
 
 
 class FrontEnd:

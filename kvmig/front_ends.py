@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import socket
@@ -12,7 +11,9 @@ import tempfile
 import msgspec
 
 from kvmig.cli.children import Child, running
+from kvmig.cli.instance import first_of
 from kvmig.cli.process import say
+from kvmig.cli.pulse import SILENT_S, Pulse
 from kvmig.controlplane.restarts import Restarts
 from kvmig.front_end import FrontLaunch
 from kvmig.ground.errors import StartupError
@@ -20,14 +21,12 @@ from kvmig.ground.errors import StartupError
 CLOSE_S = 5.0
 """For a front end to close, once nothing runs any more."""
 
-log = logging.getLogger(__name__)
-
 
 class FrontEnds:
     """The same to its user as one `FrontEnd`, but that they live in processes of their own.
 
-    All listen on one socket, so no connection waits for one that is gone. One that dies is
-    started again; its streams are over, for their clients' connections were its own.
+    All listen on one socket, so no connection waits for one that is gone. One that dies or hangs
+    is started again; its streams are over, for their clients' connections were its own.
     """
 
     def __init__(self, launch: FrontLaunch, sock: socket.socket) -> None:
@@ -35,6 +34,7 @@ class FrontEnds:
         self._launch = launch
         self._sock = sock
         self._children: dict[int, Child] = {}
+        self._pulses: dict[int, Pulse] = {}
         self._keeping: list[asyncio.Task[None]] = []
         self._metrics = tempfile.TemporaryDirectory(prefix="kvmig-metrics-")
         self._environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics.name}
@@ -70,8 +70,7 @@ class FrontEnds:
         """End them all."""
         self._stop_keeping()
         await asyncio.gather(*self._keeping, return_exceptions=True)
-        await asyncio.gather(*(child.stop(CLOSE_S) for child in self._children.values()))
-        self._children.clear()
+        await asyncio.gather(*map(self._end, list(self._children)))
         self._metrics.cleanup()
 
     def _stop_keeping(self) -> None:
@@ -80,28 +79,49 @@ class FrontEnds:
 
     async def _begin(self, number: int) -> None:
         """Start it, and wait until it takes requests. Raises StartupError."""
-        listening = self._sock.fileno()
+        pulse = self._pulses[number] = Pulse()
+        shared = [self._sock.fileno(), pulse.descriptor]
         launch = msgspec.structs.replace(
-            self._launch, name=f"front-{secrets.token_hex(4)}", listening=listening
+            self._launch,
+            name=f"front-{secrets.token_hex(4)}",
+            listening=shared[0],
+            pulse=shared[1],
         )
-        spawn = running("kvmig.front_process", self._environment, [listening])
+        spawn = running("kvmig.front_process", self._environment, shared)
         child = await Child.start(f"front end {number}", spawn, launch)
         self._children[number] = child
         await child.ready(launch.config.start_timeout_s)
 
+    async def _end(self, number: int, timeout_s: float = CLOSE_S) -> None:
+        if (child := self._children.pop(number, None)) is not None:
+            await child.stop(timeout_s)
+        if (pulse := self._pulses.pop(number, None)) is not None:
+            pulse.close()
+
     async def _keep(self, number: int) -> None:
         loop, restarts = asyncio.get_running_loop(), Restarts()
+        began = loop.time()
+        how = await self._dies(number)
         while True:
-            began = loop.time()
-            how = await self._children[number].ended()
-            await self._children[number].stop()
             pause_s = restarts.died(loop.time() - began)
             assert pause_s is not None, "it is never given up"
             say(f"front end {number} is gone ({how}), it starts again in {pause_s:g} s")
             await asyncio.sleep(pause_s)
+            began = loop.time()
             try:
                 await self._begin(number)
                 say(f"front end {number} is ready")
+                how = await self._dies(number)
             except StartupError as error:
-                log.warning("%s", error)
-                await self._children[number].stop()  # it may be there still, but not ready
+                await self._end(number)  # it may be there still, but not ready
+                how = str(error)
+
+    async def _dies(self, number: int) -> str:
+        """Wait until it ends or hangs, and end it; how."""
+        how = await first_of(self._children[number].ended(), self._hangs(number))
+        await self._end(number, 0.0)
+        return how
+
+    async def _hangs(self, number: int) -> str:
+        await self._pulses[number].fails(SILENT_S)
+        return f"no sign of life for {SILENT_S:g} s"

@@ -13,6 +13,7 @@ import uvloop
 
 from kvmig.cli.launch import Announcement
 from kvmig.cli.process import leave, quiet
+from kvmig.cli.pulse import beat
 from kvmig.controlplane.child import announce, read_launch
 from kvmig.engines.kind import kind_of
 from kvmig.front_end import FrontEnd, FrontLaunch
@@ -59,6 +60,7 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
             return
         await starting
         ends.listen()  # an HTTP server may have put its own in place
+        beating = asyncio.create_task(beat(launch.pulse), name="pulse")
         announce(descriptor, Announcement(endpoint="shared"))
         ended = asyncio.create_task(front.ended())
         await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -66,6 +68,7 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
         if not stopped.done():
             raise StartupError("its HTTP server has stopped")
         await front.drain(ends.at_once)
+        beating.cancel()
     finally:
         stopped.cancel()
         await front.close()
