@@ -20,6 +20,7 @@ from kvmig.cli.control import Control
 from kvmig.cli.environment import available_memory, memory_flags, weights_of
 from kvmig.cli.launcher import Launcher
 from kvmig.cli.local import Host
+from kvmig.cli.open_files import raise_limit, too_few
 from kvmig.cli.port import take_port
 from kvmig.cli.process import leave, quiet, say
 from kvmig.cli.ray_launcher import RayLauncher
@@ -47,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
         secret = cluster_secret(os.environ)
         admin_key = taken(os.environ, ADMIN_KEY)
         kind.prepare()
+        if short := too_few(raise_limit(), config.http.max_waiting, config.lifecycle.front_ends):
+            say(short)
         own = own_flags(config.instance_flags, config.instances)
         every = [word for words in (rest, *own.values()) for word in words]
         rest = [*rest, *kind.flags_for(every, config)]

@@ -20,6 +20,8 @@ from kvmig.gateway.inventory import InstanceRow, cluster_rows
 from kvmig.gateway.launcher_link import LauncherLink
 from kvmig.gateway.membership import Membership
 from kvmig.gateway.metrics import InstanceCollector, Metrics, of_all_front_ends, with_instances
+from kvmig.gateway.overload import Overload
+from kvmig.gateway.overload_door import Door, OverloadMiddleware
 from kvmig.gateway.priorities import PriorityMiddleware
 from kvmig.gateway.refusals import RefusalMiddleware, Refusals
 from kvmig.gateway.request_id import RequestIdMiddleware
@@ -28,6 +30,7 @@ from kvmig.ground.http import HttpConfig
 from kvmig.ground.priorities import PriorityClass
 
 MIDDLEWARE = (
+    OverloadMiddleware,
     PriorityMiddleware,
     BodyMiddleware,
     Gate,
@@ -53,7 +56,9 @@ class Front:
         self._registry = registry
         self._intake = Intake(http)
         self._refusals = Refusals(registry)
+        self._door = Door(Overload(http.max_waiting), refused=self.metrics.refused)
         Connection.on_refusal = self._refusals.count
+        Connection.read_timeout_s = http.read_timeout_s
 
     def attach(
         self,
@@ -81,6 +86,9 @@ class Front:
 
         app.router.routes.insert(0, Route("/metrics", metrics))
         self._gate.vacant = router.vacant
+        self._door.in_queues = router.waiting
+        Connection.readers = router.readers
+        app.state.door = self._door
         app.state.gate = self._gate
         app.state.intake = self._intake
         app.state.refusals = self._refusals

@@ -55,8 +55,14 @@ class ClassMetrics:
             (LABEL,),
             registry=registry,
         )
+        self._refused = Counter(
+            "kvmig_requests_refused_total",
+            "Requests that were answered 429: too many waited (--max-waiting).",
+            (LABEL,),
+            registry=registry,
+        )
         for one in classes:  # a class that has had no request yet is there with 0
-            for metric in (self._ttft, self._tpot, self._whole, self._moved):
+            for metric in (self._ttft, self._tpot, self._whole, self._moved, self._refused):
                 metric.labels(one.name)
 
     def began(self, priority: int, ttft_s: float) -> None:
@@ -74,6 +80,10 @@ class ClassMetrics:
         """A migration of a request ended."""
         if report.state == "committed" and report.why == "priority":
             self._moved.labels(self._name(priority)).inc()
+
+    def refused(self, priority: int) -> None:
+        """A request wasn't taken: too many waited."""
+        self._refused.labels(self._name(priority)).inc()
 
     def _name(self, priority: int) -> str:
         return class_of(self._classes, priority).name

@@ -1,31 +1,41 @@
-"""One HTTP connection: uvicorn's, but that a head is bounded in size and in time.
+"""One HTTP connection: uvicorn's, but that a head is bounded in size and in time, as is waiting
+for a client to read.
 
-uvicorn waits for a call's headers for ever, and keeps whatever comes of them.
+uvicorn waits for a call's headers for ever, and keeps whatever comes of them; and for ever for a
+client that doesn't read its answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from kvmig.ground.http import HEAD_BYTES, HEAD_S
+from kvmig.gateway.caller import SCOPE, Caller
+from kvmig.gateway.readers import Readers
+from kvmig.ground.http import HEAD_BYTES, HEAD_S, HttpConfig
 
 REQUEST_TIMEOUT, HEADERS_TOO_LARGE = 408, 431
 
 
 class Connection(HttpToolsProtocol):
-    """`on_refusal` hears of what is answered before there is a call."""
+    """`on_refusal` hears of what is answered before there is a call, `readers` of clients that
+    don't read.
+    """
 
     head_bytes: ClassVar[int] = HEAD_BYTES
     head_s: ClassVar[float] = HEAD_S
+    read_timeout_s: ClassVar[float] = HttpConfig().read_timeout_s
+    readers: ClassVar[Readers] = Readers(0)
     on_refusal: ClassVar[Callable[[int], None]] = staticmethod(lambda status: None)
 
     _in_head = True
     _came = 0
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _reader: Caller | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -33,7 +43,21 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        self._end_pause()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client hasn't read for so long that everything in between is full."""
+        super().pause_writing()
+        self._end_pause()
+        self._unread = self.loop.call_later(self.read_timeout_s, self.transport.abort)
+        self._reader = cast("dict[str, Caller]", self.scope or {}).get(SCOPE)
+        if self._reader is not None:
+            type(self).readers.paused(self._reader)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_pause()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -65,6 +89,14 @@ class Connection(HttpToolsProtocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+    def _end_pause(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        if self._reader is not None:
+            type(self).readers.resumed(self._reader)
+            self._reader = None
 
     def _too_late(self) -> None:
         self._late = None

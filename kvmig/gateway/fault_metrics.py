@@ -30,6 +30,11 @@ class FaultMetrics:
             "Requests that were failed because instances crashed while they ran them.",
             registry=registry,
         )
+        self._unread = Counter(
+            "kvmig_requests_unread_total",
+            "Requests that were failed because their client didn't read (--max-unread).",
+            registry=registry,
+        )
 
     def missing(self, instance: str, ailment: str) -> None:
         """An instance can't be relied on any more."""
@@ -43,3 +48,7 @@ class FaultMetrics:
     def poisoned(self) -> None:
         """A request was failed for what it does to instances."""
         self._poisoned.inc()
+
+    def unread(self) -> None:
+        """A request was failed because its client didn't read."""
+        self._unread.inc()

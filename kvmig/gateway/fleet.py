@@ -207,6 +207,17 @@ class Fleet:
                 self.forget(instance)
                 self._links[instance].drop(f"nothing was heard for {silence:.1f} s")
 
+    def waiting(self, priority: int) -> int:
+        """Requests in queues, as last told, that aren't after this priority."""
+        loads = (one.load for one in self._view.view(self._clock()).instances)
+        return sum(
+            sum(one.waiting for one in load.classes if one.priority <= priority)
+            if load.classes
+            else load.waiting * (priority >= 0)
+            for load in loads
+            if load.waiting
+        )
+
     def rows(self) -> list[InstanceRow]:
         """All instances as last heard of."""
         known = {one.instance: one for one in self._view.view(self._clock()).instances}

@@ -36,7 +36,8 @@ class Metrics:
         self.began, self.ended = self._by_class.began, self._by_class.ended
         faults = FaultMetrics(registry)
         self.missing, self.ran_again = faults.missing, faults.ran_again
-        self.poisoned = faults.poisoned
+        self.poisoned, self.unread = faults.poisoned, faults.unread
+        self.refused = self._by_class.refused
         self._migrations = Counter(
             "kvmig_migrations_total",
             "Migrations that ended: outcome (committed, aborted), reason, what they were for.",

@@ -135,6 +135,10 @@ class Observer(Protocol):
         """A request was failed because instances crashed while they ran it."""
         ...
 
+    def unread(self) -> None:
+        """A request was failed because its client didn't read."""
+        ...
+
 
 class Unobserved:
     """Counts nothing."""
@@ -158,4 +162,7 @@ class Unobserved:
         """Not counted."""
 
     def poisoned(self) -> None:
+        """Not counted."""
+
+    def unread(self) -> None:
         """Not counted."""

@@ -21,6 +21,8 @@ from kvmig.ground.priorities import PriorityClass, named, names_and_numbers, wit
 
 FIELD = "priority"
 HEADER = "x-vllm-priority"
+PRIORITY = "kvmig.priority"
+"""Where an ASGI scope has a call's number."""
 
 _Body = dict[str, msgspec.Raw]
 
@@ -59,12 +61,17 @@ def checked_body(body: bytes, classes: Sequence[PriorityClass]) -> bytes:
 
     What is no JSON object is the engine's to refuse. Raises UnknownPriority.
     """
+    return _checked(body, classes)[0]
+
+
+def _checked(body: bytes, classes: Sequence[PriorityClass]) -> tuple[bytes, int]:
+    """`checked_body`, and the number."""
     try:
         fields = msgspec.json.decode(body, type=_Body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return body
+        return body, 0
     if FIELD not in fields:
-        return body
+        return body, 0
     try:
         value = msgspec.json.decode(fields[FIELD])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -72,12 +79,12 @@ def checked_body(body: bytes, classes: Sequence[PriorityClass]) -> bytes:
         raise UnknownPriority(FIELD, shown, classes) from None
     number = number_of(FIELD, value, classes)
     if number == value:
-        return body
-    return msgspec.json.encode({**fields, FIELD: number})
+        return body, number
+    return msgspec.json.encode({**fields, FIELD: number}), number
 
 
 class PriorityMiddleware:
-    """Pure ASGI: a POST with an unknown priority is answered 400.
+    """Pure ASGI: a POST with an unknown priority is answered 400; others have theirs in the scope.
 
     `app.state.priorities`: the configured classes.
     """
@@ -92,17 +99,19 @@ class PriorityMiddleware:
         classes: Sequence[PriorityClass] = scope["app"].state.priorities
         # A copy: the server's own list stays as it came.
         headers = MutableHeaders(raw=list(scope["headers"]))
+        number = 0
         try:
-            if (given := headers.get(HEADER)) is not None:
-                headers[HEADER] = checked_header(given, classes)
             if "json" in headers.get("content-type", "").lower():
                 message = await receive()  # all of it, see BodyMiddleware
-                body = checked_body(message["body"], classes)
+                body, number = _checked(message["body"], classes)
                 if "content-length" in headers:
                     headers["content-length"] = str(len(body))
                 receive = first({**message, "body": body}, receive)
+            if (given := headers.get(HEADER)) is not None:
+                headers[HEADER] = checked_header(given, classes)
+                number = int(headers[HEADER])
         except UnknownPriority as error:
             answer = problem(HTTPStatus.BAD_REQUEST, str(error), error.param)
             await answer(scope, receive, send)
             return
-        await self.app({**scope, "headers": headers.raw}, receive, send)
+        await self.app({**scope, "headers": headers.raw, PRIORITY: number}, receive, send)

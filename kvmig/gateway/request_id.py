@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvmig.gateway.caller import SCOPE, Caller, current_caller
+
 HEADER = "x-request-id"
 _GOOD = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,126}[\x21-\x7e])?")
 
@@ -27,7 +29,10 @@ def accepted(given: str | None) -> str:
 
 
 class RequestIdMiddleware:
-    """Pure ASGI: puts the id into the request's headers, the response's and `current_call`."""
+    """Pure ASGI: puts the id into the request's headers, the response's and `current_call`.
+
+    The call gets a `Caller`, too, which its connection finds in the scope.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -46,8 +51,10 @@ class RequestIdMiddleware:
                 MutableHeaders(scope=message)[HEADER] = call_id
             await send(message)
 
-        token = current_call.set(call_id)
+        caller = scope[SCOPE] = Caller()
+        tokens = current_call.set(call_id), current_caller.set(caller)
         try:
             await self.app({**scope, "headers": headers.raw}, receive, send_with_id)
         finally:
-            current_call.reset(token)
+            current_call.reset(tokens[0])
+            current_caller.reset(tokens[1])

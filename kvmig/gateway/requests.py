@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvmig.gateway.caller import Caller
 from kvmig.gateway.crashes import Crashes
 from kvmig.gateway.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.gateway.splice import Splicer
@@ -42,6 +43,8 @@ class Entry:
     """As submitted, so that it can run again elsewhere."""
     arrived: float
     """In the router's clock."""
+    caller: Caller | None = None
+    """Whose it is."""
     destination: str | None = None
     """Where it is being moved to, when this front end asked for it."""
     first_at: float | None = None
@@ -123,6 +126,8 @@ class RequestTable:
         self.entries[entry.request_id] = self.runs[entry.run_id] = entry
         for name in {entry.call_id, entry.external_id}:
             self._calls[name].add(entry.request_id)
+        if entry.caller is not None:
+            entry.caller.submitted(entry.request_id)
 
     def remove(self, request_id: str) -> Entry | None:
         """Forget an ended request; None if it isn't here."""
@@ -130,6 +135,8 @@ class RequestTable:
         if entry is None:
             return None
         del self.runs[entry.run_id]
+        if entry.caller is not None:
+            entry.caller.ended(request_id)
         names = {entry.call_id, entry.external_id}
         for name in names:
             self._calls[name].discard(request_id)

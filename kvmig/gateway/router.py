@@ -22,6 +22,7 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.controlplane.policy import policy_of
 from kvmig.gateway.arbiter import FENCE_TIMEOUT_S, Arbiter
+from kvmig.gateway.caller import current_caller
 from kvmig.gateway.calls import Calls
 from kvmig.gateway.endings import Endings
 from kvmig.gateway.errors import UnknownRequest
@@ -32,6 +33,7 @@ from kvmig.gateway.links import Link
 from kvmig.gateway.migrations import Migrations
 from kvmig.gateway.ports import Decode, Observer, Sink, Unobserved
 from kvmig.gateway.questions import Questions
+from kvmig.gateway.readers import Readers
 from kvmig.gateway.recovery import Recovery
 from kvmig.gateway.request_id import current_call
 from kvmig.gateway.requests import Entry, RequestTable, call_of
@@ -76,6 +78,7 @@ class Router:
         self._observer = observer or Unobserved()
         self._clock = clock
         self._table = RequestTable()
+        self.readers = Readers(config.http.max_unread)
         self._calls = Calls()
         silent_after_s = config.faults.silent_after_s
         tick_s = min(TICK_S, silent_after_s / 4)
@@ -152,6 +155,10 @@ class Router:
         """Whether no instance is connected, so that new requests can't be taken."""
         return not self._fleet.alive
 
+    def waiting(self, priority: int) -> int:
+        """Requests in instances' queues, of any front end, that aren't after this priority."""
+        return self._fleet.waiting(priority)
+
     def evacuate(self, instance: str) -> None:
         """What still runs there shall go on elsewhere, by recompute."""
         self._recovery.evacuate(instance)
@@ -203,6 +210,7 @@ class Router:
                 priority=priority,
                 payload=payload,
                 arrived=self._clock(),
+                caller=current_caller.get(),
             )
         )
         return instance
@@ -353,4 +361,14 @@ class Router:
         long_ago = self._clock() - HOLD_S
         overdue = [one for one in self._table if one.splicer.waits_since(long_ago)]
         self._recovery.run_again(overdue, "tokens of its last owner were lost")
+        self._give_up_unread()
         self._recovery.tick()
+
+    def _give_up_unread(self) -> None:
+        unread = self.readers.overdue(self._table.entries)
+        if unread:
+            most = self.readers.max_unread
+            reason = f"its client has not read for more than {most} tokens (--max-unread)"
+            self._endings.give_up(unread, reason, retry=False)
+            for _ in unread:
+                self._observer.unread()

@@ -108,6 +108,8 @@ class Streams:
     def _began(self, entry: Entry, now: float) -> None:
         if entry.splicer.next:
             entry.first_at = now
+            if entry.caller is not None:
+                entry.caller.began(entry.request_id)
             self._observer.began(entry.priority, now - entry.arrived)
 
     def _settle(self, entry: Entry, fed: Fed, now: float) -> None:

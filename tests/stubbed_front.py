@@ -1,0 +1,130 @@
+"""A whole front end on one real llumlet whose engine only puts tokens out, all in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from bench.load.pace import Metronome
+from bench.load.stub import StubEngine
+from bench.load.words import TransformersWords
+from kvmig.controlplane.llumlet import Llumlet
+from kvmig.gateway.access import access
+from kvmig.gateway.app import MIDDLEWARE, Front
+from kvmig.gateway.connection import Connection
+from kvmig.gateway.gate import GateState
+from kvmig.gateway.launcher_link import LauncherLink
+from kvmig.gateway.membership import Membership
+from kvmig.gateway.router import Router
+from kvmig.ground.config import ClusterConfig, MigrationConfig
+from kvmig.ground.http import HttpConfig
+from kvmig.ground.priorities import PriorityClass
+from kvmig.openai_server.generation import Engines, Outlet, decode_outputs
+from kvmig.openai_server.routes import openai_api
+from kvmig.openai_server.uvicorn_server import UvicornServer
+
+if TYPE_CHECKING:
+    from kvmig.engines.transformers.tokenizer import Tokenizer
+
+SECRET = b"s" * 32
+SEND_BUFFER = 1 << 14
+TOKENS = 1 << 20
+"""Of a request at most."""
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    max_tokens, vocabulary, eos_ids, longest = TOKENS, 256, (0,), 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
+    ) -> list[int]:
+        raise ValueError("the model has no chat template")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("utf-8", "replace")
+
+
+@dataclass
+class Stubbed:
+    """What a test does with it. rate: tokens a second of each request; 0 at first."""
+
+    port: int
+    engine: StubEngine
+    metronome: Metronome
+    outlet: Outlet
+    router: Router
+    registry: CollectorRegistry
+
+    def counted(self, name: str, **labels: str) -> float:
+        """A metric's value."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    async def call(
+        self, max_tokens: int, receive_bytes: int = 0, **fields: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send a streaming call. receive_bytes: that the kernel holds for the reader."""
+        sock = socket.socket()
+        if receive_bytes:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=max(receive_bytes, 1 << 16))
+        body = json.dumps({"prompt": "a", "max_tokens": max_tokens, "stream": True, **fields})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n"
+        writer.write(f"{head}content-type: application/json\r\n\r\n{body}".encode())
+        return reader, writer
+
+
+@asynccontextmanager
+async def stubbed_front(
+    http: HttpConfig, priorities: tuple[PriorityClass, ...] = ClusterConfig().priorities
+) -> AsyncIterator[Stubbed]:
+    """Started, and ended."""
+    small = MigrationConfig(staging_chunks=1, chunk_bytes=4096)
+    config = ClusterConfig(migration=small, http=http, priorities=priorities)
+    metronome, registry = Metronome(), CollectorRegistry()
+    engine = StubEngine(TransformersWords(), metronome, 0.0)
+    llumlet = Llumlet("i0", "test", SECRET, config, engine)
+    await llumlet.start()
+    front = Front(GateState(), priorities, http, registry)
+    outlet = Outlet()
+    router = Router("front", SECRET, config, outlet, decode_outputs, observer=front.metrics)
+    membership = Membership(router)
+    launcher = LauncherLink("tcp://127.0.0.1:9", SECRET, "front", membership)
+    await router.add_instance("i0", llumlet.endpoint)
+    app = FastAPI()
+    for layer in MIDDLEWARE:
+        app.add_middleware(layer)
+    rules = access((), "", "127.0.0.1")
+    engines = Engines(router, outlet, cast("Tokenizer", Bytes()))
+    app.include_router(openai_api(engines, ["bytes"], TOKENS, rules.openai))
+    before = vars(Connection).copy()
+    front.attach(app, router, membership, launcher, "bytes", rules)
+    sock = socket.create_server(("127.0.0.1", 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    server = UvicornServer(app, sock, access_log=False)
+    await server.start()
+    try:
+        yield Stubbed(sock.getsockname()[1], engine, metronome, outlet, router, registry)
+    finally:
+        router.give_up("the test is over")
+        await server.stop(2.0)
+        await launcher.close()
+        await membership.close()
+        await router.close()
+        await llumlet.close(2.0)
+        for name in ("read_timeout_s", "readers", "on_refusal"):
+            setattr(Connection, name, before[name])

@@ -1,0 +1,170 @@
+"""Admission: when too many wait, further calls are answered 429; those of high priority last."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.load.stub import StubEngine
+from kvmig.gateway.caller import Caller
+from kvmig.gateway.overload import LONGEST_S, Overload, Refusal
+from kvmig.ground.config import ClusterConfig, check
+from kvmig.ground.errors import ConfigError
+from kvmig.ground.http import HttpConfig
+from kvmig.ground.priorities import NORMAL, PriorityClass
+from tests.stubbed_front import Stubbed, stubbed_front
+
+HIGH = PriorityClass("high", -1)
+
+
+def test_one_more_than_the_limit_is_refused() -> None:
+    overload = Overload(2)
+    overload.hold(0, 1, 0.0)
+    assert overload.refusal(0, 0, 0.0) is None
+    overload.hold(0, 1, 0.0)
+    assert overload.refusal(0, 0, 0.0) == Refusal(2, LONGEST_S)
+
+
+def test_what_waits_in_queues_counts_whoever_sent_it() -> None:
+    overload = Overload(2)
+    assert overload.refusal(0, 1, 0.0) is None
+    refusal = overload.refusal(0, 5, 0.0)
+    assert refusal is not None
+    assert refusal.waiting == 5
+
+
+def test_without_a_limit_nothing_is_refused() -> None:
+    overload = Overload(0)
+    overload.hold(0, 1_000_000, 0.0)
+    assert overload.refusal(0, 1_000_000, 0.0) is None
+
+
+def test_those_that_run_after_it_are_no_reason_to_refuse_a_request() -> None:
+    overload = Overload(2)
+    overload.hold(0, 2, 0.0)
+    assert overload.refusal(-1, 0, 0.0) is None
+    overload.hold(-1, 2, 0.0)
+    assert overload.refusal(-1, 0, 0.0) is not None
+
+
+def test_those_that_run_before_it_are() -> None:
+    overload = Overload(2)
+    overload.hold(-1, 2, 0.0)
+    assert overload.refusal(0, 0, 0.0) is not None
+
+
+@pytest.mark.parametrize(("every_s", "told_s"), [(0.5, 5), (0.01, 1), (20.0, 60)])
+def test_the_client_is_told_when_those_ahead_have_begun(every_s: float, told_s: int) -> None:
+    overload = Overload(10)
+    overload.hold(0, 60, 0.0)
+    for step in range(1, 51):
+        overload.hold(0, -1, step * every_s)
+    refusal = overload.refusal(0, 0, 50 * every_s)
+    assert refusal == Refusal(10, told_s)
+
+
+class Count:
+    """What a caller's changes come to."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+
+    def hold(self, change: int) -> None:
+        self.waiting += change
+
+
+def test_a_call_counts_as_one_until_its_requests_are_there_and_then_as_those() -> None:
+    caller, count = Caller(), Count()
+    caller.enter(count.hold)
+    assert count.waiting == 1
+    caller.submitted("a")
+    caller.submitted("b")
+    assert count.waiting == 2
+    caller.began("a")
+    caller.began("a")
+    assert count.waiting == 1
+    caller.ended("b")
+    assert count.waiting == 0
+    assert caller.request_ids == {"a"}
+
+
+def test_a_call_that_ends_early_counts_no_more() -> None:
+    caller, count = Caller(), Count()
+    caller.enter(count.hold)
+    caller.leave()
+    assert count.waiting == 0
+    caller.submitted("a")  # nobody counts it now
+    assert count.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "flag"),
+    [
+        (HttpConfig(max_waiting=-1), "--max-waiting"),
+        (HttpConfig(max_unread=-1), "--max-unread"),
+        (HttpConfig(read_timeout_s=0.0), "--read-timeout"),
+    ],
+)
+def test_a_limit_that_cannot_be_is_refused_by_name(config: HttpConfig, flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        check(ClusterConfig(http=config))
+
+
+class HoldsBack:
+    """Has an engine's new requests wait."""
+
+    def __init__(self, engine: StubEngine) -> None:
+        self._engine, self._submit = engine, engine.submit
+        self._held: list[tuple[Any, ...]] = []
+        self._came = asyncio.Event()
+        engine.submit = self._hold  # type: ignore[assignment, method-assign]
+
+    def _hold(self, *request: Any) -> None:
+        self._held.append(request)
+        self._came.set()
+
+    async def holds(self, count: int) -> None:
+        """Wait until it has so many."""
+        async with asyncio.timeout(60):
+            while len(self._held) < count:
+                self._came.clear()
+                await self._came.wait()
+
+    def let_go(self) -> None:
+        """They run, and so do later ones."""
+        self._engine.submit = self._submit  # type: ignore[method-assign]
+        for request in self._held:
+            self._submit(*request)
+
+
+async def post(front: Stubbed, priority: str = "normal") -> httpx.Response:
+    async with httpx.AsyncClient(timeout=60) as client:
+        url = f"http://127.0.0.1:{front.port}/v1/completions"
+        headers = {"x-vllm-priority": priority}
+        return await client.post(url, json={"prompt": "a", "max_tokens": 1}, headers=headers)
+
+
+async def test_a_call_too_many_is_429_with_a_time_and_the_others_go_on() -> None:
+    http = HttpConfig(max_waiting=1)
+    async with stubbed_front(http, (HIGH, NORMAL)) as front:
+        assert (await post(front)).status_code == 200
+        engine = HoldsBack(front.engine)
+        one = asyncio.create_task(post(front))
+        await engine.holds(1)
+        refused = await post(front)
+        assert refused.status_code == 429
+        assert 1 <= int(refused.headers["Retry-After"]) <= LONGEST_S
+        error = json.loads(refused.content)["error"]
+        assert (error["type"], error["code"]) == ("RateLimitError", 429)
+        assert "allowed are 1 (--max-waiting)" in error["message"]
+        assert front.counted("kvmig_requests_refused_total", priority_class="normal") == 1
+        other = asyncio.create_task(post(front, priority="high"))
+        await engine.holds(2)
+        assert (await post(front, priority="high")).status_code == 429
+        engine.let_go()
+        assert (await one).status_code == (await other).status_code == 200
+        assert (await post(front)).status_code == 200
