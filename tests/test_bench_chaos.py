@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -10,15 +11,19 @@ from random import Random
 from unittest import mock
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.chaos.answers import RIGHT, Answer, Choice, judge, slip
-from bench.chaos.calls import KINDS, MANNERS, counted, draw
+from bench.chaos.calls import KINDS, MANNERS, Call, counted, draw
+from bench.chaos.clients import Client, Ledger
 from bench.chaos.hooks import ARMED, FIRED, NOW, strike
 from bench.chaos.leaks import DESCRIPTORS, MEMORY_MIB, Holdings, Process, compare
 from bench.chaos.place import Place
 from bench.chaos.plan import HANDSHAKE, plan
+from bench.soak_samples import Sample, growth, steepest
 from kvmig.kvtransfer.source_machine import S, SourceMachine
 
 COUNTED = "".join(f" {one:04d}" for one in range(100, 400))
@@ -150,3 +155,54 @@ def test_the_hooks_see_every_state_that_a_machine_enters(place: Place) -> None:
     finally:
         mock.patch.stopall()
     assert machine.state is S.RESERVING
+
+
+@pytest.mark.parametrize(
+    ("told", "lost", "repeated", "error"),
+    [(" 0010 0011", 0, 0, ""), (" 0010 011", 1, 0, ""), (" 0010 0010 0011", 0, 5, ""),
+     (" 0010", 0, 0, "ClientPayloadError")],
+)  # fmt: skip
+async def test_a_client_finds_what_a_server_does_wrong(
+    told: str, lost: int, repeated: int, error: str
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for at, letter in enumerate(told):
+            ended = "length" if at == len(told) - 1 else None
+            choice = {"index": 0, "text": letter, "finish_reason": ended}
+            await response.write(b"data: %s\n\n" % json.dumps({"choices": [choice]}).encode())
+        if not error:
+            usage = {"choices": [], "usage": {"completion_tokens": 10}}
+            await response.write(b"data: %s\n\ndata: [DONE]\n\n" % json.dumps(usage).encode())
+        return response
+
+    app = web.Application()
+    app.router.add_post("//v1/completions", answer)  # the server's url ends with one
+    call = Call("greedy", "/v1/completions", {"max_tokens": 10}, number=10)
+    async with TestServer(app) as server, Client(str(server.make_url("")), "c", Ledger()) as client:
+        outcome, _ = await client.ask(call, counted(call))
+    assert (outcome.verdict.lost, outcome.verdict.repeated) == (lost, repeated)
+    assert bool(outcome.verdict.what) == bool(lost or repeated)
+    assert (outcome.error, outcome.broken) == (error, bool(error))
+
+
+def sample(at_s: float, pid: int, mib: float) -> Sample:
+    return Sample(at_s, pid, "instance", mib, mib, 50, 9)
+
+
+def test_growth_is_that_of_the_line_through_all_samples() -> None:
+    over, hourly = growth([0.0, 10.0, 20.0], [5.0, 6.0, 7.0])
+    assert over == pytest.approx(2.0)
+    assert hourly == pytest.approx(360.0)
+
+
+def test_a_soak_counts_who_lived_long_after_the_warm_up_and_the_worst_of_them() -> None:
+    times = [float(at) for at in range(0, 101, 10)]
+    steady = [sample(at, 1, 300.0 if at < 25 else 310.0) for at in times]  # it has warmed up
+    leaking = [sample(at, 2, 300.0 + at) for at in times]
+    brief = [sample(at, 3, 300.0 + 9 * at) for at in times[-4:]]
+    summary = steepest([*steady, *leaking, *brief], 100.0)
+    assert summary["instance pss_mib growth"] == pytest.approx(70.0)
+    assert summary["instance fds growth"] == pytest.approx(0.0)
+    assert steepest(steady, 100.0)["instance pss_mib growth"] == pytest.approx(0.0)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from bench.chaos.answers import RIGHT
+from bench.chaos.calls import COUNTING
+from bench.chaos.cast import sever
+from bench.chaos.clients import Client, Ledger, keep_asking
+from bench.chaos.mover import Mover
 from kvmig.cli.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.leaks import Footprint, assert_server_is_empty
@@ -174,6 +181,37 @@ async def test_either_end_that_is_killed_in_migrations_takes_nothing_along(
     await asyncio.to_thread(assert_server_is_empty, server)
     assert f"instance {killed} is gone (killed by SIGKILL), again in 0.5 s" in server.output()
     await said(server, killed, "serving")
+
+
+async def test_a_short_chaos_leaves_every_answer_right(
+    server: Served, llumlets: dict[str, psutil.Process]
+) -> None:
+    """Of `bench.chaos` what fits here: its clients, its migrations, its judge."""
+    ledger, mover = Ledger(began=time.monotonic()), Mover(server, seed=1, per_s=5)
+    over = asyncio.Event()
+
+    async def client(number: int) -> None:
+        async with Client(server.url, server.model, ledger) as one:
+            await keep_asking(one, Random(number), {}, over.is_set, kinds=COUNTING)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(6):
+            group.create_task(client(number))
+        group.create_task(mover.run(over.is_set))
+        await asyncio.sleep(1)
+        with stopped(llumlets["i0"]):
+            await asyncio.sleep(2)
+        llumlets["i1"].kill()
+        await said(server, "i1", "serving")
+        await asyncio.to_thread(sever, llumlets["i2"].pid, [one.pid for one in llumlets.values()])
+        await asyncio.sleep(1)
+        over.set()
+
+    bad = [one for one in ledger.outcomes if one.error or one.verdict != RIGHT]
+    assert not bad, bad[:3]
+    assert len(ledger.outcomes) > 12
+    assert mover.ended["committed"] > 0
+    await asyncio.to_thread(assert_server_is_empty, server)
 
 
 async def test_an_engine_that_hangs_for_good_is_started_again(

@@ -173,6 +173,39 @@ async def test_one_that_is_ended_at_once_leaves_its_streams_to_the_others(
     )  # fmt: skip
 
 
+async def test_a_rolling_restart_under_load_loses_no_stream(several: Served) -> None:
+    await until(several, i0="serving", i1="serving", i2=None)
+    before = {one.pid for one in llumlets(several)}
+    begun: list[int] = []
+    over = asyncio.Event()
+
+    async def one_after_the_other(client: int) -> None:
+        while not over.is_set():
+            number = 100 * client + len(begun) % 50
+            begun.append(number)
+            answer = await run_unmoved(several, PATH, count_from(number, 500))
+            assert answer.tokens == 500
+            counted(answer, number)
+
+    async with asyncio.TaskGroup() as clients:
+        for client in range(3):
+            clients.create_task(one_after_the_other(client))
+        ordered = await call(several, "POST", "instances/restart")
+        assert ordered.status_code == 202, ordered.text
+        second = await call(several, "POST", "instances/restart")
+        assert second.json()["error"]["message"] == "a rolling restart is under way"
+        deadline = time.monotonic() + 2 * PATIENCE_S
+        while "rolling restart: done" not in several.output():
+            assert time.monotonic() < deadline, several.output()[-2000:]
+            await asyncio.sleep(0.1)
+        over.set()
+
+    assert not before & {one.pid for one in llumlets(several)}
+    assert "recompute" not in several.output()
+    await until(several, i0="serving", i1="serving")
+    await asyncio.to_thread(assert_server_is_empty, several)
+
+
 async def test_a_drain_that_is_over_its_deadline_goes_on_by_recompute(several: Served) -> None:
     started = await streams(several, 6, 1200)
 

@@ -6,6 +6,7 @@ undisturbed run (`REFERENCES`), so they are drawn from a few.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
@@ -81,9 +82,9 @@ def reference(name: str) -> Call:
     return Call(name, path, body, reference=name)
 
 
-def draw(random: Random) -> Call:
+def draw(random: Random, kinds: Sequence[str] = KINDS) -> Call:
     """One call of the mixed load."""
-    kind = random.choice(KINDS)
+    kind = random.choice(kinds)
     manner = random.choices(MANNERS, OFTEN)[0]
     leave_at = random.randrange(1, 200)
     if kind in REFERENCES:

@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from bench.chaos.answers import RIGHT, Answer, Verdict, judge
-from bench.chaos.calls import Call, counted, draw
+from bench.chaos.calls import KINDS, Call, counted, draw
 
 PATIENCE_S = 240.0
 """No answer, and no end of one, for so long: it is stuck."""
@@ -180,10 +180,11 @@ async def keep_asking(
     references: dict[str, Answer],
     until: Callable[[], bool],
     rest: Callable[[], Awaitable[None]] | None = None,
+    kinds: Sequence[str] = KINDS,
 ) -> None:
     """One call after the other until it is time. rest: between two."""
     while not until():
-        call = draw(random)
+        call = draw(random, kinds)
         wanted = references[call.reference] if call.reference else counted(call)
         await client.ask(call, wanted)
         if rest is not None:

@@ -42,10 +42,12 @@ class Load:
     @property
     def flags(self) -> list[str]:
         """kvmig.serve's. Whoever breaks everything on purpose wants nobody to give up; float32:
-        what is computed in another order then differs too little for another token."""
+        what is computed in another order then differs too little for another token. Odd seeds:
+        destinations always follow; even ones: as is cheaper, which here is mostly to copy."""
         words = [
             *SMALL, *model_flags(self.model), "--dtype=float32",
             f"--instances={self.instances}", f"--front-ends={self.front_ends}",
+            f"--follow={'always' if self.seed % 2 else 'auto'}",
             "--max-restarts=100000", "--max-crashes=100000", "--drain-timeout=5",
         ]  # fmt: skip
         return [one.replace("bench.paced.PacedWorker", "bench.chaos.hooks.ChaosWorker")
@@ -89,7 +91,7 @@ async def play(served: Served, place: Place, load: Load, faults: list[Fault]) ->
     report.say(f"warm, {len(faults)} faults to come")
     ledger = Ledger(began=time.monotonic())
     nemesis = Nemesis(served, place, ledger.began)
-    trouble = asyncio.create_task(nemesis.run(faults))
+    trouble = asyncio.create_task(nemesis.run(faults, load.seconds))
     try:
         mover = await _traffic(served, load, wanted, load.seconds, ledger)
         await trouble

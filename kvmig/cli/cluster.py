@@ -9,9 +9,17 @@ from collections.abc import Callable, Sequence
 from kvmig.cli.instance import Instance
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.launcher import Handle, Launcher
+from kvmig.cli.rolling import Rolling
 from kvmig.cli.shapes import InstanceShape, Shapes
 from kvmig.controlplane.messages import Member
-from kvmig.controlplane.orders import AddInstances, DrainInstance, OrderRefused, Scale, StopDrain
+from kvmig.controlplane.orders import (
+    AddInstances,
+    DrainInstance,
+    OrderRefused,
+    RestartInstances,
+    Scale,
+    StopDrain,
+)
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import ConfigError, StartupError
 from kvmig.ground.lifecycle import instance_name
@@ -49,6 +57,7 @@ class Cluster:
         self._instances: dict[str, Instance] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Being ended; their names are taken still."""
+        self._rolling = Rolling(say)
         self._stopped = False
 
     async def open(self) -> None:
@@ -70,6 +79,7 @@ class Cluster:
     async def stop(self) -> None:
         """End every instance and free what they held. May be called twice."""
         self._stopped = True
+        await self._rolling.close()
         closing = [instance.close() for instance in self._instances.values()]
         await asyncio.gather(*closing, *self._leaving.values())
         self._instances.clear()
@@ -107,10 +117,7 @@ class Cluster:
     def drain(self, order: DrainInstance) -> tuple[str, ...]:
         """Drain one, or end it; its name. Raises OrderRefused."""
         instance = self._find(order.instance)
-        usual = self._config.lifecycle.drain_deadline_s
-        deadline_s = usual if order.deadline_s is None else order.deadline_s
-        if deadline_s < 0:
-            raise OrderRefused("invalid", f"deadline_s is {deadline_s:g}, must be 0 or more")
+        deadline_s = self._deadline_s(order)
         if order.leave and instance.state in ("serving", "draining"):
             if not self.others_serve(instance):
                 raise OrderRefused(
@@ -129,6 +136,16 @@ class Cluster:
         """Let a draining one serve again; its name. Raises OrderRefused."""
         self._find(order.instance).stop_drain()
         return (order.instance,)
+
+    def restart(self, order: RestartInstances) -> tuple[str, ...]:
+        """Start some again, one after the other; their names. Raises OrderRefused."""
+        deadline_s = self._deadline_s(order)
+        serving = [one for one in self._instances.values() if one.state == "serving"]
+        if len(serving) < 2:
+            raise OrderRefused("conflict", f"{len(serving)} instances serve, must be 2 or more")
+        wanted = [self._find(name) for name in dict.fromkeys(order.instances)] or serving
+        self._rolling.begin(wanted, deadline_s)
+        return tuple(one.name for one in wanted)
 
     def scale(self, decision: Scale) -> None:
         """The scheduler's decision. One that has become impossible is logged."""
@@ -195,6 +212,13 @@ class Cluster:
         instance = Instance(name, start, self._secret, self._config, self)
         self._instances[name] = instance
         return instance
+
+    def _deadline_s(self, order: DrainInstance | RestartInstances) -> float:
+        usual = self._config.lifecycle.drain_deadline_s
+        deadline_s = usual if order.deadline_s is None else order.deadline_s
+        if deadline_s < 0:
+            raise OrderRefused("invalid", f"deadline_s is {deadline_s:g}, must be 0 or more")
+        return deadline_s
 
     def _find(self, name: str) -> Instance:
         if name not in self._instances:

@@ -16,13 +16,14 @@ from kvmig.controlplane.orders import (
     Evacuate,
     OrderDone,
     OrderRefused,
+    RestartInstances,
     StopDrain,
 )
 from kvmig.ground.errors import PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello, Message
 
-Order = AddInstances | DrainInstance | StopDrain
+Order = AddInstances | DrainInstance | StopDrain | RestartInstances
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class Control:
                 return self._cluster.drain(order)
             case StopDrain():
                 return self._cluster.stop_drain(order)
+            case RestartInstances():
+                return self._cluster.restart(order)
 
     def _members(self, members: Sequence[Member]) -> None:
         if self._open:

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 """Between two looks at whether a draining instance is empty."""
+RENEWED = "it was told to start again"
 EVACUATE_S = 2.0
 """Between two calls to run again elsewhere what a drain hasn't moved by its deadline."""
 
@@ -74,6 +75,10 @@ class Instance:
         self._link: LlumletLink | None = None
         self._wanted = SetState("serving")
         self._leaving = False
+        self._renewing: asyncio.Future[str] | None = None
+        """Who waits for a process of its own that is new; empty, or why there is none."""
+        self._empty = asyncio.Event()
+        """Its process shall end now, and start again."""
         self._deadline = 0.0
         self._draining: asyncio.Task[None] | None = None
         self._closing = False
@@ -91,6 +96,7 @@ class Instance:
             self._task.cancel()
             if self._draining is not None:
                 self._draining.cancel()
+        self._renewed("it was taken out")
         await asyncio.wait([self._task])
 
     def drain(self, deadline_s: float, leave: bool) -> None:
@@ -106,12 +112,24 @@ class Instance:
         if self._draining is None or self._draining.done():
             self._draining = asyncio.create_task(self._drain(), name=f"drain of {self.name}")
 
+    def restart(self, deadline_s: float) -> asyncio.Future[str]:
+        """Let its requests go elsewhere, then start it again; "" once it serves, or why not.
+
+        Raises OrderRefused.
+        """
+        self.drain(deadline_s, leave=False)
+        self._renewed("it was told so again")
+        self._renewing = asyncio.get_running_loop().create_future()
+        self._want("draining", "starts again when it is empty")
+        return self._renewing
+
     def stop_drain(self) -> None:
         """Let it serve again. Raises OrderRefused."""
         if self.state != "draining" or self._draining is None:
             raise OrderRefused("conflict", f"instance {self.name} is {self.state}, not draining")
         self._draining.cancel()
         self._leaving = False
+        self._renewed("it was told to serve on")
         self._want("serving", "")
 
     # -- its process
@@ -129,6 +147,9 @@ class Instance:
             if self._leaving:
                 self._around.left(self)
                 return
+            if how == RENEWED:
+                self._around.say(f"instance {self.name} starts again, as it was told")
+                continue
             if not self.first_start.done():  # it would fail in the same way again
                 self._set("failed", how)
                 self.first_start.set_result(how)
@@ -139,6 +160,7 @@ class Instance:
                 how = f"{how}, after {again} restarts" if again else how
                 self._around.say(f"instance {self.name} is given up ({how})")
                 self._set("failed", how)
+                self._renewed(how)
                 return
             self._around.say(f"instance {self.name} is gone ({how}), again in {pause_s:g} s")
             self._set("starting", f"it was gone ({how})")
@@ -158,7 +180,10 @@ class Instance:
             self._want(self._wanted.state, "")
             if not self.first_start.done():
                 self.first_start.set_result("")
-            how = await first_of(handle.ended(), link.silent())
+            self._empty.clear()
+            if self._wanted.state == "serving":
+                self._renewed("")
+            how = await first_of(handle.ended(), link.silent(), self._to_renew())
             self._served_s = _now() - ready
             return how
         finally:
@@ -192,8 +217,21 @@ class Instance:
             await asyncio.sleep(POLL_S)
         if self._leaving:
             self._around.left(self)
+        elif self._renewing is not None:
+            self._wanted = SetState("serving")
+            self._empty.set()
         else:
             self._set("draining", "it is empty")
+
+    async def _to_renew(self) -> str:
+        await self._empty.wait()
+        return RENEWED
+
+    def _renewed(self, failed: str) -> None:
+        """Tell who waits for it, if somebody does."""
+        if self._renewing is not None and not self._renewing.done():
+            self._renewing.set_result(failed)
+        self._renewing = None
 
     def _may_rest(self) -> bool:
         """Whether nothing is left on it, and nothing will come."""

@@ -49,6 +49,17 @@ class StopDrain(Message, frozen=True, tag=True):
     instance: str
 
 
+class RestartInstances(Message, frozen=True, tag=True):
+    """Front end to the launcher: start these again, one after the other, each once it is drained.
+
+    instances: none: all that serve. deadline_s: as in DrainInstance, of each.
+    """
+
+    call_id: int
+    instances: tuple[str, ...] = ()
+    deadline_s: float | None = None
+
+
 class OrderDone(Message, frozen=True, tag=True):
     """Launcher to the front end: the order is being carried out on these, or why not."""
 
@@ -78,5 +89,12 @@ class Scale(Message, frozen=True, tag=True):
 
 
 LifecycleMessage = (
-    AddInstances | DrainInstance | StopDrain | OrderDone | Evacuate | SetState | Scale
+    AddInstances
+    | DrainInstance
+    | StopDrain
+    | RestartInstances
+    | OrderDone
+    | Evacuate
+    | SetState
+    | Scale
 )

@@ -8,11 +8,18 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from kvmig.controlplane.orders import AddInstances, DrainInstance, StopDrain
+from kvmig.controlplane.orders import AddInstances, DrainInstance, RestartInstances, StopDrain
 from kvmig.gateway.access import Rule
 from kvmig.gateway.admin import PREFIX
 from kvmig.gateway.admin_errors import PROBLEMS, Responses, guarded
-from kvmig.gateway.admin_models import AddBody, DrainBody, ErrorBody, Instance, Listing
+from kvmig.gateway.admin_models import (
+    AddBody,
+    DrainBody,
+    ErrorBody,
+    Instance,
+    Listing,
+    RestartBody,
+)
 from kvmig.gateway.inventory import InstanceRow
 from kvmig.gateway.launcher_link import LauncherLink
 
@@ -29,6 +36,7 @@ def instances_api(
     """
     errors: Responses = {status: {"model": ErrorBody} for status in (400, 404, 409, 503)}
     adding = APIRouter(route_class=guarded(rule, tuple(AddBody.model_fields)))
+    restarting = APIRouter(route_class=guarded(rule, tuple(RestartBody.model_fields)))
     draining = APIRouter(route_class=guarded(rule, tuple(DrainBody.model_fields)))
 
     def told(names: Sequence[str]) -> list[Instance]:
@@ -40,6 +48,15 @@ def instances_api(
         wanted = body or AddBody()
         names = await launcher.order(
             lambda call_id: AddInstances(call_id, wanted.count, wanted.flags)
+        )
+        return Listing(data=told(names))
+
+    @restarting.post("/instances/restart", status_code=HTTPStatus.ACCEPTED, responses=errors)
+    async def restart(body: RestartBody | None = None) -> Listing[Instance]:
+        """Start them again, one after the other, each once its requests have gone elsewhere."""
+        wanted = body or RestartBody()
+        names = await launcher.order(
+            lambda call_id: RestartInstances(call_id, tuple(wanted.instances), wanted.deadline_s)
         )
         return Listing(data=told(names))
 
@@ -70,5 +87,6 @@ def instances_api(
 
     api = APIRouter(prefix=PREFIX, tags=["kvmig"], responses=PROBLEMS)
     api.include_router(adding)
+    api.include_router(restarting)
     api.include_router(draining)
     return api

@@ -118,6 +118,19 @@ class DrainBody(BaseModel):
     )
 
 
+class RestartBody(BaseModel):
+    """Start instances again, one after the other."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    instances: list[str] = Field(
+        default=[], max_length=MOST, description="Their ids; none: all that serve."
+    )
+    deadline_s: float | None = Field(
+        default=None, ge=0, description="Of each drain; null: --drain-deadline."
+    )
+
+
 class StageParts(BaseModel):
     """Where a stage's time went, milliseconds summed over its chunks, which may overlap."""
 

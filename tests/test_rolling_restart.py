@@ -1,0 +1,92 @@
+"""A rolling restart, with processes that are only made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmig.controlplane.orders import RestartInstances, StopDrain
+from kvmig.gateway.errors import OrderFailed
+from tests.test_cluster_orders import BUSY, IDLE, World, drain, world
+
+
+async def restart(it: World, *names: str, deadline_s: float | None = None) -> tuple[str, ...]:
+    return await it.link.order(lambda number: RestartInstances(number, names, deadline_s))
+
+
+def starts(it: World) -> list[str]:
+    """Names, in the order of their starts."""
+    return [one.launch.instance for one in it.launcher.starts]
+
+
+async def test_all_start_again_one_after_the_other() -> None:
+    async with world() as it:
+        assert await restart(it) == ("i0", "i1")
+        await it.until(lambda: "rolling restart: done" in it.said)
+        assert starts(it) == ["i0", "i1", "i0", "i1"]
+        await it.hears(i0="serving", i1="serving")
+        assert all("serving" in states.values() for states in it.front.history if states)
+
+
+async def test_an_instance_goes_when_it_is_empty_and_the_next_when_it_serves() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await restart(it)
+        await it.until(lambda: it.launcher.process("i0").state == "draining")
+        assert starts(it) == ["i0", "i1"]
+        it.launcher.process("i0").load = IDLE
+        await it.until(lambda: starts(it) == ["i0", "i1", "i0", "i1"])
+        await it.hears(i0="serving", i1="serving")
+
+
+async def test_only_those_that_are_named_start_again() -> None:
+    async with world() as it:
+        assert await restart(it, "i1") == ("i1",)
+        await it.until(lambda: "rolling restart: done" in it.said)
+        assert starts(it) == ["i0", "i1", "i1"]
+
+
+async def test_what_is_left_at_the_deadline_goes_on_elsewhere() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await restart(it, deadline_s=0.0)
+        await it.until(lambda: it.front.evacuated == ["i0"])
+
+
+async def test_one_that_dies_while_it_is_drained_starts_again_all_the_same() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await restart(it, "i0")
+        await it.until(lambda: it.launcher.process("i0").state == "draining")
+        it.launcher.process("i0").die()
+        await it.until(lambda: "rolling restart: done" in it.said)
+        assert starts(it) == ["i0", "i1", "i0", "i0"]
+        await it.hears(i0="serving", i1="serving")
+
+
+async def test_it_stops_at_the_first_that_is_told_something_else() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await restart(it)
+        await it.link.order(lambda number: StopDrain(number, "i0"))
+        words = "rolling restart: stopped at instance i0 (it was told to serve on)"
+        await it.until(lambda: words in it.said)
+        assert starts(it) == ["i0", "i1"]
+
+
+async def test_a_second_one_is_refused_while_one_is_under_way() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await restart(it, "i0")
+        with pytest.raises(OrderFailed, match="1 instances serve, must be 2 or more"):
+            await restart(it, "i1")
+        it.launcher.process("i0").load = IDLE
+        await it.until(lambda: "rolling restart: done" in it.said)
+        with pytest.raises(OrderFailed, match="there is no instance i7"):
+            await restart(it, "i7")
+
+
+async def test_the_only_one_that_serves_is_not_restarted() -> None:
+    async with world() as it:
+        await it.link.order(drain("i1"))
+        with pytest.raises(OrderFailed, match="1 instances serve, must be 2 or more"):
+            await restart(it)
