@@ -1,0 +1,20 @@
+"""Which clocks kvmig reads: a machine's wall clock may jump."""
+
+from __future__ import annotations
+
+import re
+
+from tests.test_house import MODULES, PACKAGE
+
+WALL = re.compile(r"\btime\.time\(|\btime_ns\(|datetime\.(?:now|utcnow|today)\(|CLOCK_REALTIME")
+SHOWN = {
+    "engines/vllm/embedded.py", "engines/vllm/step_times.py", "engines/vllm/warmup.py",
+    "kvtransfer/timeline.py", "openai_server/answers.py", "openai_server/routes.py",
+}  # fmt: skip
+"""Where it is only told to people, to clients, or to vLLM as a request's arrival (which vLLM
+orders requests by that come to one engine, and reports)."""
+
+
+def test_nothing_is_decided_or_waited_for_by_the_wall_clock() -> None:
+    found = {str(path.relative_to(PACKAGE)) for path in MODULES if WALL.search(path.read_text())}
+    assert found == SHOWN
