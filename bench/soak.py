@@ -83,7 +83,7 @@ async def watch(served: Served, place: Place, every_s: float, seconds: float) ->
     async def sample() -> None:
         while not over():
             at_s = round(time.monotonic() - ledger.began, 1)
-            processes.extend(await asyncio.to_thread(samples_of, served, at_s))
+            processes.extend(await asyncio.to_thread(samples_of, place, at_s))
             try:
                 cluster.append(await asyncio.to_thread(cluster_of, served, place, at_s))
             except httpx.HTTPError as error:

@@ -43,10 +43,10 @@ class Whole:
     shm_mib: float
 
 
-def samples_of(served: Served, at_s: float) -> list[Sample]:
+def samples_of(place: Place, at_s: float) -> list[Sample]:
     """All processes, now; those that end meanwhile are left out."""
     found = []
-    for part, pids in Cast.of(served).parts.items():
+    for part, pids in Cast.of(place).parts.items():
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 process = psutil.Process(pid)

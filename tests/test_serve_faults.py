@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -48,14 +48,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def llumlets(server: Served) -> dict[str, psutil.Process]:
     """By instance: the process that may write the instance's shared memory."""
-    found = {}
-    for process in Footprint.of(server).named("kvmig.cli.llumlet"):
-        for file in process.open_files():
-            for name in INSTANCES:
-                if f"-{name}-" in file.path and "+" in file.mode:
-                    found[name] = process
-    assert found.keys() == set(INSTANCES)
-    return found
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        found = {}
+        for process in Footprint.of(server).named("kvmig.cli.llumlet"):
+            for file in process.open_files():
+                for name in INSTANCES:
+                    if f"-{name}-" in file.path and "+" in file.mode:
+                        found[name] = process
+        if found.keys() == set(INSTANCES):
+            return found
+        assert time.monotonic() < deadline, found  # one may start again after the test before
+        time.sleep(0.2)
 
 
 @contextmanager
@@ -67,7 +71,8 @@ def stopped(*processes: psutil.Process) -> Iterator[None]:
         yield
     finally:
         for process in processes:
-            process.resume()
+            with suppress(psutil.NoSuchProcess):  # silent for too long: the launcher has ended it
+                process.resume()
 
 
 async def state(served: Served, instance: str) -> str:

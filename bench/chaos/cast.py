@@ -10,9 +10,11 @@ from pathlib import Path
 
 import psutil
 
-from kvmig.cli.served import Served
+from bench.chaos.place import Place
 
 MODULES = {
+    "kvmig.serve": "launcher",
+    "kvmig.cli.fork_server": "fork-server",
     "kvmig.cli.llumlet": "instance",
     "kvmig.cli.scheduler": "scheduler",
     "kvmig.front_process": "front-end",
@@ -26,16 +28,14 @@ class Cast:
     parts: dict[str, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, served: Served) -> Cast:
-        """Now."""
-        assert served.process is not None
-        launcher = psutil.Process(served.process.pid)
-        cast = cls({"launcher": [launcher.pid]})
-        for child in launcher.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for word in child.cmdline():
+    def of(cls, place: Place) -> Cast:
+        """Now; also those whose parent has died."""
+        cast = cls()
+        for pid in place.processes():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                for word in psutil.Process(pid).cmdline():
                     if part := MODULES.get(word):
-                        cast.parts.setdefault(part, []).append(child.pid)
+                        cast.parts.setdefault(part, []).append(pid)
         return cast
 
     @property

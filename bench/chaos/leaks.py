@@ -43,13 +43,13 @@ class Holdings:
     requests: int = 0
     orphans: list[str] = field(default_factory=list)
     strangers: list[int] = field(default_factory=list)
-    """Processes that were started by the cluster, and that the launcher doesn't have."""
+    """Processes that the cluster has started, and that belong to none of its parts."""
 
 
-def processes(served: Served) -> list[Process]:
+def processes(place: Place) -> list[Process]:
     """All, now."""
     found = []
-    for part, pids in Cast.of(served).parts.items():
+    for part, pids in Cast.of(place).parts.items():
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one = psutil.Process(pid)
@@ -69,7 +69,7 @@ def when_idle(served: Served, place: Place, instances: int) -> Holdings:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         found = _holdings(served, place)
-        cast = Cast.of(served)
+        cast = Cast.of(place)
         there = len(cast.parts.get("instance", ())) >= instances
         if there and not found.rows and not found.requests and not found.orphans:
             return found
@@ -79,7 +79,7 @@ def when_idle(served: Served, place: Place, instances: int) -> Holdings:
 
 
 def _holdings(served: Served, place: Place) -> Holdings:
-    found = Holdings(processes=processes(served))
+    found = Holdings(processes=processes(place))
     try:
         for row in served.get("instances"):
             if row["state"] != "serving" or any(row[field] for field in HELD):
@@ -92,9 +92,9 @@ def _holdings(served: Served, place: Place) -> Holdings:
     if place.private:
         found.orphans = sorted(set(place.left_in_shm()) - mapped)
     known = {one.pid for one in found.processes}
-    assert served.process is not None
-    with contextlib.suppress(psutil.NoSuchProcess):
-        known |= {one.pid for one in psutil.Process(served.process.pid).children(recursive=True)}
+    for pid in list(known):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            known |= {one.pid for one in psutil.Process(pid).children(recursive=True)}
     found.strangers = sorted(mine - known)
     return found
 

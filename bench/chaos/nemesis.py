@@ -239,7 +239,7 @@ class Nemesis:
     # -- helpers
 
     async def _cast(self) -> Cast:
-        return await asyncio.to_thread(Cast.of, self._served)
+        return await asyncio.to_thread(Cast.of, self._place)
 
     @staticmethod
     @contextlib.contextmanager

@@ -14,7 +14,7 @@ from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.machine import Table
 from kvmig.kvtransfer.source_machine import SourceMachine
 
-PROCESSES = ("instance", "scheduler", "front-end")
+PROCESSES = ("instance", "scheduler", "front-end", "fork-server")
 DEEDS = ("kill", "stop", "squeeze")
 """SIGKILL, SIGSTOP for seconds, no more memory for seconds."""
 PAUSES_S = (0.5, 2.0, 4.0, 12.0)

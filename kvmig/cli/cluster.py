@@ -139,6 +139,7 @@ class Cluster:
 
     def restart(self, order: RestartInstances) -> tuple[str, ...]:
         """Start some again, one after the other; their names. Raises OrderRefused."""
+        self._rolling.check()
         deadline_s = self._deadline_s(order)
         serving = [one for one in self._instances.values() if one.state == "serving"]
         if len(serving) < 2:

@@ -16,10 +16,14 @@ class Rolling:
         self._say = say
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, instances: Sequence[Instance], deadline_s: float) -> None:
-        """deadline_s: of each drain. Raises OrderRefused."""
+    def check(self) -> None:
+        """Raises OrderRefused if one is under way."""
         if self._task is not None and not self._task.done():
             raise OrderRefused("conflict", "a rolling restart is under way")
+
+    def begin(self, instances: Sequence[Instance], deadline_s: float) -> None:
+        """deadline_s: of each drain. Raises OrderRefused."""
+        self.check()
         if idle := [one.name for one in instances if one.state != "serving"]:
             raise OrderRefused("conflict", f"instance {idle[0]} doesn't serve")
         first, *others = instances
