@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import uvloop
 
 from kvmig.cli.launch import Announcement
-from kvmig.cli.process import leave, quiet
+from kvmig.cli.process import leave, quiet, say
 from kvmig.cli.pulse import beat
 from kvmig.controlplane.child import announce, read_launch
 from kvmig.engines.kind import kind_of
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             announce(descriptor, Announcement(failed=str(error)))
         except StartupError:  # announced before: it ran, then failed
-            print(f"kvmig: {error}", file=sys.stderr)
+            say(str(error))
         return 1
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 
 def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -52,3 +53,16 @@ def test_a_process_leaves_with_its_status_and_all_that_it_printed() -> None:
     )
 
     assert (done.returncode, done.stdout) == (3, "said")
+
+
+def test_output_that_nobody_can_take_stops_nobody() -> None:
+    script = (
+        "from kvmig.cli.process import leave, say\n"
+        "for n in range(1000):\n"
+        "    say('a line of progress')\n"
+        "leave(3)\n"
+    )
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, stdout=full, stderr=full, timeout=60, check=False)
+    assert done.returncode == 3

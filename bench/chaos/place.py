@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +23,16 @@ TIMEOUT_S = 20.0
 HOLD = f"""mount -t tmpfs -o size={SHM_BYTES} tmpfs /dev/shm &&
 mount -t tmpfs -o size={LOG_BYTES} tmpfs "$0" && echo ready && read _"""
 SHIM = Path(__file__).with_name("wall_clock.c")
+
+
+def _to_the_end(file: FileIO, size: int) -> None:
+    """Write pieces of that size until there is no room for another."""
+    try:
+        while file.write(b"\n" * size) == size:
+            pass
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
 
 
 class Place:
@@ -76,13 +87,11 @@ class Place:
             filler.unlink(missing_ok=True)
             return
         with filler.open("wb", buffering=0) as file:
-            for size in (1 << 20, 4096):
-                try:
-                    while file.write(bytes(size)):
-                        pass
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
+            _to_the_end(file, 1 << 20)
+            _to_the_end(file, 4096)
+        if what == "log":  # there is room still in its last page
+            with self.log.open("ab", buffering=0) as file:
+                _to_the_end(file, 1)
 
     def left_in_shm(self) -> list[str]:
         """kvmig's and vLLM's files there; other users' too, where it isn't private."""

@@ -18,7 +18,7 @@ import setproctitle
 
 from kvmig.cli import llumlet
 from kvmig.cli.forks import ForkNews, ForkOrder
-from kvmig.cli.process import leave, quiet
+from kvmig.cli.process import leave, quiet, say
 from kvmig.controlplane.child import lead_group
 from kvmig.engines.kind import kind_of
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     kind.prepare()
     kind.load()
     if why := unsafe():
-        print(f"kvmig: instances start without a fork server: {why}", file=sys.stderr)
+        say(f"instances start without a fork server: {why}")
         return 1
     gc.collect()
     gc.freeze()  # or a child's collections would copy the pages that all share

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import uvloop
 
 from kvmig.cli.launch import Announcement, LlumletLaunch
-from kvmig.cli.process import leave, quiet
+from kvmig.cli.process import leave, quiet, say
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.engines.kind import kind_of
@@ -38,7 +38,7 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             if isinstance(error := failed.result(), MemoryError):
-                print(f"kvmig {launch.instance}: out of memory: {error}", file=sys.stderr)
+                say(f"out of memory: {error}", f"kvmig {launch.instance}")
                 leave(1)  # at once: what it would still say or do can't be relied on
             raise StartupError(f"the engine failed: {error}")
         failed.cancel()
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             announce(descriptor, Announcement(failed=str(error)))
         except StartupError:  # announced before: it ran, then failed
-            print(f"kvmig {error}", file=sys.stderr)
+            say(str(error))
         return 1
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -9,9 +10,13 @@ import warnings
 from typing import NoReturn
 
 
-def say(text: str) -> None:
-    """One line of progress for whoever started us."""
-    print(f"kvmig: {text}", file=sys.stderr, flush=True)
+def say(text: str, who: str = "kvmig") -> None:
+    """One line of progress for whoever started us; lost where nobody can take it.
+
+    A full disk, or a reader that has gone, is no reason not to serve.
+    """
+    with contextlib.suppress(OSError):
+        print(f"{who}: {text}", file=sys.stderr, flush=True)
 
 
 def quiet(name: str) -> None:
@@ -34,6 +39,7 @@ def leave(status: int) -> NoReturn:
     The interpreter's own end would only tear down torch and Triton, which takes seconds and
     prints pages about objects that nobody frees.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # see `say`
+            stream.flush()
     os._exit(status)

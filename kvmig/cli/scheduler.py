@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from kvmig.cli.process import say
 from kvmig.controlplane.child import read_launch
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
 from kvmig.ground.errors import KvmigError
@@ -21,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         asyncio.run(serve(read_launch(SchedulerLaunch), int(argv[1])))
     except KvmigError as error:
-        print(f"kvmig scheduler: {error}", file=sys.stderr)
+        say(str(error), "kvmig scheduler")
         return 1
     return 0
 

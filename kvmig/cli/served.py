@@ -78,7 +78,9 @@ class Served:
 
     def start(self) -> None:
         """Raises StartupError with the end of its output if it does not come up."""
-        log = self._log_path.open("wb") if self._log_path else None
+        if self._log_path:
+            self._log_path.write_bytes(b"")
+        log = self._log_path.open("ab") if self._log_path else None
         try:
             self.process = subprocess.Popen(
                 self._command, env=self._environment, stdout=log, stderr=log
