@@ -125,6 +125,26 @@ def test_a_place_knows_its_processes_and_leaves_nothing(place: Place) -> None:
     assert place.processes() == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_full_disk_is_full_to_the_last_byte_and_free_again() -> None:
+    try:
+        place = Place()
+    except subprocess.CalledProcessError:
+        pytest.skip("no mount namespaces here")
+    with place:
+        place.log.write_bytes(b"a line\n")
+        for what in ("log", "shm"):
+            place.fill(what, True)
+        with pytest.raises(OSError, match="No space"), place.log.open("ab", buffering=0) as file:
+            file.write(b"x")
+        with pytest.raises(OSError, match="No space"):
+            (place.shm / "kvmig-more").write_bytes(b"x")
+        for what in ("log", "shm"):
+            place.fill(what, False)
+        (place.shm / "kvmig-more").write_bytes(b"x")
+        assert place.left_in_shm() == ["kvmig-more"]
+
+
 def test_a_place_is_gone_after_its_block() -> None:
     with Place(private=False) as made:
         folder = made.folder
