@@ -139,7 +139,11 @@ class Nemesis:
             if fault.deed == "kill":
                 self._kill(fault.target, pid)
             elif fault.deed == "stop":
+                clients = {there for _, there in connections(pid)}
                 await self._stop(pid, fault.seconds)
+                if fault.target == "front-end" and not psutil.pid_exists(pid):
+                    self.doomed |= clients  # the launcher has ended it: it was silent too long
+                    done.note = "the launcher has ended it"
             else:
                 await self._squeeze(fault, pid, done)
 
@@ -158,7 +162,8 @@ class Nemesis:
         try:
             await asyncio.sleep(seconds)
         finally:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     async def _squeeze(self, fault: Fault, pid: int, done: Done) -> None:
         """No more memory; a front end is killed then, as the kernel does."""
