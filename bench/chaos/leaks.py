@@ -100,8 +100,11 @@ def _holdings(served: Served, place: Place) -> Holdings:
 
 
 def compare(before: Holdings, after: Holdings) -> dict[str, float]:
-    """What is left over: 0 each, if nothing is. Processes of one part are compared with the one
-    of that part that had most: who was started again has a history of its own."""
+    """What is left over: 0 each, if nothing is.
+
+    Open files of a process are compared with the most that one of its part had before; memory with
+    its own, if it lived through it all: what another one has depends on how it was started.
+    """
     summary = {
         "leaked_blocks": sum(row.get("blocks_used", 0) for row in after.rows),
         "leaked_requests": after.requests + sum(row.get("running", 0) for row in after.rows),
@@ -114,5 +117,6 @@ def compare(before: Holdings, after: Holdings) -> dict[str, float]:
     for one in after.processes:
         same = [other for other in before.processes if other.part == one.part]
         fds = max(fds, one.fds - max((other.fds for other in same), default=one.fds) - DESCRIPTORS)
-        mib = max(mib, one.mib - max((other.mib for other in same), default=one.mib) - MEMORY_MIB)
+        own = [other.mib for other in same if other.pid == one.pid]
+        mib = max(mib, one.mib - max(own, default=one.mib) - MEMORY_MIB)
     return {**summary, "leaked_fds": max(0.0, fds), "leaked_memory_mib": max(0.0, mib)}

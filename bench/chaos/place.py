@@ -3,9 +3,11 @@ its log that are its own and small, so that they can be full without anybody els
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import tempfile
@@ -118,7 +120,11 @@ class Place:
     def _hold(self) -> None:
         command = ["unshare", "--mount", "sh", "-c", HOLD, str(self._logs)]
         self._holder = holder = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C isn't for it
         )
         assert holder.stdout is not None
         if holder.stdout.readline() != "ready\n":
@@ -140,6 +146,7 @@ class Place:
         return True
 
     def __enter__(self) -> Place:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as Ctrl-C does
         return self
 
     def __exit__(
@@ -148,4 +155,9 @@ class Place:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            for pid in self.processes():  # none, unless something went wrong before
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        finally:
+            self.close()
