@@ -49,7 +49,7 @@ ORDER_TIMEOUT_S = 30.0
 MODEL = "device20ms"
 FLAGS = (
     *SMALL, "--dtype=float32", "--instances=2", "--min-instances=2", "--max-instances=4",
-    "--autoscale=25,120", "--scale-sustain=3", "--scale-cooldown=10", "--front-ends=2",
+    "--autoscale=45,150", "--scale-sustain=3", "--scale-cooldown=10", "--front-ends=2",
     "--drain-timeout=5",
 )  # fmt: skip
 
