@@ -17,6 +17,7 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.chaos import hooks
 from bench.chaos.answers import RIGHT, Answer, Choice, judge, slip
 from bench.chaos.calls import KINDS, MANNERS, Call, counted, draw
 from bench.chaos.clients import Client, Ledger
@@ -25,7 +26,9 @@ from bench.chaos.leaks import DESCRIPTORS, MEMORY_MIB, Holdings, Process, compar
 from bench.chaos.place import Place
 from bench.chaos.plan import HANDSHAKE, plan
 from bench.soak_samples import Sample, growth, steepest
+from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk
 from kvmig.kvtransfer.source_machine import S, SourceMachine
+from kvmig.kvtransfer.transports.tcp import TcpInbox
 
 COUNTED = "".join(f" {one:04d}" for one in range(100, 400))
 
@@ -168,8 +171,6 @@ def test_what_is_left_over_is_a_leak_beyond_what_is_allowed() -> None:
 
 
 def test_the_hooks_see_every_state_that_a_machine_enters(place: Place) -> None:
-    from bench.chaos import hooks
-
     machine = SourceMachine("k", 1)
     (place.folder / ARMED / "source.reserving").write_text("squeeze")
     try:
@@ -179,6 +180,17 @@ def test_the_hooks_see_every_state_that_a_machine_enters(place: Place) -> None:
     finally:
         mock.patch.stopall()
     assert machine.state is S.RESERVING
+
+
+async def test_a_corrupt_transport_changes_what_arrives_while_its_order_is_there(
+    place: Place,
+) -> None:
+    chunk = Chunk("m", 0, 0, PAYLOAD_SLOT, 4, [1])
+    corrupt = place.folder / NOW / "corrupt"
+    receive = hooks.garbled(TcpInbox.receive, corrupt)
+    assert bytes(await receive(TcpInbox(), chunk, b"abcd")) == b"abcd"
+    corrupt.touch()
+    assert bytes(await receive(TcpInbox(), chunk, b"abcd")) == b"ab#d"
 
 
 @pytest.mark.parametrize(

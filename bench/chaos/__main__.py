@@ -69,12 +69,13 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--instances", type=int, default=load.instances)
     root.add_argument("--front-ends", type=int, default=load.front_ends)
     root.add_argument("--model", default=load.model, help="count, or device20ms for its pace")
+    root.add_argument("--transport", default=load.transport, help="as of kvmig.serve")
     root.add_argument("--log", type=Path, help="keep what the server printed there")
     options = root.parse_args(argv)
     minutes = options.minutes or (1 if options.quick else 10)
     load = Load(
         options.seed, minutes * 60, options.instances, options.front_ends, options.clients,
-        options.moves, options.model,
+        options.moves, options.model, options.transport,
     )  # fmt: skip
     with Place() as place:
         faults = plan(options.seed, load.seconds, options.every, place.private)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -24,11 +24,13 @@ from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.machine import Machine
 from kvmig.kvtransfer.messages import Chunk, Hello, Message, PeerMessage
 from kvmig.kvtransfer.transports.shm import ShmInbox
+from kvmig.kvtransfer.transports.tcp import TcpInbox
 from kvmig.kvtransfer.wire import Frame
 
 FOLDER = "KVMIG_CHAOS"
 """Environment variable: the folder."""
 ARMED, FIRED, NOW = "armed", "fired", "now"
+Receive = Callable[[Any, Chunk, Any], Awaitable[memoryview]]
 PEER_MESSAGES = tuple(one for one in get_args(PeerMessage) if one is not Hello)
 """Without Hello a connection would be of no use for ever, which no network does."""
 
@@ -44,25 +46,36 @@ class ChaosWorker(PacedWorker):
 
 def install(folder: Path) -> None:
     """Let things go wrong from now on, as the folder's files say."""
-    go, receive = Machine.go, ShmInbox.receive
+    go = Machine.go
     wires = {Client: Wire(folder, Client.send), Server: Wire(folder, Server.send)}
 
     def entering(machine: Machine, event: Any) -> None:
         go(machine, event)
         strike(folder, f"{side(machine)}.{machine.state}")
 
-    async def garbled(inbox: ShmInbox, chunk: Chunk, payload: Any) -> memoryview:
-        view = await receive(inbox, chunk, payload)
-        if not (folder / NOW / "corrupt").exists() or not len(view):
-            return view
-        changed = bytearray(view)
-        changed[len(changed) // 2] ^= 0x40
-        return memoryview(changed).toreadonly()
-
     mock.patch.object(Machine, "go", entering).start()
-    mock.patch.object(ShmInbox, "receive", garbled).start()
+    for inbox in (ShmInbox, TcpInbox):
+        mock.patch.object(
+            inbox, "receive", garbled(inbox.receive, folder / NOW / "corrupt")
+        ).start()
     for kind, wire in wires.items():
         mock.patch.object(kind, "send", wire.method()).start()
+
+
+def garbled(receive: Receive, corrupt: Path) -> Receive:
+    """An inbox's `receive` that flips a bit of every chunk while that file is there."""
+
+    async def received(inbox: Any, chunk: Chunk, payload: Any) -> memoryview:
+        return changed(await receive(inbox, chunk, payload))
+
+    def changed(view: memoryview) -> memoryview:
+        if not corrupt.exists() or not len(view):
+            return view
+        other = bytearray(view)
+        other[len(other) // 2] ^= 0x40
+        return memoryview(other).toreadonly()
+
+    return received
 
 
 def side(machine: Machine) -> str:
@@ -120,7 +133,9 @@ class Wire:
             self._send(link, *args)
             return
         self._free_at = due
-        loop.call_at(due, self._late, link, args)
+        # By then the staging buffers that payload frames show may hold something else.
+        kept = [list(map(bytes, one)) if isinstance(one, list | tuple) else one for one in args]
+        loop.call_at(due, self._late, link, kept)
 
     def _late(self, link: Any, args: Sequence[Message | bytes | Sequence[Frame]]) -> None:
         if link._socket.closed:

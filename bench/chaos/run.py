@@ -38,6 +38,7 @@ class Load:
     clients: int = 16
     moves_per_s: float = 3.0
     model: str = "device20ms"
+    transport: str = "auto"
 
     @property
     def flags(self) -> list[str]:
@@ -46,6 +47,7 @@ class Load:
         destinations always follow; even ones: as is cheaper, which here is mostly to copy."""
         words = [
             *SMALL, *model_flags(self.model), "--dtype=float32",
+            f"--transport={self.transport}",
             f"--instances={self.instances}", f"--front-ends={self.front_ends}",
             f"--follow={'always' if self.seed % 2 else 'auto'}",
             "--max-restarts=100000", "--max-crashes=100000", "--drain-timeout=5",
