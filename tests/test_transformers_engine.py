@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,7 @@ class Bench:
         self.threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self.engines: dict[str, ServingTransformers] = {
-            name: factory(num_blocks=12, max_batch_tokens=16, max_batch_requests=4, logprobs=True)
-            for name in "ab"
+            name: factory(num_blocks=12, max_batch_tokens=16, max_batch_requests=4) for name in "ab"
         }
         self.got: dict[str, list[Output]] = {}
         self.changed = asyncio.Event()
@@ -54,7 +54,7 @@ class Bench:
             self.got.setdefault(output.request_id, []).append(output)
         self.changed.set()
 
-    def submit(self, name: str, max_tokens: int = 40, **fields: object) -> str:
+    def submit(self, name: str, max_tokens: int = 40, **fields: Any) -> str:
         request_id = f"r{next(self.numbers)}"
         request = {"prompt_token_ids": PROMPT, "max_tokens": max_tokens} | fields
         self.engines[name].submit(1, request_id, [encode(Submitted(**request))])  # type: ignore[arg-type]
@@ -114,17 +114,27 @@ async def migrator(bench: Bench) -> AsyncIterator[Migrator]:
         await bench.settle()
 
 
-def test_log_probabilities_go_on_as_well(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": 3},
+        {"logprobs": 2, "temperature": 1.5, "seed": 5, "top_k": 9, "top_p": 0.95, "min_p": 0.01},
+    ],
+)
+def test_tokens_and_log_probabilities_go_on_as_if_nothing_had_moved(
+    bench: Bench, fields: dict[str, Any]
+) -> None:
     async def scenario() -> None:
         async with migrator(bench) as move:
-            stays = bench.submit("a", logprobs=True)
+            stays = bench.submit("a", **fields)
             expected = [(o.token_ids, o.logprobs) for o in await bench.reach(stays, 99)]
-            moves = bench.submit("a", logprobs=True)
+            moves = bench.submit("a", **fields)
             await bench.reach(moves, 5)
             assert (await move.migrate(moves, "a", "b")).state == "committed"
             got = [(o.token_ids, o.logprobs) for o in await bench.reach(moves, 99)]
             assert got == expected
-            assert all(len(logprobs) == 1 and logprobs[0] <= 0 for _, logprobs in got)
+            for _, (one,) in got:
+                assert len(one.top) == fields["logprobs"]
 
     bench.runner.run(scenario())
 
@@ -228,13 +238,14 @@ def test_a_request_that_fits_nowhere_is_refused_with_the_figures(bench: Bench) -
                 "max_tokens is 0": bench.submit("a", 0),
                 "prompt_token_ids is empty": bench.submit("a", prompt_token_ids=[]),
                 "temperature is -1.0": bench.submit("a", temperature=-1.0),
-                "of greedy requests only": bench.submit("a", temperature=1.0, logprobs=True),
+                "top_p is 0.0": bench.submit("a", top_p=0.0),
+                "logprobs is 21, must be from 0 to 20": bench.submit("a", logprobs=21),
             }
             for sentence, request_id in refused.items():
                 (output,) = await bench.reach(request_id, 1)
                 assert output.finish_reason == "error"
                 assert sentence in output.error
-            bench.engines["a"].submit(1, "strange", [b"\x81\xa5top_k\x03"])
+            bench.engines["a"].submit(1, "strange", [b"\x81\xa5top_q\x03"])
             (output,) = await bench.reach("strange", 1)
             assert output.finish_reason == "error"
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from kvmig.engines.transformers import factory, version
 from kvmig.engines.transformers.config import EngineConfig, parse
+from kvmig.engines.transformers.logprobs import Logprobs
 from kvmig.engines.transformers.model import refuse_windows
 from kvmig.engines.transformers.payload import Submitted
 from kvmig.engines.transformers.requests import all_tokens, make_state
 from kvmig.engines.transformers.sampling import SeededNoise, gumbel, key
+from kvmig.engines.transformers.truncation import Limits, Truncation, truncated
 from kvmig.ground.errors import ConfigError, StartupError, UnsupportedLayout
 
 SUBMITTED = Submitted(prompt_token_ids=[1, 2, 3], max_tokens=5, stop_token_ids=[9])
@@ -84,6 +88,61 @@ def test_greedy_requests_keep_their_scores_beside_others_that_sample() -> None:
     changed = SeededNoise()(scores, torch.tensor([0, key(3, 4)], dtype=torch.int32))
     assert torch.equal(changed[0], scores[0])
     assert not torch.equal(changed[1], scores[1])
+
+
+SHARES = torch.tensor([[0.2, 0.5, 0.0, 0.3]]).log()
+
+
+@pytest.mark.parametrize(
+    ("limits", "left"),
+    [
+        ((0, 1.0, 0.0), [0, 1, 3]),
+        ((2, 1.0, 0.0), [1, 3]),
+        ((9, 1.0, 0.0), [0, 1, 3]),
+        ((0, 0.6, 0.0), [1, 3]),
+        ((0, 0.4, 0.0), [1]),
+        ((0, 1.0, 0.5), [1, 3]),
+        ((2, 0.7, 0.0), [1, 3]),  # of what top_k leaves, the first has 0.625
+        ((1, 1.0, 1.0), [1]),
+    ],
+)
+def test_only_tokens_within_the_limits_can_be_had(limits: Limits, left: list[int]) -> None:
+    kept = truncated(SHARES.repeat(2, 1), [limits, (0, 1.0, 0.0)])
+    assert [at for at in range(4) if kept[0, at] > -torch.inf] == left
+    assert torch.equal(kept[0, left], SHARES[0, left])
+    assert torch.equal(kept[1], SHARES[0])
+
+
+class Row:
+    """A request of a step, as transformers hands it to processors."""
+
+    def __init__(self, request_id: str, **wanted: Any) -> None:
+        self.state = make_state(request_id, structs.replace(SUBMITTED, **wanted), [])
+
+
+def test_log_probabilities_are_of_the_scores_before_all_else() -> None:
+    logprobs, scores = Logprobs(), SHARES.repeat(3, 1) + 7
+    logprobs.prepare_tensor_args([Row("a"), Row("b", logprobs=2), Row("c", logprobs=0)])
+    assert logprobs(scores, torch.empty(0)) is scores
+    found = logprobs.of("b", 2, 2)
+    assert found.value == -9999.0
+    assert found.top_ids == [1, 3]
+    assert found.top == pytest.approx([math.log(0.5), math.log(0.3)])
+    assert logprobs.of("c", 0, 0).value == pytest.approx(math.log(0.2))
+    assert logprobs.of("c", 0, 0).top == []
+    with pytest.raises(KeyError):
+        logprobs.of("a", 0, 0)
+
+
+def test_requests_without_limits_keep_their_scores_beside_others_that_have_some() -> None:
+    truncation, scores = Truncation(), SHARES.repeat(3, 1)
+    rows = [Row("a", temperature=1.0), Row("b", temperature=1.0, top_k=1), Row("c", top_k=1)]
+    truncation.prepare_tensor_args(rows)
+    changed = truncation(scores, torch.empty(0))
+    assert torch.equal(changed[[0, 2]], scores[[0, 2]])
+    assert torch.isfinite(changed[1]).tolist() == [False, True, False, False]
+    truncation.prepare_tensor_args([Row("a")])
+    assert truncation(scores, torch.empty(0)) is scores
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,6 @@ class EngineProcess:
             device=setting.device,
             num_blocks=setting.num_blocks,
             max_batch_tokens=setting.max_batch_tokens,
-            logprobs=True,
             share_prefixes=False,  # else nothing of a prompt moves a second time
         )
         loop = asyncio.get_running_loop()
@@ -156,7 +155,7 @@ class EngineProcess:
     ) -> float:
         """When that was, as of this host's monotonic clock."""
         self._came[request_id] = Came()
-        request = Submitted(prompt_token_ids=prompt, max_tokens=max_tokens, logprobs=True)
+        request = Submitted(prompt_token_ids=prompt, max_tokens=max_tokens, logprobs=0)
         self.engine.submit(CLIENT, request_id, [encode(request)], known)
         return time.monotonic()
 
@@ -217,7 +216,7 @@ class EngineProcess:
                 migrations.stepped(output.request_id)
             came = self._came.setdefault(output.request_id, Came())
             came.tokens += output.token_ids
-            came.logprobs += output.logprobs
+            came.logprobs += [one.value for one in output.logprobs]
             came.times += [now] * len(output.token_ids)
             came.finish_reason, came.error = output.finish_reason, output.error
         self._changed.set()

@@ -46,14 +46,14 @@ class TransformersEngine:
     def __init__(self, config: EngineConfig) -> None:
         """Load the model and take the KV cache: seconds. Raises KvmigError."""
         self.config = config
-        manager = make_manager(config)
+        manager, logprobs = make_manager(config)
         processor = manager.batch_processor
         weights = config.weights_seed if config.random_weights else ""
         words = f"{manager.model.config.to_json_string()}\0{weights}"
         self._blocks = Blocks(processor.cache, words)
         self.max_request_tokens = self._blocks.total * self._blocks.tokens
         """Of one request, prompt and outputs: more could never be computed here."""
-        self._requests = Requests(processor.scheduler, self._blocks)
+        self._requests = Requests(processor.scheduler, self._blocks, logprobs)
         self._source = Source(self._requests)
         self._destination = Destination(self._requests, self.max_request_tokens)
         processor.scheduler.elsewhere = lambda: (
@@ -121,8 +121,6 @@ class TransformersEngine:
             submitted = decode(export.payload[1], Submitted)
         except (msgspec.MsgspecError, IndexError) as error:
             raise MigrationRefused("incompatible", f"export of another kind: {error}") from error
-        if submitted.logprobs and not self.config.logprobs:
-            raise MigrationRefused("incompatible", "this engine puts out no log-probabilities")
         return await self._between(
             lambda: self._destination.reserve(export.request_id, submitted, progress)
         )

@@ -28,8 +28,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Tokens that one step computes."""
     max_batch_requests: int = 32
     """Requests in one step."""
-    logprobs: bool = False
-    """Whether requests may ask for log-probabilities."""
     share_prefixes: bool = True
     """Whether requests that begin alike share KV blocks."""
 

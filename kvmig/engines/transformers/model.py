@@ -19,12 +19,13 @@ from transformers.utils.logging import (
 
 from kvmig.engines.transformers import scheduling
 from kvmig.engines.transformers.config import EngineConfig
+from kvmig.engines.transformers.logprobs import Logprobs
 from kvmig.engines.transformers.sampling import add_sampling
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
 
 
-def make_manager(config: EngineConfig) -> Any:
-    """The manager with its batch processor; its own loop is never started.
+def make_manager(config: EngineConfig) -> tuple[Any, Logprobs]:
+    """The manager with its batch processor, and its log-probabilities; its loop is never started.
 
     Raises ConfigError or UnsupportedLayout.
     """
@@ -52,18 +53,17 @@ def make_manager(config: EngineConfig) -> Any:
             max_blocks_per_request=0,
             auto_switch_to_flash=False,
             scheduler_type=scheduling.NAME,
-            return_logprobs=config.logprobs,
             allow_block_sharing=config.share_prefixes,
             seed=0,
         ),
     )
-    add_sampling(manager.logit_processor)
+    logprobs = add_sampling(manager.logit_processor)
     scheduling.register()
     with torch.no_grad():
         manager.batch_processor = manager._create_batch_processor()
     if config.device == "cuda":
         torch.cuda.synchronize()  # steps are queued on another stream than all this
-    return manager
+    return manager, logprobs
 
 
 def refuse_windows(model_config: Any) -> None:

@@ -9,6 +9,10 @@ import msgspec
 T = TypeVar("T")
 
 
+MOST_LOGPROBS = 20
+"""Of the likeliest tokens, as vLLM has it."""
+
+
 class Submitted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request as a client puts it."""
 
@@ -20,8 +24,22 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """0: greedy."""
     seed: int | None = None
     """Of sampling; drawn at submission when there is none."""
-    logprobs: bool = False
-    """Of each token that is put out; greedy requests only."""
+    top_k: int = 0
+    """Only the so many likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that have this share of the probability together."""
+    min_p: float = 0.0
+    """Only tokens with this share of the likeliest one's probability."""
+    logprobs: int | None = None
+    """Of each token that is put out, and of so many of the likeliest; None: of none."""
+
+
+class Logprob(msgspec.Struct, array_like=True, frozen=True):
+    """Of one token, natural; of the likeliest ones by their ids, the likeliest first."""
+
+    value: float
+    top_ids: list[int] = []
+    top: list[float] = []
 
 
 class Output(msgspec.Struct):
@@ -31,7 +49,7 @@ class Output(msgspec.Struct):
     token_ids: list[int]
     finish_reason: Literal["", "stop", "length", "error"] = ""
     """Empty while it runs."""
-    logprobs: list[float] = []
+    logprobs: list[Logprob] = []
     error: str = ""
 
     @property

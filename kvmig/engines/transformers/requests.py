@@ -10,6 +10,7 @@ from transformers.generation.continuous_batching.requests import RequestState as
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from kvmig.engines.transformers.blocks import Blocks
+from kvmig.engines.transformers.logprobs import Logprobs
 from kvmig.engines.transformers.payload import Output, Submitted
 
 
@@ -31,9 +32,10 @@ class Held:
 class Requests:
     """Puts requests into transformers' scheduler and takes them out, at any state."""
 
-    def __init__(self, scheduler: Any, blocks: Blocks) -> None:
+    def __init__(self, scheduler: Any, blocks: Blocks, logprobs: Logprobs) -> None:
         self.scheduler = scheduler
         self.blocks = blocks
+        self._logprobs = logprobs
         self._held: dict[str, Held] = {}
 
     def __contains__(self, request_id: str) -> bool:
@@ -107,13 +109,13 @@ class Requests:
             if finished:
                 del self._held[state.request_id]
             token = state.generated_tokens[-1]
-            stops = token in held.submitted.stop_token_ids
+            stops, top = token in held.submitted.stop_token_ids, held.submitted.logprobs
             outputs.setdefault(held.client, []).append(
                 Output(
                     state.request_id,
                     [token],
                     ("stop" if stops else "length") if finished else "",
-                    [state.logprobs[-1]] if held.submitted.logprobs else [],
+                    [] if top is None else [self._logprobs.of(state.request_id, token, top)],
                 )
             )
         return outputs
@@ -168,6 +170,12 @@ def make_state(
 
 
 def _sampling(submitted: Submitted) -> dict[str, Any]:
-    if not submitted.temperature:
-        return {}
-    return {"temperature": submitted.temperature, "seed": submitted.seed}
+    wanted: dict[str, Any] = {}
+    if submitted.logprobs is not None:
+        wanted["logprobs"] = submitted.logprobs
+    if submitted.temperature:
+        wanted |= {"temperature": submitted.temperature, "seed": submitted.seed}
+        limits = submitted.top_k, submitted.top_p, submitted.min_p
+        if limits != (0, 1.0, 0.0):
+            wanted["truncation"] = limits
+    return wanted

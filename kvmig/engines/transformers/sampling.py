@@ -20,6 +20,9 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingTemperatureLogitsWarper,
 )
 
+from kvmig.engines.transformers.logprobs import Logprobs
+from kvmig.engines.transformers.truncation import Truncation
+
 _GOLDEN, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 """SplitMix64's constants, as signed numbers."""
 
@@ -65,15 +68,18 @@ def gumbel(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return -torch.log(-torch.log(uniform))
 
 
-def add_sampling(processors: ContinuousBatchingLogitsProcessorList) -> None:
-    """Let requests have a temperature and a seed of their own. Before the engine is made."""
+def add_sampling(processors: ContinuousBatchingLogitsProcessorList) -> Logprobs:
+    """Let requests have sampling of their own, and log-probabilities. Before the engine is made."""
     own = [
+        logprobs := Logprobs(),
         ContinuousBatchingTemperatureLogitsWarper(TemperatureLogitsWarper(1.0)),
+        Truncation(),
         SeededNoise(),
     ]
     processors.logits_processor.extend(own)
     processors.tensors_required += len(own)
     processors.do_processing = True
+    return logprobs
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:

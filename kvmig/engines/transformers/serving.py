@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvmig.engines.base import Emitted, Frame, OnCallDone, OnOutputs, StepTime
 from kvmig.engines.transformers.adapter import TransformersEngine
 from kvmig.engines.transformers.config import EngineConfig
-from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
+from kvmig.engines.transformers.payload import MOST_LOGPROBS, Output, Submitted, decode, encode
 from kvmig.engines.transformers.requests import Held, make_state
 from kvmig.ground.errors import ConfigError
 
@@ -153,13 +153,15 @@ class ServingTransformers(TransformersEngine):
                 f"prompt and max_tokens are {most} tokens, at most {self.max_request_tokens} fit",
             ),
             (len(known) < submitted.max_tokens, f"all {submitted.max_tokens} tokens are known"),
+            (submitted.top_k >= 0, f"top_k is {submitted.top_k}, must be 0 or more"),
             (
-                not submitted.logprobs or self.config.logprobs,
-                "logprobs: the engine was started without them",
+                0 < submitted.top_p <= 1,
+                f"top_p is {submitted.top_p}, must be more than 0 and at most 1",
             ),
+            (0 <= submitted.min_p <= 1, f"min_p is {submitted.min_p}, must be from 0 to 1"),
             (
-                not (submitted.logprobs and submitted.temperature),
-                "logprobs: of greedy requests only",
+                0 <= (submitted.logprobs or 0) <= MOST_LOGPROBS,
+                f"logprobs is {submitted.logprobs}, must be from 0 to {MOST_LOGPROBS}",
             ),
         )
         for holds, sentence in rules:
