@@ -7,18 +7,22 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import anyio
 import httpx
 import pytest
 from fastapi import FastAPI
 
-from kvmig.engines.transformers.payload import Output, Submitted, decode
+from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode
 from kvmig.gateway.access import bearer
 from kvmig.gateway.request_id import RequestIdMiddleware
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import NoInstance
 from kvmig.kvtransfer.wire import Frame
-from kvmig.openai_server.generation import Engines, Outlet
+from kvmig.openai_server.answers import ChatAnswer
+from kvmig.openai_server.choices import Choices
+from kvmig.openai_server.generation import Engines, Generation, Outlet, Piece
 from kvmig.openai_server.routes import openai_api
+from kvmig.openai_server.tokens import Token
 
 if TYPE_CHECKING:
     from kvmig.engines.transformers.tokenizer import Tokenizer
@@ -41,6 +45,8 @@ class Bytes:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", "replace")
+
+    spell = decode
 
 
 class Instances:
@@ -183,6 +189,105 @@ async def test_a_call_without_a_seed_is_given_one_for_all_its_runs(
     assert asked == 7
 
 
+def scored(text: str, finish_reason: Any = "") -> Output:
+    """Each token with its log-probability, and that of "z"."""
+    found = [Logprob(-0.5 * at, [ord("z")], [-0.25]) for at in range(len(text))]
+    return Output("", list(text.encode()), finish_reason, found)
+
+
+async def test_log_probabilities_of_a_completion_are_of_all_its_tokens(
+    http: httpx.AsyncClient, instances: Instances
+) -> None:
+    instances.script = [scored("bc"), scored("d", "length")]
+    (choice,) = (await complete(http, logprobs=1)).json()["choices"]
+    assert choice["logprobs"] == {
+        "text_offset": [0, 1, 2],
+        "tokens": ["b", "c", "d"],
+        "token_logprobs": [0.0, -0.5, 0.0],
+        "top_logprobs": [{"b": 0.0, "z": -0.25}, {"c": -0.5, "z": -0.25}, {"d": 0.0, "z": -0.25}],
+    }
+    assert instances.submitted[0].logprobs == 1
+
+    chunks = events(await complete(http, logprobs=1, stop="cx", stream=True))
+    told = [one["choices"][0]["logprobs"] for one in chunks if one["choices"][0]["logprobs"]]
+    assert [text for one in told for text in one["tokens"]] == ["b", "c", "d"]
+    assert [at for one in told for at in one["text_offset"]] == [0, 1, 2]
+
+
+async def test_log_probabilities_of_a_chat_have_their_bytes(instances: Instances) -> None:
+    answer = ChatAnswer("id", "model", Bytes().spell)
+    token = Token(ord("b"), Logprob(-0.5, [ord("z")], [-0.25]))
+    (choice,) = answer.chunk(1, Piece("b", 1, None, [token]))["choices"]
+    top = {"token": "z", "logprob": -0.25, "bytes": [122]}
+    assert choice["index"] == 1
+    assert choice["logprobs"] == {
+        "content": [{"token": "b", "logprob": -0.5, "bytes": [98], "top_logprobs": [top]}]
+    }
+    (choice,) = answer.whole([Piece("b", 1, "stop")])["choices"]
+    assert choice["logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_choices_are_requests_with_seeds_that_follow_each_other(
+    http: httpx.AsyncClient, instances: Instances, stream: bool
+) -> None:
+    instances.script = [out("b"), out("c", "length")]
+    answer = await complete(http, n=3, seed=2**63 - 2, stream=stream)
+    assert [one.seed for one in instances.submitted] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    if stream:
+        told = [one["choices"][0] for one in events(answer)]
+    else:
+        told = answer.json()["choices"]
+        assert answer.json()["usage"]["completion_tokens"] == 6
+    for index in range(3):
+        mine = [one for one in told if one["index"] == index]
+        assert "".join(one["text"] for one in mine) == "bc"
+        assert mine[-1]["finish_reason"] == "length"
+
+
+async def test_one_choice_that_fails_ends_them_all(
+    http: httpx.AsyncClient, instances: Instances
+) -> None:
+    instances.script = [out("b"), ("instance i0 is lost", True)]
+    answer = await complete(http, n=2)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "instance i0 is lost")
+
+
+async def test_a_stream_whose_client_leaves_ends_all_choices_though_it_is_cancelled(
+    instances: Instances,
+) -> None:
+    engines = Engines(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes()))
+    submitted = Submitted(prompt_token_ids=[1], max_tokens=9)
+    choices = Choices([Generation(engines, "c", submitted, (), choice) for choice in range(2)])
+    await choices.begin()
+
+    async def read() -> None:
+        with anyio.CancelScope() as scope:
+            try:
+                async for _ in choices.pieces():
+                    scope.cancel()
+                    await asyncio.sleep(10)
+            finally:
+                await choices.close()
+
+    instances.script = [out("b")]
+    await asyncio.wait_for(read(), 10)
+    assert len(instances.ended) == 2
+    assert not instances.live
+
+
+@pytest.mark.parametrize("n", [None, 1])
+async def test_a_request_of_its_own_has_the_limits_of_the_call(
+    http: httpx.AsyncClient, instances: Instances, n: int | None
+) -> None:
+    instances.script = [out("b", "length")]
+    await complete(http, n=n, top_k=-1, top_p=0.5, min_p=0.25)
+    await complete(http, top_k=3)
+    first, second = instances.submitted
+    assert (first.top_k, first.top_p, first.min_p, first.logprobs) == (0, 0.5, 0.25, None)
+    assert (second.top_k, second.top_p, second.min_p) == (3, 1.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
@@ -192,6 +297,9 @@ async def test_a_call_without_a_seed_is_given_one_for_all_its_runs(
         ("completions", {}, 400, "prompt"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
         ("completions", {"prompt": "a", "stop": [""]}, 400, "stop"),
+        ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
+        ("completions", {"prompt": "a", "top_k": -2}, 400, "top_k"),
+        ("completions", {"prompt": "a", "logprobs": True}, 400, "logprobs"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}, 400, "messages"),
         ("chat/completions", {"messages": []}, 400, "messages"),
     ],

@@ -37,10 +37,13 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Count from 0042"}]
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (COMPLETIONS, count_from(17, 300)),
-    "seeded": (COMPLETIONS, count_from(17, 300, temperature=1.8, seed=7)),
+    "seeded": (
+        COMPLETIONS, count_from(17, 300, temperature=1.8, seed=7, top_p=0.9, top_k=50, logprobs=2),
+    ),
     "stop string": (COMPLETIONS, count_from(17, 1500, stop=["0080", "0075"])),
     "chat": (
-        CHAT, {"messages": MESSAGES, "max_tokens": 300, "temperature": 1.5, "seed": 6},
+        CHAT, {"messages": MESSAGES, "max_tokens": 300, "temperature": 1.5, "seed": 6,
+            "min_p": 0.01, "logprobs": True, "top_logprobs": 1},
     ),
 }  # fmt: skip
 
@@ -108,13 +111,31 @@ async def test_the_openai_package_gets_completions_and_chats_whole_and_streamed(
     )
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (" 0019 0020", "stop")
 
+    several = await client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "Count from 0042"}], n=2, seed=5,
+        max_completion_tokens=14, temperature=2, logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    second = await client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "Count from 0042"}], seed=6,
+        max_completion_tokens=14, temperature=2,
+    )  # fmt: skip
+    assert [choice.index for choice in several.choices] == [0, 1]
+    assert several.choices[1].message.content == second.choices[0].message.content
+    logprobs = several.choices[0].logprobs
+    entries = logprobs.content if logprobs else None
+    assert entries
+    assert {len(entry.top_logprobs) for entry in entries} == {2}
+
 
 @pytest.mark.parametrize(
     ("path", "field", "value", "said"),
     [
-        (COMPLETIONS, "top_p", 0.5, "top_p is 0.5: must be 1 with this engine"),
-        (COMPLETIONS, "n", 2, "n is 2: must be 1 with this engine"),
-        (COMPLETIONS, "logprobs", 0, "logprobs is 0: must be left out with this engine"),
+        (COMPLETIONS, "presence_penalty", 0.5, "presence_penalty is 0.5: must be 0 with this"),
+        (COMPLETIONS, "best_of", 2, "best_of is 2: must be 1 with this engine"),
+        (COMPLETIONS, "top_p", 1.5, "top_p is 1.5"),
+        (COMPLETIONS, "n", 17, "n is 17"),
+        (COMPLETIONS, "logprobs", 21, "logprobs is 21"),
+        (CHAT, "top_logprobs", 2, "top_logprobs wants logprobs, which must be true"),
         (COMPLETIONS, "guided_regex", "a*", "there is no field guided_regex, allowed are"),
         (COMPLETIONS, "prompt", ["a", "b"], "must be one prompt"),
         (COMPLETIONS, "prompt", [1, 900], "prompt has token ids that are not in 0 to 263"),

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from kvmig.engines.transformers.payload import MOST_LOGPROBS
 from kvmig.openai_server.fields import (
     CONTENT,
     MOST_STOP_IDS,
@@ -18,6 +19,9 @@ from kvmig.openai_server.fields import (
     as_text,
     sendable,
 )
+
+MOST_CHOICES = 16
+"""Of one call."""
 
 
 class _Strict(BaseModel):
@@ -51,12 +55,14 @@ class Body(_Strict):
         | None
     ) = None
     ignore_eos: bool = False
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    """None: 1."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """-1, 0, None: all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     # with neutral values only
-    n: Annotated[Any, Only(1)] = 1
     best_of: Annotated[Any, Only(1)] = 1
-    top_p: Annotated[Any, Only(1)] = 1
-    top_k: Annotated[Any, Only(0, -1)] = 0
-    min_p: Annotated[Any, Only(0)] = 0
     min_tokens: Annotated[Any, Only(0)] = 0
     presence_penalty: Annotated[Any, Only(0)] = 0
     frequency_penalty: Annotated[Any, Only(0)] = 0
@@ -81,7 +87,8 @@ class CompletionBody(Body):
     prompt: Annotated[Any, BeforeValidator(as_prompt), PROMPT]
     echo: Annotated[Any, Only(False)] = False
     suffix: Annotated[Any, Only("")] = None
-    logprobs: Annotated[Any, Only()] = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """Of the tokens, and of so many of the likeliest."""
 
 
 class Message(_Strict):
@@ -99,8 +106,9 @@ class ChatBody(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens."""
     chat_template_kwargs: dict[str, Any] = {}
-    logprobs: Annotated[Any, Only(False)] = False
-    top_logprobs: Annotated[Any, Only(0)] = 0
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """Of the likeliest tokens; None: 0."""
     response_format: Annotated[Any, Only({"type": "text"})] = None
     tools: Annotated[Any, Only([])] = None
     tool_choice: Annotated[Any, Only("none")] = None

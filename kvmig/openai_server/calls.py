@@ -1,9 +1,9 @@
-"""A call's generation, answered as a whole or as a stream; its client may leave at any time."""
+"""A call's choices, answered as a whole or as a stream; its client may leave at any time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -15,27 +15,24 @@ from starlette.types import Send
 from kvmig.gateway.admin_errors import problem
 from kvmig.openai_server.answers import Answer, usage
 from kvmig.openai_server.bodies import StreamOptions
+from kvmig.openai_server.choices import Choices
 from kvmig.openai_server.errors import Failed
-from kvmig.openai_server.generation import Generation
+from kvmig.openai_server.generation import Piece
 
 CLIENT_LEFT = 499
 """As nginx has it; nobody reads it."""
 
 
-async def whole(
-    request: Request, generation: Generation, answer: Answer, prompt_tokens: int
-) -> Response:
+async def whole(request: Request, choices: Choices, answer: Answer, prompt_tokens: int) -> Response:
     """The answer, or none if the client leaves before. Raises Failed."""
 
     async def run() -> Response:
-        text = ""
-        await generation.begin()
-        while True:
-            piece = await generation.next()
-            text += piece.text
-            if piece.finish_reason is not None:
-                body = answer.whole(text, piece.finish_reason)
-                return JSONResponse({**body, "usage": usage(prompt_tokens, piece.tokens)})
+        came: list[list[Piece]] = [[] for _ in range(len(choices))]
+        await choices.begin()
+        async for choice, piece in choices.pieces():
+            came[choice].append(piece)
+        body = answer.whole([_joined(pieces) for pieces in came])
+        return JSONResponse({**body, "usage": usage(prompt_tokens, choices.tokens)})
 
     running, left = asyncio.create_task(run()), asyncio.create_task(_left(request))
     try:
@@ -45,57 +42,59 @@ async def whole(
         running.cancel()
         left.cancel()
         await asyncio.gather(running, left, return_exceptions=True)
-        await generation.close()
+        await choices.close()
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """All of one choice."""
+    text = "".join(piece.text for piece in pieces)
+    logprobs = [token for piece in pieces for token in piece.logprobs]
+    return pieces[-1]._replace(text=text, logprobs=logprobs)
 
 
 async def stream(
-    generation: Generation, answer: Answer, prompt_tokens: int, options: StreamOptions
+    choices: Choices, answer: Answer, prompt_tokens: int, options: StreamOptions
 ) -> Response:
     """Server-sent events. Raises Failed where nothing could begin."""
     try:
-        await generation.begin()
+        await choices.begin()
     except BaseException:
-        await generation.close()
+        await choices.close()
         raise
-    return _Events(_events(generation, answer, prompt_tokens, options), generation)
+    return _Events(_events(choices, answer, prompt_tokens, options), choices)
 
 
 class _Events(StreamingResponse):
-    """Ends the generation with the response, however that ends."""
+    """Ends the choices with the response, however that ends."""
 
-    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+    def __init__(self, events: AsyncIterator[bytes], choices: Choices) -> None:
         super().__init__(events, media_type="text/event-stream")
-        self._generation = generation
+        self._choices = choices
 
     async def stream_response(self, send: Send) -> None:
         try:
             await super().stream_response(send)
         finally:
-            await self._generation.close()
+            await self._choices.close()
 
 
 async def _events(
-    generation: Generation, answer: Answer, prompt_tokens: int, options: StreamOptions
+    choices: Choices, answer: Answer, prompt_tokens: int, options: StreamOptions
 ) -> AsyncIterator[bytes]:
-    tokens = 0
-
     def event(chunk: dict[str, Any], counted: bool = options.continuous_usage_stats) -> bytes:
         if counted:
-            chunk["usage"] = usage(prompt_tokens, tokens)
+            chunk["usage"] = usage(prompt_tokens, choices.tokens)
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
-    if (head := answer.head()) is not None:
-        yield event(head)
-    finish_reason = None
-    while finish_reason is None:
-        try:
-            piece = await generation.next()
-        except Failed as error:
-            body = bytes(problem(HTTPStatus(error.status), str(error)).body)
-            yield b"data: " + body + b"\n\n"
-            break
-        tokens, finish_reason = piece.tokens, piece.finish_reason
-        yield event(answer.chunk(piece))
+    for choice in range(len(choices)):
+        if (head := answer.head(choice)) is not None:
+            yield event(head)
+    try:
+        async for choice, piece in choices.pieces():
+            yield event(answer.chunk(choice, piece))
+    except Failed as error:
+        body = bytes(problem(HTTPStatus(error.status), str(error)).body)
+        yield b"data: " + body + b"\n\n"
     else:
         if options.include_usage:
             yield event(answer.last(), counted=True)

@@ -14,6 +14,7 @@ from kvmig.gateway.router import Router
 from kvmig.ground.errors import NoInstance
 from kvmig.openai_server.errors import Failed
 from kvmig.openai_server.text import Detokenizer, StopStrings
+from kvmig.openai_server.tokens import Token
 
 if TYPE_CHECKING:
     from kvmig.engines.transformers.tokenizer import Tokenizer
@@ -63,29 +64,38 @@ class Engines:
 
 
 class Piece(NamedTuple):
-    """More of an answer. tokens: output tokens so far."""
+    """More of an answer. tokens: output tokens so far; logprobs: of those of this piece, if they
+    are asked for, whether their text is in it or held back."""
 
     text: str
     tokens: int
     finish_reason: str | None
+    logprobs: Sequence[Token] = ()
 
 
 class Generation:
     """`begin`, `next` until a piece has a finish reason, `close` in any case."""
 
     def __init__(
-        self, engines: Engines, external_id: str, request: Submitted, stops: Sequence[str]
+        self,
+        engines: Engines,
+        external_id: str,
+        request: Submitted,
+        stops: Sequence[str],
+        choice: int | None = None,
     ) -> None:
-        """external_id: of the call; the request's own begins with it."""
+        """external_id: of the call; the request's own has it in it. choice: of several."""
         self._router, self._outlet = engines.router, engines.outlet
         self._external_id = external_id
         # As vLLM ends its ids: `kvmig.gateway.foreign` reads them.
-        self._request_id = f"{external_id}-{secrets.token_hex(4)}"
+        place = "" if choice is None else f"{choice}_"
+        self._request_id = f"{place}{external_id}-{secrets.token_hex(4)}"
         self._request = request
         self._detokenizer = Detokenizer(engines.tokenizer.decode, request.prompt_token_ids)
         self._stops = StopStrings(stops)
         self._queue = self._outlet.open(self._request_id)
         self._tokens = 0
+        self._logprobs: list[Token] = []
         self._runs = False
 
     async def begin(self) -> None:
@@ -115,7 +125,8 @@ class Generation:
                 if reason is not None:
                     break
             if text or reason is not None:
-                return Piece(text, self._tokens, reason)
+                logprobs, self._logprobs = self._logprobs, []
+                return Piece(text, self._tokens, reason, logprobs)
 
     async def close(self) -> None:
         """Nobody wants more of it. May be called twice."""
@@ -135,6 +146,8 @@ class Generation:
         text = ""
         for at, token in enumerate(output.token_ids, 1):
             self._tokens += 1
+            if output.logprobs:
+                self._logprobs.append(Token(token, output.logprobs[at - 1]))
             ends = output.finish_reason == "stop" and at == len(output.token_ids)
             cut = self._stops.add("" if ends else self._detokenizer.add(token))
             text += cut.text

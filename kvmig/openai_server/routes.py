@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from msgspec.structs import replace
 from starlette.responses import JSONResponse
 
 from kvmig.engines.transformers.payload import Submitted
@@ -19,6 +20,7 @@ from kvmig.gateway.shown import shown
 from kvmig.openai_server import calls
 from kvmig.openai_server.answers import Answer, ChatAnswer, CompletionAnswer
 from kvmig.openai_server.bodies import Body, ChatBody, CompletionBody, field_names
+from kvmig.openai_server.choices import Choices
 from kvmig.openai_server.documented import EVENTS, ChatCompletion, Completion, Models
 from kvmig.openai_server.errors import BadRequest, UnknownModel
 from kvmig.openai_server.generation import Engines, Generation
@@ -40,19 +42,21 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
 
     @completions.post("/completions", response_model=Completion, responses={200: EVENTS})
     async def complete(request: Request, body: CompletionBody) -> Response:
-        """One prompt, one choice."""
+        """One prompt."""
         prompt = body.prompt
         if isinstance(prompt, str):
             door.check_length("prompt", prompt)
             prompt = await asyncio.to_thread(engines.tokenizer.encode, prompt)
         call_id = current_call.get()
         asked = body.max_tokens or USUAL_TOKENS
-        answer = CompletionAnswer(f"cmpl-{call_id}", body.model or names[0])
-        return await door.run(request, body, prompt, asked, f"cmpl-{call_id}-0", answer)
+        name, spell = body.model or names[0], engines.tokenizer.spell
+        answer = CompletionAnswer(f"cmpl-{call_id}", name, body.n or 1, spell)
+        submitted = door.checked(body, prompt, asked, body.logprobs)
+        return await door.run(request, body, submitted, f"cmpl-{call_id}-0", answer)
 
     @chats.post("/chat/completions", response_model=ChatCompletion, responses={200: EVENTS})
     async def chat(request: Request, body: ChatBody) -> Response:
-        """One choice."""
+        """One conversation."""
         door.check_length("messages", *(one.content for one in body.messages))
         messages = [one.model_dump(exclude_none=True) for one in body.messages]
         try:
@@ -63,8 +67,12 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
             raise BadRequest("messages", str(error)) from error
         call_id = current_call.get()
         asked = body.max_completion_tokens or body.max_tokens
-        answer = ChatAnswer(f"chatcmpl-{call_id}", body.model or names[0])
-        return await door.run(request, body, prompt, asked, f"chatcmpl-{call_id}", answer)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise BadRequest("top_logprobs", "top_logprobs wants logprobs, which must be true")
+        logprobs = body.top_logprobs or 0 if body.logprobs else None
+        answer = ChatAnswer(f"chatcmpl-{call_id}", body.model or names[0], engines.tokenizer.spell)
+        submitted = door.checked(body, prompt, asked, logprobs)
+        return await door.run(request, body, submitted, f"chatcmpl-{call_id}", answer)
 
     @api.get("/models", response_model=Models)
     async def models() -> Response:
@@ -105,19 +113,35 @@ class _Door:
         self,
         request: Request,
         body: Body,
-        prompt: list[int],
-        asked: int | None,
+        submitted: Submitted,
         external_id: str,
         answer: Answer,
     ) -> Response:
-        """asked: output tokens; None: as many as there is room for. Raises GatewayError."""
-        submitted = self._checked(body, prompt, asked)
-        generation = Generation(self._engines, external_id, submitted, body.stop)
+        """Raises GatewayError."""
+        n, tokens = body.n or 1, len(submitted.prompt_token_ids)
+        choices = Choices(
+            [
+                Generation(
+                    self._engines,
+                    external_id,
+                    replace(submitted, seed=seed_of(submitted, choice)),
+                    body.stop,
+                    choice if n > 1 else None,
+                )
+                for choice in range(n)
+            ]
+        )
         if body.stream:
-            return await calls.stream(generation, answer, len(prompt), body.usage)
-        return await calls.whole(request, generation, answer, len(prompt))
+            return await calls.stream(choices, answer, tokens, body.usage)
+        return await calls.whole(request, choices, answer, tokens)
 
-    def _checked(self, body: Body, prompt: list[int], asked: int | None) -> Submitted:
+    def checked(
+        self, body: Body, prompt: list[int], asked: int | None, logprobs: int | None
+    ) -> Submitted:
+        """asked: output tokens; None: as many as there is room for. logprobs: see `Submitted`.
+
+        Raises GatewayError.
+        """
         if body.model and body.model not in self._names:
             names = " or ".join(self._names)
             raise UnknownModel(f"there is no model {shown(body.model)}, only {names}")
@@ -146,4 +170,14 @@ class _Door:
             temperature=temperature,
             # Drawn here, so that the request goes on the same when it runs again elsewhere.
             seed=secrets.randbits(63) if body.seed is None else body.seed,
+            top_k=max(0, body.top_k or 0),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p or 0.0,
+            logprobs=logprobs,
         )
+
+
+def seed_of(submitted: Submitted, choice: int) -> int:
+    """Each choice's own, from the call's; in 64 bits with a sign."""
+    assert submitted.seed is not None
+    return (submitted.seed + choice + 2**63) % 2**64 - 2**63

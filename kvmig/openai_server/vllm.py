@@ -13,11 +13,11 @@ from vllm.config import VllmConfig
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.front import Outlet, RoutedLLM, apply_ready, decode_outputs
-from kvmig.engines.vllm.server import ApiServer
 from kvmig.gateway.app import MIDDLEWARE
 from kvmig.gateway.connection import Connection
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
+from kvmig.openai_server.vllm_app import ApiServer
 
 
 class VllmServer:

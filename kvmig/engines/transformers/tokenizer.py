@@ -69,6 +69,11 @@ class Tokenizer:
         )
         return text
 
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """As `decode`, with special tokens."""
+        text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return text
+
     def _eos_ids(self, model: str, config: Any) -> set[int]:
         try:
             generation = GenerationConfig.from_pretrained(model).eos_token_id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -19,12 +18,10 @@ from vllm.entrypoints.launchers.launcher import serve_http
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from kvmig.ground.errors import StartupError
-
-_START_TIMEOUT_S = 60.0
+from kvmig.openai_server.http_task import HttpTask
 
 
-class ApiServer:
+class ApiServer(HttpTask):
     """The HTTP side of the front end: vLLM's app on `llm`, changed by `prepare`.
 
     middleware: import paths of ASGI classes, innermost first. connection: uvicorn's protocol.
@@ -42,11 +39,10 @@ class ApiServer:
         self._llm = llm
         self._args = args
         args.middleware = [*args.middleware, *middleware]
-        self._sock = sock
         self._prepare = prepare
         self._connection = connection
         self._app: FastAPI | None = None
-        self._serving: asyncio.Task[object] | None = None
+        super().__init__(sock, self._started)
 
     async def start(self) -> None:
         """Return once requests are taken. Raises StartupError."""
@@ -56,45 +52,17 @@ class ApiServer:
         await init_app_state(self._llm, app.state, args, tasks)
         self._prepare(app)
         self._app = app
-        self._serving = asyncio.create_task(self._serve(app), name="http")
-        deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
-        while not getattr(getattr(app.state, "server", None), "started", False):
-            if self._serving.done():
-                error = self._serving.exception()
-                raise StartupError(f"the HTTP server did not start: {error}")
-            if asyncio.get_running_loop().time() > deadline:
-                raise StartupError(f"the HTTP server did not start in {_START_TIMEOUT_S:g} s")
-            await asyncio.sleep(0.02)
+        await self.run(self._serve(app))
 
-    async def ended(self) -> None:
-        """Wait until the server has stopped."""
-        assert self._serving is not None
-        await asyncio.wait([self._serving])
-
-    async def stop(self, grace_s: float) -> None:
-        """Close the port; open connections get `grace_s` to end."""
-        if self._app is None or self._serving is None:
-            self._sock.close()
-            return
-        server = getattr(self._app.state, "server", None)
-        if server is not None:
-            server.should_exit = True
-        _, late = await asyncio.wait([self._serving], timeout=grace_s)
-        if late and server is not None:
-            # It then prints a traceback of its own cancellation.
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-            server.force_exit = True
-            _, late = await asyncio.wait([self._serving], timeout=grace_s)
-        if late:
-            self._serving.cancel()
-            await asyncio.wait([self._serving])
-        self._sock.close()
+    def _started(self) -> Any:
+        """uvicorn's server, which vLLM puts there."""
+        return None if self._app is None else getattr(self._app.state, "server", None)
 
     async def _serve(self, app: FastAPI) -> object:
         args = self._args
         return await serve_http(
             app,
-            sock=self._sock,
+            sock=self.sock,
             http=self._connection,
             enable_ssl_refresh=args.enable_ssl_refresh,
             host=args.host,

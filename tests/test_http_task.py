@@ -1,0 +1,57 @@
+"""An HTTP server as a task: its start and its end, with a server of the tests' own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from kvmig.ground.errors import StartupError
+from kvmig.openai_server.http_task import HttpTask
+
+
+class Server:
+    """Ends when it is told; `deaf`: only when it is told twice, or cancelled."""
+
+    def __init__(self, deaf: int = 0) -> None:
+        self.started = self.should_exit = self.force_exit = self.cancelled = False
+        self._deaf = deaf
+
+    async def serve(self) -> None:
+        self.started = True
+        try:
+            while [self.should_exit, self.force_exit].count(True) <= self._deaf:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+@pytest.mark.parametrize("deaf", [0, 1, 2])
+async def test_it_ends_when_told_or_else_is_made_to(deaf: int) -> None:
+    server, sock = Server(deaf), socket.socket()
+    task = HttpTask(sock, lambda: server)
+    await task.run(server.serve())
+    await task.stop(0.05)
+    await task.ended()
+    assert (server.force_exit, server.cancelled) == (deaf > 0, deaf > 1)
+    assert sock.fileno() == -1
+
+
+async def test_a_server_that_fails_is_told_with_the_reason_and_its_port_is_closed() -> None:
+    async def serve() -> None:
+        raise OSError("no certificate")
+
+    sock = socket.socket()
+    task = HttpTask(sock, lambda: None)
+    with pytest.raises(StartupError, match="the HTTP server did not start: no certificate"):
+        await task.run(serve())
+    await task.stop(1)
+    assert sock.fileno() == -1
+
+
+async def test_one_that_was_never_run_gives_its_port_back() -> None:
+    sock = socket.socket()
+    await HttpTask(sock, lambda: None).stop(1)
+    assert sock.fileno() == -1
