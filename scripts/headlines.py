@@ -116,4 +116,14 @@ HEADLINES = (
         Source("policies", "kvmig_ttft_p99_s_over_llumnix"),
         None,
     ),
+    Headline(
+        "10,000 streams, 50,000 tokens/s offered, one front end: delivered / vLLM's own",
+        Source("load", "kvmig_over_vllm_1.delivered_at_50000"),
+        None,
+    ),
+    Headline(
+        "the same with two front ends",
+        Source("load", "kvmig_over_vllm_2.delivered_at_50000"),
+        None,
+    ),
 )
