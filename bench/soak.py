@@ -33,7 +33,7 @@ from bench.chaos.clients import Client, Ledger, keep_asking
 from bench.chaos.leaks import Holdings, compare, when_idle
 from bench.chaos.mover import Mover
 from bench.chaos.place import Place
-from bench.chaos.run import SETTLE_S, references
+from bench.chaos.run import SETTLE_S, WARM_S, Load, references, traffic
 from bench.models import model_flags
 from bench.soak_plot import draw_soak
 from bench.soak_samples import FLAT, Sample, Whole, cluster_of, samples_of, steepest
@@ -70,6 +70,8 @@ class Watched:
 async def watch(served: Served, place: Place, every_s: float, seconds: float) -> Watched:
     """The load, with a sample now and then."""
     wanted = await references(served)
+    warming = Load(0, WARM_S, clients=HIGH)
+    await traffic(served, warming, wanted, WARM_S, Ledger(began=time.monotonic()))
     await asyncio.sleep(SETTLE_S)
     before = await asyncio.to_thread(when_idle, served, place, 2)
     report.say("under load")

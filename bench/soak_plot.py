@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.report import Result
 
-PANELS = (("pss_mib", "memory, MiB"), ("fds", "open files"), ("threads", "threads"))
+PANELS = (("rss_mib", "resident memory, MiB"), ("fds", "open files"), ("threads", "threads"))
 COLOURS = {
     "launcher": "#555555",
     "fork-server": "#999999", "scheduler": "#c98a1b", "front-end": "#b3402e", "instance": "#1f6fb2",

@@ -13,10 +13,13 @@ from bench.chaos.cast import Cast
 from bench.chaos.place import Place
 from kvmig.cli.served import Served
 
+YOUNG_S = 30.0
+"""Of a process that was seen for the first time: it has only begun."""
 WARM = 0.25
 """Share of the time before anything counts."""
-FLAT = {"pss_mib": 16.0, "fds": 4.0, "threads": 4.0}
-"""Growth over the measured time that is not taken for one."""
+FLAT = {"rss_mib": 16.0, "fds": 4.0, "threads": 4.0}
+"""Growth over the measured time that is not taken for one. Resident memory: what is counted by
+shares changes with how many instances are forked from the same process."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,12 @@ def steepest(samples: Iterable[Sample], seconds: float) -> dict[str, float]:
     """Of the processes that lived from the warm-up to the end: what grew most, of each thing."""
     series: dict[tuple[str, int], list[Sample]] = {}
     for one in samples:
-        if one.at_s >= WARM * seconds:
-            series.setdefault((one.part, one.pid), []).append(one)
+        series.setdefault((one.part, one.pid), []).append(one)
     span = (1 - WARM) * seconds
     summary: dict[str, float] = {}
-    for (part, _), rows in series.items():
+    for (part, _), lived in series.items():
+        begin = max(WARM * seconds, lived[0].at_s + YOUNG_S)
+        rows = [one for one in lived if one.at_s >= begin]
         times = [one.at_s for one in rows]
         if len(rows) < 3 or times[-1] - times[0] < 0.5 * span:
             continue

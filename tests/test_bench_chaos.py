@@ -244,6 +244,6 @@ def test_a_soak_counts_who_lived_long_after_the_warm_up_and_the_worst_of_them() 
     leaking = [sample(at, 2, 300.0 + at) for at in times]
     brief = [sample(at, 3, 300.0 + 9 * at) for at in times[-4:]]
     summary = steepest([*steady, *leaking, *brief], 100.0)
-    assert summary["instance pss_mib growth"] == pytest.approx(70.0)
+    assert summary["instance rss_mib growth"] == pytest.approx(70.0)
     assert summary["instance fds growth"] == pytest.approx(0.0)
-    assert steepest(steady, 100.0)["instance pss_mib growth"] == pytest.approx(0.0)
+    assert steepest(steady, 100.0)["instance rss_mib growth"] == pytest.approx(0.0)

@@ -87,7 +87,7 @@ async def references(served: Served) -> dict[str, Answer]:
 async def play(served: Served, place: Place, load: Load, faults: list[Fault]) -> Findings:
     """The load, the faults, and the quiet after them."""
     wanted = await references(served)
-    await _traffic(served, load, wanted, WARM_S, Ledger(began=time.monotonic()))
+    await traffic(served, load, wanted, WARM_S, Ledger(began=time.monotonic()))
     await asyncio.sleep(SETTLE_S)
     before = await asyncio.to_thread(when_idle, served, place, load.instances)
     report.say(f"warm, {len(faults)} faults to come")
@@ -95,7 +95,7 @@ async def play(served: Served, place: Place, load: Load, faults: list[Fault]) ->
     nemesis = Nemesis(served, place, ledger.began)
     trouble = asyncio.create_task(nemesis.run(faults, load.seconds))
     try:
-        mover = await _traffic(served, load, wanted, load.seconds, ledger)
+        mover = await traffic(served, load, wanted, load.seconds, ledger)
         await trouble
     finally:
         trouble.cancel()
@@ -105,9 +105,10 @@ async def play(served: Served, place: Place, load: Load, faults: list[Fault]) ->
     return Findings(ledger, mover, nemesis, before, after)
 
 
-async def _traffic(
+async def traffic(
     served: Served, load: Load, wanted: dict[str, Answer], seconds: float, ledger: Ledger
 ) -> Mover:
+    """All clients and forced migrations for so long, and until every call has ended."""
     end = time.monotonic() + seconds
     mover = Mover(served, load.seed, load.moves_per_s)
 
