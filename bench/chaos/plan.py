@@ -49,8 +49,8 @@ class Fault:
 
 
 def entered(table: Table) -> list[str]:
-    """All states that some event leads to, in their order."""
-    after = {state for row in table.values() for state in row.values()}
+    """All states that some event leads to from another one, in their order."""
+    after = {after for before, row in table.items() for after in row.values() if after != before}
     return [state for state in table if state in after]
 
 
