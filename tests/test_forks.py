@@ -87,18 +87,32 @@ async def test_a_forks_death_is_told_and_the_next_one_starts(
         fork.terminate()  # its id may be another's by now: nothing happens
 
 
-async def test_forks_outlive_a_killed_fork_server_and_no_more_are_asked_of_it(
+async def test_forks_outlive_a_killed_fork_server_and_another_takes_its_place(
     forks: ForkServer, waiting: Waiting
 ) -> None:
     fork = await waiting.begin(forks)
-    psutil.Process(fork.pid).parent().kill()  # type: ignore[union-attr]
+    server = psutil.Process(fork.pid).parent()
+    assert server is not None
+    server.kill()
+    with pytest.raises(StartupError, match="the fork server is gone"):
+        await waiting.begin(forks)
+    assert psutil.Process(fork.pid).is_running()
+
+    assert forks.suits(ENVIRONMENT)
+    another = await waiting.begin(forks)
+
+    for one, end in ((fork, UNSEEN), (another, -9)):
+        one.kill()
+        assert await code(one) == end
+
+
+async def test_one_that_cannot_load_is_not_asked_again(waiting: Waiting) -> None:
+    forks = ForkServer(ENGINE, {**ENVIRONMENT, "PYTHONPATH": "", "PATH": "", "PYTHONHOME": "/no"})
     with pytest.raises(StartupError, match="the fork server is gone"):
         await waiting.begin(forks)
 
-    assert not forks.suits(ENVIRONMENT)
-    assert psutil.Process(fork.pid).is_running()
-    fork.kill()
-    assert await code(fork) == UNSEEN
+    assert not forks.suits(forks._environment)
+    forks.close()
 
 
 async def test_without_its_launcher_a_fork_server_ends(forks: ForkServer, waiting: Waiting) -> None:

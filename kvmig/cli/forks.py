@@ -94,13 +94,21 @@ class ForkServer:
 
     def __init__(self, engine: str, environment: Mapping[str, str]) -> None:
         """Start it at once. engine: see `kind_of`. Raises StartupError."""
+        self._engine = engine
         self._environment = dict(environment)
+        self._turn = asyncio.Lock()
+        self._forks: dict[int, Fork] = {}
+        self._worked = False
+        self._start()
+
+    def _start(self) -> None:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
+        words = ["-m", "kvmig.cli.fork_server", str(theirs.fileno()), self._engine]
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "kvmig.cli.fork_server", str(theirs.fileno()), engine],
+                    [sys.executable, *words],
                     env=self._environment,
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
@@ -108,11 +116,9 @@ class ForkServer:
             except OSError as error:
                 self._sock.close()
                 raise StartupError(f"the fork server can't be started: {error}") from error
-        self._listening = self._gone = False
+        self._gone = False
         self._loaded: asyncio.Future[None] | None = None
         self._asked: asyncio.Future[Fork] | None = None
-        self._turn = asyncio.Lock()
-        self._forks: dict[int, Fork] = {}
 
     def close(self) -> None:
         """End it; what it has forked doesn't mind."""
@@ -123,17 +129,20 @@ class ForkServer:
     def suits(self, environment: Mapping[str, str]) -> bool:
         """Whether a fork can live in that environment: libraries have read their part of ours."""
         names = {*self._environment, *environment} - MAY_DIFFER
-        return not self._gone and all(
+        return (self._worked or not self._gone) and all(
             self._environment.get(name) == environment.get(name) for name in names
         )
 
     async def fork(self, environment: Mapping[str, str], stdin: int, announced: int) -> Fork:
         """One more llumlet; the descriptors are given to it as copies.
 
-        Raises StartupError if the fork server is gone or too slow, and doesn't suit then.
+        Raises StartupError if the fork server is gone or too slow; the next order starts another,
+        if this one had ever worked.
         """
         differs = {name: environment[name] for name in MAY_DIFFER if name in environment}
         async with self._turn:
+            if self._gone:
+                self._start()
             try:
                 loaded = self._listen()
                 async with asyncio.timeout(LOAD_S):
@@ -155,8 +164,6 @@ class ForkServer:
         )
 
     def _listen(self) -> asyncio.Future[None]:
-        if self._gone:
-            raise BrokenPipeError("it ended")
         if self._loaded is None:
             loop = asyncio.get_running_loop()
             self._loaded = loop.create_future()
@@ -177,6 +184,7 @@ class ForkServer:
         if not news.pid:
             assert self._loaded is not None
             self._loaded.set_result(None)
+            self._worked = True
         elif news.code is None:
             fork = self._forks[news.pid] = Fork(news.pid)
             if self._asked is not None and not self._asked.done():
@@ -190,7 +198,9 @@ class ForkServer:
             return
         self._gone = True
         asyncio.get_running_loop().remove_reader(self._sock)
+        self._sock.close()
         self._process.kill()
+        self._process.wait()
         for waiting in (self._loaded, self._asked):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(BrokenPipeError("it ended"))

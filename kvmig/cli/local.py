@@ -119,7 +119,7 @@ class LocalLauncher:
                 try:
                     return await self._forks.fork(environment, stdin, announced)
                 except StartupError as error:
-                    log.warning("%s; instances start by themselves, which takes longer", error)
+                    log.warning("%s; this instance starts by itself, which takes longer", error)
             return await running("kvmig.cli.llumlet", environment)(stdin, announced)
 
         try:
