@@ -26,8 +26,9 @@ from kvmig.gateway.router import Router
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
 from kvmig.kvtransfer.link import Server
-from kvmig.kvtransfer.messages import PROTOCOL, Hello, Message
+from kvmig.kvtransfer.messages import Hello, Message
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
+from kvmig.kvtransfer.versions import VERSION
 
 SECRET = b"a secret of the cluster"
 LOAD = EngineLoad(100, 10, 1, 0, 0, 0)
@@ -89,7 +90,7 @@ class FakeLlumlet:
             self.payload = [bytes(frame) for frame in payload] or self.payload
             if isinstance(message, Hello):
                 self._gateway = sender
-                self.send(Welcome(PROTOCOL, self.instance, b"engine"))
+                self.send(Welcome(VERSION.major, self.instance, b"engine", VERSION.minor))
                 self.report()
                 continue
             answer = self.on[type(message)](message) if type(message) in self.on else None

@@ -14,12 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.ground.errors import PeerError, TransportError
-from kvmig.kvtransfer import keys, link
+from kvmig.kvtransfer import keys
 from kvmig.kvtransfer.link import Client, Server
-from kvmig.kvtransfer.messages import PROTOCOL, Abort, Aborted, Hello, PeerMessage
+from kvmig.kvtransfer.messages import Abort, Aborted, Hello, PeerMessage
+from kvmig.kvtransfer.versions import VERSION, Version
 from kvmig.kvtransfer.wire import MAX_FRAMES, Codec
 
 SECRET = b"a secret of the cluster"
+
+
+def hello() -> Hello:
+    return Hello(VERSION.major, "peer", "b", VERSION.minor)
 
 
 @asynccontextmanager
@@ -36,7 +41,7 @@ async def linked(secret: bytes = SECRET, name: str = "b") -> AsyncIterator[tuple
 async def test_hello_comes_first_then_messages_go_both_ways_with_their_payload() -> None:
     async with linked() as (server, client):
         client.send(Abort("m", "timeout"), [b"one", memoryview(b"two" * 100_000)])
-        assert await server.recv() == (b"b", Hello(PROTOCOL, "peer", "b"), [])
+        assert await server.recv() == (b"b", hello(), [])
         sender, message, payload = await server.recv()
         assert (sender, message) == (b"b", Abort("m", "timeout"))
         assert [bytes(part) for part in payload] == [b"one", b"two" * 100_000]
@@ -61,29 +66,36 @@ async def test_a_client_that_knows_only_the_servers_public_key_is_never_heard() 
     stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
     stranger.curve_serverkey = keys.derive(SECRET).server.public
     stranger.connect(server.endpoint)
-    await stranger.send_multipart(Codec(PeerMessage).encode(Hello(PROTOCOL, "peer", "b")))
+    await stranger.send_multipart(Codec(PeerMessage).encode(hello()))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(server.recv(), 0.3)
     stranger.close()
     server.close()
 
 
-async def test_another_protocol_version_is_refused_at_both_ends_with_both_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("theirs", [Version(VERSION.major + 1, 0), VERSION._replace(minor=99)])
+async def test_another_version_is_refused_at_both_ends_with_both_numbers(theirs: Version) -> None:
     server = Server(SECRET, "peer", "a", PeerMessage)
-    with monkeypatch.context() as newer:
-        newer.setattr(link, "PROTOCOL", PROTOCOL + 1)
-        client = Client(server.endpoint, SECRET, "peer", "b", PeerMessage)
+    client = Client(server.endpoint, SECRET, "peer", "b", PeerMessage, theirs)
     client.send(Abort("m", "timeout"))
-    with pytest.raises(PeerError, match=f"b'b' speaks protocol {PROTOCOL + 1}, not {PROTOCOL}"):
+    with pytest.raises(PeerError, match=f"b'b' speaks protocol {theirs}, not {VERSION}"):
         await server.recv()
     with pytest.raises(PeerError, match="before Hello"):
         await server.recv()
-    with monkeypatch.context() as newer:
-        newer.setattr(link, "PROTOCOL", PROTOCOL + 1)
-        with pytest.raises(PeerError, match=f"a speaks protocol {PROTOCOL}, not {PROTOCOL + 1}"):
-            await client.recv()
+    with pytest.raises(PeerError, match=f"a speaks protocol {VERSION}, not {theirs}"):
+        await client.recv()
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+async def test_the_minor_versions_next_to_this_one_are_understood(step: int) -> None:
+    neighbour = VERSION._replace(minor=VERSION.minor + step)
+    server = Server(SECRET, "peer", "a", PeerMessage, version=neighbour)
+    client = Client(server.endpoint, SECRET, "peer", "b", PeerMessage)
+    client.send(Abort("m", "timeout"))
+    assert (await server.recv())[1] == hello()
+    assert (await server.recv())[1] == Abort("m", "timeout")
     client.close()
     server.close()
 

@@ -152,7 +152,10 @@ class Explorer:
         """The longest way through states in which nobody decodes; a circle has no end."""
         order = self._sorted()
         if len(order) < len(self._nodes):
-            self._wrong(self._circle(order), "it may go on in a circle for ever")
+            circle = self._circle(order)
+            self._wrong(circle[0], "it may go on in a circle for ever")
+            around = zip(circle, [*circle[1:], circle[0]], strict=True)
+            self._result.trace += [f"again: {self._leads(at, after)}" for at, after in around]
             return
         for index, request in enumerate(self._requests):
             self._longest(order, index, request.waits, request.decoding)
@@ -192,7 +195,7 @@ class Explorer:
             state = self._nodes[at][1 + index]
             for one in (*request.free(state), *request.faults(state)):
                 if one.target == target[1 + index] and one.seconds == seconds:
-                    return f"{one.label} ({seconds:g} s)"
+                    return f"{one.label} ({seconds:g} s)" if seconds else one.label
         return f"{seconds:g} s"
 
     def _edges(self, at: int) -> range:
@@ -212,5 +215,17 @@ class Explorer:
                     order.append(target)
         return order
 
-    def _circle(self, order: list[int]) -> int:
-        return min(set(range(len(self._nodes))) - set(order))
+    def _circle(self, order: list[int]) -> list[int]:
+        """The nodes of one, each before the next."""
+        left = set(range(len(self._nodes))) - set(order)
+        before = {self._targets[edge]: at for at in left for edge in self._edges(at)}
+        at, seen = min(left), list[int]()
+        while at not in seen:
+            seen.append(at)
+            at = before[at]
+        return seen[seen.index(at) :][::-1]
+
+    def _leads(self, at: int, target: int) -> str:
+        """What happens between two nodes."""
+        edge = next(edge for edge in self._edges(at) if self._targets[edge] == target)
+        return self._label(at, edge)

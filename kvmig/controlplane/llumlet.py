@@ -46,10 +46,11 @@ from kvmig.ground.clock import monotonic
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import MigrationRefused, PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Server
-from kvmig.kvtransfer.messages import PROTOCOL, Hello, Message, PeerMessage
+from kvmig.kvtransfer.messages import Hello, Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports.select import Site, open_staging
+from kvmig.kvtransfer.versions import VERSION
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class Llumlet:
     def _greet(self, sender: bytes, hello: Hello) -> None:
         if hello.role == "gateway":
             self._fronts.join(hello.name, sender)
-            welcome = Welcome(PROTOCOL, self.instance, self._engine.describe())
+            welcome = Welcome(VERSION.major, self.instance, self._engine.describe(), VERSION.minor)
             self._server.send(sender, welcome)
         elif hello.role in ("scheduler", "launcher"):
             self._fronts.listen(sender)

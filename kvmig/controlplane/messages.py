@@ -10,6 +10,7 @@ from kvmig.controlplane.orders import LifecycleMessage
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.kvtransfer.messages import Hello, Message
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.versions import Version
 
 # -- what a llumlet tells everyone who said hello
 
@@ -20,6 +21,12 @@ class Welcome(Message, frozen=True, tag=True):
     protocol: int
     instance: str
     engine: bytes = b""
+    minor: int = 0
+
+    @property
+    def version(self) -> Version:
+        """That the llumlet speaks."""
+        return Version(self.protocol, self.minor)
 
 
 class LoadReport(Message, frozen=True, tag=True):

@@ -11,7 +11,8 @@ from kvmig.controlplane.messages import ClusterMessage, Welcome
 from kvmig.gateway.errors import InstanceLost
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.link import Client
-from kvmig.kvtransfer.messages import PROTOCOL, Message
+from kvmig.kvtransfer.messages import Message
+from kvmig.kvtransfer.versions import VERSION
 from kvmig.kvtransfer.wire import Frame
 
 RETRY_S = 0.5
@@ -124,10 +125,10 @@ class Link:
             client.close()
 
     def _greet(self, welcome: Welcome) -> None:
-        if welcome.protocol != PROTOCOL or welcome.instance != self.instance:
+        if not VERSION.understands(welcome.version) or welcome.instance != self.instance:
             raise PeerError(
-                f"{self.endpoint} is {welcome.instance} with protocol {welcome.protocol}, "
-                f"not {self.instance} with {PROTOCOL}"
+                f"{self.endpoint} is {welcome.instance} with protocol {welcome.version}, "
+                f"not {self.instance} with {VERSION}"
             )
         self.welcome = welcome
         self._up.set()

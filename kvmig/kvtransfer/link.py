@@ -19,7 +19,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.keys import KeyPair, Keys, derive
-from kvmig.kvtransfer.messages import PROTOCOL, Hello, Message
+from kvmig.kvtransfer.messages import Hello, Message
+from kvmig.kvtransfer.versions import VERSION, Version
 from kvmig.kvtransfer.wire import MAX_FRAME, Codec, Frame
 
 HIGH_WATER = 10_000
@@ -85,10 +86,12 @@ class Server:
         messages: UnionType,
         host: str = "127.0.0.1",
         port: int = 0,
+        version: Version = VERSION,
     ) -> None:
         """Binds `host`:`port` (0: any free one). Raises zmq.ZMQError if it can't."""
         keys = derive(secret)
-        self._hello = Hello(PROTOCOL, role, name)
+        self._version = version
+        self._hello = Hello(version.major, role, name, version.minor)
         self._codec = Codec(messages)
         self._greeted: set[bytes] = set()
         # A context of its own: the authenticator's address is one a context.
@@ -124,7 +127,7 @@ class Server:
         return sender, message, payload
 
     def _greet(self, sender: bytes, hello: Hello) -> None:
-        if hello.protocol == PROTOCOL and hello.name.encode() == sender:
+        if self._version.understands(hello.version) and hello.name.encode() == sender:
             self._greeted.add(sender)
             return
         self._greeted.discard(sender)
@@ -132,7 +135,7 @@ class Server:
             self.send(sender, self._hello)  # so that the other side can say why, too
         finally:
             raise PeerError(
-                f"{hello.name} as {sender!r} speaks protocol {hello.protocol}, not {PROTOCOL}"
+                f"{hello.name} as {sender!r} speaks protocol {hello.version}, not {self._version}"
             )
 
     def send(self, identity: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
@@ -151,11 +154,18 @@ class Client:
     """One connected DEALER socket; must be made inside a running event loop."""
 
     def __init__(
-        self, endpoint: str, secret: bytes, role: str, name: str, messages: UnionType
+        self,
+        endpoint: str,
+        secret: bytes,
+        role: str,
+        name: str,
+        messages: UnionType,
+        version: Version = VERSION,
     ) -> None:
         """Connects and says Hello; whether that worked is seen at the first `recv`."""
         keys = derive(secret)
         self.endpoint = endpoint
+        self._version = version
         self._codec = Codec(messages)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _configure(self._socket, keys.client)
@@ -169,7 +179,7 @@ class Client:
         self._socket.connect(endpoint)
         # Refused already? Then the monitor says so, and `recv` does.
         with contextlib.suppress(TransportError):
-            self.send(Hello(PROTOCOL, role, name))
+            self.send(Hello(version.major, role, name, version.minor))
 
     async def _watch(self) -> None:
         await recv_monitor_message(self._monitor)
@@ -201,8 +211,9 @@ class Client:
             finally:
                 self._arriving = None
         message, payload = self._codec.decode([frame.buffer for frame in arrived.result()])
-        if isinstance(message, Hello) and message.protocol != PROTOCOL:
-            raise PeerError(f"{message.name} speaks protocol {message.protocol}, not {PROTOCOL}")
+        if isinstance(message, Hello) and not self._version.understands(message.version):
+            told = f"speaks protocol {message.version}, not {self._version}"
+            raise PeerError(f"{message.name} {told}")
         return message, payload
 
     def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from kvmig.engines.base import Cadence, Export, Pace, Tail
-
-PROTOCOL = 2
-"""Raised when a message changes in a way that an older peer would misread."""
+from kvmig.kvtransfer.versions import Version
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -23,9 +21,16 @@ class Hello(Message, frozen=True, tag=True):
     """First message on every connection."""
 
     protocol: int
+    """Major number of the version (see `kvmig.kvtransfer.versions`)."""
     role: str
     """gateway, scheduler or peer."""
     name: str
+    minor: int = 0
+
+    @property
+    def version(self) -> Version:
+        """That the sender speaks."""
+        return Version(self.protocol, self.minor)
 
 
 class Offer(msgspec.Struct, frozen=True):
