@@ -77,7 +77,7 @@ class Departure:
         if self.doing is None:
             moves.append(Move("hears no answer in time", ("time_out",), "timer", REPLY_S))
         elif isinstance(self.doing, here.AskArbiter):
-            moves.append(Move("hears no verdict in time", ("time_out",), "timer", REPLY_S))
+            moves.append(Move("hears no verdict in time", ("time_out",), "verdict", REPLY_S))
         else:
             moves.append(Move(_LABELS[type(self.doing)], ("push",)))
         if self.cancelled and self.listens:

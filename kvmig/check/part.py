@@ -16,8 +16,9 @@ from typing import Literal, NamedTuple
 from kvmig.check.freeze import freeze
 from kvmig.ground.errors import KvmigError
 
-Kind = Literal["go", "token", "timer", "lease", "hold"]
-"""go: as soon as it gets its turn; token: a step of an engine; the others are time-outs."""
+Kind = Literal["go", "token", "timer", "verdict", "lease", "hold"]
+"""go: as soon as it gets its turn; token: a step of an engine; the others are time-outs, those
+that come first before those that come after."""
 
 Event = tuple[str, ...]
 """Name of the part's method, and its arguments."""

@@ -122,7 +122,7 @@ class Request:
         busy = bool(found)
         found += self._own(state, "token")
         late: list[Edge] = []
-        kinds: tuple[Kind, ...] = ("timer", "lease", "hold")
+        kinds: tuple[Kind, ...] = ("timer", "verdict", "lease", "hold")
         for kind in kinds:
             timers = self._own(state, kind)
             if busy:

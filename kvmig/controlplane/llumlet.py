@@ -87,7 +87,9 @@ class Llumlet:
             max(config.migration.chunk_bytes, engine.layout.block_bytes),
             Site(host=config.migration.data_host, trusted=config.migration.trust_network),
         )
-        self._peers = Peers(instance, secret, self._from_peer, self._peer_lost)
+        self._peers = Peers(
+            instance, secret, self._from_peer, self._peer_lost, self._server.refusals
+        )
         self._migrations = Migrations(
             instance,
             engine,
@@ -180,8 +182,17 @@ class Llumlet:
                 continue
             try:
                 self._handle(sender, message, payload)
-            except (TransportError, PeerError) as error:
+            except TransportError as error:
                 log.warning("%s: %s", type(message).__name__, error)
+            except PeerError as error:
+                self._server.refusals.count(error)
+                log.warning("%s: %s", type(message).__name__, error)
+            except MemoryError:
+                raise
+            except Exception as error:  # of what it brings: nobody else shall suffer from it
+                name = type(message).__name__
+                self._server.refusals.count(PeerError(f"{name}: {error!r}", "unusable"))
+                log.exception("%s of %r can't be handled", name, sender)
 
     def _handle(self, sender: bytes, message: Message, payload: list[memoryview]) -> None:
         match message:
@@ -361,6 +372,7 @@ class Llumlet:
                     staging_used=self._migrations.staging_used,
                     bandwidth=self._bandwidth.blocks_s,
                     headroom=self._headroom,
+                    refused=self._server.refusals.told(),
                 )
                 for sender in self._fronts.listeners():
                     self._send(sender, report)

@@ -48,6 +48,8 @@ class LoadReport(Message, frozen=True, tag=True):
     """Priority -> KV blocks to keep free for all its running requests together (absent: 0)."""
     bandwidth: float = 0.0
     """KV blocks a second that migrations out of it have lately sent; 0: none was measured."""
+    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    """Messages that it has refused, by reason (`kvmig.ground.errors.PeerError`)."""
 
 
 # -- front end to llumlet

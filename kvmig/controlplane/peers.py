@@ -10,6 +10,7 @@ from kvmig.controlplane.messages import ClusterMessage
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import Message, PeerMessage
+from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.wire import Frame
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,9 @@ class Peers:
         secret: bytes,
         on_message: Callable[[str, Message, list[memoryview]], None],
         on_lost: Callable[[str], None],
+        refusals: Refusals,
     ) -> None:
+        self._refusals = refusals
         self._name = name
         self._secret = secret
         self._on_message = on_message
@@ -57,6 +60,7 @@ class Peers:
                 try:
                     message, payload = await client.recv()
                 except PeerError as error:
+                    self._refusals.count(error)
                     log.warning("ignored from peer %s: %s", endpoint, error)
                     continue
                 self._on_message(endpoint, message, payload)

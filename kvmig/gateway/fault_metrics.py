@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class FaultMetrics:
@@ -35,6 +37,19 @@ class FaultMetrics:
             "Requests that were failed because their client didn't read (--max-unread).",
             registry=registry,
         )
+
+        self._refused = Gauge(
+            "kvmig_messages_refused",
+            "Messages that a process has refused since its start, by reason.",
+            ("process", "reason"),
+            registry=registry,
+            multiprocess_mode="max",  # all front ends hear the same of an instance
+        )
+
+    def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
+        """Counted by the process itself."""
+        for reason, count in counts.items():
+            self._refused.labels(process, reason).set(count)
 
     def missing(self, instance: str, ailment: str) -> None:
         """An instance can't be relied on any more."""

@@ -28,6 +28,10 @@ class Listener(Protocol):
         """A message after the instance's Welcome."""
         ...
 
+    def on_refused(self, link: Link, error: PeerError) -> None:
+        """A message that can't be read."""
+        ...
+
     def on_lost(self, link: Link, reason: str) -> None:
         """The connection is gone, and what was on its way with it. Called once a connection."""
         ...
@@ -116,7 +120,14 @@ class Link:
         try:
             self._client = client
             while True:
-                message, payload = await client.recv()
+                try:
+                    message, payload = await client.recv()
+                except PeerError as error:
+                    self._listener.on_refused(self, error)
+                    if self.welcome is None:
+                        raise
+                    log.warning("ignored from instance %s: %s", self.instance, error)
+                    continue
                 if isinstance(message, Welcome):
                     self._greet(message)
                 elif self.welcome is not None:

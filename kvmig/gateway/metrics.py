@@ -37,6 +37,7 @@ class Metrics:
         faults = FaultMetrics(registry)
         self.missing, self.ran_again = faults.missing, faults.ran_again
         self.poisoned, self.unread = faults.poisoned, faults.unread
+        self.messages_refused = faults.messages_refused
         self.refused = self._by_class.refused
         self._migrations = Counter(
             "kvmig_migrations_total",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -135,6 +135,10 @@ class Observer(Protocol):
         """A request was failed because instances crashed while they ran it."""
         ...
 
+    def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
+        """So many messages a process, an instance or this one, has refused, by reason."""
+        ...
+
     def unread(self) -> None:
         """A request was failed because its client didn't read."""
         ...
@@ -162,6 +166,9 @@ class Unobserved:
         """Not counted."""
 
     def poisoned(self) -> None:
+        """Not counted."""
+
+    def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
         """Not counted."""
 
     def unread(self) -> None:

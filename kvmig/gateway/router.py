@@ -41,7 +41,9 @@ from kvmig.gateway.splice import Action, Broken, Splicer, Stale, Switched
 from kvmig.gateway.streams import Streams
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import Message
+from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.wire import Frame
 
@@ -113,6 +115,7 @@ class Router:
             self._observer,
         )
         self._strays: OrderedDict[tuple[str, str, int], None] = OrderedDict()
+        self._refusals = Refusals()
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._watch(tick_s))
 
@@ -276,6 +279,8 @@ class Router:
                 self._streams.take(link.instance, message, payload, self._clock())
             case LoadReport():
                 self._fleet.report(message)
+                if message.refused:
+                    self._observer.messages_refused(message.instance, message.refused)
             case CallDone() | Requests() | Fenced():
                 self._calls.answer(message.call_id, message, payload)
             case Migrated():
@@ -284,6 +289,12 @@ class Router:
                 self._start(self._resolve(link.instance, message))
             case _:
                 log.warning("instance %s sent %s", link.instance, type(message).__name__)
+                self.on_refused(link, PeerError(f"{type(message).__name__} isn't for a front end"))
+
+    def on_refused(self, link: Link, error: PeerError) -> None:
+        """See `Listener`."""
+        self._refusals.count(error)
+        self._observer.messages_refused(self._name, self._refusals.told())
 
     def on_lost(self, link: Link, reason: str) -> None:
         """See `Listener`."""

@@ -44,7 +44,15 @@ class TransportError(KvmigError):
 
 
 class PeerError(KvmigError):
-    """The other side broke the protocol: unknown message, wrong version, bad order."""
+    """The other side broke the protocol: unknown message, wrong version, bad order.
+
+    `reason` is one word for metrics: unreadable, oversized, version, early (before Hello),
+    unexpected, or unusable: what it brings can't be handled.
+    """
+
+    def __init__(self, sentence: str, reason: str = "unexpected") -> None:
+        super().__init__(sentence)
+        self.reason = reason
 
 
 class InvalidTransition(KvmigError):

@@ -20,6 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.keys import KeyPair, Keys, derive
 from kvmig.kvtransfer.messages import Hello, Message
+from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.versions import VERSION, Version
 from kvmig.kvtransfer.wire import MAX_FRAME, Codec, Frame
 
@@ -68,11 +69,15 @@ def _send(socket: zmq.asyncio.Socket, frames: list[Frame], peer: str) -> None:
 class _Admit:
     """Credentials provider: the cluster's client key and no other."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, refusals: Refusals) -> None:
         self._key = keys.client.public
+        self._refusals = refusals
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._key
+        if key == self._key:
+            return True
+        self._refusals.stranger()
+        return False
 
 
 class Server:
@@ -89,6 +94,7 @@ class Server:
         version: Version = VERSION,
     ) -> None:
         """Binds `host`:`port` (0: any free one). Raises zmq.ZMQError if it can't."""
+        self.refusals = Refusals()
         keys = derive(secret)
         self._version = version
         self._hello = Hello(version.major, role, name, version.minor)
@@ -97,7 +103,9 @@ class Server:
         # A context of its own: the authenticator's address is one a context.
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
-        self._authenticator.configure_curve_callback(credentials_provider=_Admit(keys))
+        self._authenticator.configure_curve_callback(
+            credentials_provider=_Admit(keys, self.refusals)
+        )
         self._socket = self._context.socket(zmq.ROUTER)
         try:
             self._authenticator.start()
@@ -119,11 +127,16 @@ class Server:
         """
         identity, *frames = await self._socket.recv_multipart(copy=False)
         sender = bytes(identity.buffer)
-        message, payload = self._codec.decode([frame.buffer for frame in frames])
-        if isinstance(message, Hello):
-            self._greet(sender, message)
-        elif sender not in self._greeted:
-            raise PeerError(f"{sender!r} sent {type(message).__name__} before Hello")
+        try:
+            message, payload = self._codec.decode([frame.buffer for frame in frames])
+            if isinstance(message, Hello):
+                self._greet(sender, message)
+            elif sender not in self._greeted:
+                name = type(message).__name__
+                raise PeerError(f"{sender!r} sent {name} before Hello", "early")
+        except PeerError as error:
+            self.refusals.count(error)
+            raise
         return sender, message, payload
 
     def _greet(self, sender: bytes, hello: Hello) -> None:
@@ -135,7 +148,8 @@ class Server:
             self.send(sender, self._hello)  # so that the other side can say why, too
         finally:
             raise PeerError(
-                f"{hello.name} as {sender!r} speaks protocol {hello.version}, not {self._version}"
+                f"{hello.name} as {sender!r} speaks protocol {hello.version}, not {self._version}",
+                "version",
             )
 
     def send(self, identity: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
@@ -213,7 +227,7 @@ class Client:
         message, payload = self._codec.decode([frame.buffer for frame in arrived.result()])
         if isinstance(message, Hello) and not self._version.understands(message.version):
             told = f"speaks protocol {message.version}, not {self._version}"
-            raise PeerError(f"{message.name} {told}")
+            raise PeerError(f"{message.name} {told}", "version")
         return message, payload
 
     def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:

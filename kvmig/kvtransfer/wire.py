@@ -39,11 +39,15 @@ class Codec:
     def decode(self, frames: Sequence[memoryview]) -> tuple[Message, list[memoryview]]:
         """The message and its payload frames. Raises PeerError if they can't be one."""
         if not 1 <= len(frames) <= MAX_FRAMES:
-            raise PeerError(f"a message of {len(frames)} frames, allowed are 1 to {MAX_FRAMES}")
+            raise PeerError(
+                f"a message of {len(frames)} frames, allowed are 1 to {MAX_FRAMES}", "oversized"
+            )
         header, *payload = frames
         if header.nbytes > MAX_HEADER:
-            raise PeerError(f"a header of {header.nbytes} bytes, allowed are {MAX_HEADER}")
+            raise PeerError(
+                f"a header of {header.nbytes} bytes, allowed are {MAX_HEADER}", "oversized"
+            )
         try:
             return self._decoder.decode(header), payload
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise PeerError(f"not a message of this protocol: {error}") from error
+            raise PeerError(f"not a message of this protocol: {error}", "unreadable") from error

@@ -1,0 +1,170 @@
+"""What comes over a control socket is a message, or refused and counted; nobody else suffers."""
+
+from __future__ import annotations
+
+import logging
+import random
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.controlplane.messages import (
+    ClusterMessage,
+    LoadReport,
+    Requests,
+    Welcome,
+)
+from kvmig.ground.errors import PeerError
+from kvmig.kvtransfer import keys
+from kvmig.kvtransfer.link import Client
+from kvmig.kvtransfer.messages import (
+    Abort,
+    Chunk,
+    Commit,
+    Follow,
+    Hello,
+    Message,
+    PeerMessage,
+    Reserve,
+    Tokens,
+)
+from kvmig.kvtransfer.tombstones import Tombstones
+from kvmig.kvtransfer.versions import VERSION
+from kvmig.kvtransfer.wire import Codec
+from scripts.corpus import TYPES, example, recorded
+from tests.test_llumlet_loops import SECRET, FrontEnd, Toy, llumlet
+
+CODEC = Codec(ClusterMessage | PeerMessage)
+VALID = [recorded(example(kind)) for kind in TYPES]
+ODD: list[Any] = [
+    None,
+    -1,
+    2**63,
+    1.5,
+    "x" * 100,
+    b"\xff",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    True,
+    float("nan"),
+]
+
+MUTATED = st.builds(
+    lambda data, at, new, cut: data[: at % len(data)] + new + data[(at + cut) % len(data) :],
+    st.sampled_from(VALID),
+    st.integers(0, 10_000),
+    st.binary(max_size=8),
+    st.integers(0, 8),
+)
+
+
+@st.composite
+def retyped(draw: st.DrawFn) -> bytes:
+    """A message in which a field, or one deeper down, is something else or missing."""
+    whole = msgspec.msgpack.decode(draw(st.sampled_from(VALID)))
+    inside: dict[str, Any] = whole
+    while True:
+        name = draw(st.sampled_from(sorted(inside)))
+        if not (isinstance(inside[name], dict) and inside[name] and draw(st.booleans())):
+            break
+        inside = inside[name]
+        if any(not isinstance(key, str) for key in inside):
+            return recorded(example(Hello))
+    if draw(st.booleans()):
+        inside[name] = draw(st.sampled_from(ODD))
+    else:
+        del inside[name]
+    return msgspec.msgpack.encode(whole)
+
+
+@given(st.one_of(st.binary(max_size=300), MUTATED, retyped()))
+def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
+    with suppress(PeerError):
+        message, _ = CODEC.decode([memoryview(data)])
+        assert isinstance(message, Message)
+
+
+@pytest.mark.parametrize("data", VALID, ids=[kind.__name__ for kind in TYPES])
+def test_a_truncated_message_is_refused(data: bytes) -> None:
+    for end in range(len(data)):
+        with pytest.raises(PeerError) as refused:
+            CODEC.decode([memoryview(data[:end])])
+        assert refused.value.reason == "unreadable"
+
+
+def test_a_length_that_lies_takes_no_memory() -> None:
+    for lie in (b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"):
+        with pytest.raises(PeerError):
+            CODEC.decode([memoryview(lie + b"\x81\xa4type")])
+
+
+FROM_A_SOURCE = (Reserve, Chunk, Follow, Tokens, Commit, Abort)
+
+
+@given(st.lists(st.sampled_from(FROM_A_SOURCE), max_size=12), st.integers(0, 2))
+def test_a_tombstone_bears_any_message_in_any_order(kinds: list[type[Message]], names: int) -> None:
+    tombstones = Tombstones()
+    for at, kind in enumerate(kinds):
+        mid = str(at % (names + 1))
+        message = msgspec.structs.replace(example(kind), mid=mid)
+        for action in tombstones.answer(mid, message):
+            assert type(action).__name__ in ("Answer", "ReserveBlocks", "FreeBlocks")
+    assert not tombstones.fence(("text", 7))
+
+
+async def refusals(front: FrontEnd, reason: str) -> LoadReport:
+    """The first report that tells of one."""
+    while True:
+        report = await front.hear(LoadReport)
+        assert isinstance(report, LoadReport)
+        if reason in report.refused:
+            return report
+
+
+async def test_a_peer_that_sends_garbage_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    rng = random.Random(1)
+    async with llumlet(Toy()) as it:
+        front, rogue = FrontEnd(it), Client(it.endpoint, SECRET, "peer", "rogue", ClusterMessage)
+        await front.hear(Welcome)
+        for _ in range(10):
+            for data in VALID:
+                await rogue._socket.send_multipart([_spoiled(rng, data), rng.randbytes(20)])
+        rogue.send(example(Requests))  # a message that isn't for llumlets
+        report = await refusals(front, "unexpected")
+        assert report.refused["unreadable"] > 100
+        assert await front.requests() == set()
+        rogue.close()
+        front.client.close()
+
+
+def _spoiled(rng: random.Random, data: bytes) -> bytes:
+    match rng.randrange(3):
+        case 0:
+            return rng.randbytes(rng.randrange(64))
+        case 1:
+            return data[: rng.randrange(len(data))]
+    at = rng.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+
+
+async def test_who_has_not_the_secret_is_refused_and_counted() -> None:
+    async with llumlet(Toy()) as it:
+        stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        stranger.linger = 0
+        stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+        stranger.curve_serverkey = keys.derive(SECRET).server.public
+        stranger.connect(it.endpoint)
+        await stranger.send_multipart([recorded(Hello(VERSION.major, "gateway", "s"))])
+        front = FrontEnd(it)
+        assert (await refusals(front, "unauthenticated")).refused["unauthenticated"] >= 1
+        stranger.close()
+        front.client.close()
