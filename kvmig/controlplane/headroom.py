@@ -10,8 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import linear_regression
 
-from kvmig.engines.base import StepTime
+from kvmig.engines.base import ServingEngine, StepTime
 from kvmig.ground.priorities import PriorityClass
+
+STEP_TIMES_S = 30.0
+"""How long decode steps may be measured at the start, once for a model on a device."""
+
+
+async def measured_headroom(
+    engine: ServingEngine, classes: Sequence[PriorityClass]
+) -> dict[int, float]:
+    """Of each priority; the engine is measured only for classes with a target."""
+    targets = any(one.target_ms for one in classes)
+    times = await engine.step_times(STEP_TIMES_S) if targets else []
+    return headroom_blocks(classes, times, engine.load().total_blocks, engine.layout.block_tokens)
 
 
 def headroom_blocks(

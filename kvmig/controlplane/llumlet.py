@@ -12,7 +12,7 @@ import msgspec
 
 from kvmig.controlplane.bandwidth import Bandwidth
 from kvmig.controlplane.fronts import Fronts
-from kvmig.controlplane.headroom import headroom_blocks
+from kvmig.controlplane.headroom import measured_headroom
 from kvmig.controlplane.messages import (
     AbortRequests,
     Call,
@@ -48,14 +48,13 @@ from kvmig.ground.errors import MigrationRefused, PeerError, StartupError, Trans
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello, Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
+from kvmig.kvtransfer.refusals import REFUSED
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports.select import Site, open_staging
 from kvmig.kvtransfer.versions import VERSION
 
 log = logging.getLogger(__name__)
 
-STEP_TIMES_S = 30.0
-"""How long decode steps may be measured at the start, once for a model on a device."""
 CHANGE_PERIOD_S = 0.01
 """Least time between two load reports, however often the load changes."""
 
@@ -125,7 +124,7 @@ class Llumlet:
         """Step the engine, warm it up, then take messages. Raises StartupError if it fails."""
         self._engine.connect(self._on_outputs, self._on_call_done, self._on_exit)
         await self._warm_up()
-        self._headroom = await self._measure_headroom()
+        self._headroom = await measured_headroom(self._engine, self._config.priorities)
         for loop in (self._receive(), self._report(), self._pairing.run()):
             self._spawn(self._for_ever(loop))
 
@@ -146,14 +145,6 @@ class Llumlet:
             warming.result()
         finally:
             warming.cancel()
-
-    async def _measure_headroom(self) -> dict[int, float]:
-        """Of each priority; its engine is measured only for classes with a target."""
-        classes = self._config.priorities
-        targets = any(one.target_ms for one in classes)
-        times = await self._engine.step_times(STEP_TIMES_S) if targets else []
-        total = self._engine.load().total_blocks
-        return headroom_blocks(classes, times, total, self._engine.layout.block_tokens)
 
     async def failed(self) -> BaseException | None:
         """Wait until the engine has stopped by itself; its error."""
@@ -184,15 +175,9 @@ class Llumlet:
                 self._handle(sender, message, payload)
             except TransportError as error:
                 log.warning("%s: %s", type(message).__name__, error)
-            except PeerError as error:
+            except REFUSED as error:
                 self._server.refusals.count(error)
                 log.warning("%s: %s", type(message).__name__, error)
-            except MemoryError:
-                raise
-            except Exception as error:  # of what it brings: nobody else shall suffer from it
-                name = type(message).__name__
-                self._server.refusals.count(PeerError(f"{name}: {error!r}", "unusable"))
-                log.exception("%s of %r can't be handled", name, sender)
 
     def _handle(self, sender: bytes, message: Message, payload: list[memoryview]) -> None:
         match message:

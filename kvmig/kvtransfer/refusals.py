@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvmig.ground.errors import PeerError
+import msgspec
+
+from kvmig.ground.errors import InvalidTransition, PeerError
+
+REFUSED = (PeerError, InvalidTransition, msgspec.MsgspecError)
+"""What comes of messages that can't be taken, or whose contents can't."""
 
 
 class Refusals:
@@ -13,9 +18,9 @@ class Refusals:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
-    def count(self, error: PeerError) -> None:
-        """One more."""
-        self._counts[error.reason] += 1
+    def count(self, error: Exception) -> None:
+        """One more, see REFUSED."""
+        self._counts[error.reason if isinstance(error, PeerError) else "unusable"] += 1
 
     def stranger(self) -> None:
         """A connection without the cluster's secret."""
