@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import re
 import stat
 import subprocess
 import sys
@@ -145,7 +146,9 @@ async def test_every_route_keeps_to_its_schema_whatever_is_sent(served: Served) 
     async with asyncio.timeout(FUZZ_S + 2 * PATIENCE_S):
         said, _ = await process.communicate()
     assert process.returncode == 0, said.decode()
-    assert b"Selected: 13/13" in said
+    chosen = re.search(rb"Selected: (\d+)/(\d+)", said)
+    assert chosen is not None
+    assert chosen[1] == chosen[2]
     # It may have ended instances, or emptied them.
     async with (
         asyncio.timeout(2 * PATIENCE_S),
