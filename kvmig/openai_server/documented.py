@@ -18,11 +18,11 @@ class Usage(BaseModel):
 
 
 class TextChoice(BaseModel):
-    """What a completion reads."""
+    """What a completion reads. logprobs: parallel lists, where they were asked for."""
 
-    index: Literal[0]
+    index: int
     text: str
-    logprobs: None
+    logprobs: dict[str, list[Any]] | None
     finish_reason: FinishReason
 
 
@@ -46,11 +46,11 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """What the assistant says."""
+    """What the assistant says. logprobs: `content`, where they were asked for."""
 
-    index: Literal[0]
+    index: int
     message: ChatMessage
-    logprobs: None
+    logprobs: dict[str, list[Any]] | None
     finish_reason: FinishReason
 
 
