@@ -56,6 +56,8 @@ class Bytes:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", "replace")
 
+    spell = decode
+
 
 @dataclass
 class Stubbed:
