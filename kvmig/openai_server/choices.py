@@ -31,6 +31,13 @@ class Choices:
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """(choice, piece), as they come, to the last one's end. Raises Failed."""
+        if len(self) == 1:  # nearly always: no task for each piece
+            ended = False
+            while not ended:
+                piece = await self._generations[0].next()
+                self._counts[0], ended = piece.tokens, piece.finish_reason is not None
+                yield 0, piece
+            return
         for choice in range(len(self)):
             self._ask(choice)
         while self._waiting:
