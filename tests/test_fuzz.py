@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from contextlib import suppress
@@ -20,8 +21,9 @@ from kvmig.controlplane.messages import (
     Requests,
     Welcome,
 )
-from kvmig.ground.errors import PeerError
+from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer import keys
+from kvmig.kvtransfer.compat import fingerprint
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import (
     Abort,
@@ -38,6 +40,7 @@ from kvmig.kvtransfer.tombstones import Tombstones
 from kvmig.kvtransfer.versions import VERSION
 from kvmig.kvtransfer.wire import Codec
 from scripts.corpus import TYPES, example, recorded
+from tests.fake_cluster import cluster, until
 from tests.test_llumlet_loops import SECRET, FrontEnd, Toy, llumlet
 
 CODEC = Codec(ClusterMessage | PeerMessage)
@@ -168,3 +171,25 @@ async def test_who_has_not_the_secret_is_refused_and_counted() -> None:
         assert (await refusals(front, "unauthenticated")).refused["unauthenticated"] >= 1
         stranger.close()
         front.client.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_sessions_bear_any_message_in_any_order(seed: int) -> None:
+    rng = random.Random(seed)
+    async with cluster(timeout_ms=5000, lease_ms=500) as them:
+        model = fingerprint(them.b.engine.layout)
+        for _ in range(300):
+            message: Message = example(rng.choice(FROM_A_SOURCE))
+            names = {"mid": str(rng.randrange(4))}
+            if isinstance(message, Reserve | Commit):
+                names["request_id"] = f"r{rng.randrange(3)}"
+            if isinstance(message, Reserve):
+                names["model"] = model
+            message = msgspec.structs.replace(message, **names)
+            with suppress(PeerError, TransportError):
+                them.b.migrations.receive(b"nobody", message, [])
+            if rng.random() < 0.1:
+                await asyncio.sleep(0)
+        await until(lambda: them.b.migrations.incoming == 0)
+        assert (them.b.engine.reserved, them.b.engine.following) == ({}, {})
+        assert (await them.move()).state == "committed"

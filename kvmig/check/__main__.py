@@ -28,9 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status."""
     chosen = _chosen(arguments)
     print(INVARIANTS, end="\n\n")
-    print(
-        f"{'scenario':21}{'faults':>7}{'states':>10}{'events':>10}{'ends':>7}{'gap s':>7}{'s':>7}"
-    )
+    columns = f"{'faults':>7}{'states':>10}{'events':>10}{'ends':>7}{'gap s':>7}{'cpu s':>7}"
+    print(f"{'scenario':21}{columns}")
     began, results = time.perf_counter(), []
     for scenario, result in zip(chosen, _explored(chosen), strict=True):
         results.append(result)
