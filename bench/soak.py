@@ -11,6 +11,9 @@ files and threads of each process, used blocks, bytes of kvmig's in /dev/shm.
 After a warm-up (a quarter of the time) a line is fitted through each series of a process
 that lived most of the rest. Flat is what grew, by that line and over all the time, no more than
 `FLAT` allows (bench/soak_samples.py).
+
+Blocks of the KV cache become resident when they are used for the first time, so minutes are too
+short to say anything of an instance's memory.
 """
 
 from __future__ import annotations
