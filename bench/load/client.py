@@ -81,7 +81,7 @@ class Client:
         self._counts = counts = Counts()
         text = json.dumps(body).encode()
         left, heard = streams, time.monotonic()
-        every = streams // watched if watched else streams + 1
+        every = max(1, streams // watched) if watched else streams + 1
         while left or self._waiting:
             while left and self._waiting < in_flight:
                 left -= 1

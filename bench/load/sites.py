@@ -41,7 +41,6 @@ class Site:
         self.setup = setup
         self.port = free_port()
         self.front_ends: list[int] = []
-        self.scheduler: list[int] = []
         self.stubs: list[int] = []
         self._log_path = log
         self._stack = ExitStack()
@@ -127,7 +126,12 @@ class Site:
             every = process.descendants(self._served)
             fronts = [pid for pid, words in every.items() if "kvmig.front_process" in words]
             self.front_ends = fronts or [self._served]
-            self.scheduler = [pid for pid, words in every.items() if "cli.scheduler" in words]
+
+    @property
+    def scheduler(self) -> list[int]:
+        """It starts after the front ends."""
+        every = {} if self.setup.server == "vllm" else process.descendants(self._served)
+        return [pid for pid, words in every.items() if "cli.scheduler" in words]
 
     def last_words(self) -> str:
         """The end of what its processes have said."""
