@@ -102,6 +102,10 @@ class FakeLauncher:
         self.broken = ""
         self.bug: Exception | None = None
         self.closed = False
+        self.renewed = 0
+
+    def renew(self) -> None:
+        self.renewed += 1
 
     async def open(self) -> None:
         return

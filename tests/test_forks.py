@@ -6,13 +6,14 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import psutil
 import pytest
 
 from kvmig.cli.children import Child, Process
 from kvmig.cli.fork_server import TITLE
-from kvmig.cli.forks import UNSEEN, Fork, ForkServer
+from kvmig.cli.forks import UNSEEN, Fork, Forks
 from kvmig.cli.launch import Announcement
 from kvmig.ground.errors import StartupError
 
@@ -22,10 +23,10 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def forks() -> Iterator[ForkServer]:
-    server = ForkServer(ENGINE, ENVIRONMENT)
-    yield server
-    server.close()
+def forks() -> Iterator[Forks]:
+    made = Forks(ENGINE, ENVIRONMENT)
+    yield made
+    made.close()
 
 
 class Waiting:
@@ -35,7 +36,7 @@ class Waiting:
         self.stdin, self.told = os.pipe()
         self.announced, self.announces = os.pipe()
 
-    async def begin(self, forks: ForkServer) -> Fork:
+    async def begin(self, forks: Forks) -> Fork:
         return await forks.fork(ENVIRONMENT, self.stdin, self.announces)
 
     def close(self) -> None:
@@ -60,7 +61,7 @@ def until_gone(process: psutil.Process) -> None:
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-async def test_a_fork_takes_its_launch_announces_and_ends(forks: ForkServer) -> None:
+async def test_a_fork_takes_its_launch_announces_and_ends(forks: Forks) -> None:
     async def spawn(stdin: int, announced: int) -> Process:
         return await forks.fork(ENVIRONMENT, stdin, announced)
 
@@ -72,7 +73,7 @@ async def test_a_fork_takes_its_launch_announces_and_ends(forks: ForkServer) -> 
 
 
 async def test_a_forks_death_is_told_and_the_next_one_starts(
-    forks: ForkServer, waiting: Waiting
+    forks: Forks, waiting: Waiting
 ) -> None:
     for _ in range(2):
         fork = await waiting.begin(forks)
@@ -88,7 +89,7 @@ async def test_a_forks_death_is_told_and_the_next_one_starts(
 
 
 async def test_forks_outlive_a_killed_fork_server_and_another_takes_its_place(
-    forks: ForkServer, waiting: Waiting
+    forks: Forks, waiting: Waiting
 ) -> None:
     fork = await waiting.begin(forks)
     server = psutil.Process(fork.pid).parent()
@@ -107,28 +108,47 @@ async def test_forks_outlive_a_killed_fork_server_and_another_takes_its_place(
 
 
 async def test_one_that_cannot_load_is_not_asked_again(waiting: Waiting) -> None:
-    forks = ForkServer(ENGINE, {**ENVIRONMENT, "PYTHONPATH": "", "PATH": "", "PYTHONHOME": "/no"})
+    environment = {**ENVIRONMENT, "PYTHONHOME": "/no"}
+    forks = Forks(ENGINE, environment)
     with pytest.raises(StartupError, match="the fork server is gone"):
         await waiting.begin(forks)
 
-    assert not forks.suits(forks._environment)
+    assert not forks.suits(environment)
     forks.close()
 
 
-async def test_without_its_launcher_a_fork_server_ends(forks: ForkServer, waiting: Waiting) -> None:
+async def test_without_its_launcher_a_fork_server_ends(forks: Forks, waiting: Waiting) -> None:
     fork = await waiting.begin(forks)
     server = psutil.Process(fork.pid).parent()
     assert server is not None
     fork.kill()
     await code(fork)
 
-    asyncio.get_running_loop().remove_reader(forks._sock)
-    forks._sock.close()
+    (ours,) = forks._servers
+    asyncio.get_running_loop().remove_reader(ours._sock)
+    ours._sock.close()
 
     until_gone(server)
 
 
-def test_only_what_libraries_read_late_may_differ(forks: ForkServer) -> None:
+async def test_a_renewed_one_loads_again_and_the_old_ends_with_its_last_fork(
+    forks: Forks, waiting: Waiting
+) -> None:
+    old = await waiting.begin(forks)
+    forks.renew()
+    new = await waiting.begin(forks)
+
+    servers = [psutil.Process(one.pid).parent() for one in (old, new)]
+    assert None not in servers
+    assert servers[0] != servers[1]
+    old.kill()
+    assert await code(old) == -9
+    until_gone(cast("psutil.Process", servers[0]))
+    new.kill()
+    assert await code(new) == -9
+
+
+def test_only_what_libraries_read_late_may_differ(forks: Forks) -> None:
     assert forks.suits({**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "3"})
     assert not forks.suits({**ENVIRONMENT, "OMP_NUM_THREADS": "2"})
     assert not forks.suits({**ENVIRONMENT, "LD_PRELOAD": "libtcmalloc.so"})

@@ -22,6 +22,7 @@ async def test_all_start_again_one_after_the_other() -> None:
     async with world() as it:
         assert await restart(it) == ("i0", "i1")
         await it.until(lambda: "rolling restart: done" in it.said)
+        assert it.launcher.renewed == 1, "what is on disk now starts"
         assert starts(it) == ["i0", "i1", "i0", "i1"]
         await it.hears(i0="serving", i1="serving")
         assert all("serving" in states.values() for states in it.front.history if states)

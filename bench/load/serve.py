@@ -54,6 +54,9 @@ class StubLauncher:
         assert isinstance(started, Started)
         return StubHandle(started.endpoint)
 
+    def renew(self) -> None:
+        """See `Launcher`."""
+
     async def close(self) -> None:
         self._orders.close()
 

@@ -145,6 +145,10 @@ class Cluster:
         if len(serving) < 2:
             raise OrderRefused("conflict", f"{len(serving)} instances serve, must be 2 or more")
         wanted = [self._find(name) for name in dict.fromkeys(order.instances)] or serving
+        try:
+            self._launcher.renew()
+        except StartupError as error:
+            raise OrderRefused("conflict", str(error)) from error
         self._rolling.begin(wanted, deadline_s)
         return tuple(one.name for one in wanted)
 

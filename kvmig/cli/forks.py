@@ -90,33 +90,28 @@ class Fork:
 
 
 class ForkServer:
-    """The launcher's end of one. It may die: all else goes on."""
+    """The launcher's end of one process. It may die: what it has forked goes on."""
 
     def __init__(self, engine: str, environment: Mapping[str, str]) -> None:
         """Start it at once. engine: see `kind_of`. Raises StartupError."""
-        self._engine = engine
-        self._environment = dict(environment)
-        self._turn = asyncio.Lock()
-        self._forks: dict[int, Fork] = {}
-        self._worked = False
-        self._start()
-
-    def _start(self) -> None:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
-        words = ["-m", "kvmig.cli.fork_server", str(theirs.fileno()), self._engine]
+        words = ["-m", "kvmig.cli.fork_server", str(theirs.fileno()), engine]
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, *words],
-                    env=self._environment,
+                    env=dict(environment),
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                 )
             except OSError as error:
                 self._sock.close()
                 raise StartupError(f"the fork server can't be started: {error}") from error
-        self._gone = False
+        self.gone = self.worked = False
+        self._retired = False
+        self._turn = asyncio.Lock()
+        self._forks: dict[int, Fork] = {}
         self._loaded: asyncio.Future[None] | None = None
         self._asked: asyncio.Future[Fork] | None = None
 
@@ -126,30 +121,22 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
-    def suits(self, environment: Mapping[str, str]) -> bool:
-        """Whether a fork can live in that environment: libraries have read their part of ours."""
-        names = {*self._environment, *environment} - MAY_DIFFER
-        return (self._worked or not self._gone) and all(
-            self._environment.get(name) == environment.get(name) for name in names
-        )
+    def retire(self) -> None:
+        """End it when all that it has forked has ended."""
+        self._retired = True
+        if not self._forks:
+            self._give_up()
 
-    async def fork(self, environment: Mapping[str, str], stdin: int, announced: int) -> Fork:
-        """One more llumlet; the descriptors are given to it as copies.
-
-        Raises StartupError if the fork server is gone or too slow; the next order starts another,
-        if this one had ever worked.
-        """
-        differs = {name: environment[name] for name in MAY_DIFFER if name in environment}
+    async def fork(self, environment: dict[str, str], stdin: int, announced: int) -> Fork:
+        """One more llumlet; environment: what differs from its own. See `Forks.fork`."""
         async with self._turn:
-            if self._gone:
-                self._start()
             try:
                 loaded = self._listen()
                 async with asyncio.timeout(LOAD_S):
                     await asyncio.shield(loaded)
                 async with asyncio.timeout(FORK_S):
                     self._asked = asyncio.get_running_loop().create_future()
-                    self._order(ForkOrder(differs), [stdin, announced])
+                    self._order(ForkOrder(environment), [stdin, announced])
                     return await self._asked
             except OSError as error:  # a TimeoutError too
                 self._give_up()
@@ -164,6 +151,8 @@ class ForkServer:
         )
 
     def _listen(self) -> asyncio.Future[None]:
+        if self.gone:
+            raise BrokenPipeError("it ended")
         if self._loaded is None:
             loop = asyncio.get_running_loop()
             self._loaded = loop.create_future()
@@ -184,26 +173,69 @@ class ForkServer:
         if not news.pid:
             assert self._loaded is not None
             self._loaded.set_result(None)
-            self._worked = True
+            self.worked = True
         elif news.code is None:
             fork = self._forks[news.pid] = Fork(news.pid)
             if self._asked is not None and not self._asked.done():
                 self._asked.set_result(fork)
         else:
             self._forks.pop(news.pid).end(news.code)
+            if self._retired and not self._forks:
+                self._give_up()
 
     def _give_up(self) -> None:
         """It is gone, or as good as."""
-        if self._gone:
+        if self.gone:
             return
-        self._gone = True
+        self.gone = True
         asyncio.get_running_loop().remove_reader(self._sock)
-        self._sock.close()
-        self._process.kill()
-        self._process.wait()
+        self.close()
         for waiting in (self._loaded, self._asked):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(BrokenPipeError("it ended"))
         for fork in self._forks.values():
             fork.watch()
         self._forks.clear()
+
+
+class Forks:
+    """All that is forked on this host: the launcher's way to its fork server, and the next one."""
+
+    def __init__(self, engine: str, environment: Mapping[str, str]) -> None:
+        """Start a fork server at once. engine: see `kind_of`. Raises StartupError."""
+        self._engine = engine
+        self._environment = dict(environment)
+        self._servers = [ForkServer(engine, environment)]
+
+    def close(self) -> None:
+        """End them; what was forked doesn't mind."""
+        for server in self._servers:
+            server.close()
+
+    def suits(self, environment: Mapping[str, str]) -> bool:
+        """Whether a fork can live in that environment: libraries have read their part of ours."""
+        names = {*self._environment, *environment} - MAY_DIFFER
+        server = self._servers[-1]
+        return (server.worked or not server.gone) and all(
+            self._environment.get(name) == environment.get(name) for name in names
+        )
+
+    async def fork(self, environment: Mapping[str, str], stdin: int, announced: int) -> Fork:
+        """One more llumlet; the descriptors are given to it as copies.
+
+        Raises StartupError if the fork server is gone or too slow; the next call starts another,
+        if this one had ever worked.
+        """
+        if self._servers[-1].gone:
+            self._begin()
+        differs = {name: environment[name] for name in MAY_DIFFER if name in environment}
+        return await self._servers[-1].fork(differs, stdin, announced)
+
+    def renew(self) -> None:
+        """Fork from what is on disk now: kvmig, libraries. Raises StartupError."""
+        self._servers[-1].retire()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._servers = [one for one in self._servers if not one.gone]
+        self._servers.append(ForkServer(self._engine, self._environment))

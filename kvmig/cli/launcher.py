@@ -56,6 +56,13 @@ class Launcher(Protocol):
         """
         ...
 
+    def renew(self) -> None:
+        """Start llumlets from now on from what is on disk now: kvmig, libraries.
+
+        Raises StartupError.
+        """
+        ...
+
     async def close(self) -> None:
         """Free what is left. All handles were stopped before. May be called twice."""
         ...

@@ -11,7 +11,7 @@ from typing import Self
 
 from kvmig.cli.children import Child, Process, running
 from kvmig.cli.environment import gpus, instance_environment, worker_threads
-from kvmig.cli.forks import ForkServer
+from kvmig.cli.forks import Forks
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.launcher import STOP_S, Handle
 from kvmig.engines.kind import kind_of
@@ -45,7 +45,7 @@ class Host:
         # How many workers an instance has isn't known yet; with several, forks don't suit.
         threads = _threads([1] * instances)
         environment = llumlet_environment(engine, self.gpus, threads, self._environment)
-        self._forks = ForkServer(engine, environment)
+        self._forks = Forks(engine, environment)
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +90,7 @@ class LocalLauncher:
         gpu_ids: Sequence[str],
         threads: int,
         environment: Mapping[str, str],
-        forks: ForkServer | None = None,
+        forks: Forks | None = None,
     ) -> None:
         """cluster: names its shared memory. gpu_ids: none on a CPU. threads: a worker's.
 
@@ -128,6 +128,11 @@ class LocalLauncher:
             self._places.remove(place)
             raise
         return place.child
+
+    def renew(self) -> None:
+        """See `Launcher`."""
+        if self._forks is not None:
+            self._forks.renew()
 
     async def close(self) -> None:
         """Remove the cluster's shared memory."""

@@ -112,6 +112,9 @@ class RayLauncher:
             raise
         return handle
 
+    def renew(self) -> None:
+        """Nothing: each llumlet loads all by itself."""
+
     async def close(self) -> None:
         """Leave the Ray cluster."""
         if self._connected:
