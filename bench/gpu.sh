@@ -2,7 +2,14 @@
 # Everything a GPU adds, in one run of under nine minutes, with one JSON file a part in $OUT
 # (default: bench/results). Needs Python with torch; CuPy, Triton and nvcc are used where they are;
 # neither vLLM, nor the network, nor an installed kvmig. Arguments go to `python -m bench.gpu`.
+# WHEELS: a folder with what the last part wants and the machine lacks (see bench/README.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=. PYTHONUNBUFFERED=1
-exec "${PYTHON:-python3}" -m bench.gpu --out "${OUT:-bench/results}" "$@"
+if [ -n "${WHEELS:-}" ]; then
+  packages=$(mktemp -d)
+  trap 'rm -rf "$packages"' EXIT
+  "${PYTHON:-python3}" -m pip install -q --no-index --no-deps --target "$packages" "$WHEELS"/*.whl
+  export PYTHONPATH=.:$packages
+fi
+"${PYTHON:-python3}" -m bench.gpu --out "${OUT:-bench/results}" "$@"
