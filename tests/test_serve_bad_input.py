@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -92,10 +95,26 @@ REFUSED = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_stays_when_a_test_fails() -> Iterator[None]:
+    yield
+    while Start.present:
+        start = Start.present.pop()
+        for one in start.running():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        start.process.wait()
+        assert start.process.stderr is not None
+        start.process.stderr.close()
+
+
 class Start:
     """One `python -m kvmig.serve`, found again by its mark."""
 
+    present: ClassVar[list[Start]] = []
+
     def __init__(self, *flags: str) -> None:
+        self.present.append(self)
         self.mark = uuid.uuid4().hex
         self.port = free_port()
         self._orphans = orphans()
