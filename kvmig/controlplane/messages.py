@@ -129,7 +129,7 @@ class Migrated(Message, frozen=True, tag=True):
     """Under which the request ran at the source before."""
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where the tokens of one request in an Outputs message belong in its stream."""
 
     request_id: str
