@@ -129,7 +129,8 @@ class Place:
         assert holder.stdout is not None
         if holder.stdout.readline() != "ready\n":
             raise subprocess.CalledProcessError(holder.wait(TIMEOUT_S), command)
-        self.enter = ["nsenter", f"--target={holder.pid}", "--mount"]
+        # Back to where we are: entering alone would leave the server in /, where bench isn't.
+        self.enter = ["nsenter", f"--target={holder.pid}", "--mount", f"--wd={Path.cwd()}"]
         root = Path(f"/proc/{holder.pid}/root")
         self.shm = root / "dev/shm"
         self._logs = root / self._logs.relative_to("/")
