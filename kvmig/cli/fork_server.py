@@ -39,7 +39,11 @@ def main(argv: Sequence[str]) -> int:
     gc.collect()
     gc.freeze()  # or a child's collections would copy the pages that all share
     with socket.socket(fileno=int(argv[1])) as sock:
-        return serve(sock)
+        forked = serve(sock)
+    if forked is None:
+        return 0
+    order, (stdin, announced) = forked
+    return become_llumlet(order, stdin, announced)
 
 
 def unsafe() -> str:
@@ -53,8 +57,11 @@ def unsafe() -> str:
     return ""
 
 
-def serve(sock: socket.socket) -> int:
-    """Take orders and tell of ends, until the launcher's end of the socket is closed."""
+def serve(sock: socket.socket) -> tuple[ForkOrder, list[int]] | None:
+    """Take orders and tell of ends, until the launcher's end of the socket is closed.
+
+    Returns in each fork, too, with what it shall be: whatever it raises later is its own.
+    """
     hears, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes)
@@ -73,16 +80,15 @@ def serve(sock: socket.socket) -> int:
                 order = msgspec.msgpack.decode(message, type=ForkOrder)
                 pid = os.fork()
                 if pid == 0:
-                    sock.close()
-                    become_llumlet(order, *descriptors)
+                    return order, descriptors
                 for one in descriptors:
                     os.close(one)
                 tell(sock, ForkNews(pid))
-    return 0
+    return None
 
 
-def become_llumlet(order: ForkOrder, stdin: int, announced: int) -> None:
-    """As if started by `python -m kvmig.cli.llumlet`; never returns."""
+def become_llumlet(order: ForkOrder, stdin: int, announced: int) -> int:
+    """As if started by `python -m kvmig.cli.llumlet`; its exit code."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(stdin, 0)
@@ -91,7 +97,7 @@ def become_llumlet(order: ForkOrder, stdin: int, announced: int) -> None:
     os.environ["SPT_NOENV"] = "1"  # setproctitle: leave what ps shows of our environment
     setproctitle.setproctitle(TITLE)
     logging.root.handlers.clear()  # lines get the llumlet's own name
-    leave(llumlet.main([TITLE, str(announced)]))
+    return llumlet.main([TITLE, str(announced)])
 
 
 def ended() -> list[ForkNews]:
