@@ -1,6 +1,6 @@
 """Traffic for hours with constant migration, and instances that come and go: does anything grow?
 
-    python -m bench.soak [--minutes M] [--out FILE.json] [--plot FILE.png] [--check]
+    python -m bench.soak [--minutes M] [--wave S] [--out FILE.json] [--plot FILE.png] [--check]
 
 Two to three instances of the bundled model behind two front ends, with autoscaling. The load of
 bench.chaos comes in waves, so that an instance is added and drained again with each; between them
@@ -9,8 +9,8 @@ compared with the one that it must be. Every few seconds: proportional and resid
 files and threads of each process, used blocks, bytes of kvmig's in /dev/shm.
 
 After a warm-up (a quarter of the time) a line is fitted through each series of a process
-that lived most of the rest. Flat is what grew, by that line and over all the time, no more than
-`FLAT` allows (bench/soak_samples.py).
+that lived most of the rest; of a part in which none did, of the one that lived longest. Flat is
+what grew, by that line and over all the time, no more than `FLAT` allows (bench/soak_samples.py).
 
 Blocks of the KV cache become resident when they are used for the first time, so minutes are too
 short to say anything of an instance's memory.
@@ -43,8 +43,6 @@ from bench.soak_samples import FLAT, Sample, Whole, cluster_of, samples_of, stee
 from kvmig.cli.served import SMALL, Served
 from kvmig.models import BUNDLED
 
-WAVE_S = 90.0
-"""From a high tide of clients to the next."""
 LOW, HIGH = 4, 28
 """Clients at low and high tide."""
 MOVES_PER_S = 4.0
@@ -70,8 +68,10 @@ class Watched:
     scaled: Counter[str]
 
 
-async def watch(served: Served, place: Place, every_s: float, seconds: float) -> Watched:
-    """The load, with a sample now and then."""
+async def watch(
+    served: Served, place: Place, every_s: float, seconds: float, wave_s: float
+) -> Watched:
+    """The load, with a sample now and then; wave_s: from a high tide of clients to the next."""
     wanted = await references(served)
     warming = Load(0, WARM_S, clients=HIGH)
     await traffic(served, warming, wanted, WARM_S, Ledger(began=time.monotonic()))
@@ -98,21 +98,26 @@ async def watch(served: Served, place: Place, every_s: float, seconds: float) ->
     async with asyncio.TaskGroup() as group:
         group.create_task(sample())
         group.create_task(mover.run(over))
-        group.create_task(_add_and_delete(served, over, scaled))
+        group.create_task(_add_and_delete(served, wave_s, over, scaled))
         for number in range(HIGH):
-            group.create_task(_in_waves(served, ledger, number, wanted, over))
+            group.create_task(_in_waves(served, ledger, number, wave_s, wanted, over))
     await asyncio.sleep(SETTLE_S)
     after = await asyncio.to_thread(when_idle, served, place, 2)
     return Watched(ledger, mover, processes, cluster, before, after, scaled)
 
 
 async def _in_waves(
-    served: Served, ledger: Ledger, number: int, wanted: dict[str, Answer], over: Callable[[], bool]
+    served: Served,
+    ledger: Ledger,
+    number: int,
+    wave_s: float,
+    wanted: dict[str, Answer],
+    over: Callable[[], bool],
 ) -> None:
     """A client that is away at low tide, unless it is one of the first."""
 
     async def rest() -> None:
-        while number >= LOW and (time.monotonic() - ledger.began) % WAVE_S > WAVE_S / 2:
+        while number >= LOW and (time.monotonic() - ledger.began) % wave_s > wave_s / 2:
             if over():
                 return
             await asyncio.sleep(0.5)
@@ -121,8 +126,10 @@ async def _in_waves(
         await keep_asking(client, Random(f"soak {number}"), wanted, over, rest)
 
 
-async def _add_and_delete(served: Served, over: Callable[[], bool], scaled: Counter[str]) -> None:
-    """One instance more by hand once in two waves, and the first that serves away again."""
+async def _add_and_delete(
+    served: Served, wave_s: float, over: Callable[[], bool], scaled: Counter[str]
+) -> None:
+    """One instance more by hand once in two waves, and the last that serves away again."""
     url = f"{served.url}/kvmig/v1/instances"
     connector = aiohttp.TCPConnector(force_close=True)
     timeout = aiohttp.ClientTimeout(total=ORDER_TIMEOUT_S)
@@ -130,15 +137,15 @@ async def _add_and_delete(served: Served, over: Callable[[], bool], scaled: Coun
         while not over():
             async with http.post(url, json={"count": 1}) as answer:
                 scaled[f"POST {answer.status}"] += 1
-            if await _patient(WAVE_S, over):
+            if await _patient(wave_s, over):
                 return
             async with http.get(url) as answer:
                 rows = (await answer.json())["data"]
             serving = [row["id"] for row in rows if row["state"] == "serving"]
             if len(serving) > 2:
-                async with http.delete(f"{url}/{serving[0]}") as answer:
+                async with http.delete(f"{url}/{serving[-1]}") as answer:
                     scaled[f"DELETE {answer.status}"] += 1
-            if await _patient(WAVE_S, over):
+            if await _patient(wave_s, over):
                 return
 
 
@@ -188,20 +195,21 @@ def targets(summary: dict[str, float]) -> dict[str, report.Target]:
 def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--minutes", type=float, help="of load: 10, or 3 with --quick")
+    root.add_argument("--wave", type=float, default=90.0, help="seconds between two high tides")
     root.add_argument("--sample", type=float, default=10.0, help="seconds between two samples")
     root.add_argument("--log", type=Path, help="keep what the server printed there")
     options = root.parse_args(argv)
     minutes = options.minutes or (3 if options.quick else 10)
     flags = [*FLAGS, *model_flags(MODEL)]
-    settings = {"minutes": minutes, "sample_s": options.sample, "wave_s": WAVE_S, "clients": HIGH,
-                "moves_per_s": MOVES_PER_S, "flags": flags}  # fmt: skip
+    settings = {"minutes": minutes, "sample_s": options.sample, "wave_s": options.wave,
+                "clients": HIGH, "moves_per_s": MOVES_PER_S, "flags": flags}  # fmt: skip
     result = report.begin("soak", settings)
     with Place() as place:
         environment = place.environment
         with Served(
             flags, model=BUNDLED, environment=environment, log=place.log, enter=place.enter
         ) as served:
-            seen = asyncio.run(watch(served, place, options.sample, minutes * 60))
+            seen = asyncio.run(watch(served, place, options.sample, minutes * 60, options.wave))
         output = place.log.read_text(errors="replace")
         if options.log is not None:
             options.log.write_text(output)

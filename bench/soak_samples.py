@@ -83,21 +83,39 @@ def growth(times: Sequence[float], values: Sequence[float]) -> tuple[float, floa
 
 
 def steepest(samples: Iterable[Sample], seconds: float) -> dict[str, float]:
-    """Of the processes that lived from the warm-up to the end: what grew most, of each thing."""
+    """Of each thing, what grew most in any process that lived from the warm-up to the end.
+
+    Where none of a part did (autoscaling takes any instance), in the one that lived longest,
+    after a warm-up of its own.
+    """
     series: dict[tuple[str, int], list[Sample]] = {}
     for one in samples:
         series.setdefault((one.part, one.pid), []).append(one)
-    span = (1 - WARM) * seconds
+    parts: dict[str, list[list[Sample]]] = {}
+    for (part, _), rows in series.items():
+        lived = _warm(rows, seconds)
+        if len(lived) >= 3:
+            parts.setdefault(part, []).append(lived)
     summary: dict[str, float] = {}
-    for (part, _), lived in series.items():
-        begin = max(WARM * seconds, lived[0].at_s + YOUNG_S)
-        rows = [one for one in lived if one.at_s >= begin]
-        times = [one.at_s for one in rows]
-        if len(rows) < 3 or times[-1] - times[0] < 0.5 * span:
-            continue
-        for name in FLAT:
-            over, hourly = growth(times, [getattr(one, name) for one in rows])
-            key = f"{part} {name}"
-            summary[f"{key} growth"] = max(summary.get(f"{key} growth", over), over)
-            summary[f"{key} an hour"] = max(summary.get(f"{key} an hour", hourly), hourly)
+    for part, all_rows in parts.items():
+        longest = max(map(_length, all_rows))
+        enough = min(0.5 * (1 - WARM) * seconds, longest)
+        summary[f"{part} longest minutes"] = longest / 60
+        for rows in (one for one in all_rows if _length(one) >= enough):
+            times = [one.at_s for one in rows]
+            for name in FLAT:
+                over, hourly = growth(times, [getattr(one, name) for one in rows])
+                key = f"{part} {name}"
+                summary[f"{key} growth"] = max(summary.get(f"{key} growth", over), over)
+                summary[f"{key} an hour"] = max(summary.get(f"{key} an hour", hourly), hourly)
     return {name: round(value, 3) for name, value in sorted(summary.items())}
+
+
+def _warm(rows: list[Sample], seconds: float) -> list[Sample]:
+    """Those after the warm-up of all, and after its own."""
+    own = rows[0].at_s + max(YOUNG_S, WARM * _length(rows))
+    return [one for one in rows if one.at_s >= max(WARM * seconds, own)]
+
+
+def _length(rows: list[Sample]) -> float:
+    return rows[-1].at_s - rows[0].at_s

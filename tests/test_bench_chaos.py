@@ -242,8 +242,10 @@ def test_a_soak_counts_who_lived_long_after_the_warm_up_and_the_worst_of_them() 
     times = [float(at) for at in range(0, 101, 10)]
     steady = [sample(at, 1, 300.0 if at < 25 else 310.0) for at in times]  # it has warmed up
     leaking = [sample(at, 2, 300.0 + at) for at in times]
-    brief = [sample(at, 3, 300.0 + 9 * at) for at in times[-4:]]
+    brief = [sample(at, 3, 300.0 + 9 * at) for at in times[-6:]]
     summary = steepest([*steady, *leaking, *brief], 100.0)
     assert summary["instance rss_mib growth"] == pytest.approx(70.0)
     assert summary["instance fds growth"] == pytest.approx(0.0)
     assert steepest(steady, 100.0)["instance rss_mib growth"] == pytest.approx(0.0)
+    longest = steepest(brief, 100.0)  # nobody lived longer
+    assert longest["instance rss_mib growth"] > 0
