@@ -3,6 +3,11 @@
 Replays short requests with Poisson arrivals against real engines, then simulates the same requests
 on engines whose cost model was fitted to these (--gpu, or `python -m kvmig.profile` before), and
 prints both.
+
+Who is preempted, and what moves, hangs on milliseconds: two runs of one trace differ, real or
+simulated. So several traces are replayed, and each is simulated several times with every arrival
+late by up to a step; the means are compared. Each pair of instances has moved a request both ways
+before, as links are made at the first one.
 """
 
 from __future__ import annotations
@@ -14,8 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
+from uuid import uuid4
 
 import httpx
 import msgspec
@@ -28,6 +35,7 @@ from bench import report
 from bench.client import Stream, prompt_of, session
 from bench.models import NAMES, model_flags, model_folder
 from kvmig import profile
+from kvmig.cli.demo.client import Api, DemoFailed
 from kvmig.cli.served import Served
 from kvmig.sim import cost
 from kvmig.sim.cost import CostModel
@@ -91,6 +99,23 @@ def real(served: Served, rows: Sequence[Row], seed: int) -> dict[str, float]:
     return figures | {name: value - before[name] for name, value in counters(served).items()}
 
 
+async def connect(served: Served) -> None:
+    """One long stream goes from each instance to each other. Raises DemoFailed if it can't."""
+    async with Api.at(served.url) as api:
+        call = uuid4().hex
+        bench = profile.Bench(api, served.model, 1)
+        task = asyncio.create_task(bench.stream(16, LONGEST, call))
+        try:
+            here = await bench.place_of(call)
+            for first, second in combinations(await api.instances(), 2):
+                for there in (first, second, first):
+                    if there != here and await api.migrate(call, there) is None:
+                        raise DemoFailed(f"the request did not move from {here} to {there}")
+                    here = there
+        finally:
+            task.cancel()
+
+
 def counters(served: Served) -> dict[str, float]:
     """Preemptions and committed migrations so far, over all engines."""
     found = {"preemptions": 0.0, "migrations": 0.0}
@@ -104,8 +129,23 @@ def counters(served: Served) -> dict[str, float]:
     return found
 
 
-def simulated(rows: Sequence[Row], model: CostModel, args: argparse.Namespace) -> dict[str, float]:
-    """The figures of modelled ones."""
+def simulated(
+    rows: Sequence[Row], model: CostModel, args: argparse.Namespace, seed: int
+) -> dict[str, float]:
+    """The figures of modelled ones: means over `args.draws` runs."""
+    random = np.random.RandomState(seed)
+    late_s = model.decode.base_ms / 1e3
+    runs = []
+    for _ in range(args.draws):
+        late = random.uniform(0, late_s, len(rows))
+        moved = sorted((at + by, *rest) for (at, *rest), by in zip(rows, late, strict=True))
+        runs.append(_simulated(moved, model, args))
+    return {name: fmean(one[name] for one in runs) for name in FIGURES}
+
+
+def _simulated(
+    rows: Sequence[Sequence[float]], model: CostModel, args: argparse.Namespace
+) -> dict[str, float]:
     capacity = msgspec.structs.replace(model.capacity, blocks=args.blocks)
     model = msgspec.structs.replace(model, capacity=capacity)
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +160,7 @@ def simulated(rows: Sequence[Row], model: CostModel, args: argparse.Namespace) -
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     repeats = 1 if args.quick else args.repeats
-    names = ("model", "policy", "instances", "requests", "rate", "blocks", "seed")
+    names = ("model", "policy", "instances", "requests", "rate", "blocks", "draws", "seed")
     settings = {name: getattr(args, name) for name in names} | {"repeats": repeats}
     result = report.begin("simulator", settings)
     model = cost.load(str(args.gpu)) if args.gpu else _fitted(args)
@@ -133,12 +173,12 @@ def main(argv: list[str] | None = None) -> int:
     ]
     with Served(flags, model=model_folder(args.model)) as served:
         asyncio.run(replay(served, trace(8, args.rate, args.seed), -1))  # caches warm up
+        asyncio.run(connect(served))
         for seed in range(args.seed, args.seed + repeats):
             rows = trace(args.requests, args.rate, seed)
             ours = real(served, rows, seed)
-            theirs = simulated(rows, model, args)
-            figures = {name: theirs[name] for name in FIGURES}
-            result.samples.append({"seed": seed, "real": ours, "simulated": figures})
+            theirs = simulated(rows, model, args, seed)
+            result.samples.append({"seed": seed, "real": ours, "simulated": theirs})
             report.say(f"trace {len(result.samples)} of {repeats}")
     compare(result)
     return report.finish(result, args, [_table(result)])
@@ -172,10 +212,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default="device20ms", help=f"{', '.join(NAMES)} or a folder")
     add("--gpu", type=Path, help="a fitted cost model, FILE.toml (default: fit one now)")
     add("--policy", default="kvmig")
-    add("--instances", type=int, default=2)
-    add("--requests", type=int, default=200, help="of a trace")
+    add("--instances", type=int, default=4)
+    add("--requests", type=int, default=600, help="of a trace")
     add("--repeats", type=int, default=5, help="traces, of which the means are compared")
-    add("--rate", type=float, default=3.0, help="requests a second")
+    add("--draws", type=int, default=8, help="simulations of each trace")
+    add("--rate", type=float, default=6.0, help="requests a second")
     add("--blocks", type=int, default=40, help="KV blocks of 32 tokens an instance")
     add("--seed", type=int, default=1, help="of the first trace")
     return parser

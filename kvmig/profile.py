@@ -94,7 +94,7 @@ class Bench:
         task = asyncio.create_task(self.stream(prompt, 4 * STEPS, call_id))
         try:
             async with asyncio.timeout(60):
-                here = await self._place_of(call_id)
+                here = await self.place_of(call_id)
             others = [one for one in await self._api.instances() if one != here]
             report = await self._api.migrate(call_id, others[0])
             await task
@@ -102,11 +102,11 @@ class Bench:
             task.cancel()
         return [report] if report is not None and report["state"] == "committed" else []
 
-    async def _place_of(self, call_id: str) -> str:
+    async def place_of(self, call_id: str) -> str:
         """The instance that runs the call, once its first tokens are out."""
         await asyncio.sleep(0.5)
         here = await self._api.instance_of(call_id)
-        return here if here is not None else await self._place_of(call_id)
+        return here if here is not None else await self.place_of(call_id)
 
 
 def _reached(chunks: Sequence[Chunk], tokens: int) -> float:
