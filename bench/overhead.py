@@ -205,9 +205,9 @@ def tables(windows: list[Window], rounds: list[Round]) -> list[Table]:
     return [report.table("Ratios", ("", "samples", "median", "least", "most"), rows)]
 
 
-def one_instance_each(model: Path, paced: Sequence[str], logs: Path) -> dict[str, Served]:
-    """Servers that differ in what is around the engine only; not started."""
-    environment = {
+def plain_environment() -> dict[str, str]:
+    """What plain vLLM needs to run here as kvmig's engines do, all cores for one instance."""
+    return {
         # As kvmig.cli.environment gives them to its one instance.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
@@ -215,6 +215,11 @@ def one_instance_each(model: Path, paced: Sequence[str], logs: Path) -> dict[str
         **OFFLINE,
         "VLLM_NO_USAGE_STATS": "1",
     }
+
+
+def one_instance_each(model: Path, paced: Sequence[str], logs: Path) -> dict[str, Served]:
+    """Servers that differ in what is around the engine only; not started."""
+    environment = plain_environment()
     in_process = {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return {
         "kvmig": Served(
