@@ -79,6 +79,8 @@ def serve(
     planned = shapes_of(args, rest, own, planned_instances(config), kind.parse)
     config = in_units(config, unit_tokens(planned), kind)
     with take_port(args.host, args.port) as sock:
+        if host is not None:
+            kind.check_gpus(args, host.gpus)
         if host is not None and kind.shares_memory:
             rest = [*rest, *share_memory(args, rest, planned, host.gpus)]
         first = planned[: config.instances]

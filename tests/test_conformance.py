@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run_suite(*arguments: str, **env: str) -> tuple[int, str]:
     """Exit code and output of the suite in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-p", "kvmig.testing.plugin", "-q"]
+    command = [sys.executable, "-m", "pytest", "-q"]
     done = subprocess.run(
         [*command, "--pyargs", "kvmig.testing", *arguments],
         cwd=ROOT,

@@ -213,6 +213,8 @@ async def test_a_stream_goes_on_elsewhere_when_its_instance_is_killed(served: Se
     [
         (["--engine", "nonsense"], "--engine is nonsense, must be vllm or transformers"),
         (["--engine=transformers", "--num-blocks=0"], "num_blocks is 0, must be 1 or more"),
+        (["--engine=transformers", "--device=tpu"], "device is 'tpu', must be cpu or cuda"),
+        (["--engine=transformers", "--device=cuda"], "--device is cuda, but this machine has no"),
         (["--engine=transformers", "--enforce-eager"], "unrecognized arguments: --enforce-eager"),
         (
             ["--engine=transformers", "--instance-flags=i1: --block-size 32"],
@@ -223,7 +225,11 @@ async def test_a_stream_goes_on_elsewhere_when_its_instance_is_killed(served: Se
     ],
 )
 def test_a_start_that_cannot_be_says_why(
-    flags: list[str], said: str, capfd: pytest.CaptureFixture[str]
+    flags: list[str],
+    said: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main([MODEL, *flags]) == 2
     assert said in capfd.readouterr().err

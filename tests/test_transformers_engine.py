@@ -7,26 +7,30 @@ way; all tests share two of them.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers.generation.continuous_batching.requests import RequestState as State
 
 from kvmig.embed.migrator import Migrator
-from kvmig.engines.base import Emitted, Frame
+from kvmig.engines.base import Emitted, Frame, Pace, Tail
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
 from kvmig.engines.transformers.serving import ServingTransformers
 from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import MigrationRefused
+from kvmig.ground.errors import MigrationRefused, RequestGone
 
 pytestmark = pytest.mark.engine
 
 PROMPT = list(b"101 102 103 104 105 106 107")
+OTHER = list(b"901 902 903 904 905 906 907")
 PATIENT = MigrationConfig(transport="tcp", reply_timeout_ms=20000, lease_ms=60000)
+FOLLOWED = replace(PATIENT, follow="always")
 
 
 class Bench:
@@ -99,13 +103,13 @@ def bench() -> Iterator[Bench]:
 
 
 @asynccontextmanager
-async def migrator(bench: Bench) -> AsyncIterator[Migrator]:
+async def migrator(bench: Bench, config: MigrationConfig = PATIENT) -> AsyncIterator[Migrator]:
     """Whoever leaves it has left nothing."""
 
     def assign(request_id: str, name: str) -> None:
         bench.engines[name].assign(request_id, 1)
 
-    async with Migrator(bench.engines, PATIENT, on_commit=assign, close_timeout_s=1) as made:
+    async with Migrator(bench.engines, config, on_commit=assign, close_timeout_s=1) as made:
         try:
             yield made
         finally:
@@ -114,6 +118,7 @@ async def migrator(bench: Bench) -> AsyncIterator[Migrator]:
         await bench.settle()
 
 
+@pytest.mark.parametrize("config", [PATIENT, FOLLOWED], ids=["copied", "followed"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -122,10 +127,10 @@ async def migrator(bench: Bench) -> AsyncIterator[Migrator]:
     ],
 )
 def test_tokens_and_log_probabilities_go_on_as_if_nothing_had_moved(
-    bench: Bench, fields: dict[str, Any]
+    bench: Bench, fields: dict[str, Any], config: MigrationConfig
 ) -> None:
     async def scenario() -> None:
-        async with migrator(bench) as move:
+        async with migrator(bench, config) as move:
             stays = bench.submit("a", **fields)
             expected = [(o.token_ids, o.logprobs) for o in await bench.reach(stays, 99)]
             moves = bench.submit("a", **fields)
@@ -213,18 +218,19 @@ def test_an_engine_whose_blocks_a_migration_holds_waits_for_them(bench: Bench) -
         async with migrator(bench):
             a, b = bench.engines["a"], bench.engines["b"]
             expected = await bench.finish(bench.submit("a", 60))
+            alone = await bench.finish(bench.submit("a", 60, prompt_token_ids=OTHER))
             donor = bench.submit("a", 60)
             await bench.reach(donor, 2)
             await b.reserve(await a.export(donor))
             await b.grow(donor, 9 * 16)
-            starved = bench.submit("b", 60)
-            fits = 2 * 16 - len(PROMPT) + 1
+            starved = bench.submit("b", 60, prompt_token_ids=OTHER)
+            fits = 2 * 16 - len(OTHER) + 1
             await bench.reach(starved, fits)
             await asyncio.sleep(0.3)
             assert len(bench.got[starved]) == fits
             await b.cancel(donor)
             await a.resume(donor)
-            assert await bench.finish(starved) == expected
+            assert await bench.finish(starved) == alone
             assert await bench.finish(donor) == expected
 
     bench.runner.run(scenario())
@@ -271,11 +277,140 @@ def test_a_destination_without_a_batch_slot_refuses(bench: Bench) -> None:
     bench.runner.run(scenario())
 
 
-def test_following_is_refused_by_name(bench: Bench) -> None:
+class Followed:
+    """A request of "a" that "b" follows; steps of "a" take their time, so that it doesn't end."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.a, self.b = bench.engines["a"], bench.engines["b"]
+        self.since: list[int] = []
+        """Output tokens from the `start`th on."""
+        self.start = 0
+        monkeypatch.setattr(self.a._loop, "after_step", lambda: time.sleep(0.01))
+
+    async def fork(self, request_id: str) -> Tail:
+        self.id = request_id
+        fork = await self.a.fork(request_id, 0, self.since.extend)
+        self.start = fork.num_output_tokens
+        return fork
+
+    async def follow(self, request_id: str) -> Pace:
+        a, b = self.a, self.b
+        await b.reserve(await a.export(request_id))
+        fork = await self.fork(request_id)
+        block_ids = await b.grow(request_id, fork.num_tokens)
+        fused = memoryview(bytearray(len(fork.block_ids) * a.layout.block_bytes))
+        await a.gather(fork.block_ids, fused)
+        await b.scatter(block_ids[: len(fork.block_ids)], fused)
+        return await b.follow(request_id, fork)
+
+    async def extend(self) -> Pace:
+        return await self.b.extend(self.id, self.start, list(self.since))
+
+    async def until_in_step(self) -> None:
+        async with asyncio.timeout(60):
+            while (await self.extend()).computing:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def followed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Followed:
+    return Followed(bench, monkeypatch)
+
+
+def test_a_follower_gets_in_step_and_puts_nothing_out(bench: Bench, followed: Followed) -> None:
     async def scenario() -> None:
-        with pytest.raises(MigrationRefused, match="can't be followed"):
-            await bench.engines["a"].fork("r", 0, lambda tokens: None)
-        with pytest.raises(MigrationRefused, match="can't follow"):
-            await bench.engines["a"].extend("r", 0, [1])
+        async with migrator(bench):
+            a, b = followed.a, followed.b
+            expected = await bench.finish(bench.submit("a", 120))
+            moves = bench.submit("a", 120)
+            await bench.reach(moves, 5)
+            assert await followed.follow(moves) == Pace(0, 0), "nothing is left to compute"
+            await bench.reach(moves, followed.start + 4)
+            assert (await followed.extend()).computing >= 3
+            await followed.until_in_step()
+            assert await b.requests() == []
+            assert b.load().running == 0
+            with pytest.raises(RequestGone):
+                await b.export(moves)
+            tail = await a.suspend(moves, 1 << 20)
+            assert tail.block_ids == []
+            b.assign(moves, 1)
+            await b.commit(moves, tail)
+            await a.release(moves)
+            assert await bench.finish(moves) == expected
+
+    bench.runner.run(scenario())
+
+
+def test_a_source_that_contradicts_itself_is_refused_and_goes_on(
+    bench: Bench, followed: Followed
+) -> None:
+    async def scenario() -> None:
+        async with migrator(bench):
+            a, b = followed.a, followed.b
+            expected = await bench.finish(bench.submit("a", 60))
+            moves = bench.submit("a", 60)
+            await bench.reach(moves, 5)
+            await followed.follow(moves)
+            start = followed.start
+            with pytest.raises(MigrationRefused, match=f"token {start + 1} after {start}"):
+                await b.extend(moves, start + 1, [1])
+            await b.extend(moves, start, [1])
+            await bench.reach(moves, start + 2)
+            with pytest.raises(MigrationRefused, match="other tokens than it said"):
+                await b.commit(moves, await a.suspend(moves, 1 << 20))
+            await a.resume(moves)
+            assert await bench.finish(moves) == expected
+
+    bench.runner.run(scenario())
+
+
+def test_a_block_that_is_copied_for_a_follower_is_nobody_elses_meanwhile(
+    bench: Bench, followed: Followed
+) -> None:
+    """It comes full at the source, where another holds the same, and is given back."""
+
+    async def scenario() -> None:
+        async with migrator(bench):
+            blocks = followed.a._blocks
+
+            def take_all() -> list[int]:
+                blocks.hold("all", blocks.free_now() * blocks.tokens)
+                try:
+                    return blocks.of("all")
+                finally:
+                    blocks.free("all")
+
+            await bench.finish(bench.submit("a", 60))
+            moves = bench.submit("a", 120)
+            await bench.reach(moves, 7)
+            await followed.a.export(moves)
+            *full, last = (await followed.fork(moves)).block_ids
+            await bench.reach(moves, (len(full) + 1) * blocks.tokens - len(PROMPT) + 3)
+            assert blocks.of(moves)[len(full)] != last
+            assert last not in await followed.a._between(take_all)
+            await followed.a.resume(moves)
+            assert last in await followed.a._between(take_all)
+
+    bench.runner.run(scenario())
+
+
+def test_a_follower_gives_way_where_blocks_are_short(bench: Bench, followed: Followed) -> None:
+    async def scenario() -> None:
+        async with migrator(bench):
+            a, b = followed.a, followed.b
+            expected = await bench.finish(bench.submit("a", 120))
+            moves = bench.submit("a", 120)
+            await bench.reach(moves, 2)
+            await followed.follow(moves)
+            blocks = b._blocks
+            await b._between(lambda: blocks.hold("all", blocks.free_now() * blocks.tokens))
+            await bench.reach(moves, followed.start + 40)
+            with pytest.raises(MigrationRefused, match="does not follow here"):
+                await followed.until_in_step()
+            await b._between(lambda: blocks.free("all"))
+            await b.cancel(moves)
+            await a.resume(moves)
+            assert await bench.finish(moves) == expected
 
     bench.runner.run(scenario())

@@ -35,7 +35,9 @@ def test_another_version_is_refused_with_the_supported_ones(
     [
         ({"num_blocks": 0}, "num_blocks is 0, must be 1 or more"),
         ({"block_tokens": 3}, "block_tokens is 3, must be 4 or more"),
-        ({"dtype": "int3"}, "int3"),
+        ({"dtype": "int3"}, "dtype is 'int3', must be float32 or bfloat16 or float16"),
+        ({"device": "tpu"}, "device is 'tpu', must be cpu or cuda"),
+        ({"device": 3}, "device is 3, must be cpu or cuda"),
         ({"blocks": 3}, "blocks"),
         ({"model": "/nowhere/at/all"}, "model is '/nowhere/at/all'"),
     ],

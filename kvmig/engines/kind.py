@@ -40,6 +40,10 @@ class EngineKind(Protocol):
         """
         ...
 
+    def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
+        """Whether what `args` wants runs on a machine with these GPUs. Raises ConfigError."""
+        ...
+
     def print_help(self) -> None:
         """Its own flags."""
         ...

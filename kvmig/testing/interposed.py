@@ -12,7 +12,12 @@ from kvmig.testing.subject import EngineUnderTest
 
 SOURCE = ("export", "stage", "gather", "suspend")
 DESTINATION = ("reserve", "grow", "scatter", "commit")
-_METHODS = (*SOURCE, *DESTINATION, "resume", "release", "cancel")
+FOLLOWED = ("fork", "suspend")
+FOLLOWING = ("follow", "extend", "commit")
+"""Of a migration whose destination follows."""
+_METHODS = dict.fromkeys(
+    (*SOURCE, *DESTINATION, *FOLLOWED, *FOLLOWING, "resume", "release", "cancel")
+)
 
 
 async def nothing(method: str) -> None:

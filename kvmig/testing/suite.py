@@ -8,15 +8,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from msgspec.structs import replace
+
 from kvmig.embed.migrator import Migrator
-from kvmig.engines.base import Emitted, Frame
-from kvmig.ground.config import MigrationConfig
+from kvmig.engines.base import Emitted, Frame, OnOutputs
+from kvmig.ground.config import Following, MigrationConfig
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.testing.interposed import InterposedEngine, nothing
 from kvmig.testing.subject import EngineUnderTest, Factory
 
 TIMEOUT_S = 60.0
-"""Of one test: patient, for a busy machine."""
+"""Without a token or a migration's end a test hangs. As long as they come the machine is slow."""
+LIMIT_S = 540.0
+"""Of one test, come what may."""
 CLIENT = 1
 ENDED = ("finished", "unknown_request")
 """Why a migration was aborted whose request was quicker."""
@@ -47,6 +51,8 @@ class Suite:
         self._prompts = itertools.count(100, 37)
         self.exits: list[BaseException | None] = []
         self._testing: asyncio.Task[None] | None = None
+        self._silence: asyncio.Timeout | None = None
+        self._end = 0.0
         self.under_test: dict[str, EngineUnderTest] = {}
         try:
             for name in "ab":
@@ -65,10 +71,21 @@ class Suite:
             reply_timeout_ms=TIMEOUT_S * 500,
             lease_ms=TIMEOUT_S * 1000,
         )
-        self.migrator = Migrator(self.engines, config, on_commit=self._assign, close_timeout_s=0.1)
+        ways: tuple[Following, ...] = ("never", "always")
+        self._migrators = {
+            follow: Migrator(
+                self.engines,
+                replace(config, follow=follow),
+                on_commit=self._assign,
+                close_timeout_s=0.1,
+            )
+            for follow in ways
+        }
         self._used = {name: engine.load().used_blocks for name, engine in self.engines.items()}
         for name, engine in self.engines.items():
-            heard = self.migrator.tap(name, partial(self._take, name))
+            heard: OnOutputs = partial(self._take, name)
+            for migrator in self._migrators.values():
+                heard = migrator.tap(name, heard)
             engine.connect(heard, lambda *done: None, self._exited)
             await engine.warm_up()
 
@@ -76,7 +93,8 @@ class Suite:
         """Close both engines."""
 
         async def close() -> None:
-            await self.migrator.close()
+            for migrator in self._migrators.values():
+                await migrator.close()
             await asyncio.gather(*(engine.close(TIMEOUT_S) for engine in self.engines.values()))
 
         try:
@@ -92,7 +110,8 @@ class Suite:
         async def run() -> None:
             self._testing = asyncio.current_task()
             try:
-                async with asyncio.timeout(TIMEOUT_S):
+                async with asyncio.timeout(TIMEOUT_S) as self._silence:
+                    self._end = asyncio.get_running_loop().time() + LIMIT_S
                     await scenario(self)
                     await self._settle()
             except asyncio.CancelledError:
@@ -100,7 +119,7 @@ class Suite:
                     raise
                 raise AssertionError(f"an engine has ended: {self.exits}") from self.exits[0]
             finally:
-                self._testing = None
+                self._testing = self._silence = None
                 for engine in self.engines.values():
                     engine.before = nothing
                     engine.abort(list(self._heard))
@@ -160,15 +179,25 @@ class Suite:
         """Which engine put out each token."""
         return self._heard[request_id].engines
 
-    async def move(self, request_id: str, source: str = "a", to: str = "b") -> MigrationReport:
-        """Move a request."""
-        return await self.migrator.migrate(request_id, source, to)
+    async def move(
+        self, request_id: str, source: str = "a", to: str = "b", follow: Following = "never"
+    ) -> MigrationReport:
+        """Move a request; `follow`: whether its destination computes along before."""
+        report = await self._migrators[follow].migrate(request_id, source, to)
+        self._go_on()
+        return report
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what an engine says of itself in its own time."""
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
     def abort(self, request_id: str) -> None:
         """As the request's client: wherever it is."""
         for engine in self.engines.values():
             engine.abort([request_id])
-        self.migrator.cancel(request_id)
+        for migrator in self._migrators.values():
+            migrator.cancel(request_id)
 
     async def until_moved(self, attempt: Callable[[], Awaitable[MigrationReport]]) -> None:
         """Try again with a new request while they end before they can move.
@@ -184,6 +213,12 @@ class Suite:
 
     # -- what the engines say
 
+    def _go_on(self) -> None:
+        """There is something to wait for."""
+        if self._silence is not None and not self._silence.expired():
+            now = asyncio.get_running_loop().time()
+            self._silence.reschedule(min(now + TIMEOUT_S, self._end))
+
     def _exited(self, error: BaseException | None) -> None:
         self.exits.append(error)
         if self._testing is not None:
@@ -195,6 +230,7 @@ class Suite:
     def _take(self, name: str, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
         if client != CLIENT:
             return
+        self._go_on()
         for one in self.under_test[name].decode_outputs(frames):
             heard = self._heard.get(one.request_id)
             if heard is None:
@@ -208,8 +244,9 @@ class Suite:
     async def _settle(self) -> None:
         """Nothing is held: no request, block, reservation or buffer; and no rule was broken."""
         left: list[str] = ["?"]
-        for _ in range(500):
-            left = [*self.migrator.held(), *await self._left()]
+        for _ in range(1000):
+            left = [one for migrator in self._migrators.values() for one in migrator.held()]
+            left += await self._left()
             if not left:
                 break
             await asyncio.sleep(0.01)

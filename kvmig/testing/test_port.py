@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from kvmig.ground.errors import MigrationRefused
@@ -56,8 +54,7 @@ def test_a_request_is_reserved_once_and_holds_what_it_grew_to(suite: Suite) -> N
         more = await b.grow(moved, len(prompt) + suite.blocks(3))
         assert more[: len(first)] == first
         assert len(more) > len(first)
-        await asyncio.sleep(0.05)
-        assert b.load().used_blocks >= before + len(more)
+        await suite.until(lambda: b.load().used_blocks >= before + len(more))
         await b.cancel(moved)
         await a.resume(moved)
         suite.abort(moved)

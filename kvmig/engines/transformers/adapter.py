@@ -41,7 +41,7 @@ _LOAD_PERIOD_S = 0.01
 class TransformersEngine:
     """One model behind a llumlet; implements `kvmig.engines.base.Engine`."""
 
-    can_follow = False
+    can_follow = True
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model and take the KV cache: seconds. Raises KvmigError."""
@@ -57,7 +57,7 @@ class TransformersEngine:
         self._source = Source(self._requests)
         self._destination = Destination(self._requests, self.max_request_tokens)
         processor.scheduler.elsewhere = lambda: (
-            self._requests.any_suspended() or len(self._destination) > 0
+            self._requests.may_come_back() + self._destination.to_come()
         )
         self._loop = StepLoop(manager, self._stepped)
         self._loop.between_steps = self._between_steps
@@ -77,6 +77,8 @@ class TransformersEngine:
         """On the engine's thread, after each step."""
 
     def _between_steps(self) -> None:
+        self._source.between_steps()
+        self._destination.between_steps()
         now = time.monotonic()
         # After its last step an idle engine takes none that would renew the snapshot.
         if now - self._load_at >= _LOAD_PERIOD_S or not self._requests.scheduler.active_requests:
@@ -102,7 +104,12 @@ class TransformersEngine:
         return await self._between(lambda: self._source.stage(request_id, sent))
 
     async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
-        raise MigrationRefused("unsupported", "a transformers engine can't be followed")
+        events = asyncio.get_running_loop()
+
+        def tell(token_ids: list[int]) -> None:
+            events.call_soon_threadsafe(on_tokens, token_ids)
+
+        return await self._between(lambda: self._source.fork(request_id, sent, tell))
 
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         return await self._between(lambda: self._source.suspend(request_id, sent))
@@ -136,10 +143,11 @@ class TransformersEngine:
         return await self._between(grow)
 
     async def follow(self, request_id: str, fork: Tail) -> Pace:
-        raise MigrationRefused("unsupported", "a transformers engine can't follow")
+        progress = decode(fork.state, Progress)
+        return await self._between(lambda: self._destination.follow(request_id, progress))
 
     async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
-        raise MigrationRefused("unsupported", "a transformers engine can't follow")
+        return await self._between(lambda: self._destination.extend(request_id, start, token_ids))
 
     async def prepare(self, request_id: str) -> None:
         """Nothing: a step after a pause is like any other."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -34,6 +34,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def parse(fields: Mapping[str, Any]) -> EngineConfig:
     """Raises ConfigError with the field, its value and what is allowed."""
+    for field, kind in get_type_hints(EngineConfig).items():
+        if get_origin(kind) is Literal and fields.get(field, get_args(kind)[0]) not in get_args(
+            kind
+        ):
+            raise ConfigError(
+                f"transformers engine: {field} is {fields[field]!r},"
+                f" must be {' or '.join(get_args(kind))}"
+            )
     try:
         config = msgspec.convert(dict(fields), EngineConfig)
     except msgspec.ValidationError as error:

@@ -15,6 +15,7 @@ from kvmig.ground.errors import ConfigError
 
 _FIELDS = {
     "dtype": "dtype",
+    "device": "device",
     "block_size": "block_tokens",
     "num_blocks": "num_blocks",
     "max_num_batched_tokens": "max_batch_tokens",
@@ -53,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     http.add_argument("--max-model-len", type=int, help="tokens of a request at most")
     engine = root.add_argument_group("engine")
     engine.add_argument("--dtype", default=usual.dtype, help="of weights and KV cache")
+    engine.add_argument(
+        "--device", default=usual.device, help="of weights and KV cache: cpu, or cuda for a GPU"
+    )
     engine.add_argument(
         "--block-size", type=int, default=usual.block_tokens, help="tokens a KV block"
     )

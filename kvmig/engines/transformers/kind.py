@@ -30,6 +30,10 @@ class TransformersKind:
     def parse(self, argv: list[str]) -> Namespace:
         return flags.parse(argv)
 
+    def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
+        if args.device == "cuda" and not gpu_ids:
+            raise ConfigError("--device is cuda, but this machine has no GPU that may be used")
+
     def print_help(self) -> None:
         flags.parser().print_help()
 

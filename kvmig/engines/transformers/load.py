@@ -16,7 +16,7 @@ def engine_load(requests: Requests) -> EngineLoad:
     return EngineLoad(
         total_blocks=blocks.total,
         used_blocks=blocks.total - blocks.free_now(),
-        running=len(scheduler.active_requests),
+        running=sum(request_id in requests for request_id in scheduler.active_requests),
         waiting=len(demands),
         head_blocks=demands[0] if demands else 0,
         waiting_blocks=sum(demands),

@@ -107,7 +107,8 @@ class StepLoop:
             self.after_step()
         finally:
             self.step_began = None
-        self.cadence_meter.step(began, time.monotonic(), tokens=0)  # it can't follow anyway
+        tokens = self._processor.inputs_and_outputs.num_q_tokens
+        self.cadence_meter.step(began, time.monotonic(), tokens)
         return True
 
     def _fail_calls(self) -> None:

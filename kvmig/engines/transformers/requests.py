@@ -60,9 +60,12 @@ class Requests:
             or scheduler.waiting_requests.get(request_id)
         )
 
-    def any_suspended(self) -> bool:
-        """Whether one holds blocks that the scheduler doesn't know of."""
-        return any(held.suspended for held in self._held.values())
+    def may_come_back(self) -> int:
+        """Suspended ones that hold blocks, and a place in the batch, without the scheduler."""
+        return sum(
+            held.suspended is not None and held.suspended.status != RequestStatus.PENDING
+            for held in self._held.values()
+        )
 
     def add(self, request_id: str, held: Held, state: State) -> None:
         """Let the scheduler run it: from its blocks on, or as one that waits."""
@@ -142,31 +145,45 @@ def make_state(
 
     With output tokens and no KV it is as after a preemption.
     """
-    common = {
+    tokens = [*submitted.prompt_token_ids, *outputs]
+    if outputs and computed == len(tokens) - 1:
+        return decoding_state(request_id, submitted, outputs, computed)
+    state = State(
+        initial_tokens=tokens,
+        max_new_tokens=submitted.max_tokens - len(outputs),
+        **_common(request_id, submitted),
+    )
+    state.remaining_prefill_tokens = tokens[computed:]
+    if computed:
+        state.status = RequestStatus.PREFILLING
+    state.position_offset = computed
+    return state
+
+
+def decoding_state(
+    request_id: str, submitted: Submitted, outputs: Sequence[int], computed: int
+) -> State:
+    """The request as one that decodes: its next step computes all that is left, and samples."""
+    prompt = submitted.prompt_token_ids
+    state = State(
+        initial_tokens=list(prompt),
+        max_new_tokens=submitted.max_tokens,
+        generated_tokens=list(outputs),
+        tokens_to_process=[*prompt, *outputs][computed:],
+        **_common(request_id, submitted),
+    )
+    state.remaining_prefill_tokens = []
+    state.status = RequestStatus.DECODING
+    state.position_offset = computed
+    return state
+
+
+def _common(request_id: str, submitted: Submitted) -> dict[str, Any]:
+    return {
         "request_id": request_id,
         "eos_token_id": submitted.stop_token_ids,
         "logit_processor_kwargs": _sampling(submitted),
     }
-    prompt, tokens = submitted.prompt_token_ids, [*submitted.prompt_token_ids, *outputs]
-    if outputs and computed == len(tokens) - 1:
-        state = State(
-            initial_tokens=list(prompt),
-            max_new_tokens=submitted.max_tokens,
-            generated_tokens=list(outputs),
-            tokens_to_process=tokens[-1:],
-            **common,
-        )
-        state.remaining_prefill_tokens = []
-        state.status = RequestStatus.DECODING
-    else:
-        state = State(
-            initial_tokens=tokens, max_new_tokens=submitted.max_tokens - len(outputs), **common
-        )
-        state.remaining_prefill_tokens = tokens[computed:]
-        if computed:
-            state.status = RequestStatus.PREFILLING
-    state.position_offset = computed
-    return state
 
 
 def _sampling(submitted: Submitted) -> dict[str, Any]:

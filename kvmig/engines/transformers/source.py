@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers.generation.continuous_batching.requests import RequestState as State
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from kvmig.engines.base import Export, Stage, Tail
+from kvmig.engines.base import Export, OnTokens, Stage, Tail
 from kvmig.engines.transformers.payload import Progress, encode
 from kvmig.engines.transformers.requests import Requests, all_tokens
 from kvmig.ground.errors import RequestGone
@@ -19,6 +19,11 @@ class Leaving:
 
     state: State
     exported_tokens: int
+    on_tokens: OnTokens | None = None
+    told: int = 0
+    """Output tokens that `on_tokens` heard of."""
+    pinned: int | None = None
+    """The last block of a fork: copied while steps write on in it."""
 
 
 class Source:
@@ -34,6 +39,7 @@ class Source:
         state = self._requests.state(request_id)
         if state is None:
             raise RequestGone("unknown_request", f"request {request_id} is not here")
+        self._forget(request_id)
         held, tokens = self._requests.held(request_id), all_tokens(state)
         self._leaving[request_id] = Leaving(state, len(tokens))
         progress = Progress(tokens[held.num_prompt_tokens :], state.current_len())
@@ -49,11 +55,45 @@ class Source:
             state.status == RequestStatus.DECODING,
         )
 
+    def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
+        """The rest of the request as it is now; `on_tokens` hears of what comes, on this thread."""
+        leaving = self._checked(request_id)
+        tail = self._tail(request_id, leaving, sent)
+        leaving.on_tokens, leaving.told = on_tokens, len(leaving.state.generated_tokens)
+        if tail.block_ids and leaving.pinned is None:
+            leaving.pinned = tail.block_ids[-1]
+            self._blocks.pin(leaving.pinned)
+        return tail
+
+    def between_steps(self) -> None:
+        """Tell of new tokens."""
+        for leaving in self._leaving.values():
+            tokens = leaving.state.generated_tokens
+            if leaving.on_tokens and len(tokens) > leaving.told:
+                leaving.on_tokens(tokens[leaving.told :])
+                leaving.told = len(tokens)
+
     def suspend(self, request_id: str, sent: int) -> Tail:
         """Take the request out of the scheduler; its rest."""
         leaving = self._checked(request_id)
+        leaving.on_tokens = None
         if not self._requests.held(request_id).suspended:
             self._requests.suspend(request_id)
+        return self._tail(request_id, leaving, sent)
+
+    def resume(self, request_id: str) -> None:
+        """Put a suspended request back; forget the export."""
+        self._forget(request_id)
+        if request_id in self._requests:
+            self._requests.resume(request_id)
+
+    def release(self, request_id: str) -> None:
+        """It runs elsewhere now."""
+        self._forget(request_id)
+        if request_id in self._requests and self._requests.held(request_id).suspended:
+            self._requests.drop([request_id])
+
+    def _tail(self, request_id: str, leaving: Leaving, sent: int) -> Tail:
         tokens, computed = all_tokens(leaving.state), leaving.state.current_len()
         used = self._blocks.needed(computed)
         return Tail(
@@ -63,17 +103,10 @@ class Source:
             encode(Progress(tokens[leaving.exported_tokens :], computed)),
         )
 
-    def resume(self, request_id: str) -> None:
-        """Put a suspended request back; forget the export."""
-        self._leaving.pop(request_id, None)
-        if request_id in self._requests:
-            self._requests.resume(request_id)
-
-    def release(self, request_id: str) -> None:
-        """It runs elsewhere now."""
-        self._leaving.pop(request_id, None)
-        if request_id in self._requests and self._requests.held(request_id).suspended:
-            self._requests.drop([request_id])
+    def _forget(self, request_id: str) -> None:
+        leaving = self._leaving.pop(request_id, None)
+        if leaving is not None and leaving.pinned is not None:
+            self._blocks.unpin(leaving.pinned)
 
     def _checked(self, request_id: str) -> Leaving:
         """The post-check: exported, still alive, and not preempted since."""
@@ -82,7 +115,7 @@ class Source:
             raise RequestGone("unknown_request", f"request {request_id} was not exported")
         state = self._requests.state(request_id)
         if state is not leaving.state:
-            del self._leaving[request_id]
+            self._forget(request_id)
             reason = "finished" if state is None else "preempted"
             raise RequestGone(reason, f"request {request_id} was {reason} at the source")
         return leaving

@@ -32,6 +32,9 @@ class VllmKind:
     def parse(self, argv: list[str]) -> Namespace:
         return flags.parse(argv)
 
+    def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
+        """Nothing: vLLM's build says what it runs on."""
+
     def print_help(self) -> None:
         flags.print_help()
 
