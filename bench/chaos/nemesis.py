@@ -20,6 +20,7 @@ from bench.chaos.cast import Cast, connections, sever
 from bench.chaos.hooks import ARMED, FIRED, NOW
 from bench.chaos.place import Place
 from bench.chaos.plan import PROCESSES, Fault
+from kvmig.cli.pulse import LOOKS, SILENT_S
 from kvmig.cli.served import Served
 
 LATE_S = 0.3
@@ -141,11 +142,19 @@ class Nemesis:
             elif fault.deed == "stop":
                 clients = {there for _, there in connections(pid)}
                 await self._stop(pid, fault.seconds)
-                if fault.target == "front-end" and not psutil.pid_exists(pid):
+                if fault.target == "front-end" and await self._gone(pid):
                     self.doomed |= clients  # the launcher has ended it: it was silent too long
                     done.note = "the launcher has ended it"
             else:
                 await self._squeeze(fault, pid, done)
+
+    async def _gone(self, pid: int) -> bool:
+        """Whether it has ended by now, or does within the time between two looks at it."""
+        for _ in range(int(SILENT_S / LOOKS / POLL_S)):
+            if not psutil.pid_exists(pid):
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
 
     def _kill(self, part: str, pid: int) -> None:
         """A front end is stopped before, so that its clients are known."""
