@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import conftest
+from kvmig.testing import plugin
 from tests.vllm_side import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,10 +41,18 @@ def test_the_transformers_engine_conforms() -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_the_vllm_engine_conforms() -> None:
-    """Two engines that follow, in one process; aborts of this adapter: test_vllm_adapter."""
-    arguments = ("--engine", "kvmig.engines.vllm:factory", "-W", "ignore", "-k", "test_moves")
+    """Two engines in one process; aborts of this adapter: test_vllm_adapter."""
+    chosen = ("-k", "test_moves or test_follow")
+    arguments = ("--engine", "kvmig.engines.vllm:factory", "-W", "ignore", *chosen)
     code, output = run_suite(*arguments, **ENVIRONMENT)
     assert code == 0, output
+
+
+def test_what_is_installed_brings_the_option_under_the_name_that_a_checkout_has_it() -> None:
+    """Under two names pytest would register it twice, and refuse the second option."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {plugin.__name__: plugin.__name__}
+    assert conftest.pytest_plugins == [plugin.__name__]
 
 
 @pytest.mark.parametrize(

@@ -118,19 +118,18 @@ async def migrator(bench: Bench, config: MigrationConfig = PATIENT) -> AsyncIter
         await bench.settle()
 
 
-@pytest.mark.parametrize("config", [PATIENT, FOLLOWED], ids=["copied", "followed"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"logprobs": 3},
-        {"logprobs": 2, "temperature": 1.5, "seed": 5, "top_k": 9, "top_p": 0.95, "min_p": 0.01},
-    ],
-)
+SCORED: list[dict[str, Any]] = [
+    {"logprobs": 3},
+    {"logprobs": 2, "temperature": 1.5, "seed": 5, "top_k": 9, "top_p": 0.95, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("fields", SCORED)
 def test_tokens_and_log_probabilities_go_on_as_if_nothing_had_moved(
-    bench: Bench, fields: dict[str, Any], config: MigrationConfig
+    bench: Bench, fields: dict[str, Any]
 ) -> None:
     async def scenario() -> None:
-        async with migrator(bench, config) as move:
+        async with migrator(bench) as move:
             stays = bench.submit("a", **fields)
             expected = [(o.token_ids, o.logprobs) for o in await bench.reach(stays, 99)]
             moves = bench.submit("a", **fields)
@@ -315,6 +314,28 @@ class Followed:
 @pytest.fixture
 def followed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Followed:
     return Followed(bench, monkeypatch)
+
+
+@pytest.mark.parametrize("fields", SCORED)
+def test_a_followed_request_gets_its_tokens_and_but_for_rounding_its_log_probabilities(
+    bench: Bench, followed: Followed, fields: dict[str, Any]
+) -> None:
+    """The destination computes several tokens in a step, the source one: other matrix products."""
+
+    async def scenario() -> None:
+        async with migrator(bench, FOLLOWED) as move:
+            stays = await bench.reach(bench.submit("b", 120, **fields), 120)
+            moves = bench.submit("a", 120, **fields)
+            await bench.reach(moves, 5)
+            report = await move.migrate(moves, "a", "b")
+            assert report.state == "committed"
+            assert report.followed is not None
+            got = await bench.reach(moves, 120)
+            assert [one.token_ids for one in got] == [one.token_ids for one in stays]
+            values = [[one.logprobs[0].value for one in outputs] for outputs in (got, stays)]
+            assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+    bench.runner.run(scenario())
 
 
 def test_a_follower_gets_in_step_and_puts_nothing_out(bench: Bench, followed: Followed) -> None:

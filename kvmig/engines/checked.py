@@ -82,9 +82,11 @@ class CheckedEngine:
         return stage
 
     async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
-        return await self._call(
+        fork = await self._call(
             request_id, f"fork {sent}", self._engine.fork(request_id, sent, on_tokens)
         )
+        self._check(self._ledger.forked, request_id, sent, fork)
+        return fork
 
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         tail = await self._call(

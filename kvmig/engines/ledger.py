@@ -95,18 +95,14 @@ class Ledger:
                 f"{sent + len(stage.block_ids)} blocks of {stage.num_tokens} tokens",
             )
 
+    def forked(self, request_id: str, sent: int, tail: Tail) -> None:
+        """`fork` returned this."""
+        self._rest(request_id, sent, tail)
+
     def suspended(self, request_id: str, sent: int, tail: Tail) -> None:
         """`suspend` returned this."""
-        entry = self.entry(request_id)
-        entry.state = "suspended"
-        self._tokens(request_id, tail.num_tokens)
-        self._named(request_id, sent, tail.block_ids)
-        count, size = sent + len(tail.block_ids), self._layout.block_tokens
-        least = -(-(tail.num_tokens - 1) // size) if tail.num_output_tokens and count else 0
-        if not least <= max(count, sent) <= max(-(-tail.num_tokens // size), sent):
-            raise self.broken(
-                "whole-tail", request_id, f"{count} blocks for {tail.num_tokens} tokens"
-            )
+        self.entry(request_id).state = "suspended"
+        self._rest(request_id, sent, tail)
 
     def gathered(self, request_id: str, first: int, checksums: Sequence[int]) -> None:
         """Checksums of the request's full blocks from the `first` on, now."""
@@ -173,6 +169,16 @@ class Ledger:
         still = [key for key, one in self._entries.items() if one.state in ("", "released")]
         for key in still[: _KEPT // 2]:
             del self._entries[key]
+
+    def _rest(self, request_id: str, sent: int, tail: Tail) -> None:
+        self._tokens(request_id, tail.num_tokens)
+        self._named(request_id, sent, tail.block_ids)
+        count, size = sent + len(tail.block_ids), self._layout.block_tokens
+        least = -(-(tail.num_tokens - 1) // size) if tail.num_output_tokens and count else 0
+        if not least <= max(count, sent) <= max(-(-tail.num_tokens // size), sent):
+            raise self.broken(
+                "whole-tail", request_id, f"{count} blocks for {tail.num_tokens} tokens"
+            )
 
     def _tokens(self, request_id: str, num_tokens: int) -> None:
         entry = self.entry(request_id)
