@@ -26,7 +26,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "kvmig.embed.migrator:OnCommit",
         "kvmig.kvtransfer.report",
         "kvmig.kvtransfer.pause_cost:PauseCost",
-        "kvmig.ground.config:Following,Transport,MigrationConfig,SchedulerConfig,ClusterConfig",
+        "kvmig.ground.config:Rest,Way,Transport,MigrationConfig,SchedulerConfig,ClusterConfig",
         "kvmig.ground.faults:FaultConfig",
         "kvmig.ground.lifecycle:LifecycleConfig",
         "kvmig.ground.priorities:PriorityClass",

@@ -72,6 +72,7 @@ class FakeEngine:
         steps: int = 1,
         hits: int = 0,
         can_follow: bool = False,
+        can_recompute: bool = False,
         at_once: bool = True,
     ) -> None:
         self.layout = KVLayout(
@@ -84,6 +85,7 @@ class FakeEngine:
         self.leaving: set[str] = set()
         self.following: dict[str, Request] = {}
         self.can_follow = can_follow
+        self.can_recompute = can_recompute
         self.now = Cadence(0.0, 0.0, token_ms=0.0)
         self.steps = steps
         self.hits = hits
@@ -192,8 +194,12 @@ class FakeEngine:
             return tail
         return replace(tail, checksums=self._gather(tail.block_ids, out[:size]))
 
+    def _used(self, tokens: list[int]) -> int:
+        """Blocks that hold the KV of all but the last one."""
+        return -(-(len(tokens) - 1) // BLOCK_TOKENS)
+
     def _tail(self, request: Request, sent: int) -> Tail:
-        used = -(-(len(request.tokens) - 1) // BLOCK_TOKENS)
+        used = self._used(request.tokens)
         state = msgspec.msgpack.encode(request.tokens)
         outputs = len(request.tokens) - request.prompt
         return Tail(request.blocks[sent:used], len(request.tokens), outputs, state)
@@ -253,7 +259,7 @@ class FakeEngine:
         return Pace(0, 0)
 
     def _compute(self, request: Request, tokens: list[int]) -> None:
-        """A follower's step: the KV of what came since, up to the last token but one."""
+        """A step: the KV of what came since, up to the last token but one."""
         known, request.tokens = len(request.tokens), tokens
         while len(request.blocks) * BLOCK_TOKENS < len(tokens):
             request.blocks.append(self.free.pop(0))
@@ -274,7 +280,9 @@ class FakeEngine:
             self._compute(request, tokens)
         else:
             request = self.reserved.pop(request_id)
-            request.tokens = tokens
+            there = self._used(tokens) - tail.missing if tail.missing else len(tokens)
+            request.tokens = tokens[: there * BLOCK_TOKENS + 1]
+            self._compute(request, tokens)
         for position in range(len(request.tokens) - 1):
             start = self._address(request, position)
             came = bytes(self.memory[start : start + TOKEN_BYTES])

@@ -8,6 +8,7 @@ import pytest
 
 from kvmig.engines import base
 from kvmig.engines.base import Pace, Stage, Tail
+from kvmig.ground.config import Way
 from kvmig.kvtransfer import destination_machine as destination
 from kvmig.kvtransfer import source_machine as source
 from kvmig.kvtransfer.destination_machine import Answer, DestinationMachine, FreeBlocks
@@ -27,11 +28,11 @@ FORK = Tail([9], 33, 3, b"")
 TAIL = Tail([9, 10], 37, 7, b"")
 
 
-def source_before_the_tail(max_stages: int = 8, decoding: bool = True) -> SourceMachine:
-    machine = SourceMachine("m", max_stages)
+def source_before_the_tail(way: Way = "follow") -> SourceMachine:
+    machine = SourceMachine("m", 8)
     machine.exported(30)
-    machine.reserved(1, can_follow=True)
-    machine.checked(Stage([4], 31, decoding))
+    machine.reserved(1)
+    machine.checked(Stage([4], 31, decoding=True), way)
     return machine
 
 
@@ -46,7 +47,7 @@ def followed_source() -> SourceMachine:
 def following_destination() -> DestinationMachine:
     machine = DestinationMachine("m")
     machine.reserve(Reserve("m", "r", 1, 0, 30, export=base.Export("r", 30, [])))
-    machine.reserved(0, "tcp", can_follow=True)
+    machine.reserved(0, "tcp")
     machine.chunk(Chunk("m", 0, 0, 2, 1, [0]))
     machine.scattered(Chunk("m", 0, 0, 2, 1, [0]), 0.1)
     machine.follow(Follow("m", FORK, 1))
@@ -73,12 +74,19 @@ def test_an_answer_after_the_decision_changes_nothing() -> None:
     assert machine.state is source.S.SUSPENDING
 
 
-def test_a_request_that_does_not_decode_is_not_followed() -> None:
-    assert source_before_the_tail(decoding=False).reserved(0) == [source.Suspend(1)]
+def test_a_rest_that_is_computed_again_is_left_out() -> None:
+    machine = source_before_the_tail("recompute")
+    assert machine.reserved(0) == [source.Suspend(1)]
+    assert machine.suspended(TAIL) == [source.SendTail(1, Tail([], 37, 7, b"", missing=2))]
 
 
-def test_without_live_stages_nothing_is_followed() -> None:
-    assert source_before_the_tail(max_stages=0).reserved(0) == [source.Suspend(1)]
+def test_only_a_pause_that_comes_next_is_told_of() -> None:
+    for way, last in (("copy", True), ("recompute", True), ("follow", False)):
+        machine = SourceMachine("m", 8)
+        machine.exported(30)
+        machine.reserved(1)
+        plan = Stage([4], 31, decoding=True)
+        assert machine.checked(plan, way) == [source.SendReserve(1, 31, last)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("state", [source.S.FORKING, source.S.SENDING_FORK, source.S.FOLLOWED])
@@ -109,7 +117,7 @@ def test_the_destination_joins_extends_and_commits() -> None:
 def test_the_destination_follows_only_when_all_blocks_are_there() -> None:
     machine = DestinationMachine("m")
     machine.reserve(Reserve("m", "r", 1, 0, 30, export=base.Export("r", 30, [])))
-    machine.reserved(0, "tcp", can_follow=True)
+    machine.reserved(0, "tcp")
     actions = machine.follow(Follow("m", FORK, 1))
     assert actions == [FreeBlocks(), Answer(Refused("m", "error", "0 of 1 blocks came"))]
 

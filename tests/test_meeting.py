@@ -1,4 +1,4 @@
-"""When a suspension is asked for, and what either way of ending a migration costs."""
+"""When a suspension is asked for, and what each way of ending a migration costs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
+from kvmig.ground.config import Way
 from kvmig.kvtransfer.meeting import NEAR, PUT_OFF_STEPS, LeadTime, put_off_ms
-from kvmig.kvtransfer.pause_cost import CopyTimes, PauseCost, cheaper
+from kvmig.kvtransfer.pause_cost import MOST_TOKENS, CopyTimes, choose
 from tests.fake_cluster import cluster, until
 from tests.fake_engine import FakeEngine
 
@@ -56,17 +57,38 @@ def test_a_copy_costs_both_ends_and_what_came_on_top_of_it() -> None:
     assert times.expected(2000, 500.0) == pytest.approx(1.0 + 8.0)
 
 
+EVERY: tuple[Way, ...] = ("copy", "recompute", "follow")
+
+
 @pytest.mark.parametrize(
-    ("copy_ms", "token_ms", "way"),
+    ("copy_ms", "token_ms", "tokens", "open_ways", "way"),
     [
-        (1.0, 0.5, "follow"), (1.0, 1.5, "copy"), (1.0, 1.0, "copy"),
-        (None, 0.5, "copy"), (1.0, None, "copy"),
+        (1.0, 0.5, 9, EVERY, "follow"),
+        (1.0, 1.5, 9, EVERY, "copy"),
+        (1.0, 1.0, 9, EVERY, "copy"),
+        (None, 0.5, 9, EVERY, "copy"),
+        (1.0, None, 9, EVERY, "copy"),
+        (3.0, 0.1, 20, ("copy", "recompute"), "recompute"),
+        (3.0, 0.2, 20, ("copy", "recompute"), "copy"),
+        (3.0, 0.1, 1, EVERY, "follow"),
+        (3.0, 0.0, 9, EVERY, "follow"),
+        (3.0, 0.1, 20, ("copy",), "copy"),
+        (30.0, 0.1, MOST_TOKENS + 1, ("copy", "recompute"), "copy"),
     ],
-)  # fmt: skip
-def test_what_is_known_to_cost_less_is_taken(
-    copy_ms: float | None, token_ms: float | None, way: str
+)
+def test_of_the_ways_that_are_open_the_shortest_is_taken(
+    copy_ms: float | None, token_ms: float | None, tokens: int, open_ways: tuple[Way, ...], way: Way
 ) -> None:
-    assert cheaper(copy_ms, token_ms) == PauseCost(way, copy_ms, token_ms)  # type: ignore[arg-type]
+    cost = choose(copy_ms, token_ms, tokens, open_ways)
+    assert (cost.way, cost.copy_ms, cost.follow_ms) == (way, copy_ms, token_ms)
+    known = token_ms is not None and tokens <= MOST_TOKENS
+    assert cost.recompute_ms == (tokens * (token_ms or 0.0) if known else None)
+
+
+@given(st.sampled_from(EVERY), st.sets(st.sampled_from(EVERY)))
+def test_a_way_that_is_wished_for_is_taken_if_it_is_open(wish: Way, open_ways: set[Way]) -> None:
+    way = choose(1.0, 1.0, 9, {"copy", *open_ways}, wish).way
+    assert way == (wish if wish in open_ways else "copy")
 
 
 class Stepping(FakeEngine):

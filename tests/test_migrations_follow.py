@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvmig.engines.base import Cadence
-from kvmig.ground.config import Following
+from kvmig.ground.config import Rest
 from kvmig.ground.errors import MigrationRefused, RequestGone
 from kvmig.kvtransfer import messages
 from kvmig.kvtransfer.messages import Follow, Message, Tokens
@@ -23,7 +23,7 @@ def followed(destination: FakeEngine | None = None) -> FakeEngine:
 
 
 async def test_a_request_is_switched_to_the_destination_that_followed_it() -> None:
-    async with cluster(source=followed(), destination=followed(), follow="always") as them:
+    async with cluster(source=followed(), destination=followed(), rest="follow") as them:
         report = await them.move()
         assert (report.state, them.owners()) == ("committed", "b")
         assert report.followed is not None
@@ -37,44 +37,79 @@ async def test_a_request_is_switched_to_the_destination_that_followed_it() -> No
 async def test_an_engine_that_can_not_follow_gets_the_tail(end: str) -> None:
     source, destination = followed(), followed()
     (source if end == "source" else destination).can_follow = False
-    async with cluster(source=source, destination=destination, follow="always") as them:
+    async with cluster(source=source, destination=destination, rest="follow") as them:
         report = await them.move()
         assert (report.state, report.followed) == ("committed", None)
         assert report.tail_blocks > 0
 
 
 async def test_following_can_be_turned_off() -> None:
-    async with cluster(source=followed(), destination=followed(), follow="never") as them:
+    async with cluster(source=followed(), destination=followed(), rest="copy") as them:
         assert (await them.move()).followed is None
 
 
 @pytest.mark.parametrize(
-    ("token_ms", "follow", "way"),
+    ("token_ms", "rest", "way"),
     [
-        (0.0, "auto", "follow"),
+        (1e-9, "auto", "follow"),
         (100.0, "auto", "copy"),
         (None, "auto", "copy"),
-        (100.0, "always", "follow"),
-        (0.0, "never", "copy"),
+        (100.0, "follow", "follow"),
+        (100.0, "recompute", "recompute"),
+        (1e-9, "copy", "copy"),
     ],
 )
 async def test_the_way_that_costs_less_is_taken_unless_one_is_asked_for(
-    token_ms: float | None, follow: Following, way: str
+    token_ms: float | None, rest: Rest, way: str
 ) -> None:
     source, destination = followed(), followed()
-    destination.now = Cadence(0.0, 0.0, token_ms)
-    source.start("before")
-    async with cluster(source=source, destination=destination, follow=follow) as them:
-        await them.move("before")  # until something was copied nobody knows what that costs
+    destination.now, destination.can_recompute = Cadence(0.0, 0.0, token_ms), True
+    async with cluster(source=source, destination=destination, rest=rest) as them:
         report = await them.move()
+        assert report.state == "committed"
         assert report.pause_cost is not None
         assert (report.pause_cost.way, report.pause_cost.follow_ms) == (way, token_ms)
         assert report.pause_cost.copy_ms is not None
         assert (report.followed is not None) == (way == "follow")
+        assert (report.tail_blocks > 0) == (way == "copy")
+
+
+def able() -> FakeEngine:
+    """To compute a rest again."""
+    return FakeEngine(num_blocks=1000, can_recompute=True)
+
+
+@pytest.mark.parametrize("can", [True, False])
+async def test_without_following_the_rest_is_computed_again_where_that_costs_less(
+    can: bool,
+) -> None:
+    destination = FakeEngine(num_blocks=1000, can_recompute=can)
+    destination.now = Cadence(0.0, 0.0, 1e-9)
+    async with cluster(destination=destination) as them:
+        report = await them.move()
+        assert report.pause_cost is not None
+        assert (report.state, them.owners()) == ("committed", "b")
+        assert report.pause_cost.way == ("recompute" if can else "copy")
+        assert report.pause_cost.recompute_ms == pytest.approx(5e-9, abs=4e-9)
+        assert (report.tail_blocks > 0, report.followed) == (not can, None)
+
+
+async def test_a_request_whose_blocks_are_all_left_is_copied() -> None:
+    async with cluster(destination=able(), rest="recompute", stages=0) as them:
+        report = await them.move()
+        assert report.pause_cost is not None
+        assert (report.state, report.pause_cost.way) == ("committed", "copy")
+
+
+async def test_an_engine_that_can_not_compute_the_rest_leaves_the_request_at_the_source() -> None:
+    async with cluster(destination=able(), rest="recompute") as them:
+        them.b.engine.before = failing("commit", MigrationRefused("no_blocks"))
+        report = await them.move()
+        assert (report.state, report.reason, them.owners()) == ("aborted", "no_blocks", "a")
 
 
 async def test_a_destination_that_is_never_in_step_is_switched_to_all_the_same() -> None:
-    async with cluster(source=followed(), destination=followed(), follow="always") as them:
+    async with cluster(source=followed(), destination=followed(), rest="follow") as them:
 
         async def slow(method: str) -> None:
             if method == "extend":
@@ -90,7 +125,7 @@ async def test_a_destination_that_is_never_in_step_is_switched_to_all_the_same()
     [(RequestGone("preempted"), "preempted"), (RuntimeError("a bug"), "error")],
 )
 async def test_a_source_that_fails_to_fork_keeps_the_request(error: Exception, reason: str) -> None:
-    async with cluster(source=followed(), destination=followed(), follow="always") as them:
+    async with cluster(source=followed(), destination=followed(), rest="follow") as them:
         them.a.engine.before = failing("fork", error)
         report = await them.move()
         assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
@@ -104,7 +139,7 @@ async def test_a_source_that_fails_to_fork_keeps_the_request(error: Exception, r
 async def test_a_follower_that_fails_leaves_the_request_at_the_source(
     method: str, error: Exception, reason: str
 ) -> None:
-    async with cluster(source=followed(), destination=followed(), follow="always") as them:
+    async with cluster(source=followed(), destination=followed(), rest="follow") as them:
         them.b.engine.before = failing(method, error)
         report = await them.move()
         assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
@@ -114,7 +149,7 @@ async def test_a_follower_that_fails_leaves_the_request_at_the_source(
 @pytest.mark.parametrize("kind", [Follow, Tokens, messages.Following])
 async def test_a_lost_message_leaves_the_request_in_one_place(kind: type[Message]) -> None:
     async with cluster(
-        follow="always", source=followed(), destination=followed(), timeout_ms=60, lease_ms=200
+        rest="follow", source=followed(), destination=followed(), timeout_ms=60, lease_ms=200
     ) as them:
         them.a.drop, them.b.drop = dropping(kind), dropping(kind)
         report = await them.move()
@@ -125,7 +160,7 @@ async def test_a_lost_message_leaves_the_request_in_one_place(kind: type[Message
 @pytest.mark.parametrize("method", ["fork", "follow", "extend"])
 async def test_a_client_that_leaves_leaves_nothing(method: str) -> None:
     async with cluster(
-        source=followed(), destination=followed(), follow="always", timeout_ms=300
+        source=followed(), destination=followed(), rest="follow", timeout_ms=300
     ) as them:
         engine = them.a.engine if method == "fork" else them.b.engine
 
@@ -144,7 +179,7 @@ async def test_a_client_that_leaves_leaves_nothing(method: str) -> None:
 @pytest.mark.parametrize("side", ["a", "b"])
 async def test_shutdown_gives_the_migration_up(method: str, side: str) -> None:
     async with cluster(
-        follow="always", source=followed(), destination=followed(), timeout_ms=200, lease_ms=300
+        rest="follow", source=followed(), destination=followed(), timeout_ms=2000, lease_ms=3000
     ) as them:
         engine = them.a.engine if method == "fork" else them.b.engine
         closing: list[asyncio.Task[None]] = []
@@ -164,7 +199,7 @@ async def test_shutdown_gives_the_migration_up(method: str, side: str) -> None:
 @pytest.mark.parametrize("method", ["fork", "follow", "extend"])
 async def test_an_engine_that_hangs_is_given_up_and_frees_everything(method: str) -> None:
     async with cluster(
-        follow="always", source=followed(), destination=followed(), timeout_ms=60, lease_ms=150
+        rest="follow", source=followed(), destination=followed(), timeout_ms=60, lease_ms=150
     ) as them:
         engine = them.a.engine if method == "fork" else them.b.engine
 
@@ -179,7 +214,7 @@ async def test_an_engine_that_hangs_is_given_up_and_frees_everything(method: str
 
 async def test_a_follower_that_dies_is_noticed_and_the_request_stays() -> None:
     async with cluster(
-        follow="always", source=followed(), destination=followed(), timeout_ms=5000, lease_ms=6000
+        rest="follow", source=followed(), destination=followed(), timeout_ms=5000, lease_ms=6000
     ) as them:
 
         async def never(method: str) -> None:

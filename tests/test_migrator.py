@@ -9,7 +9,7 @@ from kvmig.engines.base import Emitted
 from kvmig.ground.config import MigrationConfig
 from tests.fake_engine import FakeEngine
 
-CONFIG = MigrationConfig(transport="tcp", follow="always", reply_timeout_ms=2000)
+CONFIG = MigrationConfig(transport="tcp", rest="follow", reply_timeout_ms=2000)
 
 
 @pytest.mark.parametrize("method", ["reserve", "follow", "extend"])

@@ -17,7 +17,7 @@ import pytest
 
 from kvmig.engines.base import Export, Tail
 from kvmig.engines.block_copies import BlockCopies
-from kvmig.ground.config import Following, Transport
+from kvmig.ground.config import Rest, Transport
 from kvmig.ground.errors import MigrationRefused
 from kvmig.ground.layout import KVLayout, Region
 from kvmig.kvtransfer.compat import fingerprint
@@ -92,17 +92,17 @@ ENDS: list[tuple[str, int, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("follow", ["never", "always"])
+@pytest.mark.parametrize("rest", ["copy", "recompute", "follow"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize(("method", "after", "state"), ENDS)
 async def test_a_migration_however_it_ends_changes_no_block_but_its_own(
-    method: str, after: int, state: str, transport: Transport, follow: Following
+    method: str, after: int, state: str, transport: Transport, rest: Rest
 ) -> None:
-    there = Neighbours(hits=3, can_follow=follow == "always")
+    there = Neighbours(hits=3, can_follow=True, can_recompute=True)
     there.before = failing(method, MigrationRefused("error", "as told"), after)
     async with cluster(
-        source=FakeEngine(can_follow=follow == "always"), destination=there,
-        transport=transport, follow=follow, stages=3, chunks=2,
+        source=FakeEngine(can_follow=True), destination=there,
+        transport=transport, rest=rest, stages=3, chunks=2,
     ) as them:  # fmt: skip
         report = await them.move()
         assert report.state == state

@@ -46,7 +46,7 @@ def tight_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     flags = [
         "--enforce-eager", f"--block-size={BLOCK}", f"--num-gpu-blocks-override={BLOCKS}",
         "--max-model-len=4096", f"--max-num-seqs={SLOTS}", "--max-num-batched-tokens=64",
-        "--transport=tcp", "--follow=always", "--staging-chunks=1", "--chunk-bytes=65536",
+        "--transport=tcp", "--rest=follow", "--staging-chunks=1", "--chunk-bytes=65536",
         "--instances=2", *PATIENT, NEVER_BY_ITSELF, "--drain-timeout=5",
     ]  # fmt: skip
     log = tmp_path_factory.mktemp("tight") / "log"

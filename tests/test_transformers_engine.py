@@ -30,7 +30,7 @@ pytestmark = pytest.mark.engine
 PROMPT = list(b"101 102 103 104 105 106 107")
 OTHER = list(b"901 902 903 904 905 906 907")
 PATIENT = MigrationConfig(transport="tcp", reply_timeout_ms=20000, lease_ms=60000)
-FOLLOWED = replace(PATIENT, follow="always")
+FOLLOWED = replace(PATIENT, rest="follow")
 
 
 class Bench:

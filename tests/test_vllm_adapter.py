@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvmig.engines.base import CameBlocks
 from kvmig.ground.errors import MigrationRefused, RequestGone
@@ -73,6 +74,96 @@ async def test_a_request_moved_there_and_back_equals_one_left_alone(
     await pair.move(pair.b, pair.a, "moved")
 
     same(await pair.finish("moved"), unmoved)
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens"),
+    [
+        ({}, 10),
+        ({"temperature": 0.9, "seed": 7, "top_p": 0.9}, 29),  # a block is about to be full
+        ({"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5}, 20),
+        ({"temperature": 1.5, "seed": 5, "min_tokens": 40, "stop_token_ids": [60, 61, 62]}, 24),
+    ],
+    ids=str,
+)
+async def test_a_request_whose_rest_is_computed_again_equals_one_left_alone(
+    pair: Pair, params: dict[str, Any], tokens: int
+) -> None:
+    unmoved = await pair.unmoved(PROMPT, **params)
+    pair.submit(pair.a, "moved", PROMPT, **params)
+    await pair.step(pair.a, until=("moved", tokens))
+
+    await pair.move(pair.a, pair.b, "moved", recompute=True)
+    await pair.step(pair.b, until=("moved", tokens + 11))
+    await pair.move(pair.b, pair.a, "moved", recompute=True)
+
+    same(await pair.finish("moved"), unmoved)
+
+
+async def test_the_rest_is_computed_in_the_step_that_gives_the_next_token(pair: Pair) -> None:
+    pair.submit(pair.b, "other", PROMPT[3:])
+    await pair.step(pair.b, until=("other", 5))
+    alone = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "moved", PROMPT)
+    await pair.step(pair.a, until=("moved", 20))
+
+    await pair.move(pair.a, pair.b, "moved", recompute=True)
+    before = len(pair.outputs["moved"].tokens)
+    while len(pair.outputs["moved"].tokens) == before:
+        assert pair.b.engine._scheduler.requests["moved"].num_computed_tokens in (
+            96, 100 + before,
+        )  # fmt: skip
+        pair.b.step()
+        await pair.settle()
+
+    assert (await pair.finish("moved")).tokens == alone.tokens
+    await pair.finish("other")
+
+
+@pytest.mark.parametrize("missing", [-1, 4, 5])
+async def test_a_tail_that_lacks_more_than_there_is_is_refused(pair: Pair, missing: int) -> None:
+    pair.submit(pair.a, "kept", PROMPT)
+    await pair.step(pair.a, until=("kept", 10))
+    export = await pair.done(pair.a.engine.export("kept"))
+    await pair.done(pair.b.engine.reserve(export))
+    tail = await pair.suspend(pair.a, "kept", 0)
+
+    with pytest.raises(MigrationRefused, match="can't be missing"):
+        await pair.done(pair.b.engine.commit("kept", replace(tail, missing=missing)))
+
+    await pair.done(pair.a.engine.resume("kept"))
+    await pair.finish("kept")
+
+
+async def test_model_runner_v2_gets_a_rest_to_compute_with_the_requests_tokens(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs a GPU: what the scheduler would tell it is looked at, and not carried out."""
+    from vllm.v1.request import RequestStatus
+
+    from kvmig.engines.vllm import runner
+
+    monkeypatch.setattr(runner, "uses_v2", lambda core: True)
+    unmoved = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "kept", PROMPT)
+    await pair.step(pair.a, until=("kept", 10))
+    export = await pair.done(pair.a.engine.export("kept"))
+    await pair.done(pair.b.engine.reserve(export))
+    tail = await pair.suspend(pair.a, "kept", 3)
+    pair.b.engine.assign("kept", 1)
+    await pair.done(pair.b.engine.commit("kept", replace(tail, missing=len(tail.block_ids))))
+
+    scheduler = pair.b.engine._scheduler
+    monkeypatch.setattr(scheduler, "use_v2_model_runner", True)
+    told = scheduler.schedule()
+
+    (request,) = told.scheduled_new_reqs
+    assert request.prefill_token_ids == [*PROMPT, *pair.outputs["kept"].tokens]
+    assert request.num_computed_tokens == 96
+    assert told.num_scheduled_tokens == {"kept": len(request.prefill_token_ids) - 96}
+    scheduler.finish_requests("kept", RequestStatus.FINISHED_ABORTED)
+    await pair.done(pair.a.engine.resume("kept"))
+    same(await pair.finish("kept"), unmoved)
 
 
 async def test_a_request_that_returns_at_once_forgets_its_first_stay(pair: Pair) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvmig.ground.errors import MigrationRefused
+from tests import tiny_lora
 from tests.vllm_pair import Pair, Side
 
 if TYPE_CHECKING:
@@ -23,24 +23,10 @@ PROMPT = [40 + number * number % 90 for number in range(100)]
 
 
 def adapter(folder: Path, number: int) -> LoRARequest:
-    """A random adapter of rank 4 for the bundled model, in PEFT's format."""
-    import torch
-    from safetensors.torch import save_file
+    """A random one."""
     from vllm.lora.request import LoRARequest
 
-    path = folder / str(number)
-    path.mkdir()
-    chance = torch.Generator().manual_seed(number)
-    weights = {}
-    for layer in range(4):
-        for name, wide in (("q_proj", 256), ("v_proj", 128)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{prefix}.lora_A.weight"] = torch.randn(4, 128, generator=chance) * 0.2
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(wide, 4, generator=chance) * 0.2
-    save_file(weights, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return LoRARequest(f"adapter {number}", number, str(path))
+    return LoRARequest(f"adapter {number}", number, str(tiny_lora.make(folder, number)))
 
 
 @pytest.fixture(scope="module")

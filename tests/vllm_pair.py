@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec.structs import replace
+
 from kvmig.engines.base import CameBlocks, Pace, Tail
 from kvmig.models import BUNDLED
 from tests.vllm_side import Output, Side, remembered
@@ -164,10 +166,13 @@ class Pair:
             side.step()
         raise AssertionError("the request is not let go")
 
-    async def move(self, source: Side, to: Side, request_id: str, *, steps: int = 2) -> int:
+    async def move(
+        self, source: Side, to: Side, request_id: str, *, steps: int = 2, recompute: bool = False
+    ) -> int:
         """A whole migration with the source stepping in between; how many blocks were a hit.
 
-        The tail is gathered when the request is suspended, and scattered by the commit.
+        The tail is gathered when the request is suspended, and scattered by the commit, or left
+        out and computed again.
         """
         export = await self.done(source.engine.export(request_id))
         sent = hit = await self.done(to.engine.reserve(export))
@@ -181,7 +186,10 @@ class Pair:
         buffer = memoryview(bytearray(source.engine.layout.block_bytes * MOST_TAIL))
         tail = await self.suspend(source, request_id, sent, buffer)
         last = None
-        if tail.block_ids:
+        if recompute:
+            await self.done(to.engine.grow(request_id, tail.num_tokens))
+            tail = replace(tail, block_ids=[], checksums=[], missing=len(tail.block_ids))
+        elif tail.block_ids:
             assert len(tail.checksums) == len(tail.block_ids)
             blocks = await self.done(to.engine.grow(request_id, tail.num_tokens))
             end = sent + len(tail.block_ids)

@@ -49,7 +49,7 @@ class Load:
             *SMALL, *model_flags(self.model), "--dtype=float32",
             f"--transport={self.transport}",
             f"--instances={self.instances}", f"--front-ends={self.front_ends}",
-            f"--follow={'always' if self.seed % 2 else 'auto'}",
+            f"--rest={'follow' if self.seed % 2 else 'auto'}",
             "--max-restarts=100000", "--max-crashes=100000", "--drain-timeout=5",
         ]  # fmt: skip
         return [one.replace("bench.paced.PacedWorker", "bench.chaos.hooks.ChaosWorker")

@@ -35,6 +35,7 @@ class StubEngine:
     """Implements `ServingEngine`; has no KV cache, so it refuses every migration."""
 
     can_follow = False
+    can_recompute = False
 
     def __init__(self, words: Words, metronome: Metronome, phase: float) -> None:
         """phase: of its steps among those of the other instances, 0 to 1."""

@@ -125,7 +125,7 @@ class Arrival:
         if site.oracle.choose(("", 0), ("has no room", 0)):
             return self.machine.failed("no_blocks")
         site.engine.slots[run] = site.reservation()
-        return self.machine.reserved(0, "tcp", site.shape.follow)
+        return self.machine.reserved(0, "tcp")
 
     def _slot(self, site: Site) -> Slot:
         return site.engine.slots[self.opening.request_id]

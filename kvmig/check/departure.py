@@ -117,9 +117,9 @@ class Departure:
         """As `SourceSession._feed`."""
         machine = self.machine
         match message:
-            case Reserved(stage=stage, hit_blocks=hit, can_follow=can):
+            case Reserved(stage=stage, hit_blocks=hit):
                 if machine.expects(stage):
-                    self.hears(site, machine.reserved(hit, can))
+                    self.hears(site, machine.reserved(hit))
             case Following(pace=pace):
                 self.hears(site, machine.followed(pace, 0.0, 1.0))
             case Refused(reason=reason):
@@ -202,7 +202,7 @@ class Departure:
                 if self.machine.stage and site.oracle.choose(("", 0), ("2 blocks more", 0)):
                     slot.full += 2
                 blocks = list(range(sent, slot.full))
-                return self.machine.checked(Stage(blocks, slot.full, decoding=True))
+                return self.machine.checked(Stage(blocks, slot.full, decoding=True), site.shape.way)
             case here.Fork(sent):
                 return self.machine.forked(slot.rest(sent))
 

@@ -66,7 +66,7 @@ class Engine:
         slot = self.slots[run]
         if last is not None:
             slot.write(last)
-        blocks = tail.state[0] + 1
+        blocks = tail.state[0] + 1 - tail.missing
         if slot.state == "reserved" and slot.written != (1 << blocks) - 1:
             raise Violation(f"a request decodes with blocks {slot.written:b} of {blocks}")
         slot.state, slot.tokens, slot.full = "running", tail.num_output_tokens, tail.state[0]

@@ -39,7 +39,8 @@ SHORT = Shape(tokens=1, stages=0)
 SCENARIOS = (
     Scenario("three stages", Shape(tokens=2, stages=3)),
     Scenario("tail in Commit", Shape(tokens=2, stages=1, together=True)),
-    Scenario("destination follows", Shape(tokens=3, stages=1, follow=True), cuts=False),
+    Scenario("rest is computed", Shape(tokens=2, stages=1, way="recompute")),
+    Scenario("destination follows", Shape(tokens=3, stages=1, way="follow"), cuts=False),
     Scenario("two faults", SHORT, faults=2),
     Scenario("on to a third", SHORT, ("abc",), (("ab", "bc"),)),
     Scenario("there and back", SHORT, ("ab",), (("ab", "ba"),)),

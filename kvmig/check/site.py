@@ -23,6 +23,7 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted
+from kvmig.ground.config import Way
 from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine
 from kvmig.kvtransfer.epochs import Epochs
 from kvmig.kvtransfer.messages import ChunkDone, Message, Reserve
@@ -35,11 +36,12 @@ MIGRATIONS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What migrations look like. together: the tail's blocks go with Commit."""
+    """What migrations look like. way: what becomes of the rest; together: a tail's blocks go
+    with Commit."""
 
     tokens: int
     stages: int
-    follow: bool = False
+    way: Way = "copy"
     together: bool = False
 
 
@@ -263,7 +265,7 @@ class Site(Part):
         epoch = self._epochs.after(run, before)
         self._begun += 1
         mid = f"{self.name}{self._begun}"
-        machine = SourceMachine(mid, self.shape.stages, self.shape.follow)
+        machine = SourceMachine(mid, self.shape.stages)
         self.out = Departure(mid, run, epoch, before, self.name, destination, machine)
         self.out.start(self)
 

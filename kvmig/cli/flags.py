@@ -15,9 +15,9 @@ from kvmig.cli.quantity import quantity
 from kvmig.cli.ray_flags import add_ray_flags, ray_config
 from kvmig.ground.config import (
     ENGINES,
-    FOLLOWING,
     IN_THE_CLEAR,
     POLICIES,
+    RESTS,
     TRANSPORTS,
     ClusterConfig,
     MigrationConfig,
@@ -164,11 +164,12 @@ def parser() -> argparse.ArgumentParser:
         help="live copy stages at most; 0: suspend first, then copy everything",
     )
     group.add_argument(
-        "--follow",
-        choices=FOLLOWING,
-        default=migration.follow,
-        help="let the destination compute along before the switch, instead of copying the rest"
-        " in the pause; auto: whatever costs each migration less",
+        "--rest",
+        choices=RESTS,
+        default=migration.rest,
+        help="a request's last tokens: their KV is copied in the pause, computed again in the"
+        " destination's first step, or computed along there before the switch; auto: whatever"
+        " costs each migration less",
     )
     group.add_argument(
         "--max-bandwidth",
@@ -246,7 +247,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
                 chunk_bytes=flags.chunk_bytes,
                 staging_chunks=flags.staging_chunks,
                 max_stages=flags.max_stages,
-                follow=flags.follow,
+                rest=flags.rest,
                 transport=flags.transport,
                 trust_network=flags.trust_network,
                 data_host=flags.control_host,

@@ -135,6 +135,8 @@ class Tail(msgspec.Struct, frozen=True):
     """The adapter's own: tokens since the export, sampling state."""
     checksums: list[int] = []
     """Of `block_ids`, where `suspend` has gathered them already."""
+    missing: int = 0
+    """Blocks at the end that don't come: where `can_recompute`, the first step computes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,8 @@ class Engine(Protocol):
     layout: KVLayout
     can_follow: bool
     """Whether `follow` works here."""
+    can_recompute: bool
+    """Whether `commit` takes a tail without its last blocks (`Tail.missing`)."""
 
     # -- what it does and holds
     def cadence(self) -> Cadence:
@@ -273,7 +277,8 @@ class Engine(Protocol):
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         """Run the reserved or following request from the tail's state at the next boundary.
 
-        last: blocks to scatter and to check first.
+        last: blocks to scatter and to check first. The step computes the KV of blocks that are
+        missing, and the next token with them.
         """
         ...
 

@@ -47,6 +47,7 @@ class CheckedEngine:
         self._content = content
         self.layout = engine.layout
         self.can_follow = engine.can_follow
+        self.can_recompute = engine.can_recompute
         self._ledger = Ledger(engine.layout)
         self.violations: list[ContractViolation] = []
         """All that were found, raised or not."""

@@ -10,6 +10,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvmig.gateway.inventory import InstanceRow, RequestRow
+from kvmig.ground.config import Way
 from kvmig.kvtransfer.report import MigrationReport
 
 MOST = 10_000
@@ -159,15 +160,19 @@ class DowntimeParts(BaseModel):
 
 
 class PauseCost(BaseModel):
-    """What either way to end the migration was expected to add to the pause, milliseconds."""
+    """What each way to end the migration was expected to add to the pause, milliseconds."""
 
-    way: Literal["copy", "follow"] = Field(
-        description="What was chosen: to copy the rest in the pause, or to have the destination "
-        "compute it along before (--follow; a request that doesn't decode yet is copied)."
+    way: Way = Field(
+        description="What was chosen (--rest): to copy the rest in the pause, to compute it again "
+        "in the destination's first step, or to have the destination compute it along before. "
+        "What doesn't decode yet is copied, as is the rest where an engine can do nothing else."
     )
     copy_ms: float | None = Field(description="null until anything was copied.")
     follow_ms: float | None = Field(
         description="What a token more adds to a step of the destination; null if not known."
+    )
+    recompute_ms: float | None = Field(
+        description="The same for all tokens of the rest; null if not known, or over 64 tokens."
     )
 
 

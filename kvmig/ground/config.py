@@ -24,13 +24,14 @@ PolicyName = Literal[
 ]
 EngineName = Literal["vllm", "transformers"]
 Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl", "gloo", "nccl"]
-Following = Literal["auto", "always", "never"]
+Way = Literal["copy", "recompute", "follow"]
+Rest = Literal["auto", "copy", "recompute", "follow"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 ENGINES: tuple[str, ...] = get_args(EngineName)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 IN_THE_CLEAR = ("nixl", "gloo", "nccl")
 """Transports whose sockets are not ours: they don't encrypt, and don't ask who connects."""
-FOLLOWING: tuple[str, ...] = get_args(Following)
+RESTS: tuple[str, ...] = get_args(Rest)
 
 
 class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +45,10 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Staging buffers of one instance: bounds memory and what is on the wire."""
     max_stages: int = 8
     """Live copy stages before the last one is forced; 0: all is copied in the pause."""
-    follow: Following = "auto"
-    """Whether the destination computes along before the switch, where its engine can."""
+    rest: Rest = "auto"
+    """What becomes of a request's last tokens, where the engines can: their KV is copied in the
+    pause, computed again in the destination's first step, or computed along there before the
+    switch; auto: whatever costs each migration less."""
     unit_tokens: int = 0
     """Tokens of KV cache that instances of different shapes exchange at a time; 0: all are
     alike and exchange blocks."""
@@ -175,7 +178,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
             migration.lease_ms,
             f"more than --reply-timeout-ms ({migration.reply_timeout_ms})",
         ),
-        (migration.follow in FOLLOWING, "--follow", migration.follow, " or ".join(FOLLOWING)),
+        (migration.rest in RESTS, "--rest", migration.rest, " or ".join(RESTS)),
         (
             migration.transport in TRANSPORTS,
             "--transport",

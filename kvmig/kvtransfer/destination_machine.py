@@ -175,7 +175,6 @@ class DestinationMachine(Machine):
         self._stage = 0
         self._hit = 0
         self._transport = ""
-        self._can_follow = False
         self._opened = False
         self._answer: Message = Aborted(mid)
         """What a repeated Reserve or Commit gets once the machine has ended."""
@@ -252,19 +251,14 @@ class DestinationMachine(Machine):
 
     # -- results and what else happens here
 
-    def reserved(
-        self, hit_blocks: int = 0, transport: str = "", can_follow: bool = False
-    ) -> list[Action]:
+    def reserved(self, hit_blocks: int = 0, transport: str = "") -> list[Action]:
         """The engine holds the blocks; the arguments count when it is the first stage."""
         self.go(E.RESERVED)
         if not self._opened:
             self._opened = True
             self._hit = self.received = hit_blocks
             self._transport = transport
-            self._can_follow = can_follow
-        return [
-            Answer(Reserved(self.key, self._stage, self._hit, self._transport, self._can_follow))
-        ]
+        return [Answer(Reserved(self.key, self._stage, self._hit, self._transport))]
 
     def scattered(self, chunk: Chunk, ms: float) -> list[Action]:
         """The chunk is in its blocks, and the checksums agree."""

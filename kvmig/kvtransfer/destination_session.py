@@ -254,7 +254,7 @@ class DestinationSession:
         except TransportError as error:
             raise MigrationRefused("incompatible", str(error)) from error
         hit_blocks = await self._bounded(self._engine.reserve(export))
-        return self.machine.reserved(hit_blocks, self._inbox.transport, self._engine.can_follow)
+        return self.machine.reserved(hit_blocks, self._inbox.transport)
 
     async def _grow(self, num_tokens: int) -> None:
         self._blocks = await self._bounded(self._engine.grow(self.request_id, num_tokens))
@@ -313,9 +313,13 @@ class DestinationSession:
 
     def _answer(self, message: Message) -> None:
         if isinstance(message, Reserved):
-            token = self._inbox.token if message.stage == 0 and self._inbox is not None else ""
-            cadence = self._engine.cadence()
-            message = msgspec.structs.replace(message, token=token, cadence=cadence)
+            message = msgspec.structs.replace(
+                message,
+                token=self._inbox.token if message.stage == 0 and self._inbox is not None else "",
+                cadence=self._engine.cadence(),
+                can_follow=self._engine.can_follow,
+                can_recompute=self._engine.can_recompute,
+            )
         try:
             self._send(message, ())
         except TransportError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmig.kvtransfer.chunks import ChunkSizer
 from kvmig.kvtransfer.meeting import LeadTime
-from kvmig.kvtransfer.pause_cost import CopyTimes, PauseCost, cheaper
+from kvmig.kvtransfer.pause_cost import CopyTimes
 from kvmig.kvtransfer.stages import TAIL_BLOCKS
 
 
@@ -16,7 +16,8 @@ class Experience:
         self.lead = LeadTime()
         self.tails = CopyTimes()
 
-    def pause_cost(self, token_ms: float | None, block_bytes: int) -> PauseCost:
-        """Of a tail as long as tails may be: so many full blocks and one that isn't full."""
+    def tail_ms(self, block_bytes: int) -> float | None:
+        """What the copy of a tail costs that is as long as tails may be: so many full blocks
+        and one that isn't full. None until anything was copied."""
         nbytes = (TAIL_BLOCKS + 1) * block_bytes
-        return cheaper(self.tails.expected(nbytes, self.sizer.bytes_per_ms), token_ms)
+        return self.tails.expected(nbytes, self.sizer.bytes_per_ms)

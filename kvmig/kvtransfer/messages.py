@@ -67,11 +67,13 @@ class Reserved(Message, frozen=True, tag=True):
     hit_blocks: int
     transport: str
     can_follow: bool = False
-    """Whether the destination takes Follow (stage 0 only)."""
+    """Whether the destination takes Follow."""
     token: str = ""
     """What the source needs to push into the destination's buffers (stage 0 only)."""
     cadence: Cadence = Cadence(0.0, 0.0)
     """Of the destination's engine, when it answered."""
+    can_recompute: bool = False
+    """Whether the destination takes a tail with blocks missing."""
 
 
 class Refused(Message, frozen=True, tag=True):

@@ -1,8 +1,9 @@
 """The source's half of the handshake: pure, events in, actions out.
 
 Before each stage blocks are pre-allocated (Reserve), after each the request is
-checked again. A destination that can follow then computes along: the rest of the request
-is sent while it runs on, and its tokens as they come, until both ends are in step.
+checked again. The rest of the request then goes one of three ways (`Way`): it is copied in the
+pause, or left out and computed again there, or the destination follows: the rest is sent while
+the request runs on, and its tokens as they come, until both ends are in step.
 Until Commit is sent every failure leaves the request running here.
 After it only the destination's word, or the arbiter's, decides.
 """
@@ -16,6 +17,7 @@ from typing import ClassVar
 from msgspec import structs
 
 from kvmig.engines.base import Pace, Stage, Tail
+from kvmig.ground.config import Way
 from kvmig.kvtransfer.machine import Machine, Table
 from kvmig.kvtransfer.stages import enough, in_step
 
@@ -216,14 +218,15 @@ class SourceMachine(Machine):
         S.ABORTED: {},
     }
 
-    def __init__(self, key: str, max_stages: int, follow: bool = True) -> None:
-        """`max_stages`: live stages before the tail is forced; follow: if both ends can."""
+    def __init__(self, key: str, max_stages: int) -> None:
+        """`max_stages`: live stages before the rest is forced."""
         super().__init__(key, S.EXPORTING)
         self._max_stages = max_stages
-        self._follow = follow and max_stages > 0
         self._answers = 0
         self._commits = 0
         self._plan = Stage([], 0)
+        self.way: Way = "copy"
+        """What becomes of the rest."""
         self.stage = 0
         """The stage of the last Reserve."""
         self.sent = 0
@@ -260,29 +263,30 @@ class SourceMachine(Machine):
         self.go(E.EXPORTED)
         return [SendReserve(0, num_tokens)]
 
-    def reserved(self, hit_blocks: int, can_follow: bool = False) -> list[Action]:
-        """The destination holds blocks for `self.stage`; the arguments count for stage 0."""
+    def reserved(self, hit_blocks: int) -> list[Action]:
+        """The destination holds blocks for `self.stage`; `hit_blocks` counts for stage 0."""
         before = self.state
-        if before is S.RESERVING_TAIL and self._follow and self._plan.decoding:
+        if before is S.RESERVING_TAIL and self.way == "follow":
             self.go(E.FORK)
             return [Fork(self.sent)]
         self.go(E.RESERVED)
         if before is S.RESERVING:
             self.sent = hit_blocks
-            self._follow = self._follow and can_follow
             return [Check(self.sent)]
         if before is S.RESERVING_STAGE:
             return [Copy(self.stage, self.sent, tuple(self._plan.block_ids))]
         return [Suspend(self.sent)]
 
-    def checked(self, plan: Stage) -> list[Action]:
-        """The request is as it was; `plan` names the blocks that are new."""
+    def checked(self, plan: Stage, way: Way = "copy") -> list[Action]:
+        """The request is as it was; `plan` names the blocks that are new.
+
+        way: what becomes of them, if they are the rest.
+        """
         stop = enough(len(plan.block_ids), self.stage, self._max_stages)
         self.go(E.ENOUGH if stop else E.MORE)
-        self._plan = plan
+        self._plan, self.way = plan, way
         self.stage += 1
-        pause = stop and not (self._follow and plan.decoding)
-        return [SendReserve(self.stage, plan.num_tokens, pause)]
+        return [SendReserve(self.stage, plan.num_tokens, stop and way != "follow")]
 
     def copied(self) -> list[Action]:
         """All blocks of the stage are gathered and sent."""
@@ -314,11 +318,13 @@ class SourceMachine(Machine):
         return [Listen()]
 
     def suspended(self, tail: Tail) -> list[Action]:
-        """The request runs nowhere from here on. A follower computes the rest itself."""
+        """The request runs nowhere from here on. What is computed there needn't be sent."""
         self.go(E.SUSPENDED)
-        return [
-            SendTail(self.sent, structs.replace(tail, block_ids=[]) if self.forked_there else tail)
-        ]
+        if self.way == "recompute":
+            tail = structs.replace(tail, block_ids=[], missing=len(tail.block_ids))
+        elif self.way == "follow":
+            tail = structs.replace(tail, block_ids=[])
+        return [SendTail(self.sent, tail)]
 
     def commit_sent(self) -> list[Action]:
         """Tail and Commit are on their way: the point of no return."""

@@ -12,8 +12,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from msgspec.structs import replace
-
 from kvmig.engines import base
 from kvmig.engines.base import Engine
 from kvmig.ground.clock import Clock, monotonic
@@ -41,6 +39,7 @@ from kvmig.kvtransfer.messages import (
 from kvmig.kvtransfer.pause import Pause
 from kvmig.kvtransfer.pursuit import Pursuit
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.rest import RestChoice
 from kvmig.kvtransfer.shuttle import Shuttle
 from kvmig.kvtransfer.source_machine import Action, S, SourceMachine
 from kvmig.kvtransfer.throttle import UNLIMITED, Throttle
@@ -78,8 +77,7 @@ class SourceSession:
         is known, raises MigrationRefused if it must not move now.
         """
         self.move = move
-        self._follow_wish = config.follow
-        self.machine = SourceMachine(move.mid, config.max_stages, engine.can_follow)
+        self.machine = SourceMachine(move.mid, config.max_stages)
         self._engine = engine
         self._timeout_s = config.reply_timeout_ms / 1e3
         self._stagings = stagings
@@ -102,6 +100,9 @@ class SourceSession:
         )
         self._pause = Pause(errand, experience)
         self._pursuit = Pursuit(errand)
+        self._rest = RestChoice(engine, config, experience)
+        self._there = Reserved(move.mid, 0, 0, "")
+        """The destination's newest answer."""
         self.over = False
         """Whether nothing is left here; it may still wait for the first token's time."""
 
@@ -212,9 +213,10 @@ class SourceSession:
                 self._send(message, ())
                 return await self._answer()
             case do.Check(sent):
-                return self.machine.checked(
-                    await self._errand.bounded(engine.stage(request_id, sent))
-                )
+                plan = await self._errand.bounded(engine.stage(request_id, sent))
+                cost = self._rest.choose(plan, sent, self._there)
+                self._timeline.pause_cost = cost
+                return self.machine.checked(plan, cost.way)
             case do.Copy():
                 blocks = self._blocks()
                 stop = await blocks.send_live(action.stage, action.first, action.block_ids)
@@ -279,9 +281,13 @@ class SourceSession:
                 return await self._answer()
 
     async def _suspend(self, sent: int) -> list[Action]:
-        blocks = None if self.machine.forked_there else self._blocks()
-        if blocks is not None and (stop := await self._pause.put_off() or await blocks.ready()):
+        way, blocks = self.machine.way, None
+        if way != "follow" and (stop := await self._pause.put_off()):
             return stop
+        if way == "copy":
+            blocks = self._blocks()
+            if stop := await blocks.ready():
+                return stop
         return self.machine.suspended(await self._pause.suspend(sent, blocks))
 
     async def _send_tail(self, rest: do.SendTail) -> list[Action]:
@@ -307,11 +313,12 @@ class SourceSession:
         match event:
             case Reserved(stage=stage):
                 self._pause.hears(event)
+                self._there = event
                 if not machine.expects(stage):
                     return []  # answered once more
                 if stage == 0:
                     self._open(event)
-                return machine.reserved(event.hit_blocks, self._follows(event))
+                return machine.reserved(event.hit_blocks)
             case Refused(reason=reason, detail=detail):
                 return machine.refused(reason, detail)
             case Aborted():
@@ -330,17 +337,6 @@ class SourceSession:
             case PeerLost():
                 return machine.failed("peer_lost", f"no connection to {self.move.destination}")
         raise PeerError(f"{type(event).__name__} isn't for the source of a migration")
-
-    def _follows(self, answer: Reserved) -> bool:
-        """Whether the destination is to compute the rest, rather than to get it."""
-        wish, block_bytes = self._follow_wish, self._engine.layout.block_bytes
-        cost = self._experience.pause_cost(answer.cadence.token_ms, block_bytes)
-        if not (self._engine.can_follow and answer.can_follow):
-            wish = "never"
-        if wish != "auto":
-            cost = replace(cost, way="follow" if wish == "always" else "copy")
-        self._timeline.pause_cost = cost
-        return cost.way == "follow"
 
     def _open(self, answer: Reserved) -> None:
         staging = self._stagings.get(answer.transport)

@@ -77,7 +77,7 @@ class Migration:
         self._on_moved = on_moved
         self._on_end = on_end
         key = f"{request.request_id}-{request.migrations}"
-        self._here = SourceMachine(key, max_stages, follow=False)
+        self._here = SourceMachine(key, max_stages)
         self._there = DestinationMachine(key)
         self._hop_s = source[1].cost.copy.hop_ms / 1e3
         self._copying: Copying | None = None

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvmig.embed.migrator import Migrator
 from kvmig.engines.base import Emitted, Frame, OnOutputs
-from kvmig.ground.config import Following, MigrationConfig
+from kvmig.ground.config import MigrationConfig, Rest
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.testing.interposed import InterposedEngine, nothing
 from kvmig.testing.subject import EngineUnderTest, Factory
@@ -71,15 +71,15 @@ class Suite:
             reply_timeout_ms=TIMEOUT_S * 500,
             lease_ms=TIMEOUT_S * 1000,
         )
-        ways: tuple[Following, ...] = ("never", "always")
+        ways: tuple[Rest, ...] = ("copy", "recompute", "follow")
         self._migrators = {
-            follow: Migrator(
+            rest: Migrator(
                 self.engines,
-                replace(config, follow=follow),
+                replace(config, rest=rest),
                 on_commit=self._assign,
                 close_timeout_s=0.1,
             )
-            for follow in ways
+            for rest in ways
         }
         self._used = {name: engine.load().used_blocks for name, engine in self.engines.items()}
         for name, engine in self.engines.items():
@@ -180,10 +180,10 @@ class Suite:
         return self._heard[request_id].engines
 
     async def move(
-        self, request_id: str, source: str = "a", to: str = "b", follow: Following = "never"
+        self, request_id: str, source: str = "a", to: str = "b", rest: Rest = "copy"
     ) -> MigrationReport:
-        """Move a request; `follow`: whether its destination computes along before."""
-        report = await self._migrators[follow].migrate(request_id, source, to)
+        """Move a request; `rest`: what becomes of its last tokens, if both engines can."""
+        report = await self._migrators[rest].migrate(request_id, source, to)
         self._go_on()
         return report
 

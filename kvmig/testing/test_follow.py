@@ -30,7 +30,7 @@ def test_a_followed_request_moves_token_for_token(
             expected = await suite.undisturbed(prompt, suite.blocks(8), seed)
             moved = suite.submit("a", prompt, suite.blocks(8), seed)
             await suite.reach(moved, 3)
-            report = await suite.move(moved, follow="always")
+            report = await suite.move(moved, rest="follow")
             assert await suite.finish(moved) == expected
             engines = suite.came_from(moved)
             assert engines == sorted(engines)
@@ -56,7 +56,7 @@ def test_followed_requests_move_both_ways_beside_others_that_stay(suite: Suite) 
         await asyncio.gather(*(suite.reach(request_id, 2) for request_id in ids))
         reports = await asyncio.gather(
             *(
-                suite.move(request_id, home, "b" if home == "a" else "a", follow="always")
+                suite.move(request_id, home, "b" if home == "a" else "a", rest="follow")
                 for request_id, home in list(zip(ids, homes, strict=True))[:4]
             )
         )
@@ -74,9 +74,9 @@ def test_a_followed_request_moves_there_and_back_again(suite: Suite) -> None:
             expected = await suite.undisturbed(prompt, suite.blocks(16))
             moved = suite.submit("a", prompt, suite.blocks(16))
             await suite.reach(moved, 3)
-            report = await suite.move(moved, follow="always")
+            report = await suite.move(moved, rest="follow")
             if report.state == "committed":
-                report = await suite.move(moved, "b", "a", follow="always")
+                report = await suite.move(moved, "b", "a", rest="follow")
             assert await suite.finish(moved) == expected
             return report
 
@@ -95,7 +95,7 @@ def test_whatever_fails_a_followed_request_goes_on(suite: Suite, method: str, af
         await suite.reach(moved, 3)
         engine = suite.engines["a" if method in FOLLOWED else "b"]
         engine.before = failing(method, MigrationRefused("error", "for a test"), after)
-        report = await suite.move(moved, follow="always")
+        report = await suite.move(moved, rest="follow")
         if report.state == "aborted":
             assert report.reason in ("error", *ENDED)
         elif after == 0:
@@ -114,7 +114,7 @@ def test_a_client_that_leaves_a_followed_request_leaves_nothing(suite: Suite, me
         await suite.reach(moved, 3)
         engine = suite.engines["a" if method in FOLLOWED else "b"]
         engine.before = once(method, lambda: suite.abort(moved))
-        report = await suite.move(moved, follow="always")
+        report = await suite.move(moved, rest="follow")
         assert report.state == "aborted" or method == "extend"
 
     suite.run(scenario)

@@ -42,6 +42,7 @@ class TransformersEngine:
     """One model behind a llumlet; implements `kvmig.engines.base.Engine`."""
 
     can_follow = True
+    can_recompute = False
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model and take the KV cache: seconds. Raises KvmigError."""

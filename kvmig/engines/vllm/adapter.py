@@ -36,6 +36,7 @@ from kvmig.engines.vllm.payload import (
     decode_progress,
     decode_request,
     encode_progress,
+    without_blocks,
 )
 from kvmig.engines.vllm.preemptions import Preemptions
 from kvmig.engines.vllm.source import Source
@@ -76,6 +77,7 @@ class VllmEngine:
         self._listed_at = 0.0
         self.layout = self._memory.layout
         self.can_follow = runner.can_extend(core)
+        self.can_recompute = True
         core.after_step = self._memory.after_step
         core.between_steps = self.between_steps
 
@@ -214,7 +216,9 @@ class VllmEngine:
         await self._on_engine(self._warm_step.run)
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
-        progress = decode_progress(tail.state)
+        progress = without_blocks(
+            decode_progress(tail.state), tail.missing, self._memory.units.tokens
+        )
         if last is not None and self._memory.on_gpu:
             try:
                 last.check(await self._memory.scatter(last.block_ids, last.fused, urgent=True))
