@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from kvmig.cli.served import SMALL, Served
 from tests.leaks import Footprint, assert_server_is_empty
+
+# On a busy machine an example takes its time, too.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 NEVER_BY_ITSELF = "--policy=freeness"
 """The scheduler moves nothing, so that a test decides what moves."""

@@ -124,6 +124,7 @@ async def test_the_report_says_what_was_moved_and_what_the_pause_was_made_of(
     assert newest == [back, there]
 
 
+@pytest.mark.long
 async def test_calls_that_move_the_same_way_at_once_share_transfers(served: Served) -> None:
     fused = 0
     for first in (1000, 3000, 5000, 7000):  # which chunks meet is a matter of time

@@ -76,6 +76,7 @@ async def test_a_request_moved_there_and_back_equals_one_left_alone(
     same(await pair.finish("moved"), unmoved)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("params", "tokens"),
     [
@@ -100,6 +101,7 @@ async def test_a_request_whose_rest_is_computed_again_equals_one_left_alone(
     same(await pair.finish("moved"), unmoved)
 
 
+@pytest.mark.long
 async def test_the_rest_is_computed_in_the_step_that_gives_the_next_token(pair: Pair) -> None:
     pair.submit(pair.b, "other", PROMPT[3:])
     await pair.step(pair.b, until=("other", 5))
@@ -120,6 +122,7 @@ async def test_the_rest_is_computed_in_the_step_that_gives_the_next_token(pair: 
     await pair.finish("other")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("missing", [-1, 4, 5])
 async def test_a_tail_that_lacks_more_than_there_is_is_refused(pair: Pair, missing: int) -> None:
     pair.submit(pair.a, "kept", PROMPT)
@@ -135,6 +138,7 @@ async def test_a_tail_that_lacks_more_than_there_is_is_refused(pair: Pair, missi
     await pair.finish("kept")
 
 
+@pytest.mark.long
 async def test_model_runner_v2_gets_a_rest_to_compute_with_the_requests_tokens(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
