@@ -280,8 +280,7 @@ class FakeEngine:
             self._compute(request, tokens)
         else:
             request = self.reserved.pop(request_id)
-            there = self._used(tokens) - tail.missing if tail.missing else len(tokens)
-            request.tokens = tokens[: there * BLOCK_TOKENS + 1]
+            request.tokens = tokens[: tail.there(len(tokens) - 1, BLOCK_TOKENS) + 1]
             self._compute(request, tokens)
         for position in range(len(request.tokens) - 1):
             start = self._address(request, position)

@@ -41,7 +41,7 @@ class ToyEngine:
     """A toy of 256 blocks of 8 tokens, and the port over it."""
 
     can_follow = False
-    can_recompute = False
+    can_recompute = True
 
     def __init__(self, num_blocks: int = 256, block_tokens: int = 8, max_running: int = 16) -> None:
         self._cache = Cache(num_blocks, block_tokens)

@@ -125,6 +125,7 @@ class Destination:
         """From now on it runs here, and nowhere else."""
         arriving = self.known(request_id)
         request = _decode(request_id, [tail.state])
+        request.computed = tail.there(request.computed, self._cache.block_tokens)
         request.client, request.blocks = arriving.client, arriving.blocks
         del self._arriving[request_id]
         if request.computed:

@@ -138,6 +138,19 @@ class Tail(msgspec.Struct, frozen=True):
     missing: int = 0
     """Blocks at the end that don't come: where `can_recompute`, the first step computes them."""
 
+    def there(self, computed: int, block_tokens: int) -> int:
+        """Of `computed` tokens those whose KV is in the blocks that come.
+
+        Example: 70 tokens in blocks of 32, one of them missing: 64. Raises MigrationRefused if
+        blocks are missing that there can't be, or all.
+        """
+        if not self.missing:
+            return computed
+        blocks = -(-computed // block_tokens)
+        if not 0 < self.missing < blocks:
+            raise MigrationRefused("error", f"{self.missing} of {blocks} blocks can't be missing")
+        return (blocks - self.missing) * block_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class CameBlocks:

@@ -36,7 +36,6 @@ from kvmig.engines.vllm.payload import (
     decode_progress,
     decode_request,
     encode_progress,
-    without_blocks,
 )
 from kvmig.engines.vllm.preemptions import Preemptions
 from kvmig.engines.vllm.source import Source
@@ -216,9 +215,9 @@ class VllmEngine:
         await self._on_engine(self._warm_step.run)
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
-        progress = without_blocks(
-            decode_progress(tail.state), tail.missing, self._memory.units.tokens
-        )
+        progress = decode_progress(tail.state)
+        there = tail.there(progress.num_computed_tokens, self._memory.units.tokens)
+        progress = replace(progress, num_computed_tokens=there)
         if last is not None and self._memory.on_gpu:
             try:
                 last.check(await self._memory.scatter(last.block_ids, last.fused, urgent=True))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec.structs import replace
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
-from kvmig.ground.errors import MigrationRefused
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -51,17 +48,3 @@ def encode_progress(progress: Progress) -> bytes:
 def decode_progress(data: bytes) -> Progress:
     """Inverse of `encode_progress`; raises msgspec.DecodeError."""
     return _decode(data)
-
-
-def without_blocks(progress: Progress, missing: int, block_tokens: int) -> Progress:
-    """The same as if the tokens in its last `missing` blocks had not been computed yet.
-
-    Example: 70 tokens in blocks of 32, one block missing: 64 are computed. Raises
-    MigrationRefused if that leaves none.
-    """
-    if not missing:
-        return progress
-    blocks = -(-progress.num_computed_tokens // block_tokens)
-    if not 0 < missing < blocks:
-        raise MigrationRefused("error", f"{missing} of {blocks} blocks can't be missing")
-    return replace(progress, num_computed_tokens=(blocks - missing) * block_tokens)
