@@ -10,13 +10,19 @@ from contextlib import asynccontextmanager, suppress
 import msgspec
 import pytest
 
-from kvmig.cli import llumlet_link
+from kvmig.cli import control, llumlet_link
 from kvmig.cli.cluster import Cluster
 from kvmig.cli.control import Control
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.launcher import Handle
 from kvmig.cli.shapes import InstanceShape, Shapes
-from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members
+from kvmig.controlplane.messages import (
+    ClusterMessage,
+    LoadReport,
+    Member,
+    Members,
+    MessagesRefused,
+)
 from kvmig.controlplane.orders import (
     AddInstances,
     DrainInstance,
@@ -30,10 +36,11 @@ from kvmig.engines.base import EngineLoad
 from kvmig.gateway.errors import LauncherGone, OrderFailed
 from kvmig.gateway.launcher_link import LauncherLink
 from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import ConfigError, StartupError, TransportError
+from kvmig.ground.errors import ConfigError, PeerError, StartupError, TransportError
 from kvmig.ground.lifecycle import LifecycleConfig
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello
+from kvmig.kvtransfer.refusals import Refusals
 
 SECRET = b"a secret of the cluster"
 IDLE = EngineLoad(100, 0, 0, 0, 0, 0)
@@ -74,6 +81,10 @@ class Process:
                 name = self.launch.instance
                 report = LoadReport(name, seq, self.load, 0, 0, state=self.state)
                 self._server.send(listener, report)
+
+    async def send(self, data: bytes) -> None:
+        """To the launcher."""
+        await self._server._socket.send_multipart([b"launcher", data])
 
     def die(self, how: str = "killed by SIGKILL") -> None:
         self._died.set_result(how)
@@ -131,6 +142,8 @@ class Told:
         self.members: list[Member] = []
         self.evacuated: list[str] = []
         self.history: list[dict[str, str]] = []
+        self.refusals: dict[str, dict[str, int]] = {}
+        self.own = Refusals()
 
     def take(self, members: Members) -> None:
         self.members = members.members
@@ -138,6 +151,12 @@ class Told:
 
     def evacuate(self, instance: str) -> None:
         self.evacuated.append(instance)
+
+    def messages_refused(self, told: MessagesRefused) -> None:
+        self.refusals[told.process] = told.counts
+
+    def refused(self, error: PeerError) -> None:
+        self.own.count(error)
 
     def states(self) -> dict[str, str]:
         return {one.instance: one.state for one in self.members}
@@ -416,3 +435,28 @@ async def test_without_a_launcher_an_order_fails() -> None:
 def test_a_refusal_has_its_kind() -> None:
     assert OrderRefused("conflict", "no").refusal == "conflict"
     assert Evacuate("i0").instance == "i0"
+
+
+async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "TELL_S", 0.01)
+    async with world() as it:
+        await it.until(lambda: it.front.refusals == {"launcher": {}, "scheduler": {}})
+        assert it.link._client is not None
+        it.link._client.send(Scale())  # isn't for the launcher
+        await it.until(lambda: it.front.refusals["launcher"] == {"unexpected": 1})
+        await it.launcher.process("i0").send(b"no message")
+        await it.until(lambda: it.front.refusals["launcher"].get("unreadable") == 1)
+        it.cluster.refusals.scheduler = {"early": 3}
+        await it.until(lambda: it.front.refusals["scheduler"] == {"early": 3})
+        later = Told()
+        link = LauncherLink(it.control.endpoint, SECRET, "front-2", later)
+        await it.until(lambda: later.refusals == it.front.refusals)
+        await link.close()
+
+
+async def test_a_front_end_counts_what_it_can_not_take_of_the_launchers() -> None:
+    async with world() as it:
+        it.control._tell(Scale())  # isn't for a front end
+        await it.until(lambda: it.front.own.told() == {"unexpected": 1})

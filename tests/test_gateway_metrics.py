@@ -26,6 +26,20 @@ def test_migrations_are_counted_by_outcome_and_reason() -> None:
     assert registry.get_sample_value("kvmig_migration_downtime_seconds_sum") == 0.01
 
 
+def test_refused_messages_are_those_since_the_start_of_their_process() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, [NORMAL])
+
+    def shown(reason: str) -> float | None:
+        labels = {"process": "scheduler", "reason": reason}
+        return registry.get_sample_value("kvmig_messages_refused", labels)
+
+    metrics.messages_refused("scheduler", {"early": 2, "version": 1})
+    assert (shown("early"), shown("version")) == (2, 1)
+    metrics.messages_refused("scheduler", {"early": 1})  # another one
+    assert (shown("early"), shown("version")) == (1, 0)
+
+
 def test_only_gaps_between_two_tokens_are_observed() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry, [NORMAL])

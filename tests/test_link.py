@@ -157,6 +157,11 @@ async def test_a_cancelled_wait_loses_no_message() -> None:
         assert (await client.recv())[0] == Aborted("m")
 
 
+async def test_what_is_no_endpoint_is_an_error_and_leaves_nothing() -> None:
+    with pytest.raises(TransportError, match="can't connect to 'nowhere'"):
+        Client("nowhere", SECRET, "peer", "b", PeerMessage)
+
+
 async def test_a_port_in_use_is_an_error_and_leaves_nothing() -> None:
     server = Server(SECRET, "peer", "a", PeerMessage)
     port = int(server.endpoint.rsplit(":", 1)[1])

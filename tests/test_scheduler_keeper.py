@@ -9,8 +9,9 @@ import pytest
 
 from kvmig.cli import scheduler_keeper
 from kvmig.cli.children import Child
+from kvmig.cli.refusal_board import RefusalBoard
 from kvmig.cli.scheduler_keeper import SchedulerKeeper
-from kvmig.controlplane.messages import ClusterMessage, Member, Members
+from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused
 from kvmig.ground.config import ClusterConfig
 from kvmig.kvtransfer.link import Server
 
@@ -22,6 +23,7 @@ class FakeCluster:
 
     def __init__(self) -> None:
         self.on_change: list[Any] = []
+        self.refusals = RefusalBoard()
 
     def members(self) -> list[Member]:
         return [Member("i0", "tcp://i0")]
@@ -62,17 +64,22 @@ async def test_a_scheduler_that_lives_without_its_connection_gives_way_to_anothe
 
     monkeypatch.setattr(Child, "start", start)
     monkeypatch.setattr(scheduler_keeper, "GRACE_S", 0.01)
-    keeper = SchedulerKeeper(ClusterConfig(), SECRET, FakeCluster())  # type: ignore[arg-type]
+    cluster = FakeCluster()
+    keeper = SchedulerKeeper(ClusterConfig(), SECRET, cluster)  # type: ignore[arg-type]
     keeping = asyncio.create_task(keeper.run())
     async with asyncio.timeout(20):
         while not children:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await children[0].told()
+        children[0].server.send(b"launcher", MessagesRefused("scheduler", {"early": 1}))
+        while cluster.refusals.scheduler != {"early": 1}:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         children[0].server.close()
         while len(children) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert children[0].stopped
         assert [one.instance for one in (await children[1].told()).members] == ["i0"]
+        assert cluster.refusals.scheduler == {}, "the other one has refused nothing yet"
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert children[1].stopped

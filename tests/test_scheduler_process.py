@@ -15,7 +15,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members, Pair, Pairs
+from kvmig.controlplane.messages import (
+    ClusterMessage,
+    LoadReport,
+    Member,
+    Members,
+    MessagesRefused,
+    Pair,
+    Pairs,
+)
 from kvmig.controlplane.scheduler import UNPAIR
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, SchedulerReady
 from kvmig.engines.base import EngineLoad
@@ -214,6 +222,24 @@ async def test_a_removed_member_is_disconnected_and_no_destination_any_more() ->
         peer = await b.peer
         await b.hang()
         await asyncio.wait_for(b.lost(peer), 20)
+
+
+async def test_what_it_refuses_is_counted_and_told_to_the_launcher() -> None:
+    async with llumlets(EVEN) as (a,), running() as process:
+        process.members(a)
+        peer = await a.peer
+        await a.server._socket.send_multipart([peer, b"no message"])
+        process.client.send(UNPAIR)  # isn't for a scheduler
+        port = int(process.client.endpoint.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1")
+        wanted = {"unreadable": 1, "unexpected": 1, "unauthenticated": 1}
+        async with asyncio.timeout(20):
+            while True:
+                told, _ = await process.client.recv()
+                assert isinstance(told, MessagesRefused)
+                if told == MessagesRefused("scheduler", wanted):
+                    break
 
 
 async def test_it_ends_with_its_launcher() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from kvmig.cli.instance import Instance
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.launcher import Handle, Launcher
+from kvmig.cli.refusal_board import RefusalBoard
 from kvmig.cli.rolling import Rolling
 from kvmig.cli.shapes import InstanceShape, Shapes
 from kvmig.controlplane.messages import Member
@@ -48,6 +49,7 @@ class Cluster:
         self.on_change: list[Callable[[list[Member]], None]] = []
         self.on_evacuate: list[Callable[[str], None]] = []
         self.say = say
+        self.refusals = RefusalBoard()
         self._name = name
         self._config = config
         self._secret = secret

@@ -25,6 +25,9 @@ from kvmig.kvtransfer.messages import Hello, Message
 
 Order = AddInstances | DrainInstance | StopDrain | RestartInstances
 
+TELL_S = 1.0
+"""Between two looks at what was refused."""
+
 log = logging.getLogger(__name__)
 
 
@@ -40,10 +43,20 @@ class Control:
         self._fronts: list[bytes] = []
         self._open = False
         try:
-            self._server = Server(secret, "launcher", "launcher", ClusterMessage, host=host)
+            self._server = Server(
+                secret,
+                "launcher",
+                "launcher",
+                ClusterMessage,
+                host=host,
+                refusals=cluster.refusals.own,
+            )
         except (zmq.ZMQError, ValueError) as error:
             raise StartupError(f"launcher on {host}: {error}") from error
-        self._task = asyncio.create_task(self._receive(), name="launcher's socket")
+        self._tasks = [
+            asyncio.create_task(self._receive(), name="launcher's socket"),
+            asyncio.create_task(self._tell_refusals(), name="what was refused"),
+        ]
         cluster.on_change.append(self._members)
         cluster.on_evacuate.append(lambda instance: self._tell(Evacuate(instance)))
 
@@ -59,8 +72,9 @@ class Control:
 
     async def close(self) -> None:
         """Unbind."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._server.close()
 
     async def _receive(self) -> None:
@@ -73,10 +87,24 @@ class Control:
             if isinstance(message, Hello):
                 self._fronts = [*(one for one in self._fronts if one != sender), sender]
                 self._members(self._cluster.members())
+                for told in self._cluster.refusals.told():
+                    self._send(sender, told)
             elif isinstance(message, Order):
                 self._send(sender, self._answer(message))
             else:
-                log.warning("a front end sent %s", type(message).__name__)
+                name = type(message).__name__
+                self._server.refusals.count(PeerError(f"{name} isn't for a launcher"))
+                log.warning("a front end sent %s", name)
+
+    async def _tell_refusals(self) -> None:
+        told = self._cluster.refusals.told()
+        while True:
+            await asyncio.sleep(TELL_S)
+            now = self._cluster.refusals.told()
+            for before, after in zip(told, now, strict=True):
+                if after != before:
+                    self._tell(after)
+            told = now
 
     def _answer(self, order: Order) -> OrderDone:
         try:

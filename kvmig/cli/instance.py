@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from kvmig.cli.launcher import Handle
 from kvmig.cli.llumlet_link import LlumletLink
+from kvmig.cli.refusal_board import RefusalBoard
 from kvmig.controlplane.messages import Member, MemberState
 from kvmig.controlplane.orders import OrderRefused, SetState
 from kvmig.controlplane.restarts import Restarts
@@ -26,6 +27,8 @@ EVACUATE_S = 2.0
 
 class Surroundings(Protocol):
     """What an instance needs of its cluster."""
+
+    refusals: RefusalBoard
 
     def say(self, text: str) -> None:
         """Progress, for people."""
@@ -175,7 +178,9 @@ class Instance:
         try:
             endpoint = await handle.ready(self._config.start_timeout_s)
             self._around.say(f"instance {self.name} is ready ({_now() - began:.0f} s)")
-            link = self._link = LlumletLink(self.name, endpoint, self._secret)
+            link = self._link = LlumletLink(
+                self.name, endpoint, self._secret, self._around.refusals.own
+            )
             self._endpoint, ready = endpoint, _now()
             self._want(self._wanted.state, "")
             if not self.first_start.done():

@@ -9,6 +9,7 @@ from kvmig.controlplane.messages import ClusterMessage, LoadReport
 from kvmig.controlplane.orders import SetState
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.link import Client
+from kvmig.kvtransfer.refusals import Refusals
 
 RETRY_S = 0.5
 """Between two attempts to connect."""
@@ -23,11 +24,13 @@ log = logging.getLogger(__name__)
 class LlumletLink:
     """Make it inside a running event loop; `close` it. report: the last one that came."""
 
-    def __init__(self, instance: str, endpoint: str, secret: bytes) -> None:
+    def __init__(self, instance: str, endpoint: str, secret: bytes, refusals: Refusals) -> None:
+        """refusals: counts what is refused."""
         self.report: LoadReport | None = None
         self._instance = instance
         self._endpoint = endpoint
         self._secret = secret
+        self._refusals = refusals
         self._client: Client | None = None
         self._state: SetState | None = None
         self._silent_ticks = 0
@@ -52,7 +55,14 @@ class LlumletLink:
 
     async def _run(self) -> None:
         while True:
-            client = Client(self._endpoint, self._secret, "launcher", "launcher", ClusterMessage)
+            client = Client(
+                self._endpoint,
+                self._secret,
+                "launcher",
+                "launcher",
+                ClusterMessage,
+                refusals=self._refusals,
+            )
             self._client = client
             try:
                 self._send_state()

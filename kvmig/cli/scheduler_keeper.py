@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvmig.cli.children import Child, running
 from kvmig.cli.cluster import Cluster
 from kvmig.cli.instance import first_of
-from kvmig.controlplane.messages import ClusterMessage, Member, Members
+from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused
 from kvmig.controlplane.orders import Scale
 from kvmig.controlplane.restarts import Restarts
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
@@ -57,7 +57,15 @@ class SchedulerKeeper:
         hearing: asyncio.Task[str] | None = None
         try:
             endpoint = await child.ready(SCHEDULER_TIMEOUT_S)
-            self._link = Client(endpoint, self._secret, "launcher", "launcher", ClusterMessage)
+            self._cluster.refusals.scheduler = {}
+            self._link = Client(
+                endpoint,
+                self._secret,
+                "launcher",
+                "launcher",
+                ClusterMessage,
+                refusals=self._cluster.refusals.own,
+            )
             hearing = asyncio.create_task(self._hear(self._link), name="scheduler's decisions")
             self._tell(self._cluster.members())
             # One that lives without a connection knows no new instance: rather another one.
@@ -82,8 +90,11 @@ class SchedulerKeeper:
             except TransportError as error:
                 await asyncio.sleep(GRACE_S)
                 return str(error)
-            if isinstance(message, Scale):
-                self._cluster.scale(message)
+            match message:
+                case Scale():
+                    self._cluster.scale(message)
+                case MessagesRefused():
+                    self._cluster.refusals.scheduler = message.counts
 
     def _tell(self, members: Sequence[Member]) -> None:
         if self._link is None:

@@ -196,6 +196,18 @@ class Members(Message, frozen=True, tag=True):
     members: list[Member]
 
 
+class MessagesRefused(Message, frozen=True, tag=True):
+    """Scheduler to the launcher, launcher to front ends: what one of the two has refused.
+
+    Told when it changes, at most once a second; llumlets tell theirs in their load reports.
+    """
+
+    process: str
+    """scheduler or launcher."""
+    counts: dict[str, int]
+    """Since its start, by reason."""
+
+
 Why = Literal["balance", "defragment", "priority", "drain", "queue"]
 """What a move is for.
 
@@ -244,6 +256,7 @@ ClusterMessage = (
     | Resolve
     | Resolved
     | Members
+    | MessagesRefused
     | Pairs
     | LifecycleMessage
 )

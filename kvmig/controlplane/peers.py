@@ -38,7 +38,12 @@ class Peers:
         """Raises TransportError if the peer is known to be gone or takes no more."""
         if endpoint not in self._clients:
             client = Client(
-                endpoint, self._secret, "peer", self._name, ClusterMessage | PeerMessage
+                endpoint,
+                self._secret,
+                "peer",
+                self._name,
+                ClusterMessage | PeerMessage,
+                refusals=self._refusals,
             )
             hearing = asyncio.create_task(self._hear(endpoint, client), name=f"peer {endpoint}")
             self._clients[endpoint] = (client, hearing)
@@ -60,7 +65,6 @@ class Peers:
                 try:
                     message, payload = await client.recv()
                 except PeerError as error:
-                    self._refusals.count(error)
                     log.warning("ignored from peer %s: %s", endpoint, error)
                     continue
                 self._on_message(endpoint, message, payload)

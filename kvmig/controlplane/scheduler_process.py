@@ -13,7 +13,13 @@ import msgspec
 import zmq
 
 from kvmig.controlplane.child import announce, until_stopped
-from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members
+from kvmig.controlplane.messages import (
+    ClusterMessage,
+    LoadReport,
+    Member,
+    Members,
+    MessagesRefused,
+)
 from kvmig.controlplane.orders import Scale
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.scaling import In, Out, Scaler
@@ -25,12 +31,15 @@ from kvmig.ground.config import ClusterConfig
 from kvmig.ground.discreet import Discreet
 from kvmig.ground.errors import PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Client, Server
+from kvmig.kvtransfer.messages import Hello
 
 log = logging.getLogger(__name__)
 
 NAME = "scheduler"
 RETRY_S = 0.5
 """Pause before a lost llumlet is connected to again."""
+TELL_S = 1.0
+"""Between two looks at what was refused."""
 
 
 class SchedulerLaunch(Discreet, frozen=True):
@@ -85,6 +94,7 @@ class SchedulerProcess:
         async with asyncio.TaskGroup() as group:
             if self._scheduler.rebalances or self._scaler is not None:
                 group.create_task(self._rounds())
+            group.create_task(self._tell_refusals())
             while True:
                 try:
                     sender, message, _ = await self._server.recv()
@@ -94,6 +104,10 @@ class SchedulerProcess:
                 if isinstance(message, Members):
                     self._launcher = sender
                     self._take(message, group)
+                elif not isinstance(message, Hello):
+                    name = type(message).__name__
+                    self._server.refusals.count(PeerError(f"{name} isn't for a scheduler"))
+                    log.warning("%r sent %s", sender, name)
 
     def _take(self, members: Members, group: asyncio.TaskGroup) -> None:
         self._builder.members(members.members)
@@ -108,7 +122,14 @@ class SchedulerProcess:
         """Take one llumlet's reports in, connecting again whenever it is lost."""
         complain = log.warning
         while True:
-            client = Client(member.endpoint, self._secret, "scheduler", NAME, ClusterMessage)
+            client = Client(
+                member.endpoint,
+                self._secret,
+                "scheduler",
+                NAME,
+                ClusterMessage,
+                refusals=self._server.refusals,
+            )
             self._clients[member.instance] = client
             try:
                 await self._hear(client)
@@ -145,6 +166,19 @@ class SchedulerProcess:
                     client.send(pairs)
                 except TransportError as error:
                     log.warning("no pairs for llumlet %s: %s", instance, error)
+
+    async def _tell_refusals(self) -> None:
+        told: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(TELL_S)
+            counts = self._server.refusals.told()
+            if counts == told or not self._launcher:
+                continue
+            try:
+                self._server.send(self._launcher, MessagesRefused(NAME, counts))
+                told = counts
+            except TransportError as error:
+                log.warning("the launcher did not hear what was refused: %s", error)
 
     def _scale(self, view: ClusterView) -> None:
         """Tell the launcher when there shall be more or fewer instances."""

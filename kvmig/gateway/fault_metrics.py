@@ -43,13 +43,18 @@ class FaultMetrics:
             "Messages that a process has refused since its start, by reason.",
             ("process", "reason"),
             registry=registry,
-            multiprocess_mode="max",  # all front ends hear the same of an instance
+            multiprocess_mode="max",  # all front ends hear the same of a process
         )
+        self._told: dict[str, Mapping[str, int]] = {}
 
     def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
         """Counted by the process itself."""
-        for reason, count in counts.items():
-            self._refused.labels(process, reason).set(count)
+        before = self._told.get(process, {})
+        if counts == before:
+            return
+        for reason in before.keys() | counts.keys():  # none of a reason: it has started again
+            self._refused.labels(process, reason).set(counts.get(reason, 0))
+        self._told[process] = counts
 
     def missing(self, instance: str, ailment: str) -> None:
         """An instance can't be relied on any more."""

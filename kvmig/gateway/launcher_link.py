@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from kvmig.controlplane.messages import ClusterMessage, Members
+from kvmig.controlplane.messages import ClusterMessage, Members, MessagesRefused
 from kvmig.controlplane.orders import Evacuate, OrderDone
 from kvmig.gateway.errors import LauncherGone, OrderFailed
 from kvmig.ground.errors import PeerError, TransportError
@@ -32,6 +32,14 @@ class Hearer(Protocol):
 
     def evacuate(self, instance: str) -> None:
         """Its requests shall run again elsewhere."""
+        ...
+
+    def messages_refused(self, told: MessagesRefused) -> None:
+        """What the launcher or the scheduler has refused."""
+        ...
+
+    def refused(self, error: PeerError) -> None:
+        """A message of the launcher's that can't be read, or isn't for a front end."""
         ...
 
 
@@ -103,15 +111,20 @@ class LauncherLink:
                 message, _ = await client.recv()
             except PeerError as error:
                 log.warning("ignored from the launcher: %s", error)
+                self._hearer.refused(error)
                 continue
             match message:
                 case Members():
                     self._hearer.take(message)
                 case Evacuate():
                     self._hearer.evacuate(message.instance)
+                case MessagesRefused():
+                    self._hearer.messages_refused(message)
                 case OrderDone():
                     answer = self._waiting.get(message.call_id)
                     if answer is not None and not answer.done():
                         answer.set_result(message)
                 case _:
-                    log.warning("the launcher sent %s", type(message).__name__)
+                    name = type(message).__name__
+                    log.warning("the launcher sent %s", name)
+                    self._hearer.refused(PeerError(f"{name} isn't for a front end"))

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from kvmig.controlplane.messages import Member, Members
+from kvmig.controlplane.messages import Member, Members, MessagesRefused
 from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.router import Router
-from kvmig.ground.errors import StartupError
+from kvmig.ground.errors import PeerError, StartupError
 from kvmig.ground.lifecycle import instance_number
 
 RETRY_S = 1.0
@@ -80,6 +80,14 @@ class Membership:
     def evacuate(self, instance: str) -> None:
         """See `Hearer`."""
         self._router.evacuate(instance)
+
+    def messages_refused(self, told: MessagesRefused) -> None:
+        """See `Hearer`."""
+        self._router.messages_refused(told.process, told.counts)
+
+    def refused(self, error: PeerError) -> None:
+        """See `Hearer`."""
+        self._router.refused(error)
 
     async def _follow(self, name: str, endpoint: str, before: asyncio.Task[None] | None) -> None:
         """Hold the instance in the router until cancelled."""

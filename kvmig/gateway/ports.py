@@ -136,7 +136,7 @@ class Observer(Protocol):
         ...
 
     def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
-        """So many messages a process, an instance or this one, has refused, by reason."""
+        """So many messages a process has refused since its start, by reason. Told often."""
         ...
 
     def unread(self) -> None:

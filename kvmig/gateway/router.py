@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 
 from kvmig.controlplane.messages import (
     CallDone,
@@ -279,8 +279,7 @@ class Router:
                 self._streams.take(link.instance, message, payload, self._clock())
             case LoadReport():
                 self._fleet.report(message)
-                if message.refused:
-                    self._observer.messages_refused(message.instance, message.refused)
+                self.messages_refused(message.instance, message.refused)
             case CallDone() | Requests() | Fenced():
                 self._calls.answer(message.call_id, message, payload)
             case Migrated():
@@ -289,12 +288,20 @@ class Router:
                 self._start(self._resolve(link.instance, message))
             case _:
                 log.warning("instance %s sent %s", link.instance, type(message).__name__)
-                self.on_refused(link, PeerError(f"{type(message).__name__} isn't for a front end"))
+                self.refused(PeerError(f"{type(message).__name__} isn't for a front end"))
 
     def on_refused(self, link: Link, error: PeerError) -> None:
         """See `Listener`."""
+        self.refused(error)
+
+    def refused(self, error: PeerError) -> None:
+        """Count a message that this front end can't take, whoever sent it."""
         self._refusals.count(error)
-        self._observer.messages_refused(self._name, self._refusals.told())
+        self.messages_refused(self._name, self._refusals.told())
+
+    def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
+        """So many a process has refused since its start, by reason."""
+        self._observer.messages_refused(process, counts)
 
     def on_lost(self, link: Link, reason: str) -> None:
         """See `Listener`."""

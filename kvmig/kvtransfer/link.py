@@ -18,6 +18,8 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from kvmig.ground.errors import PeerError, TransportError
+from kvmig.kvtransfer.doorkeeper import Doorkeeper
+from kvmig.kvtransfer.handshakes import HANDSHAKE_S
 from kvmig.kvtransfer.keys import KeyPair, Keys, derive
 from kvmig.kvtransfer.messages import Hello, Message
 from kvmig.kvtransfer.refusals import Refusals
@@ -50,6 +52,7 @@ def _configure(socket: zmq.asyncio.Socket, keys: KeyPair) -> None:
     socket.linger = LINGER_MS
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
     socket.maxmsgsize = MAX_FRAME
+    socket.handshake_ivl = round(1000 * HANDSHAKE_S)
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
     socket.connect_timeout = socket.tcp_maxrt = NETWORK_TIMEOUT_MS
@@ -69,15 +72,11 @@ def _send(socket: zmq.asyncio.Socket, frames: list[Frame], peer: str) -> None:
 class _Admit:
     """Credentials provider: the cluster's client key and no other."""
 
-    def __init__(self, keys: Keys, refusals: Refusals) -> None:
+    def __init__(self, keys: Keys) -> None:
         self._key = keys.client.public
-        self._refusals = refusals
 
     def callback(self, domain: str, key: bytes) -> bool:
-        if key == self._key:
-            return True
-        self._refusals.stranger()
-        return False
+        return key == self._key
 
 
 class Server:
@@ -92,9 +91,13 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         version: Version = VERSION,
+        refusals: Refusals | None = None,
     ) -> None:
-        """Binds `host`:`port` (0: any free one). Raises zmq.ZMQError if it can't."""
-        self.refusals = Refusals()
+        """Binds `host`:`port` (0: any free one); counts in `refusals`, or in its own.
+
+        Raises zmq.ZMQError if it can't bind.
+        """
+        self.refusals = Refusals() if refusals is None else refusals
         keys = derive(secret)
         self._version = version
         self._hello = Hello(version.major, role, name, version.minor)
@@ -103,10 +106,9 @@ class Server:
         # A context of its own: the authenticator's address is one a context.
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
-        self._authenticator.configure_curve_callback(
-            credentials_provider=_Admit(keys, self.refusals)
-        )
+        self._authenticator.configure_curve_callback(credentials_provider=_Admit(keys))
         self._socket = self._context.socket(zmq.ROUTER)
+        self._doorkeeper = Doorkeeper(self._socket, self.refusals)
         try:
             self._authenticator.start()
             _configure(self._socket, keys.server)
@@ -160,6 +162,7 @@ class Server:
     def close(self) -> None:
         """Unbind. Blocks for LINGER_MS at most. May be called twice."""
         self._authenticator.stop()
+        self._doorkeeper.close()
         self._socket.close()
         self._context.term()
 
@@ -175,10 +178,16 @@ class Client:
         name: str,
         messages: UnionType,
         version: Version = VERSION,
+        refusals: Refusals | None = None,
     ) -> None:
-        """Connects and says Hello; whether that worked is seen at the first `recv`."""
+        """Connects and says Hello; whether that worked is seen at the first `recv`.
+
+        What is refused is counted in `refusals`, if given. Raises TransportError if `endpoint`
+        is none.
+        """
         keys = derive(secret)
         self.endpoint = endpoint
+        self._refusals = Refusals() if refusals is None else refusals
         self._version = version
         self._codec = Codec(messages)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -190,7 +199,11 @@ class Client:
         self._arriving: asyncio.Future[list[zmq.Frame]] | None = None
         self._lost = asyncio.ensure_future(self._watch())
         self._lost.add_done_callback(self._give_up)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransportError(f"can't connect to {endpoint[:100]!r}: {error}") from error
         # Refused already? Then the monitor says so, and `recv` does.
         with contextlib.suppress(TransportError):
             self.send(Hello(version.major, role, name, version.minor))
@@ -224,10 +237,14 @@ class Client:
                 raise TransportError(f"{self.endpoint}: connection lost or refused") from None
             finally:
                 self._arriving = None
-        message, payload = self._codec.decode([frame.buffer for frame in arrived.result()])
-        if isinstance(message, Hello) and not self._version.understands(message.version):
-            told = f"speaks protocol {message.version}, not {self._version}"
-            raise PeerError(f"{message.name} {told}", "version")
+        try:
+            message, payload = self._codec.decode([frame.buffer for frame in arrived.result()])
+            if isinstance(message, Hello) and not self._version.understands(message.version):
+                told = f"speaks protocol {message.version}, not {self._version}"
+                raise PeerError(f"{message.name} {told}", "version")
+        except PeerError as error:
+            self._refusals.count(error)
+            raise
         return message, payload
 
     def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:

@@ -22,9 +22,10 @@ class Refusals:
         """One more, see REFUSED."""
         self._counts[error.reason if isinstance(error, PeerError) else "unusable"] += 1
 
-    def stranger(self) -> None:
-        """A connection without the cluster's secret."""
-        self._counts["unauthenticated"] += 1
+    def strangers(self, connections: int) -> None:
+        """So many more that didn't prove that they have the cluster's secret."""
+        if connections:
+            self._counts["unauthenticated"] += connections
 
     def told(self) -> dict[str, int]:
         """All so far."""
