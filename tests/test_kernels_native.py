@@ -135,6 +135,18 @@ def test_a_missing_library_is_built_once_into_the_users_cache(uninstalled: Path)
     assert {path.name for path in uninstalled.iterdir()} == {library.name, "lock"}
 
 
+def test_an_installation_imports_no_torch() -> None:
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '--name'];"
+        " runpy.run_path('setup.py', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["kvmig"]), done.stderr
+
+
 @pytest.mark.usefixtures("quick", "uninstalled")
 def test_it_is_built_without_ninja(monkeypatch: pytest.MonkeyPatch) -> None:
     found = shutil.which

@@ -61,9 +61,9 @@ class StepCore(EngineCoreProc):
         """Held while the model computes."""
         self.failed: BaseException | None = None
         self.step_began: float | None = None
+        """When the present step began (time.monotonic); None between steps."""
         self.cadence_meter = CadenceMeter()
         self._step_tokens = 0
-        """When the present step began (time.monotonic); None between steps."""
         # What EngineCoreProc.__init__ sets besides sockets and threads.
         self.engine_index = 0
         self.engines_running = False
