@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvmig.cli import control, llumlet_link
 from kvmig.cli.cluster import Cluster
@@ -35,12 +37,16 @@ from kvmig.controlplane.orders import (
 from kvmig.engines.base import EngineLoad
 from kvmig.gateway.errors import LauncherGone, OrderFailed
 from kvmig.gateway.launcher_link import LauncherLink
+from kvmig.gateway.membership import Membership
+from kvmig.gateway.metrics import Metrics
+from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import ConfigError, PeerError, StartupError, TransportError
 from kvmig.ground.lifecycle import LifecycleConfig
+from kvmig.ground.priorities import NORMAL
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello
-from kvmig.kvtransfer.refusals import Refusals
+from tests.fake_llumlet import Front, decode
 
 SECRET = b"a secret of the cluster"
 IDLE = EngineLoad(100, 0, 0, 0, 0, 0)
@@ -143,7 +149,6 @@ class Told:
         self.evacuated: list[str] = []
         self.history: list[dict[str, str]] = []
         self.refusals: dict[str, dict[str, int]] = {}
-        self.own = Refusals()
 
     def take(self, members: Members) -> None:
         self.members = members.members
@@ -156,7 +161,7 @@ class Told:
         self.refusals[told.process] = told.counts
 
     def refused(self, error: PeerError) -> None:
-        self.own.count(error)
+        """Its router counts."""
 
     def states(self) -> dict[str, str]:
         return {one.instance: one.state for one in self.members}
@@ -456,7 +461,35 @@ async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(
         await link.close()
 
 
-async def test_a_front_end_counts_what_it_can_not_take_of_the_launchers() -> None:
+class Counting(Membership):
+    """A front end's, without its instances."""
+
+    def take(self, members: Members) -> None:
+        """The router is to follow nobody."""
+
+
+async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and_by_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "TELL_S", 0.01)
+    registry = CollectorRegistry()
+    observer = Metrics(registry, [NORMAL])
+    router = Router("front-2", SECRET, ClusterConfig(), Front(), decode, observer=observer)
+
+    def shown(process: str, reason: str) -> float | None:
+        labels = {"process": process, "reason": reason}
+        return registry.get_sample_value("kvmig_messages_refused", labels)
+
     async with world() as it:
+        link = LauncherLink(it.control.endpoint, SECRET, "front-2", Counting(router))
+        await it.until(lambda: link._client is not None)
+        it.cluster.refusals.scheduler = {"early": 3}
+        await it.until(lambda: shown("scheduler", "early") == 3)
         it.control._tell(Scale())  # isn't for a front end
-        await it.until(lambda: it.front.own.told() == {"unexpected": 1})
+        await it.until(lambda: shown("front-2", "unexpected") == 1)
+        port = int(it.control.endpoint.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1")
+        await it.until(lambda: shown("launcher", "unauthenticated") == 1)
+        await link.close()
+    await router.close()
