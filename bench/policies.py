@@ -1,6 +1,7 @@
 """Policies beside each other, and kvmig's with one part changed at a time: simulated.
 
-Every policy gets the same requests: drawn lengths and arrivals, several seeds, and with
+Every policy gets the same requests: drawn lengths and arrivals, several seeds, at the paper's
+loads, in bursts, and where the best of the others begins to queue (`bench.edges`); and with
 --traces real ones. 16 modelled LLaMA-7B on A10 (`kvmig.sim`), reports as live. The figures are
 geometric means over the workloads of a policy's mean over seeds, beside llumnix's; the last
 is the time lost to preemptions, summed over the workloads. Below 1 is better.
@@ -8,6 +9,7 @@ is the time lost to preemptions, summed over the workloads. Below 1 is better.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,7 +39,7 @@ from kvmig.sim.run import Run, requests_of
 from kvmig.sim.workloads import PAPER_SEED
 
 INSTANCES = 16
-SEEDS = (PAPER_SEED, 1, 2)
+SEEDS = (PAPER_SEED, 1, 2, 3, 4)
 DRAWN = (
     ("ShareGPT", 8.5, 1.0),
     ("BurstGPT", 8.5, 1.0),
@@ -46,13 +48,19 @@ DRAWN = (
     ("L-L", 2.4, 4.0),
     ("S-L", 4.3, 1.0),
     ("L-S", 14.0, 1.0),
+    ("ShareGPT", 5.75, 8.0),
+    ("L-L", 2.2, 8.0),
+    ("S-S", 32.0, 8.0),
 )
 """(lengths, requests a second, CV of the gaps)."""
+EDGES = Path(__file__).parent / "results" / "edges.json"
+"""Further loads, Poisson, if `bench.edges` has written it."""
 REAL = ("azure2023_code.csv.gz", "azure2023_conv.csv.gz")
 FIGURES = ("ttft_mean_s", "ttft_p99_s", "tpot_mean_s", "tpot_p99_s", "e2e_mean_s", "e2e_p99_s")
 LOSS = "loss_mean_s"
 BASE = "llumnix"
-COMPARED = (BASE, "llumnix-artifact", "least-loaded", "freeness", "kvmig")
+OTHERS = (BASE, "llumnix-artifact", "least-loaded", "freeness")
+COMPARED = (*OTHERS, "kvmig")
 
 
 @dataclass(frozen=True)
@@ -88,11 +96,18 @@ def variants() -> dict[str, Policy]:
     }
 
 
+def edges() -> list[tuple[str, float, float]]:
+    """As DRAWN; empty without the file."""
+    if not EDGES.exists():
+        return []
+    return [(name, rate, 1.0) for name, rate in json.loads(EDGES.read_text())["summary"].items()]
+
+
 def workloads(
     requests: int, seeds: Sequence[int], traces: Path | None
 ) -> Iterator[tuple[str, Run]]:
     """(name, run); the run's own policy doesn't matter."""
-    for trace, rate, cv in DRAWN:
+    for trace, rate, cv in (*DRAWN, *edges()):
         name = f"{trace} {rate:g}/s" + (f" CV {cv:g}" if cv != 1 else "")
         for seed in seeds:
             yield (

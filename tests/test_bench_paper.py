@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from bench.paper import single
+from bench.paper import scaling, single
 from bench.paper.__main__ import SECTIONS, read, simulate, write
 from bench.paper.loads import METRICS, points, run_of
 from bench.paper.scope import Scope, spread
@@ -59,3 +59,14 @@ def test_a_result_survives_its_file() -> None:
     run = run_of("S-S", "Llumnix", 34.0)
     result = Result(run=run, figures={"x": 1.0})
     assert msgspec.json.decode(msgspec.json.encode(result), type=Result) == result
+
+
+def test_infaas_moves_nothing_while_instances_come_and_go() -> None:
+    moves = {run.policy: run.migration for run in scaling.runs(Scope())}
+    assert moves == {"least-loaded": False, "llumnix": True, "kvmig": True}
+
+
+def test_no_cluster_takes_less_than_full_instances_would() -> None:
+    run = structs.replace(scaling.run_of("kvmig", 2.0, 1.0), requests=300, instances=4)
+    hours = simulate_one(run).result.figures["instance_hours"]
+    assert 0.5 * hours < scaling.least_instance_s(run) / 3600 < hours
