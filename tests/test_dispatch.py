@@ -177,13 +177,6 @@ def test_of_instances_with_room_enough_the_one_with_the_fewest_requests_is_taken
     assert picks(FewestWithRoom(10), view, 1) == "b"
 
 
-def test_a_long_prompt_that_waits_weighs_like_several_requests() -> None:
-    view = cluster(instance("a", 10, 2, 1, 10, 10), instance("b", 10, 5))
-    assert picks(FewestWithRoom(10), view, 1) == "b"
-    short = cluster(instance("a", 10, 2, 1, 1, 1), instance("b", 10, 5))
-    assert picks(FewestWithRoom(10), short, 1) == "a"
-
-
 def test_of_as_many_requests_the_one_with_the_most_room_is_taken_and_of_equals_each() -> None:
     view = cluster(instance("a", 20, 3), instance("b", 10, 3), instance("c", 10, 3))
     assert picks(FewestWithRoom(10), view, 4) == "bcbc"

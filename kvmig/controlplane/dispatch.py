@@ -19,8 +19,6 @@ from kvmig.ground.errors import NoInstance
 
 _IDLE = 1e12
 """Weight of an idle instance's slack: above all others, and the more the more it has."""
-PROMPT_WEIGHT = 0.3
-"""Of a block that waits for its prefill, in requests: what `FewestWithRoom` counts."""
 
 
 class NewRequest(msgspec.Struct, frozen=True):
@@ -144,8 +142,7 @@ class FewestWithRoom:
     """The fewest requests among those with room enough; the roomiest if there is none.
 
     A step takes longer with each request in the batch, and each prompt stops all others for
-    its prefill: where memory isn't short, requests are what an instance should have few of,
-    and prompts that wait for their prefill count by their length besides (`PROMPT_WEIGHT`).
+    its prefill: where memory isn't short, requests are what an instance should have few of.
     Enough: each request could still grow by `enough` blocks with the new one there.
 
     A request of a priority with headroom goes to where such ones run already, as long as
@@ -175,9 +172,8 @@ class FewestWithRoom:
             row = _most(columns.room, is_open & (columns.room + columns.kept >= demand))
             return self._roomiest.pick(view, request) if row is None else view.instances[row]
         if most >= self.enough:
-            crowds = columns.requests + PROMPT_WEIGHT * columns.queued
-            crowds = np.where(slack >= self.enough, crowds, np.inf)
-            rows = np.flatnonzero(crowds == crowds.min())
+            shares = columns.share * (slack >= self.enough)  # the largest: the fewest requests
+            rows = np.flatnonzero(shares == shares.max())
             most = slack[rows].max()
             rows = rows[slack[rows] == most]
         else:
