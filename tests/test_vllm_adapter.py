@@ -134,11 +134,13 @@ async def test_a_tail_that_lacks_more_than_there_is_is_refused(pair: Pair, missi
     with pytest.raises(MigrationRefused, match="can't be missing"):
         await pair.done(pair.b.engine.commit("kept", replace(tail, missing=missing)))
 
+    await pair.done(pair.b.engine.cancel("kept"))
     await pair.done(pair.a.engine.resume("kept"))
     await pair.finish("kept")
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("engines", ["sync"], indirect=True)
 async def test_model_runner_v2_gets_a_rest_to_compute_with_the_requests_tokens(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +168,7 @@ async def test_model_runner_v2_gets_a_rest_to_compute_with_the_requests_tokens(
     assert request.num_computed_tokens == 96
     assert told.num_scheduled_tokens == {"kept": len(request.prefill_token_ids) - 96}
     scheduler.finish_requests("kept", RequestStatus.FINISHED_ABORTED)
+    await pair.done(pair.b.engine.cancel("kept"))
     await pair.done(pair.a.engine.resume("kept"))
     same(await pair.finish("kept"), unmoved)
 
