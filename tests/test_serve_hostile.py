@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import json
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -66,10 +67,10 @@ def test_nobody_else_is_told_the_secret(served: Served) -> None:
 
 def test_all_sockets_are_of_this_machine_only(served: Served) -> None:
     listening = [
-        ipaddress.ip_address(socket.laddr.ip)
+        ipaddress.ip_address(one.laddr.ip)
         for process in Footprint.of(served).processes
-        for socket in process.net_connections("inet")
-        if socket.status == psutil.CONN_LISTEN
+        for one in process.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
     ]
     assert len(listening) >= 3
     assert all(address.is_loopback for address in listening), listening
@@ -79,6 +80,28 @@ def test_shared_memory_is_for_this_user_only(served: Served) -> None:
     files = Footprint.of(served).shared_memory
     assert len(files) >= 2
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+
+
+async def test_strangers_at_any_control_socket_are_counted_on_metrics(served: Served) -> None:
+    ports = {
+        one.laddr.port
+        for process in Footprint.of(served).processes
+        for one in process.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    }
+    for port in ports - {served.port}:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1")
+    missing = {"launcher", "scheduler", *(row["id"] for row in served.get("instances"))}
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        httpx.AsyncClient(base_url=served.url, verify=False) as http,
+    ):
+        while missing:
+            await asyncio.sleep(0.2)
+            said = (await http.get("/metrics")).text
+            labels = 'kvmig_messages_refused{{process="{}",reason="unauthenticated"}} 1.0'
+            missing = {one for one in missing if labels.format(one) not in said}
 
 
 BODIES: dict[str, tuple[str, bytes | dict[str, Any]]] = {

@@ -1,4 +1,5 @@
-"""Priority classes on real engines: who runs first, who gives way, and what /metrics says of it.
+"""Priority classes on real engines: who runs first, who gives way, who is refused when too many
+wait, and what /metrics says of it.
 
 Two batch slots an instance, and blocks for one and a half of the longest requests.
 """
@@ -20,6 +21,7 @@ from kvmig.cli.served import Served
 from tests.conftest import PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import (
+    TIMEOUT_S,
     TRIES,
     EndedEarly,
     Stream,
@@ -34,6 +36,8 @@ pytestmark = pytest.mark.engine
 PATH = "/v1/completions"
 BLOCKS = 200
 CLASSES = ("--priority-class=high=-10", "--priority-class=fast=-20,target=0.001")
+MAX_WAITING = 8
+"""More than other tests here have in all queues."""
 ALLOWED = "must be fast (-20) or high (-10) or normal (0)"
 
 
@@ -43,6 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "--enforce-eager", "--block-size=32", f"--num-gpu-blocks-override={BLOCKS}",
         "--max-model-len=4096", "--max-num-seqs=2", "--instances=2", *CLASSES, *PATIENT,
         "--policy=kvmig", "--migrate-below=-1000000", "--drain-timeout=5",
+        f"--max-waiting={MAX_WAITING}",
     ]  # fmt: skip
     folder: Path = tmp_path_factory.mktemp("priorities")
     environment = {"XDG_CACHE_HOME": str(folder)}
@@ -143,6 +148,55 @@ async def test_the_queue_is_served_by_class_whoever_came_first(served: Served) -
     await queued[row["instance"]].end()
     for one in (*runs, *waiting):
         await one.leave()
+
+
+def in_queues(served: Served) -> int:
+    """Requests that wait, on all instances."""
+    return sum(row["waiting"] for row in served.get("instances"))
+
+
+async def refused(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    """One call is answered 429, and says when to come again."""
+    answer = await http.post(PATH, json=body)
+    assert answer.status_code == 429, answer.text
+    assert 1 <= int(answer.headers["Retry-After"]) <= 60
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("RateLimitError", 429)
+    assert f"{MAX_WAITING} requests wait for their first token" in error["message"]
+
+
+async def test_calls_that_are_too_many_are_429_until_those_that_wait_have_begun(
+    served: Served,
+) -> None:
+    """Streams, calls of several choices and whole answers count for what they are."""
+    told = ("kvmig_requests_refused_total", "normal")
+    before = metric(served, *told)
+    runs = [Stream(served, PATH, count_from(1000 + n, 3000)) for n in range(4)]
+    for one in runs:
+        await row_of(served, one, output_tokens=1)
+    short = {"model": served.model, **count_from(2000, 20)}
+    several = {**short, "n": 4, "temperature": 0.9, "seed": 7}
+    async with httpx.AsyncClient(base_url=served.url, timeout=TIMEOUT_S, verify=False) as http:
+        waiting = [Stream(served, PATH, one) for one in (short, short, short, several)]
+        whole = asyncio.create_task(http.post(PATH, json=short))
+        async with asyncio.timeout(TIMEOUT_S):
+            while in_queues(served) < MAX_WAITING:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+        for body in (short, {**short, "stream": True}, several):
+            await refused(http, body)
+        high = Stream(served, PATH, {**short, "priority": "high"})
+        await row_of(served, high, "waiting")
+        assert metric(served, *told) == before + 3
+
+        for one in runs:
+            await one.leave()
+        assert (await whole).status_code == 200
+        answers = [await one.end() for one in (*waiting, high)]
+        assert [len(one.choices) for one in answers] == [1, 1, 1, 4, 1]
+        assert [one.tokens for one in answers] == [20, 20, 20, 80, 20]
+        assert (await http.post(PATH, json=several)).status_code == 200
+        assert metric(served, *told) == before + 3
 
 
 async def test_memory_goes_to_the_class_above_and_both_end_exactly(served: Served) -> None:
