@@ -14,7 +14,9 @@ from bench.chaos.cast import Cast, shared_by
 from bench.chaos.place import Place
 from kvmig.cli.served import Served
 
-PATIENCE_S = 120.0
+START_TIMEOUT_S = 90.0
+"""An instance that had no memory while it started may wait for ever, inside torch."""
+PATIENCE_S = 120.0 + START_TIMEOUT_S
 MEMORY_MIB = 64.0
 """Growth of one process that is not taken for a leak: allocators keep what they had."""
 DESCRIPTORS = 8

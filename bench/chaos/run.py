@@ -13,7 +13,7 @@ from bench import report
 from bench.chaos.answers import Answer
 from bench.chaos.calls import REFERENCES, reference
 from bench.chaos.clients import Client, Ledger, keep_asking
-from bench.chaos.leaks import Holdings, compare, when_idle
+from bench.chaos.leaks import START_TIMEOUT_S, Holdings, compare, when_idle
 from bench.chaos.mover import Mover
 from bench.chaos.nemesis import Nemesis
 from bench.chaos.place import Place
@@ -51,6 +51,7 @@ class Load:
             f"--instances={self.instances}", f"--front-ends={self.front_ends}",
             f"--rest={'follow' if self.seed % 2 else 'auto'}",
             "--max-restarts=100000", "--max-crashes=100000", "--drain-timeout=5",
+            f"--start-timeout={START_TIMEOUT_S:g}",
         ]  # fmt: skip
         return [one.replace("bench.paced.PacedWorker", "bench.chaos.hooks.ChaosWorker")
                 for one in words]  # fmt: skip
