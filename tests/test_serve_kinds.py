@@ -75,15 +75,16 @@ def chat(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
 async def test_a_chat_about_an_image_moved_twice_equals_the_one_left_alone(
     kinds: Served, model: dict[str, Any]
 ) -> None:
-    body = chat(picture(200), **model)
+    body = chat(picture(200), logprobs=True, **model)
     unmoved = await run_unmoved(kinds, CHAT, body)
-    another = await run_unmoved(kinds, CHAT, chat(picture(10), **model))
+    another = await run_unmoved(kinds, CHAT, chat(picture(10), logprobs=True, **model))
 
     moved, reports = await run_moved(kinds, CHAT, body)
 
     assert [report["state"] for report in reports] == ["committed"] * 2, reports
     moved.same_as(unmoved)
-    assert moved.choices[0].text != another.choices[0].text, "it was not looked at"
+    first, other = moved.choices[0], another.choices[0]
+    assert first.token_logprobs != other.token_logprobs, "it was not looked at"
 
 
 async def test_calls_with_adapters_and_drafts_move_while_others_want_their_place(
