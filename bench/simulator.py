@@ -106,7 +106,8 @@ async def connect(served: Served) -> None:
         bench = profile.Bench(api, served.model, 1)
         task = asyncio.create_task(bench.stream(16, LONGEST, call))
         try:
-            here = await bench.place_of(call)
+            async with asyncio.timeout(60):
+                here = await bench.place_of(call)
             for first, second in combinations(await api.instances(), 2):
                 for there in (first, second, first):
                     if there != here and await api.migrate(call, there) is None:
