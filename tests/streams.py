@@ -64,16 +64,20 @@ class Answer:
         for index, choice in self.choices.items():
             unmoved = other.choices[index]
             assert choice.text == unmoved.text
-            entries, wanted = flat(choice.token_logprobs), flat(unmoved.token_logprobs)
-            if not within:
-                assert entries == wanted
-                continue
-            for one, other_one in zip(map(chosen, entries), map(chosen, wanted), strict=True):
-                assert one[0] == other_one[0]
-                assert abs(one[1] - other_one[1]) <= within * max(1.0, abs(other_one[1]))
             assert choice.finish_reason == unmoved.finish_reason
             assert choice.stop_reason == unmoved.stop_reason
+            same_logprobs(flat(choice.token_logprobs), flat(unmoved.token_logprobs), within)
         assert self.usage == other.usage
+
+
+def same_logprobs(entries: list[Any], wanted: list[Any], within: float) -> None:
+    """Assert that they are equal, or those of sampled tokens to within so much."""
+    if not within:
+        assert entries == wanted
+        return
+    for one, other in zip(map(chosen, entries), map(chosen, wanted), strict=True):
+        assert one[0] == other[0]
+        assert abs(one[1] - other[1]) <= within * max(1.0, abs(other[1]))
 
 
 def flat(logprobs: list[Any]) -> list[Any]:

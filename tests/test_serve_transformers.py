@@ -33,6 +33,8 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = str(BUNDLED)
 PATIENCE_S = 60.0
+LAST_DIGITS = 1e-5
+"""Log-probabilities of tokens that were computed several in a step."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Count from 0042"}]
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,6 +87,22 @@ async def test_a_stream_moved_twice_equals_the_one_left_alone(served: Served, ki
     assert [report["state"] for report in reports] == ["committed"] * 2, reports
     assert moved.tokens > 120
     moved.same_as(unmoved)
+
+
+@pytest.mark.long
+async def test_a_destination_that_follows_gives_the_same_tokens(tmp_path: Path) -> None:
+    flags = ["--engine=transformers", *PATIENT, NEVER_BY_ITSELF, "--rest=follow"]
+    with Served(flags, log=tmp_path / "log") as served:
+        for path, body in CALLS.values():
+            unmoved = await run_unmoved(served, path, body)
+
+            moved, reports = await run_moved(served, path, body)
+
+            assert [report["state"] for report in reports] == ["committed"] * 2, reports
+            assert all(report["followed"] is not None for report in reports), reports
+            moved.same_as(unmoved, within=LAST_DIGITS)
+        footprint = Footprint.of(served)
+    footprint.assert_gone()
 
 
 async def test_the_openai_package_gets_completions_and_chats_whole_and_streamed(
