@@ -2,9 +2,10 @@
 
 Every policy gets the same requests: drawn lengths and arrivals, several seeds, at the paper's
 loads, in bursts, and where the best of the others begins to queue (`bench.edges`); and with
---traces real ones. 16 modelled LLaMA-7B on A10 (`kvmig.sim`), reports as live. The figures are
-geometric means over the workloads of a policy's mean over seeds, beside llumnix's; the last
-is the time lost to preemptions, summed over the workloads. Below 1 is better.
+--traces real ones. Parts are changed at the paper's loads and on the real ones, with fewer seeds.
+16 modelled LLaMA-7B on A10 (`kvmig.sim`), reports as live. The figures are geometric means over
+the workloads of a policy's mean over seeds, beside llumnix's; the last is the time lost to
+preemptions, summed over the workloads. Below 1 is better.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -40,7 +41,7 @@ from kvmig.sim.workloads import PAPER_SEED
 
 INSTANCES = 16
 SEEDS = (PAPER_SEED, 1, 2, 3, 4)
-DRAWN = (
+PAPERS = (
     ("ShareGPT", 8.5, 1.0),
     ("BurstGPT", 8.5, 1.0),
     ("M-M", 7.8, 1.0),
@@ -48,18 +49,17 @@ DRAWN = (
     ("L-L", 2.4, 4.0),
     ("S-L", 4.3, 1.0),
     ("L-S", 14.0, 1.0),
-    ("ShareGPT", 5.75, 8.0),
-    ("L-L", 2.2, 8.0),
-    ("S-S", 32.0, 8.0),
 )
 """(lengths, requests a second, CV of the gaps)."""
+BURSTS = (("ShareGPT", 5.75, 8.0), ("L-L", 2.2, 8.0), ("S-S", 32.0, 8.0))
+DRAWN = (*PAPERS, *BURSTS)
 EDGES = Path(__file__).parent / "results" / "edges.json"
 """Further loads, Poisson, if `bench.edges` has written it."""
 REAL = ("azure2023_code.csv.gz", "azure2023_conv.csv.gz")
 FIGURES = ("ttft_mean_s", "ttft_p99_s", "tpot_mean_s", "tpot_p99_s", "e2e_mean_s", "e2e_p99_s")
 LOSS = "loss_mean_s"
 BASE = "llumnix"
-OTHERS = (BASE, "llumnix-artifact", "least-loaded", "freeness")
+OTHERS = ("round-robin", BASE, "llumnix-artifact", "least-loaded", "freeness")
 COMPARED = (*OTHERS, "kvmig")
 
 
@@ -96,6 +96,11 @@ def variants() -> dict[str, Policy]:
     }
 
 
+def named(trace: str, rate: float, cv: float) -> str:
+    """A drawn workload."""
+    return f"{trace} {rate:g}/s" + (f" CV {cv:g}" if cv != 1 else "")
+
+
 def edges() -> list[tuple[str, float, float]]:
     """As DRAWN; empty without the file."""
     if not EDGES.exists():
@@ -108,7 +113,7 @@ def workloads(
 ) -> Iterator[tuple[str, Run]]:
     """(name, run); the run's own policy doesn't matter."""
     for trace, rate, cv in (*DRAWN, *edges()):
-        name = f"{trace} {rate:g}/s" + (f" CV {cv:g}" if cv != 1 else "")
+        name = named(trace, rate, cv)
         for seed in seeds:
             yield (
                 name,
@@ -117,6 +122,28 @@ def workloads(
     for file in REAL if traces is not None else ():
         assert traces is not None
         yield file.partition(".")[0], Run(trace=str(traces / file), policy=BASE, requests=requests)
+
+
+def jobs(
+    requests: int, seeds: Sequence[int], traces: Path | None
+) -> Iterator[tuple[str, str, Run]]:
+    """(policy, workload, run): the policies everywhere, changed parts on fewer."""
+    fewer = {named(*one) for one in PAPERS} | {file.partition(".")[0] for file in REAL}
+    for name, run in workloads(requests, seeds, traces):
+        for policy in variants():
+            if policy in COMPARED or (name in fewer and run.seed in seeds[:3]):
+                yield policy, name, run
+
+
+def known(file: Path, settings: dict[str, object]) -> list[Sample]:
+    """What an earlier call found. Raises SystemExit where it had other settings."""
+    document = json.loads(file.read_text())
+    for field in ("requests", "instances"):
+        if document["settings"][field] != settings[field]:
+            raise SystemExit(
+                f"--reuse: {file} has {field} {document['settings'][field]}, not {settings[field]}"
+            )
+    return [Sample(**one) for one in document["samples"]]
 
 
 def simulate(job: tuple[str, str, Run]) -> Sample:
@@ -142,6 +169,13 @@ def of(samples: Sequence[Sample], policy: str, workload: str, figure: str) -> fl
     )
 
 
+def shared(samples: Sequence[Sample], policies: Collection[str]) -> list[Sample]:
+    """Those of workloads and seeds that all `policies` have."""
+    have = [{(one.workload, one.seed) for one in samples if one.policy == p} for p in policies]
+    everywhere = set.intersection(*have)
+    return [one for one in samples if (one.workload, one.seed) in everywhere]
+
+
 def ratios(samples: Sequence[Sample], policy: str) -> dict[str, float]:
     """Beside BASE: geometric means over the workloads; of the loss the ratio of the sums."""
     names = list(dict.fromkeys(one.workload for one in samples))
@@ -159,15 +193,17 @@ def tables(samples: Sequence[Sample]) -> list[Table]:
     """The ratios, then a table a workload."""
     policies = list(dict.fromkeys(one.policy for one in samples))
     columns = ("policy", *FIGURES, LOSS)
-    made = [
-        report.table(
-            f"beside {BASE}", columns, [(one, *ratios(samples, one).values()) for one in policies]
-        )
-    ]
+    made = []
+    for title, some in (("everywhere", COMPARED), ("where parts were changed", policies)):
+        of_all = shared(samples, some)
+        rows = [(one, *ratios(of_all, one).values()) for one in some]
+        made.append(report.table(f"beside {BASE}, {title}", columns, rows))
     for name in dict.fromkeys(one.workload for one in samples):
+        here = list(dict.fromkeys(one.policy for one in samples if one.workload == name))
+        of_one = shared([one for one in samples if one.workload == name], here)
         rows = [
-            (one, *(of(samples, one, name, figure) for figure in (*FIGURES, LOSS, "migrations")))
-            for one in policies
+            (one, *(of(of_one, one, name, figure) for figure in (*FIGURES, LOSS, "migrations")))
+            for one in here
         ]
         made.append(report.table(name, (*columns, "migrations"), rows))
     return made
@@ -177,22 +213,26 @@ def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--traces", type=Path, help="folder with Azure's traces as CSV")
     root.add_argument("--workers", type=int, default=1, help="processes")
+    root.add_argument("--seeds", type=int, default=len(SEEDS), help="how many (default: all five)")
+    root.add_argument("--reuse", type=Path, help="a file: what it has is not simulated again")
     options = root.parse_args(argv)
-    requests, seeds = (500, SEEDS[:1]) if options.quick else (2000, SEEDS)
+    requests, seeds = (500, SEEDS[:1]) if options.quick else (2000, SEEDS[: options.seeds])
     settings = {"requests": requests, "seeds": list(seeds), "instances": INSTANCES}
     result = report.begin("policies", settings)
-    jobs = [
-        (policy, name, run)
-        for name, run in workloads(requests, seeds, options.traces)
-        for policy in variants()
-    ]
+    old = known(options.reuse, settings) if options.reuse is not None else []
+    have = {(one.policy, one.workload, one.seed): one for one in old}
+    wanted = list(jobs(requests, seeds, options.traces))
+    missing = [job for job in wanted if (job[0], job[1], job[2].seed) not in have]
     with (
         ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool,
         report.progress() as bar,
     ):
-        samples = list(bar.track(pool.map(simulate, jobs), total=len(jobs), description="runs"))
+        found = pool.map(simulate, missing)
+        for one in bar.track(found, total=len(missing), description="runs"):
+            have[one.policy, one.workload, one.seed] = one
+    samples = [have[policy, name, run.seed] for policy, name, run in wanted]
     result.samples = [asdict(sample) for sample in samples]
-    ours = ratios(samples, "kvmig")
+    ours = ratios(shared(samples, COMPARED), "kvmig")
     result.summary = {f"kvmig_{name}_over_{BASE}": value for name, value in ours.items()}
     result.targets = {
         name: {"max": 1.02 if "tpot_mean" in name else 1.0} for name in result.summary

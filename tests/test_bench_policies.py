@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from bench import policies
+from bench.policies import BURSTS, COMPARED, PAPERS, SEEDS, Sample, named
+
+
+def sample(policy: str, workload: str, seed: int) -> Sample:
+    return Sample(policy, workload, seed, dict.fromkeys(policies.FIGURES, 1.0))
+
+
+def test_policies_are_compared_everywhere_and_parts_on_fewer_workloads_and_seeds() -> None:
+    jobs = list(policies.jobs(10, SEEDS, None))
+    burst, paper = named(*BURSTS[0]), named(*PAPERS[0])
+    assert {(one, run.seed) for one, name, run in jobs if name == burst} == {
+        (policy, seed) for policy in COMPARED for seed in SEEDS
+    }
+    part = "kvmig, no migration"
+    assert {run.seed for one, name, run in jobs if (one, name) == (part, paper)} == set(SEEDS[:3])
+
+
+def test_what_only_some_policies_were_tried_with_is_left_out_of_a_comparison() -> None:
+    both = [sample(policy, "w", 1) for policy in ("llumnix", "kvmig")]
+    assert policies.shared([*both, sample("llumnix", "w", 2)], ("llumnix", "kvmig")) == both
+
+
+def test_known_samples_are_taken_up_again_if_they_are_of_the_same_runs(tmp_path: Path) -> None:
+    file = tmp_path / "policies.json"
+    settings: dict[str, object] = {"requests": 10, "instances": 16}
+    one = sample("kvmig", "w", 1)
+    file.write_text(json.dumps({"settings": settings, "samples": [asdict(one)]}))
+    assert policies.known(file, settings) == [one]
+    with pytest.raises(SystemExit, match="has requests 10, not 20"):
+        policies.known(file, {"requests": 20, "instances": 16})
