@@ -8,6 +8,7 @@ import os
 
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.face import Device
+from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.transports.descriptors import Donor, take
 from kvmig.kvtransfer.transports.mapped import Allocation, Export, Exported
 
@@ -21,8 +22,9 @@ class HostMemory:
     transport = "cuda-ipc"
     device: Device = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, refusals: Refusals | None = None) -> None:
         self.mapped: dict[int, mmap.mmap] = {}
+        self.refusals = refusals or Refusals()
 
     def allocate(self, nbytes: int) -> Allocation:
         """A memfd, mapped; the descriptor is kept for `export`."""
@@ -34,7 +36,7 @@ class HostMemory:
 
     def export(self, allocation: Allocation, nbytes: int) -> Export:
         """A donor of the descriptor."""
-        donor = Donor(self._descriptor)
+        donor = Donor(self._descriptor, self.refusals)
         self.forget()
         return Export(Exported(OFFSET + nbytes, OFFSET, ticket=donor.ticket), donor)
 
@@ -45,7 +47,7 @@ class HostMemory:
     def map(self, exported: Exported) -> int:
         """The donor's memory."""
         assert exported.ticket is not None
-        descriptor = take(exported.ticket)
+        descriptor = take(exported.ticket, self.refusals)
         try:
             memory = mmap.mmap(descriptor, exported.size)
         finally:

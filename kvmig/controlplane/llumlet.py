@@ -50,7 +50,7 @@ from kvmig.kvtransfer.messages import Hello, Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.refusals import REFUSED
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.transports.select import Site, open_staging
+from kvmig.kvtransfer.transports.select import open_staging, site_of
 from kvmig.kvtransfer.versions import VERSION
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Llumlet:
             instance,
             config.migration.staging_chunks,
             max(config.migration.chunk_bytes, engine.layout.block_bytes),
-            Site(host=config.migration.data_host, trusted=config.migration.trust_network),
+            site_of(config.migration, self._server.refusals),
         )
         self._peers = Peers(
             instance, secret, self._from_peer, self._peer_lost, self._server.refusals
@@ -101,6 +101,7 @@ class Llumlet:
             on_commit_failed=self._on_commit_failed,
             on_left=self._on_left,
             on_no_memory=self._on_exit,
+            refusals=self._server.refusals,
         )
         self._pairing = Pairing(
             engine.requests,

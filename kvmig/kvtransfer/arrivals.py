@@ -22,8 +22,9 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Tokens,
 )
+from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.tombstones import Tombstones
-from kvmig.kvtransfer.transports.select import Inboxes, Site
+from kvmig.kvtransfer.transports.select import Inboxes, site_of
 
 OnCommit = Callable[[str, int, int, str], None]
 """(request_id, epoch, num_output_tokens, gateway), before the engine can emit a token."""
@@ -39,16 +40,18 @@ class Arrivals:
         on_commit: OnCommit,
         on_commit_failed: Callable[[str], None],
         on_broken: Callable[[Exception], None],
+        refusals: Refusals,
     ) -> None:
-        """on_broken: a migration ended with an error that nothing was made for."""
+        """on_broken: a migration ended with an error that nothing was made for.
+
+        refusals: counts strangers at the transports' own sockets.
+        """
         self._engine = engine
         self._config = config
         self._on_commit = on_commit
         self._on_commit_failed = on_commit_failed
         self._on_broken = on_broken
-        self._inboxes = Inboxes(
-            config.transport, Site(host=config.data_host, trusted=config.trust_network)
-        )
+        self._inboxes = Inboxes(config.transport, site_of(config, refusals))
         self._live: dict[str, DestinationSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._tombstones = Tombstones()

@@ -35,6 +35,7 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
+from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.shuttle import Shuttle
 from kvmig.kvtransfer.source_session import SourceSession
@@ -72,6 +73,7 @@ class Migrations:
         on_commit_failed: Callable[[str], None],
         on_left: Callable[[str, str], None],
         on_no_memory: Callable[[MemoryError], None] = lambda error: None,
+        refusals: Refusals | None = None,
     ) -> None:
         """stagings: by transport's name, the best first; whoever opened them closes them.
 
@@ -82,6 +84,7 @@ class Migrations:
         on_left: (request_id, endpoint), once a request runs there.
         on_no_memory: a migration ended anywhere, maybe between a state and its actions: it may
         hold blocks still, and what it answers needn't be true.
+        refusals: counts strangers at the transports' own sockets.
 
         Raises ConfigError if a chunk can't hold one block.
         """
@@ -94,7 +97,9 @@ class Migrations:
         self._resolve = resolve
         self._on_left = on_left
         self._on_no_memory = on_no_memory
-        self._arrivals = Arrivals(engine, config, on_commit, on_commit_failed, self._broken)
+        self._arrivals = Arrivals(
+            engine, config, on_commit, on_commit_failed, self._broken, refusals or Refusals()
+        )
         self._experience = Experience(
             ChunkSizer(engine.layout.block_bytes, config.chunk_bytes, config.chunk_ms)
         )

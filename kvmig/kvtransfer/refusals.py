@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from threading import Lock
 
 import msgspec
 
@@ -13,20 +14,25 @@ REFUSED = (PeerError, InvalidTransition, msgspec.MsgspecError)
 
 
 class Refusals:
-    """Of one process, over all its sockets."""
+    """Of one process, over all its sockets; some of them are served by threads of their own."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._lock = Lock()
 
     def count(self, error: Exception) -> None:
         """One more, see REFUSED."""
-        self._counts[error.reason if isinstance(error, PeerError) else "unusable"] += 1
+        reason = error.reason if isinstance(error, PeerError) else "unusable"
+        with self._lock:
+            self._counts[reason] += 1
 
     def strangers(self, connections: int) -> None:
         """So many more that didn't prove that they have the cluster's secret."""
         if connections:
-            self._counts["unauthenticated"] += connections
+            with self._lock:
+                self._counts["unauthenticated"] += connections
 
     def told(self) -> dict[str, int]:
         """All so far."""
-        return dict(self._counts)
+        with self._lock:
+            return dict(self._counts)

@@ -13,6 +13,7 @@ from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.kernels import cuda, ipc
 from kvmig.kernels.face import Device
 from kvmig.kvtransfer.messages import Offer
+from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.transports.base import Inbox, Staging
 from kvmig.kvtransfer.transports.descriptors import Donor, take
 from kvmig.kvtransfer.transports.mapped import (
@@ -26,23 +27,23 @@ from kvmig.kvtransfer.transports.mapped import (
 NAME = "cuda-ipc"
 
 
-def open_staging(slots: int, slot_bytes: int) -> Staging:
+def open_staging(slots: int, slot_bytes: int, refusals: Refusals) -> Staging:
     """Slots in this process's GPU. Raises TransportError if there is none."""
-    return MappedStaging(CudaMemory(), slots, slot_bytes)
+    return MappedStaging(CudaMemory(refusals), slots, slot_bytes)
 
 
-def open_inbox(offer: Offer) -> Inbox:
+def open_inbox(offer: Offer, refusals: Refusals) -> Inbox:
     """Buffers in this process's GPU. Raises TransportError if there is none."""
-    return MappedInbox(CudaMemory(), offer)
+    return MappedInbox(CudaMemory(refusals), offer)
 
 
 class CudaMemory:
-    """Memory of torch's current device."""
+    """Memory of torch's current device. refusals: of strangers at sockets for descriptors."""
 
     transport = NAME
     device: Device = "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, refusals: Refusals) -> None:
         """Raises TransportError without a GPU or the CUDA library."""
         import torch
 
@@ -52,6 +53,7 @@ class CudaMemory:
             cuda.library()
         except KvmigError as error:
             raise TransportError(f"CUDA IPC needs kvmig's CUDA library: {error}") from error
+        self._refusals = refusals
         self._device = torch.cuda.current_device()
         self._stream = torch.cuda.Stream(self._device)
 
@@ -67,7 +69,7 @@ class CudaMemory:
         try:
             found = ipc.export_ipc(allocation.address)
         except (KvmigError, ValueError):  # not cudaMalloc memory: the next line says if it is none
-            return _export_vmm(allocation)
+            return self._export_vmm(allocation)
         size = found.offset + nbytes
         return Export(Exported(size, found.offset, handle=found.handle.hex()))
 
@@ -76,7 +78,7 @@ class CudaMemory:
         if exported.ticket is None:
             handle = ipc.IpcHandle(bytes.fromhex(exported.handle), exported.offset)
             return ipc.import_ipc(handle) + exported.offset
-        descriptor = take(exported.ticket)
+        descriptor = take(exported.ticket, self._refusals)
         try:
             return ipc.import_vmm(descriptor, exported.size, self._device) + exported.offset
         finally:
@@ -98,14 +100,13 @@ class CudaMemory:
             _tensor(target, nbytes).copy_(_tensor(source, nbytes), non_blocking=True)
             self._stream.synchronize()
 
-
-def _export_vmm(allocation: Allocation) -> Export:
-    found = ipc.export_vmm(allocation.address)
-    try:
-        donor = Donor(found.descriptor)
-    finally:
-        os.close(found.descriptor)
-    return Export(Exported(found.size, found.offset, ticket=donor.ticket), donor)
+    def _export_vmm(self, allocation: Allocation) -> Export:
+        found = ipc.export_vmm(allocation.address)
+        try:
+            donor = Donor(found.descriptor, self._refusals)
+        finally:
+            os.close(found.descriptor)
+        return Export(Exported(found.size, found.offset, ticket=donor.ticket), donor)
 
 
 class _Raw:

@@ -13,6 +13,7 @@ from threading import Thread
 import msgspec
 
 from kvmig.ground.errors import TransportError
+from kvmig.kvtransfer.refusals import Refusals
 
 SECRET_BYTES = 16
 TIMEOUT_S = 2.0
@@ -32,12 +33,14 @@ class Ticket(msgspec.Struct, frozen=True):
 class Donor:
     """Gives copies of one descriptor to this user's processes that have the ticket.
 
-    The socket is abstract: it leaves no file, and only this network namespace sees it.
+    The socket is abstract: it leaves no file, and only this network namespace sees it. Who
+    connects without both is a stranger, and counted.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, refusals: Refusals) -> None:
         """Keeps a copy of `descriptor` of its own until `close`."""
         self._descriptor = os.dup(descriptor)
+        self._refusals = refusals
         self._secret = secrets.token_bytes(SECRET_BYTES)
         name = f"kvmig-{secrets.token_hex(8)}"
         self.ticket = Ticket(name, self._secret.hex())
@@ -68,22 +71,35 @@ class Donor:
 
     def _give(self, peer: socket.socket) -> None:
         peer.settimeout(WORD_TIMEOUT_S)
-        raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(raw)
-        word = peer.recv(SECRET_BYTES, socket.MSG_WAITALL)
-        if user == os.geteuid() and secrets.compare_digest(word, self._secret):
+        if self._knows(peer):
             socket.send_fds(peer, [b"!"], [self._descriptor])
+        else:
+            self._refusals.strangers(1)
+
+    def _knows(self, peer: socket.socket) -> bool:
+        if not _ours(peer):
+            return False
+        try:
+            word = peer.recv(SECRET_BYTES, socket.MSG_WAITALL)
+        except OSError:  # it says nothing, or left
+            return False
+        return secrets.compare_digest(word, self._secret)
 
 
-def take(ticket: Ticket) -> int:
+def take(ticket: Ticket, refusals: Refusals) -> int:
     """A copy of the donor's descriptor; the caller closes it. Blocks for TIMEOUT_S at most.
 
-    Raises TransportError if the donor is gone, or gives none.
+    Raises TransportError if the donor is gone, gives none, or is another user's: anybody may
+    listen under the name of a donor that is gone, and would hear the word and lend its own
+    memory for our blocks. That is counted.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as donor:
         donor.settimeout(TIMEOUT_S)
         try:
             donor.connect(f"\0{ticket.socket}")
+            if not _ours(donor):
+                refusals.strangers(1)
+                raise TransportError(f"no descriptor from {ticket.socket}: another user's socket")
             donor.sendall(bytes.fromhex(ticket.secret))
             size = socket.CMSG_SPACE(array.array("i").itemsize)
             _, control, _, _ = donor.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
@@ -94,3 +110,10 @@ def take(ticket: Ticket) -> int:
             (descriptor,) = array.array("i", data[:4])
             return descriptor
     raise TransportError(f"no descriptor from {ticket.socket}: it refused")
+
+
+def _ours(peer: socket.socket) -> bool:
+    """Whether a process of this user is at the other end: who connected, or who listens."""
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(raw)
+    return bool(user == os.geteuid())

@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvmig.ground.config import IN_THE_CLEAR, Transport
+from kvmig.ground.config import IN_THE_CLEAR, MigrationConfig, Transport
 from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.messages import Offer
+from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.transports import collective, cuda_ipc, nixl, shm, tcp
 from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging
 
@@ -28,6 +29,8 @@ class Site:
     """Address that sockets of a transport's own bind to, and by which peers find them."""
     trusted: bool = True
     """Whether `auto` may take what is IN_THE_CLEAR."""
+    refusals: Refusals = field(default_factory=Refusals)
+    """Counts strangers at sockets of a transport's own."""
 
     def takes(self, name: str, allowed: Transport) -> bool:
         """Whether a transport may be used."""
@@ -38,11 +41,17 @@ class Site:
 
 HERE = Site()
 
+
+def site_of(config: MigrationConfig, refusals: Refusals) -> Site:
+    """Of an instance."""
+    return Site(host=config.data_host, trusted=config.trust_network, refusals=refusals)
+
+
 _INBOXES: Mapping[str, Callable[[Offer, Site], Inbox]] = {
     shm.NAME: lambda offer, site: shm.ShmInbox(offer, site.folder),
     tcp.NAME: lambda offer, site: tcp.TcpInbox(),
     nixl.NAME: lambda offer, site: nixl.NixlInbox(offer),
-    cuda_ipc.NAME: lambda offer, site: cuda_ipc.open_inbox(offer),
+    cuda_ipc.NAME: lambda offer, site: cuda_ipc.open_inbox(offer, site.refusals),
     "gloo": lambda offer, site: collective.GroupInbox(offer, site.host),
     "nccl": lambda offer, site: collective.GroupInbox(offer, site.host),
 }
@@ -71,7 +80,7 @@ def open_staging(
             case nixl.NAME:
                 return nixl.NixlStaging(slots, slot_bytes)
             case cuda_ipc.NAME:
-                return cuda_ipc.open_staging(slots, slot_bytes)
+                return cuda_ipc.open_staging(slots, slot_bytes, site.refusals)
             case "gloo" | "nccl":
                 return collective.GroupStaging(name, slots, slot_bytes, site.host)
         return tcp.TcpStaging(slots, slot_bytes)
