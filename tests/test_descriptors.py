@@ -94,11 +94,12 @@ def test_a_stranger_is_counted_whatever_it_says(
 def test_another_users_process_gets_nothing_whatever_it_knows(
     donor: Donor, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as others, connected(donor.ticket.socket) as stranger:
+    with monkeypatch.context() as others:
         others.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        with contextlib.suppress(OSError):  # it was closed to us at once
-            stranger.sendall(bytes.fromhex(donor.ticket.secret))
-        assert heard(stranger) == b""
+        with connected(donor.ticket.socket) as stranger:
+            with contextlib.suppress(OSError):  # it was closed to us at once
+                stranger.sendall(bytes.fromhex(donor.ticket.secret))
+            assert heard(stranger) == b""
     assert refusals.told() == {"unauthenticated": 1}
     os.close(take(donor.ticket, refusals))
 
