@@ -112,7 +112,7 @@ def workloads(
     requests: int, seeds: Sequence[int], traces: Path | None
 ) -> Iterator[tuple[str, Run]]:
     """(name, run); the run's own policy doesn't matter."""
-    for trace, rate, cv in (*DRAWN, *edges()):
+    for trace, rate, cv in dict.fromkeys((*DRAWN, *edges())):
         name = named(trace, rate, cv)
         for seed in seeds:
             yield (

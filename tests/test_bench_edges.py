@@ -35,6 +35,8 @@ def test_policies_are_compared_at_the_edges_that_were_found(
     (tmp_path / "edges.json").write_text(json.dumps({"summary": {"L-L": 3.21}}))
     (*_, (name, run)) = policies.workloads(10, [1], None)
     assert (name, run.trace, run.rate, run.seed) == ("L-L 3.21/s", "L-L", 3.21, 1)
+    (tmp_path / "edges.json").write_text(json.dumps({"summary": {"L-L": 3.0}}))  # one of DRAWN
+    assert len(list(policies.workloads(10, [1], None))) == drawn
 
 
 def test_our_own_policy_has_no_say_in_the_edges() -> None:
