@@ -347,3 +347,40 @@ async def test_whole_numbers_may_be_written_with_a_fraction(
     assert answer.status_code == 200, answer.text
     (submitted,) = instances.submitted
     assert (submitted.max_tokens, submitted.seed, submitted.prompt_token_ids) == (3, 7, [97])
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "allowed"),
+    [
+        ("completions", "best_of", 2, "1"),
+        ("completions", "min_tokens", 4, "0"),
+        ("completions", "presence_penalty", 0.5, "0"),
+        ("completions", "frequency_penalty", -1.0, "0"),
+        ("completions", "repetition_penalty", 1.1, "1"),
+        ("completions", "logit_bias", {"5": 3}, "{}"),
+        ("completions", "priority", 2, "0"),
+        ("completions", "echo", True, "False"),
+        ("completions", "suffix", "b", "''"),
+        ("chat/completions", "presence_penalty", 0.5, "0"),
+        ("chat/completions", "response_format", {"type": "json_object"}, "{'type': 'text'}"),
+        ("chat/completions", "tools", [{"type": "function"}], "[]"),
+        ("chat/completions", "tool_choice", "auto", "'none'"),
+    ],
+)
+async def test_what_transformers_cannot_do_is_refused_with_the_value_that_is_allowed(
+    http: httpx.AsyncClient,
+    instances: Instances,
+    path: str,
+    field: str,
+    value: Any,
+    allowed: str,
+) -> None:
+    said = [{"role": "user", "content": "a"}]
+    body: dict[str, Any] = {"prompt": "a"} if path == "completions" else {"messages": said}
+    answer = await http.post(f"/v1/{path}", json={**body, field: value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"].split(".")[0] == field
+    assert f"{field} is " in error["message"]
+    assert f"must be {allowed} with this engine" in error["message"]
+    assert not instances.submitted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec import structs
@@ -13,7 +14,7 @@ from kvmig.engines.transformers import factory, version
 from kvmig.engines.transformers.config import EngineConfig, parse
 from kvmig.engines.transformers.logprobs import Logprobs
 from kvmig.engines.transformers.model import refuse_windows
-from kvmig.engines.transformers.payload import Submitted
+from kvmig.engines.transformers.payload import Submitted, decode
 from kvmig.engines.transformers.requests import all_tokens, make_state
 from kvmig.engines.transformers.sampling import SeededNoise, gumbel, key
 from kvmig.engines.transformers.truncation import Limits, Truncation, truncated
@@ -55,6 +56,15 @@ def test_sliding_windows_are_refused_by_name() -> None:
 
     with pytest.raises(UnsupportedLayout, match="full_attention and sliding_attention"):
         refuse_windows(Windows())
+
+
+@pytest.mark.parametrize("field", ["presence_penalty", "logit_bias", "best_of"])
+def test_a_request_with_a_field_that_the_engine_cannot_follow_is_refused_by_name(
+    field: str,
+) -> None:
+    frame = msgspec.msgpack.encode({"prompt_token_ids": [1], "max_tokens": 2, field: 1})
+    with pytest.raises(msgspec.ValidationError, match=f"unknown field `{field}`"):
+        decode(frame, Submitted)
 
 
 def test_configuration_has_defaults_for_everything() -> None:

@@ -9,6 +9,7 @@ from kvmig.ground.errors import MigrationRefused
 
 DRAFTERS = ("ngram", "draft_model")
 """Speculative methods with no state beside tokens and KV cache, but for the drafts of one step."""
+_DRAFTERS = " or ".join(DRAFTERS)
 _STATES = (
     RequestStatus.RUNNING,
     RequestStatus.WAITING,
@@ -55,7 +56,7 @@ def _engine(config: VllmConfig) -> str:
     if speculative is None:
         return ""
     if speculative.method not in DRAFTERS:
-        return f"speculative decoding with {speculative.method}"
+        return f"speculative decoding with {speculative.method}, which must be {_DRAFTERS}"
     if config.scheduler_config.async_scheduling:
         return "speculative decoding with asynchronous scheduling"  # drafts are on the device
     if config.observability_config.per_request_spec_decode_metrics != "none":

@@ -1,0 +1,179 @@
+"""What the vLLM adapter won't move is said by name, and is never a victim. No engine is started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from kvmig.controlplane.messages import Pair, Why
+from kvmig.controlplane.victims import next_victim
+from kvmig.engines.base import RequestState
+from kvmig.engines.vllm.load import request_states
+from kvmig.engines.vllm.movable import check_movable, unmovable
+from kvmig.engines.vllm.rerun import not_again
+from kvmig.engines.vllm.units import Units
+from kvmig.ground.errors import MigrationRefused
+
+WHYS: tuple[Why, ...] = ("balance", "queue", "defragment", "priority", "drain")
+
+
+def config(
+    method: str | None = None,
+    *,
+    mrope: bool = False,
+    diffusion: bool = False,
+    experts: bool = False,
+    overlapped: bool = False,
+    metrics: str = "none",
+) -> VllmConfig:
+    """What movability reads of vLLM's configuration."""
+    return cast(
+        "VllmConfig",
+        SimpleNamespace(
+            model_config=SimpleNamespace(is_diffusion=diffusion, uses_mrope=mrope),
+            aux_output_config=SimpleNamespace(enabled=experts),
+            speculative_config=method and SimpleNamespace(method=method),
+            scheduler_config=SimpleNamespace(async_scheduling=overlapped),
+            observability_config=SimpleNamespace(per_request_spec_decode_metrics=metrics),
+        ),
+    )
+
+
+def request(outputs: int = 3, status: RequestStatus = RequestStatus.RUNNING, **of: Any) -> Request:
+    """A request of vLLM's own."""
+    params = of.pop("params", None) or SamplingParams(max_tokens=100)
+    made = Request(
+        request_id="r",
+        prompt_token_ids=[1] * 64,
+        sampling_params=params if isinstance(params, SamplingParams) else None,
+        pooling_params=params if isinstance(params, PoolingParams) else None,
+        **of,
+    )
+    made.append_output_token_ids([5] * outputs)
+    made.status = status
+    return made
+
+
+def row(of: Request, settings: VllmConfig) -> RequestState:
+    """As the llumlet sees it."""
+    scheduler = SimpleNamespace(
+        running=[of] if of.status is RequestStatus.RUNNING else [],
+        waiting=[of] if of.status is not RequestStatus.RUNNING else [],
+        kv_holding_waiting=[],
+        requests={of.request_id: of},
+        block_size=16,
+        vllm_config=settings,
+        kv_cache_manager=SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3, 4, 5],)),
+    )
+    (state,) = request_states(
+        cast("Scheduler", scheduler), Units(16), lambda one: False, lambda one: False
+    )
+    return state
+
+
+def chosen(state: RequestState) -> bool:
+    """Whether any reason to move requests picks it."""
+    return any(
+        next_victim([state], Pair("b", "tcp://b", 100, 1000, why, -1), 0, (), {}, 100.0)
+        for why in WHYS
+    )
+
+
+def stays(of: Request, settings: VllmConfig, because: str) -> None:
+    """By name when it is asked for, and never chosen."""
+    state = row(of, settings)
+    assert state.unmovable == unmovable(of, settings) == because
+    assert not chosen(state)
+    with pytest.raises(MigrationRefused, match=because) as refusal:
+        check_movable(of, settings)
+    assert refusal.value.reason == "unsupported"
+
+
+ENGINES = {
+    "diffusion model": config(diffusion=True),
+    "model with M-RoPE": config(mrope=True),
+    "routed experts, which are gathered until the end": config(experts=True),
+    "speculative decoding with asynchronous scheduling": config("ngram", overlapped=True),
+    "speculative decoding with per-request metrics": config("draft_model", metrics="detailed"),
+} | {
+    f"speculative decoding with {method}, which must be ngram or draft_model": config(method)
+    for method in ("eagle", "eagle3", "mtp", "medusa", "suffix", "ngram_gpu")
+}
+
+
+@pytest.mark.parametrize("because", ENGINES)
+def test_an_engine_whose_requests_have_state_that_cannot_travel_keeps_them_all(
+    because: str,
+) -> None:
+    stays(request(), ENGINES[because], because)
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
+def test_an_engine_without_such_state_lets_its_requests_go(method: str | None) -> None:
+    check_movable(request(), config(method))
+    assert chosen(row(request(outputs=50), config(method)))
+
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "pooling request": {"params": PoolingParams(task="embed"), "outputs": 0},
+    "streaming input": {"resumable": True},
+    "prompt embeddings": {"prompt_embeds": torch.zeros(64, 8)},
+    "thinking token budget": {"params": SamplingParams(thinking_token_budget=9, max_tokens=50)},
+    "prompt log-probabilities still in prefill": {
+        "params": SamplingParams(prompt_logprobs=2, max_tokens=50),
+        "outputs": 0,
+    },
+    "request in state WAITING_FOR_REMOTE_KVS": {"status": RequestStatus.WAITING_FOR_REMOTE_KVS},
+    "request in state FINISHED_STOPPED": {"status": RequestStatus.FINISHED_STOPPED},
+}
+
+
+@pytest.mark.parametrize("because", REQUESTS)
+def test_a_request_whose_state_cannot_travel_stays(because: str) -> None:
+    stays(request(**REQUESTS[because]), config(), because)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=50, prompt_logprobs=2),  # given already: it decodes
+        SamplingParams(max_tokens=50, presence_penalty=1.0, frequency_penalty=0.5),
+        SamplingParams(max_tokens=50, logit_bias={3: -100.0}, min_p=0.1, seed=7),
+        SamplingParams(max_tokens=50, n=2),
+    ],
+)
+def test_a_request_whose_state_travels_may_be_chosen(params: SamplingParams) -> None:
+    assert chosen(row(request(outputs=20, params=params), config()))
+
+
+@pytest.mark.parametrize(
+    ("of", "settings", "because"),
+    [
+        ({"resumable": True}, config(), "streaming input"),
+        (
+            {"params": SamplingParams(thinking_token_budget=9, max_tokens=50)},
+            config(),
+            "thinking token budget",
+        ),
+        ({}, config(experts=True), "routed experts, which are gathered until the end"),
+        (
+            {"params": SamplingParams(seed=7, temperature=1.0, max_tokens=50)},
+            config("ngram"),
+            "seeded sampling with speculative decoding",
+        ),
+        ({"params": SamplingParams(seed=7, temperature=1.0, max_tokens=50)}, config(), ""),
+        ({"params": PoolingParams(task="embed"), "outputs": 0}, config(), ""),
+    ],
+)
+def test_what_tokens_alone_do_not_carry_is_not_run_again(
+    of: dict[str, Any], settings: VllmConfig, because: str
+) -> None:
+    assert not_again(cast("Any", request(**of)), settings) == because
