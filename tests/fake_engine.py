@@ -86,6 +86,8 @@ class FakeEngine:
         self.following: dict[str, Request] = {}
         self.can_follow = can_follow
         self.can_recompute = can_recompute
+        self.can_hold = True
+        self.expected: list[tuple[str, float]] = []
         self.now = Cadence(0.0, 0.0, token_ms=0.0)
         self.steps = steps
         self.hits = hits
@@ -269,6 +271,9 @@ class FakeEngine:
 
     async def prepare(self, request_id: str) -> None:
         await self._enter("prepare")
+
+    def expect(self, request_id: str, ms: float) -> None:
+        self.expected.append((request_id, ms))
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         await self._enter("commit")

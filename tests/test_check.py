@@ -18,11 +18,11 @@ from kvmig.engines.base import Tail
 from kvmig.gateway.recovery import Recovery
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.verdict import Verdicts
-from kvmig.kvtransfer import destination_machine as there
-from kvmig.kvtransfer import source_machine as here
+from kvmig.kvtransfer import destination_actions as there
+from kvmig.kvtransfer import source_actions as here
 from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.messages import Commit
-from kvmig.kvtransfer.source_machine import SourceMachine
+from kvmig.kvtransfer.source_machine import E, S, SourceMachine
 from kvmig.kvtransfer.tombstones import Tombstones
 
 ONE = Scenario("one", SHORT)
@@ -68,7 +68,7 @@ def _forgets_that_it_committed(plant: PLANT) -> None:
 
 def _resumes_after_the_commit(plant: PLANT) -> None:
     def committed(self: SourceMachine) -> list[here.Action]:
-        self.go(here.E.COMMITTED)
+        self.go(E.COMMITTED)
         return [here.Resume()]
 
     plant.setattr(SourceMachine, "committed", committed)
@@ -76,7 +76,7 @@ def _resumes_after_the_commit(plant: PLANT) -> None:
 
 def _resumes_when_nobody_answers(plant: PLANT) -> None:
     def unanswered(self: SourceMachine) -> list[here.Action]:
-        self.go(here.E.REFUSED)
+        self.go(E.REFUSED)
         return [here.Resume()]
 
     plant.setattr(SourceMachine, "unanswered", unanswered)
@@ -84,7 +84,7 @@ def _resumes_when_nobody_answers(plant: PLANT) -> None:
 
 def _does_not_ask_again(plant: PLANT) -> None:
     def unanswered(self: SourceMachine) -> list[here.Action]:
-        self.go(here.E.TIMEOUT)
+        self.go(E.TIMEOUT)
         return []
 
     plant.setattr(SourceMachine, "unanswered", unanswered)
@@ -106,9 +106,9 @@ def _the_lease_forgets_to_free(plant: PLANT) -> None:
 
 
 def _an_arrow_is_missing(plant: PLANT) -> None:
-    arrows = dict(SourceMachine.table[here.S.COMMITTING])
-    del arrows[here.E.CANCEL]
-    plant.setattr(SourceMachine, "table", {**SourceMachine.table, here.S.COMMITTING: arrows})
+    arrows = dict(SourceMachine.table[S.COMMITTING])
+    del arrows[E.CANCEL]
+    plant.setattr(SourceMachine, "table", {**SourceMachine.table, S.COMMITTING: arrows})
 
 
 def _the_splice_takes_a_gap(plant: PLANT) -> None:

@@ -9,9 +9,11 @@ import pytest
 from kvmig.engines import base
 from kvmig.engines.base import Pace, Stage, Tail
 from kvmig.ground.config import Way
+from kvmig.kvtransfer import destination_actions, source_actions
 from kvmig.kvtransfer import destination_machine as destination
 from kvmig.kvtransfer import source_machine as source
-from kvmig.kvtransfer.destination_machine import Answer, DestinationMachine, FreeBlocks
+from kvmig.kvtransfer.destination_actions import Answer, FreeBlocks
+from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.messages import (
     Chunk,
     Commit,
@@ -21,7 +23,8 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Tokens,
 )
-from kvmig.kvtransfer.source_machine import Resume, SendAbort, SourceMachine
+from kvmig.kvtransfer.source_actions import Resume, SendAbort
+from kvmig.kvtransfer.source_machine import SourceMachine
 from kvmig.kvtransfer.stages import FOLLOW_LEAST, FOLLOW_MOST, in_step
 
 FORK = Tail([9], 33, 3, b"")
@@ -57,13 +60,13 @@ def following_destination() -> DestinationMachine:
 
 def test_the_source_forks_sends_listens_and_suspends_without_a_tail() -> None:
     machine = source_before_the_tail()
-    assert machine.reserved(0) == [source.Fork(sent=1)]
-    assert machine.forked(FORK) == [source.SendFork(1, FORK)]
-    assert machine.fork_sent(1) == [source.Listen()]
-    assert machine.followed(Pace(5, 0), 9.0, 10.0) == [source.Listen()]
-    assert machine.followed(Pace(2, 0), 0.1, 10.0) == [source.Listen()]
-    assert machine.followed(Pace(0, 0), 0.5, 10.0) == [source.Suspend(sent=2)]
-    assert machine.suspended(TAIL) == [source.SendTail(2, Tail([], 37, 7, b""))]
+    assert machine.reserved(0) == [source_actions.Fork(sent=1)]
+    assert machine.forked(FORK) == [source_actions.SendFork(1, FORK)]
+    assert machine.fork_sent(1) == [source_actions.Listen()]
+    assert machine.followed(Pace(5, 0), 9.0, 10.0) == [source_actions.Listen()]
+    assert machine.followed(Pace(2, 0), 0.1, 10.0) == [source_actions.Listen()]
+    assert machine.followed(Pace(0, 0), 0.5, 10.0) == [source_actions.Suspend(sent=2)]
+    assert machine.suspended(TAIL) == [source_actions.SendTail(2, Tail([], 37, 7, b""))]
 
 
 def test_an_answer_after_the_decision_changes_nothing() -> None:
@@ -76,8 +79,8 @@ def test_an_answer_after_the_decision_changes_nothing() -> None:
 
 def test_a_rest_that_is_computed_again_is_left_out() -> None:
     machine = source_before_the_tail("recompute")
-    assert machine.reserved(0) == [source.Suspend(1)]
-    assert machine.suspended(TAIL) == [source.SendTail(1, Tail([], 37, 7, b"", missing=2))]
+    assert machine.reserved(0) == [source_actions.Suspend(1)]
+    assert machine.suspended(TAIL) == [source_actions.SendTail(1, Tail([], 37, 7, b"", missing=2))]
 
 
 def test_only_a_pause_that_comes_next_is_told_of() -> None:
@@ -86,7 +89,7 @@ def test_only_a_pause_that_comes_next_is_told_of() -> None:
         machine.exported(30)
         machine.reserved(1)
         plan = Stage([4], 31, decoding=True)
-        assert machine.checked(plan, way) == [source.SendReserve(1, 31, last)]  # type: ignore[arg-type]
+        assert machine.checked(plan, way) == [source_actions.SendReserve(1, 31, last)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("state", [source.S.FORKING, source.S.SENDING_FORK, source.S.FOLLOWED])
@@ -109,9 +112,9 @@ def test_until_the_switch_every_end_leaves_the_request_here(state: source.S) -> 
 def test_the_destination_joins_extends_and_commits() -> None:
     machine = following_destination()
     tokens = Tokens("m", 3, [7])
-    assert machine.tokens(tokens) == [destination.Extend(tokens)]
+    assert machine.tokens(tokens) == [destination_actions.Extend(tokens)]
     assert machine.extended(Pace(1, 2), 0.4) == [Answer(Following("m", Pace(1, 2), 0.4))]
-    assert machine.commit(Commit("m", "r", 1, TAIL, 1)) == [destination.RunRequest(TAIL)]
+    assert machine.commit(Commit("m", "r", 1, TAIL, 1)) == [destination_actions.RunRequest(TAIL)]
 
 
 def test_the_destination_follows_only_when_all_blocks_are_there() -> None:
@@ -131,7 +134,7 @@ def test_a_follower_takes_no_more_blocks() -> None:
 @pytest.mark.parametrize("end", ["abort", "fence", "lease", "failed"])
 def test_a_follower_that_is_given_up_is_freed(end: str) -> None:
     machine = following_destination()
-    ends: dict[str, Callable[[], list[destination.Action]]] = {
+    ends: dict[str, Callable[[], list[destination_actions.Action]]] = {
         "abort": machine.abort,
         "fence": machine.fence,
         "lease": lambda: machine.cancel("timeout"),

@@ -10,9 +10,11 @@ import pytest
 from kvmig.engines import base
 from kvmig.engines.base import Pace, Stage, Tail
 from kvmig.ground.errors import InvalidTransition
+from kvmig.kvtransfer import destination_actions, source_actions
 from kvmig.kvtransfer import destination_machine as destination
 from kvmig.kvtransfer import source_machine as source
-from kvmig.kvtransfer.destination_machine import Answer, DestinationMachine, FreeBlocks
+from kvmig.kvtransfer.destination_actions import Answer, FreeBlocks
+from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.machine import Machine
 from kvmig.kvtransfer.messages import (
     Aborted,
@@ -26,7 +28,8 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
-from kvmig.kvtransfer.source_machine import Release, Resume, SendAbort, SourceMachine
+from kvmig.kvtransfer.source_actions import Release, Resume, SendAbort
+from kvmig.kvtransfer.source_machine import SourceMachine
 from kvmig.kvtransfer.stages import enough
 
 TAIL = Tail([9], 33, 3, b"")
@@ -94,15 +97,15 @@ def commit(blocks: int = 3) -> Commit:
 
 def test_the_source_goes_from_export_to_release() -> None:
     machine = SourceMachine("m", max_stages=8)
-    assert machine.start() == [source.Export()]
-    assert machine.exported(30) == [source.SendReserve(0, 30)]
-    assert machine.reserved(2) == [source.Check(sent=2)]
-    assert machine.checked(Stage([4, 5, 6], 31)) == [source.SendReserve(1, 31)]
-    assert machine.reserved(0) == [source.Copy(1, 2, (4, 5, 6))]
-    assert machine.copied() == [source.Check(sent=5)]
-    assert machine.checked(Stage([7], 33)) == [source.SendReserve(2, 33, last=True)]
-    assert machine.reserved(0) == [source.Suspend(sent=5)]
-    assert machine.suspended(TAIL) == [source.SendTail(5, TAIL)]
+    assert machine.start() == [source_actions.Export()]
+    assert machine.exported(30) == [source_actions.SendReserve(0, 30)]
+    assert machine.reserved(2) == [source_actions.Check(sent=2)]
+    assert machine.checked(Stage([4, 5, 6], 31)) == [source_actions.SendReserve(1, 31)]
+    assert machine.reserved(0) == [source_actions.Copy(1, 2, (4, 5, 6))]
+    assert machine.copied() == [source_actions.Check(sent=5)]
+    assert machine.checked(Stage([7], 33)) == [source_actions.SendReserve(2, 33, last=True)]
+    assert machine.reserved(0) == [source_actions.Suspend(sent=5)]
+    assert machine.suspended(TAIL) == [source_actions.SendTail(5, TAIL)]
     assert machine.commit_sent() == []
     assert machine.committed() == [Release()]
     assert (machine.state, machine.ended) == (source.S.COMMITTED, True)
@@ -136,10 +139,10 @@ def test_before_the_commit_every_end_leaves_the_request_here(state: source.S) ->
 
 def test_an_unanswered_commit_is_sent_twice_more_and_then_the_arbiter_is_asked() -> None:
     machine = source_at(source.S.COMMITTING)
-    assert machine.unanswered() == [source.SendCommit()]
-    assert machine.unanswered() == [source.SendCommit()]
-    assert machine.unanswered() == [source.AskArbiter()]
-    assert machine.unanswered() == [source.AskArbiter()]
+    assert machine.unanswered() == [source_actions.SendCommit()]
+    assert machine.unanswered() == [source_actions.SendCommit()]
+    assert machine.unanswered() == [source_actions.AskArbiter()]
+    assert machine.unanswered() == [source_actions.AskArbiter()]
 
 
 def test_the_arbiter_decides() -> None:
@@ -166,40 +169,40 @@ def test_the_source_stops_copying_at_the_last_stage() -> None:
     machine.checked(Stage([1, 2], 30))
     machine.reserved(0)
     machine.copied()
-    assert machine.checked(Stage([3, 4, 5], 50)) == [source.SendReserve(2, 50, last=True)]
-    assert machine.reserved(0) == [source.Suspend(2)]
+    assert machine.checked(Stage([3, 4, 5], 50)) == [source_actions.SendReserve(2, 50, last=True)]
+    assert machine.reserved(0) == [source_actions.Suspend(2)]
 
 
 def test_without_live_stages_the_request_is_suspended_first() -> None:
     machine = SourceMachine("m", max_stages=0)
     machine.exported(30)
     machine.reserved(0)
-    assert machine.checked(Stage([1, 2, 3], 30)) == [source.SendReserve(1, 30, last=True)]
-    assert machine.reserved(0) == [source.Suspend(0)]
+    assert machine.checked(Stage([1, 2, 3], 30)) == [source_actions.SendReserve(1, 30, last=True)]
+    assert machine.reserved(0) == [source_actions.Suspend(0)]
 
 
 def test_the_destination_goes_from_reserve_to_commit() -> None:
     machine = DestinationMachine("m")
-    assert machine.reserve(reserve(0)) == [destination.ReserveBlocks(EXPORT, 30)]
+    assert machine.reserve(reserve(0)) == [destination_actions.ReserveBlocks(EXPORT, 30)]
     assert machine.reserved(1, "tcp") == [Answer(Reserved("m", 0, 1, "tcp"))]
-    assert machine.chunk(chunk(1, 2)) == [destination.Scatter(chunk(1, 2))]
+    assert machine.chunk(chunk(1, 2)) == [destination_actions.Scatter(chunk(1, 2))]
     assert machine.scattered(chunk(1, 2), 0.5) == [Answer(ChunkDone("m", 2, 0.5))]
-    assert machine.reserve(reserve(1)) == [destination.ReserveBlocks(None, 31)]
+    assert machine.reserve(reserve(1)) == [destination_actions.ReserveBlocks(None, 31)]
     assert machine.reserved() == [Answer(Reserved("m", 1, 1, "tcp"))]
-    assert machine.commit(commit()) == [destination.RunRequest(TAIL)]
+    assert machine.commit(commit()) == [destination_actions.RunRequest(TAIL)]
     assert machine.committed(2.0) == [Answer(Committed("m", 2.0))]
     assert machine.committed_here
 
 
 def test_a_commit_is_answered_the_same_way_however_often_it_comes() -> None:
     machine = destination_at(destination.S.COMMITTED)
-    again: list[destination.Action] = [Answer(Committed("m", 2.0))]
+    again: list[destination_actions.Action] = [Answer(Committed("m", 2.0))]
     assert machine.commit(commit()) == machine.abort() == machine.reserve(reserve(0)) == again
     assert machine.chunk(chunk(1, 2)) == machine.fence() == machine.cancel("timeout") == []
     assert machine.committed_here
 
 
-def refusal(actions: list[destination.Action]) -> str:
+def refusal(actions: list[destination_actions.Action]) -> str:
     answers = [action.message for action in actions if isinstance(action, Answer)]
     assert len(answers) == 1
     assert isinstance(answers[0], Refused)
@@ -242,7 +245,7 @@ def test_blocks_that_come_with_the_commit_count() -> None:
     machine = destination_at(destination.S.RECEIVING)
     last = chunk(1, 2)
     message = Commit("m", "r", 1, TAIL, 3, last)
-    assert machine.commit(message) == [destination.RunRequest(TAIL, last)]
+    assert machine.commit(message) == [destination_actions.RunRequest(TAIL, last)]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +289,7 @@ def test_a_repeated_first_reserve_keeps_what_has_come() -> None:
     machine = destination_at(destination.S.RECEIVING)
     machine.chunk(chunk(1, 2))
     machine.scattered(chunk(1, 2), 0.5)
-    assert machine.reserve(reserve(0)) == [destination.ReserveBlocks(None, 30)]
+    assert machine.reserve(reserve(0)) == [destination_actions.ReserveBlocks(None, 30)]
     assert machine.reserved() == [Answer(Reserved("m", 0, 1, "tcp"))]
     assert machine.received == 3
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
+from kvmig.engines.step_hold import limit_s
 from kvmig.ground.config import Way
-from kvmig.kvtransfer.meeting import NEAR, PUT_OFF_STEPS, LeadTime, put_off_ms
+from kvmig.kvtransfer.meeting import NEAR, PUT_OFF_STEPS, LeadTime, due_ms, put_off_ms
 from kvmig.kvtransfer.pause_cost import MOST_TOKENS, CopyTimes, choose
 from tests.fake_cluster import cluster, until
 from tests.fake_engine import FakeEngine
@@ -28,6 +29,14 @@ def test_a_destination_that_rests_is_not_waited_for() -> None:
 def test_the_examples_of_the_docstring() -> None:
     assert put_off_ms(Cadence(0.0, 10.0), Cadence(3.0, 10.0), 2.0) == 11.0
     assert put_off_ms(Cadence(0.0, 10.0), Cadence(6.0, 10.0), 2.0) == 0.0
+    assert put_off_ms(Cadence(0.0, 10.0), Cadence(0.0, 10.0), 2.0) > 0.0
+    assert put_off_ms(Cadence(0.0, 10.0), Cadence(0.0, 10.0), 2.0, can_hold=True) == 0.0
+
+
+def test_a_request_comes_when_its_step_has_ended_and_it_has_gone_its_way() -> None:
+    assert due_ms(Cadence(4.0, 10.0), 2.0) == pytest.approx(8.0)
+    assert due_ms(Cadence(24.0, 10.0), 2.0) == pytest.approx(8.0)  # two steps without a word
+    assert due_ms(Cadence(0.0, 0.0), 2.0) == 2.0
 
 
 @given(STEP_MS, STEP_MS, st.floats(0, 1), st.floats(0, 1), st.floats(0.0, 20.0))
@@ -140,29 +149,52 @@ class Steps:
         return Cadence(at - self.ends[bisect(self.ends, at) - 1], self._ms)
 
 
-def wait_at_destination(seed: int, jitter: float, put_off: bool) -> float:
-    """Of one request, in steps of the destination: steps of 10.5 ms here and of 10 ms there, asked
-    for at a random moment; what the destination says of itself is as old as its last answer."""
+def wait_at_destination(
+    seed: int, jitter: float, put_off: bool, can_hold: bool = False
+) -> tuple[float, float]:
+    """Of one request, and of a step there for it, in steps of the destination.
+
+    Steps take 10.5 ms here and 10 ms there, the move is asked for at a random moment, and what
+    the destination says of itself is as old as its last answer.
+    """
     here, there = Steps(seed, 10.5, jitter), Steps(seed + 1000, 10.0, jitter)
     now = begin = 100.0 + random.Random(seed).uniform(0.0, 10.0)
     heard_at, heard = now, there.cadence(now)
     while put_off and now < begin + PUT_OFF_STEPS * 10.5:
         told = Cadence(heard.since_ms + now - heard_at, heard.step_ms)
-        wait = put_off_ms(here.cadence(now), told, 3.0)
+        wait = put_off_ms(here.cadence(now), told, 3.0, can_hold)
         if wait == 0.0:
             break
         answer, now = there.next(now), now + wait
         if answer < now:
             heard_at, heard = answer, there.cadence(answer)
-    comes = here.next(now) + 3.0
-    return (there.next(comes) - comes) / 10.0
+    comes, due = here.next(now) + 3.0, now + due_ms(here.cadence(now), 3.0)
+    limit = limit_s(0.01) * 1e3 if can_hold else -1.0
+    begins = there.next(now)
+    while begins < comes:
+        if abs(due - begins) <= limit:  # what `StepHold` does
+            held = min(limit, comes - begins)
+            comes -= held  # all later steps there come so much later
+            return (0.0 if comes == begins else there.next(comes) - comes) / 10.0, held / 10.0
+        begins = there.next(begins)
+    return (begins - comes) / 10.0, 0.0
 
 
 @pytest.mark.parametrize(("jitter", "at_most"), [(0.01, 0.25), (0.05, 0.3), (0.1, 0.42)])
 def test_a_request_that_is_put_off_waits_less_for_a_step_of_the_destination(
     jitter: float, at_most: float
 ) -> None:
-    waits = [wait_at_destination(seed, jitter, put_off=True) for seed in range(300)]
-    at_random = [wait_at_destination(seed, jitter, put_off=False) for seed in range(300)]
+    waits = [wait_at_destination(seed, jitter, put_off=True)[0] for seed in range(300)]
+    at_random = [wait_at_destination(seed, jitter, put_off=False)[0] for seed in range(300)]
     assert fmean(at_random) > 0.45
     assert fmean(waits) < at_most
+
+
+@pytest.mark.parametrize(("jitter", "at_most"), [(0.01, 0.1), (0.05, 0.15), (0.1, 0.22)])
+def test_a_step_that_waits_a_little_spares_the_request_most_of_its_wait(
+    jitter: float, at_most: float
+) -> None:
+    both = [wait_at_destination(seed, jitter, put_off=True, can_hold=True) for seed in range(300)]
+    assert fmean(wait for wait, _ in both) < at_most
+    assert fmean(held for _, held in both) < 0.1
+    assert max(held for _, held in both) <= 0.3

@@ -36,6 +36,7 @@ class StubEngine:
 
     can_follow = False
     can_recompute = False
+    can_hold = False
 
     def __init__(self, words: Words, metronome: Metronome, phase: float) -> None:
         """phase: of its steps among those of the other instances, 0 to 1."""
@@ -154,6 +155,9 @@ class StubEngine:
         raise MigrationRefused("unsupported", "a stub")
 
     async def prepare(self, request_id: str) -> None:
+        """Nothing comes."""
+
+    def expect(self, request_id: str, ms: float) -> None:
         """Nothing comes."""
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:

@@ -42,6 +42,7 @@ class ToyEngine:
 
     can_follow = False
     can_recompute = True
+    can_hold = False
 
     def __init__(self, num_blocks: int = 256, block_tokens: int = 8, max_running: int = 16) -> None:
         self._cache = Cache(num_blocks, block_tokens)
@@ -215,6 +216,9 @@ class ToyEngine:
 
     async def prepare(self, request_id: str) -> None:
         """A step after a pause is like any other."""
+
+    def expect(self, request_id: str, ms: float) -> None:
+        """Its steps wait for nobody."""
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         try:

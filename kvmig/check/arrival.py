@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvmig.check.part import Letter, Move, Violation
 from kvmig.engines.base import Pace
 from kvmig.ground.config import MigrationConfig
-from kvmig.kvtransfer import destination_machine as there
+from kvmig.kvtransfer import destination_actions as there
 from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.messages import (
     Abort,

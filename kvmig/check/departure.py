@@ -17,7 +17,7 @@ from kvmig.controlplane.messages import Resolve, Resolved
 from kvmig.engines import base
 from kvmig.engines.base import Stage, Tail
 from kvmig.ground.config import MigrationConfig
-from kvmig.kvtransfer import source_machine as here
+from kvmig.kvtransfer import source_actions as here
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
@@ -32,7 +32,7 @@ from kvmig.kvtransfer.messages import (
     Reserved,
     Tokens,
 )
-from kvmig.kvtransfer.source_machine import SourceMachine
+from kvmig.kvtransfer.source_machine import S, SourceMachine
 
 if TYPE_CHECKING:
     from kvmig.check.site import Site
@@ -130,7 +130,7 @@ class Departure:
                 self.hears(site, machine.committed())
             case Resolved(moved=moved):
                 self.hears(site, machine.resolved(moved))
-            case Lost() if machine.state is not here.S.RESOLVING:
+            case Lost() if machine.state is not S.RESOLVING:
                 lost = machine.unreachable() if machine.beyond else machine.failed("peer_lost")
                 self.hears(site, lost)
 
@@ -176,7 +176,7 @@ class Departure:
             case here.Resume():
                 site.engine.resume(self.run)
             case here.Release():
-                if machine.state is here.S.COMMITTED:
+                if machine.state is S.COMMITTED:
                     site.tracking.left(self.run, self.destination)
                 site.engine.abort(self.run)
             case here.AskArbiter():

@@ -24,7 +24,8 @@ from kvmig.controlplane.messages import (
 from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted
 from kvmig.ground.config import Way
-from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine
+from kvmig.kvtransfer.destination_actions import Action, Answer
+from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.epochs import Epochs
 from kvmig.kvtransfer.messages import ChunkDone, Message, Reserve
 from kvmig.kvtransfer.source_machine import SourceMachine

@@ -9,175 +9,35 @@ which the request was submitted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from kvmig.ground.errors import MigrationRefused
+from kvmig.engines.handover import CameBlocks, Export, Pace, Stage, Tail
+from kvmig.engines.load import ClassLoad, EngineLoad, GroupLoad, Preempted, RequestState, StepTime
 from kvmig.ground.layout import KVLayout
 
-
-class ClassLoad(msgspec.Struct, frozen=True):
-    """What the requests of one priority hold. Sizes in KV blocks, counts in requests."""
-
-    priority: int
-    running: int
-    waiting: int
-    used_blocks: int
-    """Of those that run."""
-
-
-class GroupLoad(msgspec.Struct, frozen=True):
-    """A pool of KV blocks beside the first, in an engine that has several. In its own blocks."""
-
-    total_blocks: int
-    used_blocks: int
-    head_blocks: int
-    waiting_blocks: int
-
-
-class Preempted(msgspec.Struct, frozen=True):
-    """How often requests of one priority were preempted since the start."""
-
-    priority: int
-    times: int
-    below: int
-    """Those of `times` at which a request of a smaller number was in the batch."""
-
-
-class EngineLoad(msgspec.Struct, frozen=True):
-    """What an instance holds now: of one size however many requests it has.
-
-    Sizes in KV blocks, counts in requests.
-    """
-
-    total_blocks: int
-    used_blocks: int
-    running: int
-    waiting: int
-    head_blocks: int
-    """Demand of the request at the head of the queue (0 when none waits)."""
-    waiting_blocks: int
-    """Demand of all waiting requests."""
-    classes: tuple[ClassLoad, ...] = ()
-    """One a priority that has requests here; empty: all are of priority 0."""
-    groups: tuple[GroupLoad, ...] = ()
-    """Further pools of blocks."""
-    preempted: tuple[Preempted, ...] = ()
-    """One a priority of which a request was ever preempted."""
-    seats: int = 0
-    """Requests that can run at once; 0: as many as there are blocks for."""
-    preempted_waiting: int = 0
-    """Of those that wait: ran here already and were preempted; 0 where the engine can't tell."""
-
-
-class RequestState(msgspec.Struct, frozen=True):
-    """One request as its engine sees it, for the admin API and for choosing victims."""
-
-    request_id: str
-    state: str
-    """running, waiting or suspended."""
-    tokens: int
-    """Prompt and output tokens."""
-    output_tokens: int
-    blocks: int
-    priority: int
-    unmovable: str = ""
-    """Why it can't be moved now, in a few words; empty when it can."""
-    wanted_blocks: int = 0
-    """Blocks that starting it takes; 0 when it runs."""
-    age_ms: float = 0.0
-    """How long ago all that was so: an engine in the middle of a step can't be asked."""
-    arrived_s: float = 0.0
-    """When it came to its front end, seconds of that one's clock; 0: not known."""
-
-    @property
-    def weight_blocks(self) -> int:
-        """Blocks that it takes where it goes."""
-        return self.blocks or self.wanted_blocks
-
-
-class StepTime(msgspec.Struct, frozen=True):
-    """A decode step of a batch with so many tokens of KV cache took so long."""
-
-    tokens: int
-    ms: float
-
-
-class Export(msgspec.Struct, frozen=True):
-    """A request as another engine needs it to take it over. `payload` is the adapter's own."""
-
-    request_id: str
-    num_tokens: int
-    payload: list[bytes]
-
-
-class Stage(msgspec.Struct, frozen=True):
-    """What may be copied while the source decodes on."""
-
-    block_ids: list[int]
-    """Full blocks of the request after the first `sent`, in order. They don't change any more."""
-    num_tokens: int
-    """Tokens of the request now: the destination must hold as many, and one block spare."""
-    decoding: bool = False
-    """Its prompt is computed: it gets a token each step."""
-
-
-class Tail(msgspec.Struct, frozen=True):
-    """The rest of a request, between two steps: of one that was suspended, or of a fork."""
-
-    block_ids: list[int]
-    """The request's remaining blocks after the first `sent`, the last one usually part full."""
-    num_tokens: int
-    num_output_tokens: int
-    state: bytes
-    """The adapter's own: tokens since the export, sampling state."""
-    checksums: list[int] = []
-    """Of `block_ids`, where `suspend` has gathered them already."""
-    missing: int = 0
-    """Blocks at the end that don't come: where `can_recompute`, the first step computes them."""
-
-    def there(self, computed: int, block_tokens: int) -> int:
-        """Of `computed` tokens those whose KV is in the blocks that come.
-
-        Example: 70 tokens in blocks of 32, one of them missing: 64. Raises MigrationRefused if
-        blocks are missing that there can't be, or all.
-        """
-        if not self.missing:
-            return computed
-        blocks = -(-computed // block_tokens)
-        if not 0 < self.missing < blocks:
-            raise MigrationRefused("error", f"{self.missing} of {blocks} blocks can't be missing")
-        return (blocks - self.missing) * block_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class CameBlocks:
-    """Fused blocks that came for a request, and where they go."""
-
-    first: int
-    """Which block of the request the first one is."""
-    block_ids: list[int]
-    fused: memoryview
-    """[n * block_bytes]"""
-    checksums: list[int]
-    """What the source has read."""
-
-    def check(self, checksums: Sequence[int]) -> None:
-        """Raises MigrationRefused ("corrupt") unless the destination has read the same."""
-        for index, (sent, came) in enumerate(zip(self.checksums, checksums, strict=True)):
-            if sent != came:
-                raise MigrationRefused("corrupt", f"block {self.first + index} came changed")
-
-
-class Pace(msgspec.Struct, frozen=True):
-    """What a following engine is about to do."""
-
-    computing: int
-    """Tokens of the request that the step which begins now computes; 0: none, it waits."""
-    others: int
-    """Requests that run beside it."""
+__all__ = [
+    "Cadence",
+    "CameBlocks",
+    "ClassLoad",
+    "Emitted",
+    "Engine",
+    "EngineLoad",
+    "Export",
+    "Frame",
+    "GroupLoad",
+    "OnCallDone",
+    "OnOutputs",
+    "OnTokens",
+    "Pace",
+    "Preempted",
+    "RequestState",
+    "ServingEngine",
+    "Stage",
+    "StepTime",
+    "Tail",
+]
 
 
 class Cadence(msgspec.Struct, frozen=True):
@@ -210,6 +70,8 @@ class Engine(Protocol):
     """Whether `follow` works here."""
     can_recompute: bool
     """Whether `commit` takes a tail without its last blocks (`Tail.missing`)."""
+    can_hold: bool
+    """Whether a step waits for a commit that it expects: see `expect`."""
 
     # -- what it does and holds
     def cadence(self) -> Cadence:
@@ -285,6 +147,14 @@ class Engine(Protocol):
 
     async def prepare(self, request_id: str) -> None:
         """The reserved request comes within some steps: make its first step a quick one."""
+        ...
+
+    def expect(self, request_id: str, ms: float) -> None:
+        """The reserved or following request is committed in about `ms`.
+
+        An engine that can holds the step that would begin shortly before, once, by at most
+        `kvmig.engines.step_hold.limit_s`; another one, or one that doesn't know it, does nothing.
+        """
         ...
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:

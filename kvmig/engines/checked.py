@@ -48,6 +48,7 @@ class CheckedEngine:
         self.layout = engine.layout
         self.can_follow = engine.can_follow
         self.can_recompute = engine.can_recompute
+        self.can_hold = engine.can_hold
         self._ledger = Ledger(engine.layout)
         self.violations: list[ContractViolation] = []
         """All that were found, raised or not."""
@@ -135,6 +136,9 @@ class CheckedEngine:
 
     async def prepare(self, request_id: str) -> None:
         await self._call(request_id, "prepare", self._engine.prepare(request_id))
+
+    def expect(self, request_id: str, ms: float) -> None:
+        self._engine.expect(request_id, ms)
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         # From now on it may put tokens out, before this call has returned.

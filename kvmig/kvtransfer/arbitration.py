@@ -7,7 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from kvmig.kvtransfer.errand import Errand
-from kvmig.kvtransfer.source_machine import Action, SourceMachine
+from kvmig.kvtransfer.source_actions import Action
+from kvmig.kvtransfer.source_machine import SourceMachine
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,17 @@ from kvmig.engines.base import Engine, Tail
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import MigrationRefused, PeerError
 from kvmig.kvtransfer.admission import admit, kv_bytes
+from kvmig.kvtransfer.arrival_events import Cancel, Fence
 from kvmig.kvtransfer.copier import Send
-from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine
-from kvmig.kvtransfer.destination_session import Cancel, DestinationSession, Fence
+from kvmig.kvtransfer.destination_actions import Action, Answer
+from kvmig.kvtransfer.destination_machine import DestinationMachine
+from kvmig.kvtransfer.destination_session import DestinationSession
 from kvmig.kvtransfer.messages import (
     Abort,
     Bundle,
     Chunk,
     Commit,
+    Expect,
     Follow,
     Message,
     Reserve,
@@ -75,6 +78,10 @@ class Arrivals:
             case Bundle(chunks):
                 for chunk in chunks:
                     self.receive(chunk, _part(payload, chunk), send)
+                return
+            case Expect(mid, ms):
+                if mid in self._live:
+                    self._live[mid].expect(ms)
                 return
             case Reserve() | Chunk() | Follow() | Tokens() | Commit() | Abort():
                 mid = message.mid

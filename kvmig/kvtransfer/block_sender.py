@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvmig.kvtransfer.copier import Copier
 from kvmig.kvtransfer.mailbox import Mailbox
-from kvmig.kvtransfer.source_machine import Action
+from kvmig.kvtransfer.source_actions import Action
 from kvmig.kvtransfer.timeline import Timeline
 
 

@@ -8,11 +8,20 @@ so a lost answer can be asked for again, and a cancelled migration can't commit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import ClassVar
 
-from kvmig.engines.base import Export, Pace, Tail
+from kvmig.engines.base import Pace
+from kvmig.kvtransfer.destination_actions import (
+    Action,
+    Answer,
+    Extend,
+    FreeBlocks,
+    ReserveBlocks,
+    RunBehind,
+    RunRequest,
+    Scatter,
+)
 from kvmig.kvtransfer.machine import Machine, Table
 from kvmig.kvtransfer.messages import (
     Aborted,
@@ -69,60 +78,6 @@ _LATE = (
     E.RESERVE, E.CHUNK, E.FOLLOW, E.TOKENS, E.EXTENDED, E.COMMIT, E.ABORT, E.FENCE, E.CANCEL,
 )  # fmt: skip
 """What may still come when the machine has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReserveBlocks:
-    """Ask the engine for blocks: for a new request (`export`), or more for it."""
-
-    export: Export | None
-    num_tokens: int
-    last: bool = False
-    """The pause comes next: have the engine prepare, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """Copy the chunk into the request's blocks and compare checksums."""
-
-    chunk: Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class RunBehind:
-    """Let the engine follow the source."""
-
-    fork: Tail
-
-
-@dataclass(frozen=True, slots=True)
-class Extend:
-    """Hand tokens to the engine that follows; nobody waits for that."""
-
-    tokens: Tokens
-
-
-@dataclass(frozen=True, slots=True)
-class RunRequest:
-    """Commit in the engine; `last` are blocks that come along."""
-
-    tail: Tail
-    last: Chunk | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FreeBlocks:
-    """Cancel the engine's reservation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Send this to the source."""
-
-    message: Message
-
-
-Action = ReserveBlocks | Scatter | RunBehind | Extend | RunRequest | FreeBlocks | Answer
 
 
 class DestinationMachine(Machine):

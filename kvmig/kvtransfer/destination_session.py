@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
-from kvmig.engines.base import CameBlocks, Engine, Export, Pace, Tail
+from kvmig.engines.base import CameBlocks, Engine, Export, Tail
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
-from kvmig.kvtransfer import destination_machine as do
+from kvmig.ground.errors import KvmigError, MigrationRefused, TransportError
+from kvmig.kvtransfer import destination_actions as do
+from kvmig.kvtransfer.arrival_events import Cancel, Event, Extended, Fence, NotExtended
+from kvmig.kvtransfer.block_receiver import BlockReceiver
 from kvmig.kvtransfer.compat import fingerprint
 from kvmig.kvtransfer.copier import Send
-from kvmig.kvtransfer.destination_machine import Action, DestinationMachine
+from kvmig.kvtransfer.destination_actions import Action
+from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.messages import (
     Abort,
     Chunk,
@@ -34,44 +36,11 @@ from kvmig.kvtransfer.messages import (
     Reserved,
     Tokens,
 )
-from kvmig.kvtransfer.transports.base import Inbox
 from kvmig.kvtransfer.transports.select import Inboxes
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Give up, if it isn't too late."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """Answer whether it is committed, and from then on it stays so."""
-
-    answer: asyncio.Future[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Extended:
-    """Tokens reached the engine that follows."""
-
-    pace: Pace
-    ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class NotExtended:
-    """Tokens could not be handed over."""
-
-    error: Exception
-
-
-Event = Message | Cancel | Fence | Extended | NotExtended
 
 
 class DestinationSession:
@@ -95,16 +64,15 @@ class DestinationSession:
         self.opening = reserve
         self.machine = DestinationMachine(reserve.mid)
         self._engine = engine
-        self._timeout_s = config.reply_timeout_ms / 1e3
         self._lease_s = config.lease_ms / 1e3
-        self._inboxes = inboxes
+        self._receiver = BlockReceiver(
+            reserve.request_id, engine, inboxes, config.reply_timeout_ms / 1e3
+        )
         self._send = send
         self._on_commit = on_commit
         self._on_commit_failed = on_commit_failed
         self._clock = clock
         self._events: asyncio.Queue[tuple[Event, list[memoryview]]] = asyncio.Queue()
-        self._inbox: Inbox | None = None
-        self._blocks: list[int] = []
         self._committed_at = 0.0
         self._extending: set[asyncio.Task[None]] = set()
         self.deliver(reserve)
@@ -124,6 +92,10 @@ class DestinationSession:
     def deliver(self, event: Event, payload: list[memoryview] | None = None) -> None:
         """A message of this migration, or what happened here."""
         self._events.put_nowait((event, payload or []))
+
+    def expect(self, ms: float) -> None:
+        """The source commits soon: told at once, for the step that it is about begins soon."""
+        self._engine.expect(self.request_id, ms)
 
     def first_token(self) -> None:
         """The request's first step here has ended: tell the source."""
@@ -219,17 +191,19 @@ class DestinationSession:
     async def _perform(self, action: Action, payload: list[memoryview]) -> list[Action]:
         match action:
             case do.ReserveBlocks(None, num_tokens, last):
-                await self._grow(num_tokens)
+                await self._receiver.grow(num_tokens)
                 if last:
-                    await self._bounded(self._engine.prepare(self.request_id))
+                    await self._receiver.bounded(self._engine.prepare(self.request_id))
                 return self.machine.reserved()
             case do.ReserveBlocks(export) if export is not None:
                 return await self._open(export)
             case do.Scatter(chunk):
-                return await self._scatter(chunk, payload)
+                began = self._clock()
+                await self._receiver.scatter(chunk, payload)
+                return self.machine.scattered(chunk, (self._clock() - began) * 1e3)
             case do.RunBehind(fork):
                 began = self._clock()
-                pace = await self._bounded(self._engine.follow(self.request_id, fork))
+                pace = await self._receiver.bounded(self._engine.follow(self.request_id, fork))
                 return self.machine.joined(pace, (self._clock() - began) * 1e3)
             case do.Extend(tokens):
                 # Not waited for: tokens that come during one step go into the next together.
@@ -237,7 +211,7 @@ class DestinationSession:
                 self._extending.add(task)
                 task.add_done_callback(self._extending.discard)
             case do.RunRequest(tail, last):
-                came = None if last is None else await self._came(last, payload)
+                came = None if last is None else await self._receiver.came(last, payload)
                 return await self._commit(tail, came)
             case do.FreeBlocks():
                 await self._engine.cancel(self.request_id)
@@ -249,39 +223,14 @@ class DestinationSession:
         ours = fingerprint(self._engine.layout)
         if self.opening.model != ours:
             raise MigrationRefused("incompatible", f"{self.opening.model}; here: {ours}")
-        try:
-            self._inbox = await self._bounded(self._inboxes.open(self.opening.offers))
-        except TransportError as error:
-            raise MigrationRefused("incompatible", str(error)) from error
-        hit_blocks = await self._bounded(self._engine.reserve(export))
-        return self.machine.reserved(hit_blocks, self._inbox.transport)
-
-    async def _grow(self, num_tokens: int) -> None:
-        self._blocks = await self._bounded(self._engine.grow(self.request_id, num_tokens))
-
-    async def _scatter(self, chunk: Chunk, payload: list[memoryview]) -> list[Action]:
-        began = self._clock()
-        came = await self._came(chunk, payload)
-        came.check(
-            await self._bounded(self._engine.scatter(came.block_ids, came.fused, chunk.urgent))
-        )
-        return self.machine.scattered(chunk, (self._clock() - began) * 1e3)
-
-    async def _came(self, chunk: Chunk, payload: list[memoryview]) -> CameBlocks:
-        """The chunk's bytes, and blocks for them."""
-        layout, count = self._engine.layout, len(chunk.checksums)
-        if count == 0 or chunk.nbytes != count * layout.block_bytes or self._inbox is None:
-            raise PeerError(f"{chunk.nbytes} bytes can't be {count} blocks")
-        end = chunk.first + count
-        if end > len(self._blocks):
-            await self._grow(end * layout.block_tokens)
-        fused = await self._bounded(self._inbox.receive(chunk, payload[0] if payload else None))
-        return CameBlocks(chunk.first, self._blocks[chunk.first : end], fused, chunk.checksums)
+        transport = await self._receiver.open(self.opening.offers)
+        hit_blocks = await self._receiver.bounded(self._engine.reserve(export))
+        return self.machine.reserved(hit_blocks, transport)
 
     async def _extend(self, tokens: Tokens) -> None:
         began = self._clock()
         try:
-            pace = await self._bounded(
+            pace = await self._receiver.bounded(
                 self._engine.extend(self.request_id, tokens.start, tokens.token_ids)
             )
         except (KvmigError, TimeoutError) as error:
@@ -315,17 +264,14 @@ class DestinationSession:
         if isinstance(message, Reserved):
             message = msgspec.structs.replace(
                 message,
-                token=self._inbox.token if message.stage == 0 and self._inbox is not None else "",
+                token=self._receiver.token if message.stage == 0 else "",
                 cadence=self._engine.cadence(),
                 can_follow=self._engine.can_follow,
                 can_recompute=self._engine.can_recompute,
+                can_hold=self._engine.can_hold,
             )
         try:
             self._send(message, ())
         except TransportError as error:
             # The source asks again, or the arbiter does; nothing here depends on it.
             log.warning("%s: %s: %s", self.machine.key, type(message).__name__, error)
-
-    async def _bounded(self, call: Awaitable[T]) -> T:
-        async with asyncio.timeout(self._timeout_s):
-            return await call

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvmig.kvtransfer.messages import Message
-from kvmig.kvtransfer.source_machine import Action
+from kvmig.kvtransfer.source_actions import Action
 
 
 class Cancel(msgspec.Struct, frozen=True):

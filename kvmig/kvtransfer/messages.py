@@ -74,6 +74,8 @@ class Reserved(Message, frozen=True, tag=True):
     """Of the destination's engine, when it answered."""
     can_recompute: bool = False
     """Whether the destination takes a tail with blocks missing."""
+    can_hold: bool = False
+    """Whether the destination takes Expect."""
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -143,6 +145,13 @@ class Following(Message, frozen=True, tag=True):
     wait_ms: float
 
 
+class Expect(Message, frozen=True, tag=True):
+    """Source: Commit comes in about `ms`. Advice: nothing follows if it doesn't."""
+
+    mid: str
+    ms: float
+
+
 class Commit(Message, frozen=True, tag=True):
     """Source: all blocks are sent, the request is suspended here; run it there. Idempotent."""
 
@@ -195,6 +204,7 @@ PeerMessage = (
     | Follow
     | Tokens
     | Following
+    | Expect
     | Commit
     | Committed
     | FirstToken

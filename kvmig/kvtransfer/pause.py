@@ -11,9 +11,17 @@ from kvmig.engines.base import Cadence, Tail
 from kvmig.kvtransfer.block_sender import BlockSender
 from kvmig.kvtransfer.errand import Errand
 from kvmig.kvtransfer.experience import Experience
-from kvmig.kvtransfer.meeting import PUT_OFF_STEPS, put_off_ms
-from kvmig.kvtransfer.messages import Chunk, Commit, Committed, Message, Reserve, Reserved
-from kvmig.kvtransfer.source_machine import Action, SendTail
+from kvmig.kvtransfer.meeting import PUT_OFF_STEPS, due_ms, put_off_ms
+from kvmig.kvtransfer.messages import (
+    Chunk,
+    Commit,
+    Committed,
+    Expect,
+    Message,
+    Reserve,
+    Reserved,
+)
+from kvmig.kvtransfer.source_actions import Action, SendTail
 from kvmig.kvtransfer.wire import Frame
 
 
@@ -24,6 +32,7 @@ class Pause:
         self._errand = errand
         self._experience = experience
         self._there = Cadence(0.0, 0.0)
+        self._can_hold = False
         self._heard_at = 0.0
         self._asked = Reserve("", "", 0, 0, 0)
         self._suspended_at = 0.0
@@ -38,6 +47,7 @@ class Pause:
     def hears(self, answer: Reserved) -> None:
         """Where the destination is in its steps."""
         self._there, self._heard_at = answer.cadence, self._errand.clock()
+        self._can_hold = answer.can_hold
 
     async def put_off(self) -> list[Action]:
         """Let the request decode on until its way meets a step of the destination."""
@@ -47,7 +57,7 @@ class Pause:
             here, now = engine.cadence(), clock()
             gone_ms = (now - self._heard_at) * 1e3
             there = replace(self._there, since_ms=self._there.since_ms + gone_ms)
-            wait_ms = put_off_ms(here, there, self._experience.lead.ms)
+            wait_ms = put_off_ms(here, there, self._experience.lead.ms, self._can_hold)
             if wait_ms == 0.0 or now >= until:
                 return []
             self._errand.send(replace(self._asked, last=False), ())  # how far is it now?
@@ -60,15 +70,27 @@ class Pause:
                 return stop
         return []
 
-    async def suspend(self, sent: int, blocks: BlockSender | None) -> Tail:
-        """blocks: has a slot in hand for the tail, so that nobody's chunks stand in the pause."""
+    async def suspend(self, sent: int, blocks: BlockSender | None, decoding: bool) -> Tail:
+        """blocks: has a slot in hand for the tail, so that nobody's chunks stand in the pause.
+
+        decoding: somebody waits for the next token.
+        """
         errand = self._errand
         out = None if blocks is None else blocks.copier.room()
+        if decoding:
+            self._announce()
         errand.timeline.pause()
         tail = await errand.bounded(errand.engine.suspend(errand.move.request_id, sent, out))
         errand.timeline.pause()
         self._suspended_at = errand.clock()
         return tail
+
+    def _announce(self) -> None:
+        """When the request comes: a step there may wait for it."""
+        if self._can_hold:
+            errand = self._errand
+            due = due_ms(errand.engine.cadence(), self._experience.lead.ms)
+            errand.send(Expect(errand.move.mid, due), ())
 
     async def send_tail(self, stage: int, rest: SendTail, blocks: BlockSender) -> list[Action]:
         """The blocks, one by one or, if they were gathered already, with the commit."""

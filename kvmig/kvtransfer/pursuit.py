@@ -9,7 +9,7 @@ from kvmig.kvtransfer.errand import Errand
 from kvmig.kvtransfer.feed import Feed
 from kvmig.kvtransfer.mailbox import PeerLost
 from kvmig.kvtransfer.messages import Follow, Tokens
-from kvmig.kvtransfer.source_machine import Action
+from kvmig.kvtransfer.source_actions import Action
 
 
 class Pursuit:

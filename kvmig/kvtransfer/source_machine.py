@@ -10,7 +10,6 @@ After it only the destination's word, or the arbiter's, decides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import ClassVar
 
@@ -19,6 +18,23 @@ from msgspec import structs
 from kvmig.engines.base import Pace, Stage, Tail
 from kvmig.ground.config import Way
 from kvmig.kvtransfer.machine import Machine, Table
+from kvmig.kvtransfer.source_actions import (
+    Action,
+    AskArbiter,
+    Check,
+    Copy,
+    Export,
+    Fork,
+    Listen,
+    Release,
+    Resume,
+    SendAbort,
+    SendCommit,
+    SendFork,
+    SendReserve,
+    SendTail,
+    Suspend,
+)
 from kvmig.kvtransfer.stages import enough, in_step
 
 COMMIT_SENDS = 3
@@ -81,105 +97,6 @@ class E(StrEnum):
 
 def _until_commit(event: E, after: S) -> dict[StrEnum, StrEnum]:
     return {event: after, E.REFUSED: S.ABORTED, E.FAILED: S.ABORTED, E.CANCEL: S.ABORTED}
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Ask the engine for the request's description."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendReserve:
-    """Send Reserve and wait for the answer; stage 0 brings the export."""
-
-    stage: int
-    num_tokens: int
-    last: bool = False
-    """The pause comes next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Ask the engine whether the request still is as it was, and what is new after `sent`."""
-
-    sent: int
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Gather and send these blocks, the request's `first` and on, while it decodes."""
-
-    stage: int
-    first: int
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """Describe the rest after the first `sent` blocks; the request runs on."""
-
-    sent: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendFork:
-    """Gather and send the rest, Follow right behind, and from then on each step's tokens."""
-
-    first: int
-    fork: Tail
-
-
-@dataclass(frozen=True, slots=True)
-class Listen:
-    """Wait for the next answer of the destination that follows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Suspend:
-    """Take the request out of the batch."""
-
-    sent: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendTail:
-    """Gather and send the rest, and Commit right behind."""
-
-    first: int
-    tail: Tail
-
-
-@dataclass(frozen=True, slots=True)
-class SendCommit:
-    """Send Commit once more."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskArbiter:
-    """Ask the front end who runs the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Leave the request to the engine again: back into the batch, if it was out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Free the request here."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendAbort:
-    """Tell the destination to free what it holds."""
-
-    reason: str
-
-
-Action = (
-    Export | SendReserve | Check | Copy | Fork | SendFork | Listen | Suspend | SendTail
-    | SendCommit | AskArbiter | Resume | Release | SendAbort
-)  # fmt: skip
 
 
 class SourceMachine(Machine):

@@ -17,11 +17,10 @@ from kvmig.engines.base import Engine
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
-from kvmig.kvtransfer import source_machine as do
+from kvmig.kvtransfer import source_actions as do
 from kvmig.kvtransfer.arbitration import Resolve, ask_arbiter
 from kvmig.kvtransfer.block_sender import BlockSender
-from kvmig.kvtransfer.compat import fingerprint
-from kvmig.kvtransfer.copier import Copier, Send
+from kvmig.kvtransfer.copier import Send
 from kvmig.kvtransfer.errand import Errand
 from kvmig.kvtransfer.experience import Experience
 from kvmig.kvtransfer.mailbox import Cancel, Event, Mailbox, PeerLost
@@ -33,15 +32,16 @@ from kvmig.kvtransfer.messages import (
     FirstToken,
     Following,
     Refused,
-    Reserve,
     Reserved,
 )
+from kvmig.kvtransfer.opening import Opening
 from kvmig.kvtransfer.pause import Pause
 from kvmig.kvtransfer.pursuit import Pursuit
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.rest import RestChoice
 from kvmig.kvtransfer.shuttle import Shuttle
-from kvmig.kvtransfer.source_machine import Action, S, SourceMachine
+from kvmig.kvtransfer.source_actions import Action
+from kvmig.kvtransfer.source_machine import S, SourceMachine
 from kvmig.kvtransfer.throttle import UNLIMITED, Throttle
 from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.kvtransfer.transports.base import Staging
@@ -80,14 +80,9 @@ class SourceSession:
         self.machine = SourceMachine(move.mid, config.max_stages)
         self._engine = engine
         self._timeout_s = config.reply_timeout_ms / 1e3
-        self._stagings = stagings
-        self._experience = experience
-        self._shuttle = shuttle
         self._send = send
         self._resolve = resolve
         self._on_moved = on_moved
-        self._clock = clock
-        self._throttle = throttle
         self._admit = admit
         self._mailbox = Mailbox(self._feed)
         self._undone: list[Action] = []
@@ -98,6 +93,7 @@ class SourceSession:
         self._errand = errand = Errand(
             move, engine, send, self._mailbox, self._timeline, clock, self._timeout_s
         )
+        self._opening = Opening(errand, stagings, experience, shuttle, throttle)
         self._pause = Pause(errand, experience)
         self._pursuit = Pursuit(errand)
         self._rest = RestChoice(engine, config, experience)
@@ -208,7 +204,7 @@ class SourceSession:
                 self._admit(self.move.mid, self._export.num_tokens)
                 return self.machine.exported(self._export.num_tokens)
             case do.SendReserve():
-                message = self._reserve(action)
+                message = self._opening.reserve(action, self._export)
                 self._pause.asks(message)
                 self._send(message, ())
                 return await self._answer()
@@ -250,25 +246,6 @@ class SourceSession:
             case do.SendAbort(reason):
                 self._send(Abort(self.move.mid, reason), ())
 
-    def _reserve(self, asked: do.SendReserve) -> Reserve:
-        move, stage, num_tokens = self.move, asked.stage, asked.num_tokens
-        if stage:
-            return Reserve(
-                move.mid, move.request_id, move.epoch, stage, num_tokens, last=asked.last
-            )
-        return Reserve(
-            move.mid,
-            move.request_id,
-            move.epoch,
-            stage,
-            num_tokens,
-            export=self._export,
-            gateway=move.gateway,
-            output_tokens=move.output_tokens,
-            model=fingerprint(self._engine.layout),
-            offers=[staging.offer() for staging in self._stagings.values()],
-        )
-
     async def _catch_up(self, action: do.Fork | do.SendFork | do.Listen) -> list[Action]:
         match action:
             case do.Fork(sent):
@@ -288,7 +265,9 @@ class SourceSession:
             blocks = self._blocks()
             if stop := await blocks.ready():
                 return stop
-        return self.machine.suspended(await self._pause.suspend(sent, blocks))
+        return self.machine.suspended(
+            await self._pause.suspend(sent, blocks, self.machine.decoding)
+        )
 
     async def _send_tail(self, rest: do.SendTail) -> list[Action]:
         if stop := await self._pause.send_tail(self.machine.stage, rest, self._blocks()):
@@ -317,7 +296,7 @@ class SourceSession:
                 if not machine.expects(stage):
                     return []  # answered once more
                 if stage == 0:
-                    self._open(event)
+                    self._sender = self._opening.sender(event)
                 return machine.reserved(event.hit_blocks)
             case Refused(reason=reason, detail=detail):
                 return machine.refused(reason, detail)
@@ -337,27 +316,6 @@ class SourceSession:
             case PeerLost():
                 return machine.failed("peer_lost", f"no connection to {self.move.destination}")
         raise PeerError(f"{type(event).__name__} isn't for the source of a migration")
-
-    def _open(self, answer: Reserved) -> None:
-        staging = self._stagings.get(answer.transport)
-        if staging is None:
-            raise PeerError(f"the destination wants transport {answer.transport!r}")
-        self._timeline.hit_blocks = answer.hit_blocks
-        self._timeline.transport = answer.transport
-        copier = Copier(
-            self.move.mid,
-            self._engine,
-            staging,
-            self._experience.sizer,
-            self._send,
-            self._timeout_s,
-            self._clock,
-            staging.channel(answer.token),
-            self._throttle.line(self.move.mid, self.move.destination),
-            self._shuttle,
-        )
-        block_bytes = self._engine.layout.block_bytes
-        self._sender = BlockSender(copier, self._mailbox, self._timeline, block_bytes)
 
     # -- helpers
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvmig.kvtransfer.destination_machine import Action, DestinationMachine
+from kvmig.kvtransfer.destination_actions import Action
+from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.messages import Abort, Commit, Message, Reserve
 
 REMEMBERED = 4096

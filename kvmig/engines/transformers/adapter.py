@@ -43,6 +43,7 @@ class TransformersEngine:
 
     can_follow = True
     can_recompute = False
+    can_hold = False
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model and take the KV cache: seconds. Raises KvmigError."""
@@ -152,6 +153,9 @@ class TransformersEngine:
 
     async def prepare(self, request_id: str) -> None:
         """Nothing: a step after a pause is like any other."""
+
+    def expect(self, request_id: str, ms: float) -> None:
+        """Nothing: its steps wait for nobody."""
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         if last is not None:

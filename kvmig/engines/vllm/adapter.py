@@ -77,6 +77,7 @@ class VllmEngine:
         self.layout = self._memory.layout
         self.can_follow = runner.can_extend(core)
         self.can_recompute = True
+        self.can_hold = True
         core.after_step = self._memory.after_step
         core.between_steps = self.between_steps
 
@@ -214,6 +215,10 @@ class VllmEngine:
     async def prepare(self, request_id: str) -> None:
         await self._on_engine(self._warm_step.run)
 
+    def expect(self, request_id: str, ms: float) -> None:
+        if self._destination.is_arriving(request_id):
+            self._core.hold.expect(request_id, time.monotonic() + ms / 1e3)
+
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         progress = decode_progress(tail.state)
         there = tail.there(progress.num_computed_tokens, self._memory.units.tokens)
@@ -235,11 +240,14 @@ class VllmEngine:
                 self._destination.cancel(request_id)
                 self._submitted.pop(request_id, None)
                 raise
+            finally:
+                self._core.hold.over(request_id)
 
         await self._on_engine(run)
 
     async def cancel(self, request_id: str) -> None:
         def free() -> bool:
+            self._core.hold.over(request_id)
             self._destination.cancel(request_id)
             return request_id in self._scheduler.requests
 

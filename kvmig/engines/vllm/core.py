@@ -22,6 +22,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.executor import Executor
 
 from kvmig.engines.cadence_meter import CadenceMeter
+from kvmig.engines.step_hold import StepHold, limit_s
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.worker_end import end_at_once
 from kvmig.ground.leftovers import remove, shared_by
@@ -63,6 +64,7 @@ class StepCore(EngineCoreProc):
         self.step_began: float | None = None
         """When the present step began (time.monotonic); None between steps."""
         self.cadence_meter = CadenceMeter()
+        self.hold = StepHold()
         self._step_tokens = 0
         # What EngineCoreProc.__init__ sets besides sockets and threads.
         self.engine_index = 0
@@ -172,7 +174,23 @@ class StepCore(EngineCoreProc):
         except Exception as error:  # noqa: BLE001 - raised where the call is awaited
             future.set_exception(error)
 
+    def _await_arrivals(self) -> None:
+        """Requests that come in a moment go into this step, not into the next: see `step_hold`."""
+        began = time.monotonic()
+        step_s = self.cadence_meter.cadence(began).step_ms / 1e3
+        awaited = self.hold.awaited(began, step_s)
+        while self.hold.coming(awaited):
+            left = began + limit_s(step_s) - time.monotonic()
+            if left <= 0:
+                return
+            try:
+                request = self.input_queue.get(timeout=left)
+            except queue.Empty:
+                return
+            self._handle_client_request(*request)
+
     def _process_engine_step(self) -> bool:
+        self._await_arrivals()
         began = self.step_began = time.monotonic()
         self._step_tokens = 0
         try:

@@ -1,0 +1,85 @@
+"""What one engine gives another of a request that moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvmig.ground.errors import MigrationRefused
+
+
+class Export(msgspec.Struct, frozen=True):
+    """A request as another engine needs it to take it over. `payload` is the adapter's own."""
+
+    request_id: str
+    num_tokens: int
+    payload: list[bytes]
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """What may be copied while the source decodes on."""
+
+    block_ids: list[int]
+    """Full blocks of the request after the first `sent`, in order. They don't change any more."""
+    num_tokens: int
+    """Tokens of the request now: the destination must hold as many, and one block spare."""
+    decoding: bool = False
+    """Its prompt is computed: it gets a token each step."""
+
+
+class Tail(msgspec.Struct, frozen=True):
+    """The rest of a request, between two steps: of one that was suspended, or of a fork."""
+
+    block_ids: list[int]
+    """The request's remaining blocks after the first `sent`, the last one usually part full."""
+    num_tokens: int
+    num_output_tokens: int
+    state: bytes
+    """The adapter's own: tokens since the export, sampling state."""
+    checksums: list[int] = []
+    """Of `block_ids`, where `suspend` has gathered them already."""
+    missing: int = 0
+    """Blocks at the end that don't come: where `can_recompute`, the first step computes them."""
+
+    def there(self, computed: int, block_tokens: int) -> int:
+        """Of `computed` tokens those whose KV is in the blocks that come.
+
+        Example: 70 tokens in blocks of 32, one of them missing: 64. Raises MigrationRefused if
+        blocks are missing that there can't be, or all.
+        """
+        if not self.missing:
+            return computed
+        blocks = -(-computed // block_tokens)
+        if not 0 < self.missing < blocks:
+            raise MigrationRefused("error", f"{self.missing} of {blocks} blocks can't be missing")
+        return (blocks - self.missing) * block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CameBlocks:
+    """Fused blocks that came for a request, and where they go."""
+
+    first: int
+    """Which block of the request the first one is."""
+    block_ids: list[int]
+    fused: memoryview
+    """[n * block_bytes]"""
+    checksums: list[int]
+    """What the source has read."""
+
+    def check(self, checksums: Sequence[int]) -> None:
+        """Raises MigrationRefused ("corrupt") unless the destination has read the same."""
+        for index, (sent, came) in enumerate(zip(self.checksums, checksums, strict=True)):
+            if sent != came:
+                raise MigrationRefused("corrupt", f"block {self.first + index} came changed")
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """What a following engine is about to do."""
+
+    computing: int
+    """Tokens of the request that the step which begins now computes; 0: none, it waits."""
+    others: int
+    """Requests that run beside it."""

@@ -1,0 +1,129 @@
+"""A step that waits for a request which is about to come."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.engines.cadence_meter import CadenceMeter
+from kvmig.engines.step_hold import HOLD, MOST_S, StepHold, limit_s
+
+STEP_S = 0.01
+
+
+def hold(**due: float) -> StepHold:
+    made = StepHold()
+    for name, at in due.items():
+        made.expect(name, at)
+    return made
+
+
+@given(st.floats(0, 100))
+def test_no_step_waits_longer_than_is_stated(step_s: float) -> None:
+    assert limit_s(step_s) <= MOST_S
+    assert limit_s(step_s) <= HOLD * step_s
+
+
+def test_a_step_waits_for_those_that_are_due_about_now() -> None:
+    expected = hold(soon=1.002, late=0.998, later=1.004, gone=0.99)
+    assert set(expected.awaited(1.0, STEP_S)) == {"soon", "late"}
+
+
+def test_only_one_step_waits_for_a_request_whatever_its_source_says() -> None:
+    expected = hold(a=1.002)
+    assert set(expected.awaited(1.0, STEP_S)) == {"a"}
+    expected.expect("a", 1.012)
+    assert not expected.awaited(1.01, STEP_S)
+
+
+def test_a_request_that_comes_later_is_waited_for_by_a_later_step() -> None:
+    expected = hold(a=1.012)
+    assert not expected.awaited(1.0, STEP_S)
+    assert set(expected.awaited(1.01, STEP_S)) == {"a"}
+
+
+def test_a_request_that_is_here_or_given_up_is_not_waited_for() -> None:
+    expected = hold(a=1.001, b=1.001)
+    expected.over("a")
+    awaited = expected.awaited(1.0, STEP_S)
+    assert set(awaited) == {"b"}
+    assert expected.coming(awaited)
+    expected.over("b")
+    expected.over("unknown")
+    assert not expected.coming(awaited)
+
+
+def test_an_engine_without_steps_yet_waits_for_nobody() -> None:
+    assert not hold(a=1.001).awaited(1.0, 0.0)
+
+
+# -- in vLLM's loop
+
+
+class Handled:
+    """What the engine's thread took from its queue before a step; `StepCore` without an engine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from kvmig.engines.vllm import core
+
+        self.calls: list[str] = []
+        self.core: Any = object.__new__(core.StepCore)
+        self.core.input_queue = queue.Queue()
+        self.core.hold = StepHold()
+        self.core.cadence_meter = CadenceMeter()
+        self.now = 0.0
+        monkeypatch.setattr(core, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(
+            core.StepCore, "_handle_client_request", lambda core, kind, call: call()
+        )
+        self.core.cadence_meter.step(-STEP_S, 0.0, 1)
+
+    def put(self, name: str, then: Callable[[], None] = lambda: None) -> None:
+        def call() -> None:
+            self.calls.append(name)
+            then()
+
+        self.core.input_queue.put((None, call))
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def handled(monkeypatch: pytest.MonkeyPatch) -> Handled:
+    return Handled(monkeypatch)
+
+
+def test_what_comes_while_a_step_waits_is_done_and_the_commit_ends_the_wait(
+    handled: Handled,
+) -> None:
+    handled.core.hold.expect("a", 0.001)
+    handled.put("other")
+    handled.put("commit", lambda: handled.core.hold.over("a"))
+    handled.put("next")
+    handled.core._await_arrivals()
+    assert handled.calls == ["other", "commit"]
+
+
+def test_a_step_begins_when_its_time_is_over_though_nothing_came(handled: Handled) -> None:
+    handled.core.hold.expect("a", 0.001)
+    handled.put("other", lambda: handled.passes(limit_s(STEP_S)))
+    handled.core._await_arrivals()
+    assert handled.calls == ["other"]
+    handled.put("next")
+    handled.core._await_arrivals()
+    assert handled.calls == ["other"]
+
+
+def test_a_step_without_anybody_to_wait_for_begins_at_once(handled: Handled) -> None:
+    handled.put("other")
+    handled.core._await_arrivals()
+    handled.core.hold.expect("far", 5.0)
+    handled.core._await_arrivals()
+    assert handled.calls == []
