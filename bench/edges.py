@@ -33,15 +33,19 @@ LIKELY = tuple(reversed(OTHERS))
 """The others, who is likely to be the best first: one that doesn't queue is enough."""
 
 
-def edge(low: float, high: float, queues: Callable[[float], bool]) -> float:
-    """The lowest rate from `low` to `high` that queues, within `WITHIN`; `high` if none does.
+def edge(low: float, high: float, queues: Callable[[float], bool]) -> float | None:
+    """The lowest rate between `low` and `high` that queues, within `WITHIN`; None: none tried.
 
     Who queues at a rate is taken to queue at all higher ones.
     """
+    found = None
     while high - low > WITHIN * low:
         middle = (low + high) / 2
-        low, high = (low, middle) if queues(middle) else (middle, high)
-    return high
+        if queues(middle):
+            found = high = middle
+        else:
+            low = middle
+    return found
 
 
 def queues(policy: str, runs: Sequence[Run], limit_s: float) -> bool:
@@ -57,7 +61,7 @@ def queues(policy: str, runs: Sequence[Run], limit_s: float) -> bool:
     return False
 
 
-def edge_of(runs: Sequence[Run]) -> float:
+def edge_of(runs: Sequence[Run]) -> float | None:
     """Of one workload; the runs' own rates don't matter. In a process of its own."""
     limit_s = QUEUES * floor_s(runs)
     highest = WORKLOADS[runs[0].trace].rates[-1]
@@ -75,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--reuse", type=Path, help="a file: what it has is not looked for again")
     options = root.parse_args(argv)
     requests, seeds = (300, SEEDS[:1]) if options.quick else (2000, SEEDS[:3])
-    result = report.begin("edges", {"requests": requests, "seeds": list(seeds), "queues": QUEUES})
+    settings = {"requests": requests, "seeds": list(seeds), "queues": QUEUES, "bracket": BRACKET}
+    result = report.begin("edges", settings)
     if options.reuse is not None:
         result.summary.update(json.loads(options.reuse.read_text())["summary"])
     wanted = {
@@ -85,6 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     }
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         for name, rate in zip(wanted, pool.map(edge_of, wanted.values()), strict=True):
+            if rate is None:
+                report.say(f"{name}: none up to {BRACKET[1]:g} times the paper's highest rate")
+                continue
             result.summary[name] = round(rate, 3)
             report.say(f"{name}: {rate:g} requests/s")
             if options.out is not None:
