@@ -1,0 +1,76 @@
+"""Requests that a vLLM engine doesn't take over, with the reason. No engine is started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
+
+from kvmig.engines.base import Export
+from kvmig.engines.vllm.adapter import VllmEngine
+from kvmig.engines.vllm.destination import Destination
+from kvmig.engines.vllm.payload import Progress, encode_progress
+from kvmig.engines.vllm.units import Units
+from kvmig.ground.errors import MigrationRefused
+
+
+def request(name: str = "r", tokens: int = 64) -> Request:
+    """One that comes."""
+    return Request(name, [1] * tokens, SamplingParams(max_tokens=9), None)
+
+
+def destination(*running: str, seats: int = 4, longest: int = 100) -> Destination:
+    """With these requests."""
+    scheduler: Any = object.__new__(Scheduler)
+    scheduler.running = [request(name) for name in running]
+    scheduler.requests = {one.request_id: one for one in scheduler.running}
+    scheduler.max_num_active_reqs = seats
+    scheduler.max_model_len = longest
+    scheduler.lora_config = None
+    return Destination(cast("EngineCore", SimpleNamespace(scheduler=scheduler)), Units(16))
+
+
+@pytest.mark.parametrize(
+    ("there", "comes", "reason", "sentence"),
+    [
+        (destination("r"), request(), "already_migrating", "r is here already"),
+        (destination(longest=50), request(), "incompatible", "64 tokens are too long"),
+        (destination("a", "b", seats=2), request(), "no_batch_slot", "2 requests run"),
+    ],
+)
+def test_a_request_that_has_no_place_is_refused_and_nothing_is_kept(
+    there: Destination, comes: Request, reason: str, sentence: str
+) -> None:
+    with pytest.raises(MigrationRefused, match=sentence) as refusal:
+        there.reserve(comes, Progress([], 0, prefilled=False))
+    assert refusal.value.reason == reason
+    assert there.reserved() == 0
+
+
+def test_what_was_never_reserved_is_not_grown_followed_or_committed() -> None:
+    there = destination()
+    for ask in (
+        lambda: there.grow("r", 64),
+        lambda: there.follow("r", Progress([], 64, prefilled=False)),
+        lambda: there.extend("r", 0, [1]),
+        lambda: there.commit("r", Progress([], 64, prefilled=False), None),
+    ):
+        with pytest.raises(MigrationRefused, match="r has no reservation here") as refusal:
+            ask()
+        assert refusal.value.reason == "unknown_request"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [[], [b"\xc1"], [encode_progress(Progress([], 0, prefilled=False))], [b"\x80", b"\x80"]],
+)
+async def test_an_export_of_another_engine_is_refused_as_such(payload: list[bytes]) -> None:
+    engine = object.__new__(VllmEngine)
+    with pytest.raises(MigrationRefused, match="export of another kind") as refusal:
+        await engine.reserve(Export("r", 64, payload))
+    assert refusal.value.reason == "incompatible"
