@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmig.check.__main__ import main
-from kvmig.check.explore import Explorer, Result
+from kvmig.check.explore import Result
 from kvmig.check.freeze import freeze
 from kvmig.check.request import Request
 from kvmig.check.scenarios import SHORT, Scenario, explore
@@ -129,6 +129,20 @@ def _nobody_looks_for_the_lost(plant: PLANT) -> None:
     plant.setattr(Recovery, "_leave_lost", lambda self: None)
 
 
+def _waits_for_the_dead(plant: PLANT) -> None:
+    unreachable = SourceMachine.unreachable
+    sends = 9
+
+    def patient(self: SourceMachine) -> list[here.Action]:
+        if self.state is here.S.COMMITTING and self._commits < sends:
+            self.go(here.E.TIMEOUT)
+            return []
+        return unreachable(self)
+
+    plant.setattr(here, "COMMIT_SENDS", sends)
+    plant.setattr(SourceMachine, "unreachable", patient)
+
+
 @pytest.mark.parametrize(
     ("bug", "found"),
     [
@@ -146,6 +160,7 @@ def _nobody_looks_for_the_lost(plant: PLANT) -> None:
         (_the_splice_takes_a_gap, "the client gets token"),
         (_the_arbiter_guesses, "decode the request at once"),
         (_nobody_looks_for_the_lost, "waits for ever"),
+        (_waits_for_the_dead, "nobody decodes for"),
     ],
     ids=lambda one: one.__name__.strip("_") if callable(one) else "",
 )
@@ -207,15 +222,6 @@ def test_with_many_faults_too(data: st.DataObject) -> None:
         assert len(WALKED.decoding(at)) <= 1
     assert WALKED.held(at) == []
     assert not WALKED.waits(at)
-
-
-def test_requests_that_are_alike_may_change_places() -> None:
-    request = Request("ab", SHORT, {"a": "b"})
-    apart = Explorer([request, request], faults=0).run()
-    together = Explorer([request, request], faults=0, alike=True).run()
-    alone = Explorer([request], faults=0).run()
-    assert apart.states == alone.states**2
-    assert together.states == alone.states * (alone.states + 1) // 2
 
 
 def test_equal_states_have_equal_pictures() -> None:

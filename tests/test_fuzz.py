@@ -27,13 +27,20 @@ from kvmig.kvtransfer.compat import fingerprint
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import (
     Abort,
+    Aborted,
     Chunk,
+    ChunkDone,
     Commit,
+    Committed,
+    FirstToken,
     Follow,
+    Following,
     Hello,
     Message,
     PeerMessage,
+    Refused,
     Reserve,
+    Reserved,
     Tokens,
 )
 from kvmig.kvtransfer.tombstones import Tombstones
@@ -190,6 +197,48 @@ async def test_sessions_bear_any_message_in_any_order(seed: int) -> None:
                 them.b.migrations.receive(b"nobody", message, [])
             if rng.random() < 0.1:
                 await asyncio.sleep(0)
+        await until(lambda: them.b.migrations.incoming == 0)
+        assert (them.b.engine.reserved, them.b.engine.following) == ({}, {})
+        assert (await them.move()).state == "committed"
+
+
+LAST_WORDS = (Committed, Refused, Aborted)
+"""Past the point of no return these decide: nothing tells a destination's lie from its word."""
+FROM_A_DESTINATION = (Reserved, ChunkDone, Following, FirstToken, *LAST_WORDS)
+
+
+def _answer(rng: random.Random, kind: type[Message], mid: str) -> Message:
+    fields: dict[str, Any] = {"mid": mid}
+    if kind is Reserved:
+        fields |= {"stage": rng.randrange(4), "hit_blocks": rng.choice([-1, 0, 1, 10**9])}
+        fields |= {"transport": rng.choice(["shm", "tcp", "text"])}
+    elif kind is ChunkDone:
+        fields |= {"slot": rng.randrange(-1, 3)}
+    return msgspec.structs.replace(example(kind), **fields)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_source_bears_any_answer_at_any_time(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    rng = random.Random(seed)
+    async with cluster(timeout_ms=300, lease_ms=600) as them:
+        migrations, endpoint = them.a.migrations, them.b.server.endpoint
+        for number in range(20):
+            request_id = f"r{number}"
+            them.a.engine.start(request_id)
+            moving = asyncio.ensure_future(them.move(request_id))
+            while not moving.done():
+                kind = rng.choice(FROM_A_DESTINATION)
+                for mid, departure in migrations._departures.items():
+                    decided = departure.session.machine.beyond and kind in LAST_WORDS
+                    if not decided and rng.random() < 0.02:
+                        migrations.receive_reply(endpoint, _answer(rng, kind, mid), [])
+                await asyncio.sleep(0)
+            state = (await moving).state
+            assert them.owners(request_id) == ("b" if state == "committed" else "a")
+            (them.b if state == "committed" else them.a).engine.end(request_id)
         await until(lambda: them.b.migrations.incoming == 0)
         assert (them.b.engine.reserved, them.b.engine.following) == ({}, {})
         assert (await them.move()).state == "committed"

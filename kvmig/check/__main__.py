@@ -19,6 +19,7 @@ Invariants, in every state:
   a request that decodes has all its blocks
   a commit is carried out once, and never undone
   no machine gets an event that its state has no arrow for
+  some side decodes it again after a lease at most, and a reply's time-out for each further fault
 and at every end, which comes whatever happens (there is no circle):
   every reserved block is given back, no migration is left
   the client has its whole answer, if an instance and its front end live"""
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     states, events = (sum(getattr(one, name) for one in results) for name in ("states", "events"))
     longest = max(results, key=lambda one: one.gap_s)
     print(f"\n{states:,} states, {events:,} events in {seconds:.1f} s.")
+    print(f"Two requests beside each other: {sum(one.pairs for one in results):,} states.")
     print(
         f"Longest time for which nobody decodes: {longest.gap_s:g} s, as time-outs are by default:"
     )
@@ -63,11 +65,14 @@ def _chosen(arguments: Sequence[str] | None) -> list[Scenario]:
     parser.add_argument(
         "--faults", type=_count, metavar="N", help="at most so many in each (default: 1 or 2)"
     )
+    parser.add_argument(
+        "--whole", action="store_true", help="compare two requests of three stages with faults, too"
+    )
     options = parser.parse_args(arguments)
     chosen = [one for one in SCENARIOS if options.only in (None, one.name)]
     if options.faults is not None:
         chosen = [one.with_faults(options.faults) for one in chosen]
-    return chosen
+    return [one.whole() for one in chosen] if options.whole else chosen
 
 
 def _count(text: str) -> int:
@@ -82,6 +87,8 @@ def _print(scenario: Scenario, result: Result) -> None:
         f"{result.ends:7,}{result.gap_s:7g}{result.seconds:7.1f}",
         flush=True,
     )
+    if result.pairs:
+        print(f"  both: {result.pairs:,} states; at one process: {result.shared:,}, compared")
     if result.violation:
         print(f"\n{result.violation}:")
         print("\n".join(f"  {at + 1:3} {label}" for at, label in enumerate(result.trace)))

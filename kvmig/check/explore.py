@@ -1,30 +1,31 @@
-"""Visits every state of a scenario, breadth first, and says what is wrong with the first bad one.
-
-Requests of one scenario have nothing in common but their instances: so its states are those
-of its requests beside each other, and only faults of instances, front end and scheduler
-happen to all of them at once.
-"""
+"""Visits every state of a request, breadth first, and says what is wrong with the first bad one."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
 
+from kvmig.check.arrival import LEASE_S
 from kvmig.check.cluster import Step
+from kvmig.check.departure import REPLY_S
 from kvmig.check.request import Request
 
-Node = tuple[int, ...]
-"""Faults that are left, and the number of each request's state."""
+Node = tuple[int, int]
+"""Faults that are left, and the number of the request's state."""
+
+
+def bound_s(faults: int) -> float:
+    """How long nobody may decode: a lease, and a reply's time-out for each further fault."""
+    return LEASE_S + max(0, faults - 1) * REPLY_S
 
 
 @dataclass
 class Result:
     """violation: empty if every invariant holds; then trace says how it came.
 
-    gap_s: longest time for which no side decodes; gap: what passes meanwhile.
+    gap_s: longest time for which no side decodes; gap: what passes meanwhile. pairs: states of
+    two such requests, see `pairs.count`; shared: of what both have at one process, compared.
     """
 
     states: int = 0
@@ -35,15 +36,17 @@ class Result:
     trace: list[str] = field(default_factory=list)
     gap_s: float = 0.0
     gap: list[str] = field(default_factory=list)
+    pairs: int = 0
+    shared: int = 0
 
 
 class Explorer:
-    """Of one scenario. alike: its requests may change places."""
+    """Of one request, with so many faults at most."""
 
-    def __init__(self, requests: list[Request], faults: int, alike: bool = False) -> None:
-        self._requests = requests
-        self._alike = alike
-        start: Node = (faults, *(0 for _ in requests))
+    def __init__(self, request: Request, faults: int) -> None:
+        self._request = request
+        self._bound_s = bound_s(faults)
+        start: Node = (faults, 0)
         self._nodes = [start]
         self._at = {start: 0}
         self._from: list[tuple[int, str]] = [(-1, "")]
@@ -67,73 +70,41 @@ class Explorer:
         return result
 
     def _visit(self, at: int) -> None:
-        left, *states = self._nodes[at]
-        for request, state in zip(self._requests, states, strict=True):
-            decoding = request.decoding(state)
-            if len(decoding) > 1:
-                self._wrong(at, f"{' and '.join(decoding)} decode the request at once")
-                return
-        quiet = True
-        for index, request in enumerate(self._requests):
-            free = request.free(states[index])
-            quiet = quiet and not free
-            for step in free:
-                self._take(at, left, index, step)
-            if left and len(states) == 1:
-                for step in request.faults(states[index]):
-                    if step.cost <= left and not step.shared:
-                        self._take(at, left - step.cost, index, step)
+        left, state = self._nodes[at]
+        decoding = self._request.decoding(state)
+        if len(decoding) > 1:
+            self._wrong(at, f"{' and '.join(decoding)} decode the request at once")
+            return
+        free = self._request.free(state)
+        for step in free:
+            self._take(at, left, step)
         if left:
-            self._take_shared(at, left - 1, states)
+            for step in self._request.faults(state):
+                if step.cost <= left:
+                    self._take(at, left - step.cost, step)
         self._ends.append(len(self._targets))
-        if quiet:
-            self._end(at)
+        if not free:
+            self._end(at, state)
 
-    def _take(self, at: int, left: int, index: int, step: Step) -> None:
-        _, *states = self._nodes[at]
-        label = step.label if len(states) == 1 else f"request {index + 1}: {step.label}"
-        states[index] = step.target
-        self._add(at, (left, *states), label, step.seconds)
-        if step.violation:
-            self._wrong(at, step.violation, label)
-
-    def _take_shared(self, at: int, left: int, states: list[int]) -> None:
-        """Faults that hit every request that can be hit by them."""
-        hits: dict[str, list[list[Step]]] = {}
-        for index, request in enumerate(self._requests):
-            for step in request.faults(states[index]):
-                if step.shared:
-                    kind = step.shared.partition(",")[0]
-                    ways = hits.setdefault(kind, [[] for _ in states])
-                    ways[index].append(step)
-        for ways in hits.values():
-            untouched = [
-                found or [Step("", state, 0, 0.0, "", "")]
-                for found, state in zip(ways, states, strict=True)
-            ]
-            for taken in product(*untouched):
-                label = next(step.label for step in taken if step.label)
-                self._add(at, (left, *(step.target for step in taken)), label, 0.0)
-
-    def _add(self, at: int, node: Node, label: str, seconds: float) -> None:
-        if self._alike:
-            node = (node[0], *sorted(node[1:]))
+    def _take(self, at: int, left: int, step: Step) -> None:
+        node = (left, step.target)
         known = self._at.get(node)
         if known is None:
             known = self._at[node] = len(self._nodes)
             self._nodes.append(node)
-            self._from.append((at, label))
+            self._from.append((at, step.label))
         self._targets.append(known)
-        self._seconds.append(seconds)
+        self._seconds.append(step.seconds)
+        if step.violation:
+            self._wrong(at, step.violation, step.label)
 
-    def _end(self, at: int) -> None:
+    def _end(self, at: int, state: int) -> None:
         """Nothing more can happen."""
         self._result.ends += 1
-        for request, state in zip(self._requests, self._nodes[at][1:], strict=True):
-            if held := request.held(state):
-                self._wrong(at, f"at the end {', '.join(held)}")
-            elif request.waits(state):
-                self._wrong(at, "the client waits for ever")
+        if held := self._request.held(state):
+            self._wrong(at, f"at the end {', '.join(held)}")
+        elif self._request.waits(state):
+            self._wrong(at, "the client waits for ever")
 
     def _wrong(self, at: int, violation: str, last: str = "") -> None:
         """last: what happened at `at` that led to it."""
@@ -157,22 +128,15 @@ class Explorer:
             around = zip(circle, [*circle[1:], circle[0]], strict=True)
             self._result.trace += [f"again: {self._leads(at, after)}" for at, after in around]
             return
-        for index, request in enumerate(self._requests):
-            self._longest(order, index, request.waits, request.decoding)
+        self._longest(order)
 
-    def _longest(
-        self,
-        order: list[int],
-        index: int,
-        waits: Callable[[int], bool],
-        decoding: Callable[[int], list[str]],
-    ) -> None:
+    def _longest(self, order: list[int]) -> None:
         gaps = array("d", bytes(8 * len(order)))
         nexts = array("i", [-1]) * len(order)
         worst = -1
         for at in reversed(order):
-            state = self._nodes[at][1 + index]
-            if not waits(state) or decoding(state):
+            state = self._nodes[at][1]
+            if not self._request.waits(state) or self._request.decoding(state):
                 continue
             for edge in self._edges(at):
                 after = self._seconds[edge] + gaps[self._targets[edge]]
@@ -180,22 +144,23 @@ class Explorer:
                     gaps[at], nexts[at] = after, edge
             if worst < 0 or gaps[at] > gaps[worst]:
                 worst = at
-        if worst < 0 or gaps[worst] <= self._result.gap_s:
+        if worst < 0:
             return
-        self._result.gap_s, self._result.gap = gaps[worst], []
-        at = worst
+        self._result.gap_s, at = gaps[worst], worst
         while nexts[at] >= 0:
             if self._seconds[nexts[at]]:
                 self._result.gap.append(self._label(at, nexts[at]))
             at = self._targets[nexts[at]]
+        if self._result.gap_s > self._bound_s:
+            self._wrong(worst, f"nobody decodes for {self._result.gap_s:g} s")
+            self._result.trace += self._result.gap
 
     def _label(self, at: int, edge: int) -> str:
-        target, seconds = self._nodes[self._targets[edge]], self._seconds[edge]
-        for index, request in enumerate(self._requests):
-            state = self._nodes[at][1 + index]
-            for one in (*request.free(state), *request.faults(state)):
-                if one.target == target[1 + index] and one.seconds == seconds:
-                    return f"{one.label} ({seconds:g} s)" if seconds else one.label
+        state, target = self._nodes[at][1], self._nodes[self._targets[edge]][1]
+        seconds = self._seconds[edge]
+        for one in (*self._request.free(state), *self._request.faults(state)):
+            if one.target == target and one.seconds == seconds:
+                return f"{one.label} ({seconds:g} s)" if seconds else one.label
         return f"{seconds:g} s"
 
     def _edges(self, at: int) -> range:

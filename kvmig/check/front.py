@@ -28,7 +28,6 @@ from kvmig.kvtransfer.epochs import LEAP
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.wire import Frame
 
-REQUEST = "r"
 ALWAYS = FaultConfig(max_crashes=99)
 """A request is never held back for what its instances' ends may mean."""
 
@@ -45,8 +44,17 @@ class Output:
 class Front(Part):
     """Also the fleet and the sink of the code that runs. given: tokens that the client has."""
 
-    def __init__(self, instances: Sequence[str], tokens: int, owner: str) -> None:
+    def __init__(
+        self,
+        instances: Sequence[str],
+        tokens: int,
+        owner: str,
+        request: str = "r",
+        table: RequestTable | None = None,
+    ) -> None:
+        """table: that of other requests here, too."""
         super().__init__()
+        self.request = request
         self.alive = list(instances)
         self.given = 0
         self.failed = ""
@@ -55,14 +63,14 @@ class Front(Part):
         self._asking: dict[str, tuple[Resolve, str]] = {}
         """Questions of sources that the destination was asked for, by migration."""
         self._strays: set[tuple[str, str, int]] = set()
-        self._table = RequestTable()
-        self._endings = Endings(self._table, self, self)
-        self._recovery = Recovery(self._table, self, self._endings, Unobserved(), _no_time, ALWAYS)
-        self._verdicts = Verdicts(self._table, self._discard)
+        self.table = RequestTable() if table is None else table
+        self._endings = Endings(self.table, self, self)
+        self._recovery = Recovery(self.table, self, self._endings, Unobserved(), _no_time, ALWAYS)
+        self._verdicts = Verdicts(self.table, self._discard)
         self._streams = Streams(
-            self._table, self, self._decode, _no_index, self._act, self._stray, Unobserved()
+            self.table, self, self._decode, _no_index, self._act, self._stray, Unobserved()
         )
-        self._table.add(Entry(REQUEST, REQUEST, REQUEST, Splicer(owner), 1, 0, (), 0.0))
+        self.table.add(Entry(request, request, request, Splicer(owner), 1, 0, (), 0.0))
 
     def facts(self) -> Facts:
         """See `Part`; decodes: the run whose tokens count, and the epochs that are fenced."""
@@ -71,7 +79,7 @@ class Front(Part):
                  FENCE_TIMEOUT_S)
             for mid, (question, _) in self._asking.items()
         ]  # fmt: skip
-        entry = self._table.entries.get(REQUEST)
+        entry = self.table.entries.get(self.request)
         if entry is None:
             return Facts(tuple(moves), links=tuple(self.alive))
         unplaced = entry.unplaced_since is not None
@@ -117,7 +125,7 @@ class Front(Part):
 
     def overdue(self) -> None:
         """As `Router._look`, long after an item was held."""
-        self._recovery.run_again(list(self._table), "tokens of its last owner were lost")
+        self._recovery.run_again(list(self.table), "tokens of its last owner were lost")
 
     def back(self, instance: str) -> None:
         """It was connected to again."""
@@ -126,7 +134,7 @@ class Front(Part):
 
     def client_leaves(self) -> None:
         """As `Router.abort`."""
-        entry = self._table.remove(REQUEST)
+        entry = self.table.remove(self.request)
         if entry is not None:
             self._endings.abort([entry])
 
@@ -139,7 +147,7 @@ class Front(Part):
                 self._say(mid, committed=False)
 
     def _left(self, left: Left) -> None:
-        entry = self._table.runs.get(left.run)
+        entry = self.table.runs.get(left.run)
         if entry is not None and left.committed:
             self._recovery.moved(entry, left.destination, left.epoch, left.before)
         if entry is not None and left.reason == "orphaned":

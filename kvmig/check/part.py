@@ -114,18 +114,22 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Library:
-    """Parts and messages by number; what happens at events, once it was found out."""
+    """Parts and messages by number; what happens at events, once it was found out.
+
+    ordered: see `freeze`. known: outcomes by part, event and message (-1: none).
+    """
 
     facts: list[Facts] = field(default_factory=list)
     messages: list[object] = field(default_factory=list)
     _parts: list[bytes] = field(default_factory=list)
     _numbers: dict[Hashable, int] = field(default_factory=dict)
-    _known: dict[tuple[int, Event, int], tuple[Outcome, ...]] = field(default_factory=dict)
+    known: dict[tuple[int, Event, int], tuple[Outcome, ...]] = field(default_factory=dict)
+    ordered: bool = True
 
     def number(self, part: Part) -> int:
         """Of this part in this state."""
         part.oracle = _NO_ORACLE
-        key = freeze(part)
+        key = freeze(part, self.ordered)
         at = self._numbers.get(key)
         if at is None:
             at = self._numbers[key] = len(self._parts)
@@ -150,9 +154,9 @@ class Library:
     def step(self, part: int, event: Event, message: int = -1) -> tuple[Outcome, ...]:
         """All that may come of an event; `message` is its last argument, if it has one."""
         key = (part, event, message)
-        known = self._known.get(key)
+        known = self.known.get(key)
         if known is None:
-            known = self._known[key] = tuple(self._outcomes(part, event, message))
+            known = self.known[key] = tuple(self._outcomes(part, event, message))
         return known
 
     def _outcomes(self, number: int, event: Event, message: int) -> list[Outcome]:

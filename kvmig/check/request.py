@@ -13,8 +13,8 @@ from kvmig.check.faults import Faults
 from kvmig.check.front import Front
 from kvmig.check.part import Kind, Library, Move
 from kvmig.check.site import Order, Shape, Site
-from kvmig.controlplane.messages import Submit
 from kvmig.gateway.links import RETRY_S
+from kvmig.gateway.requests import RequestTable
 
 
 class Request:
@@ -27,22 +27,25 @@ class Request:
         orders: dict[str, str],
         library: Library | None = None,
         cuts: bool = True,
+        name: str = "r",
     ) -> None:
         """names: instances, a letter each. orders: the scheduler's, instance -> destination.
 
-        cuts: whether a fault may break a connection of the front end.
+        cuts: whether a fault may break a connection of the front end. name: the request's.
         """
+        self.name = name
+        self.shape = shape
         self.library = library or Library()
         self.names = names
         self._cluster = Cluster(names, self.library)
         self._orders = tuple(
             (f"S>{at}", (self.library.letter(Order(to)),)) for at, to in sorted(orders.items())
         )
-        sites = [Site(name, shape) for name in names]
-        sites[0].hear(f"F>{names[0]}", Submit("r"))
+        sites = [self.site(at) for at in names]
+        sites[0].begin()
         self.start = State(
             tuple(self.library.number(site) for site in sites),
-            self.library.number(Front(sorted(names), shape.tokens, names[0])),
+            self.library.number(self.front()),
             self._orders,
         )
         self._faults = Faults(self._cluster, self._orders, cuts)
@@ -52,6 +55,14 @@ class Request:
         self._faulty: dict[int, list[Step]] = {}
         self._hit: set[int] = set()
         """Whose faults were looked for."""
+
+    def site(self, instance: str) -> Site:
+        """What an instance has of it before it is submitted."""
+        return Site(instance, self.shape, self.name)
+
+    def front(self, table: RequestTable | None = None) -> Front:
+        """What the front end has of it at first."""
+        return Front(sorted(self.names), self.shape.tokens, self.names[0], self.name, table)
 
     # -- by numbers; 0 is the start
 

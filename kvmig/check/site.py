@@ -74,9 +74,10 @@ class Left(NamedTuple):
 class Site(Part):
     """front_known: the front end counts as connected; front_up: it is."""
 
-    def __init__(self, name: str, shape: Shape) -> None:
+    def __init__(self, name: str, shape: Shape, request: str = "r") -> None:
         super().__init__()
         self.name = name
+        self.request = request
         self.shape = shape
         self.engine = Engine()
         self.tracking = Tracking()
@@ -91,11 +92,22 @@ class Site(Part):
         self._epochs = Epochs()
         self._begun = 0
 
+    def share(self, other: Site) -> None:
+        """Let `other`, of another request here, have the tables that a llumlet has once."""
+        other.engine, other.tracking, other.arrivals = self.engine, self.tracking, self.arrivals
+        other.tombstones, other.committed = self.tombstones, self.committed
+        other.unheard, other._epochs = self.unheard, self._epochs
+
+    def begin(self) -> None:
+        """The request is submitted here."""
+        self.hear(f"F>{self.name}", Submit(self.request))
+
     def facts(self) -> Facts:
         """See `Part`."""
+        slots = {run: slot for run, slot in self.engine.slots.items() if self._ours(run)}
         moves = [Move(f"'s engine decodes a token of {run}", ("emit", run), "token")
-                 for run, slot in self.engine.slots.items() if slot.state == "running"]  # fmt: skip
-        holds = [f"{slot.state} blocks of {run}" for run, slot in self.engine.slots.items()]
+                 for run, slot in slots.items() if slot.state == "running"]  # fmt: skip
+        holds = [f"{slot.state} blocks of {run}" for run, slot in slots.items()]
         deaf = frozenset[str]()
         if self.out is not None:
             moves += self.out.moves()
@@ -103,18 +115,22 @@ class Site(Part):
             if not self.out.listens:
                 deaf = frozenset([self.out.replies])
         for mid, arrival in self.arrivals.items():
-            moves += arrival.moves()
-            holds.append(f"migration {mid} in")
+            if self._ours(arrival.opening.request_id):
+                moves += arrival.moves()
+                holds.append(f"migration {mid} in")
         if self.front_known and not self.front_up:
             moves.append(Move("notices that the front end is gone", ("front_gone",)))
         decodes = [
             (run, track.epoch)
-            for run in self.engine.slots
+            for run in slots
             if self.engine.running(run) and (track := self.tracking.get(run))
         ]
         reply = self.out.replies if self.out is not None else ""
         links = (self.out.destination,) if self.out is not None else ()
         return Facts(tuple(moves), deaf, tuple(holds), tuple(decodes), links, reply)
+
+    def _ours(self, run: str) -> bool:
+        return run.partition("+")[0] == self.request
 
     # -- helpers of its sessions
 
@@ -200,9 +216,9 @@ class Site(Part):
         self.arrivals[mid].extended(self)
 
     def front_gone(self) -> None:
-        """As `_front_lost`."""
+        """As `_front_lost`, which goes from request to request."""
         self.front_known = False
-        self._abort(self.tracking.of("F"))
+        self._abort([run for run in self.tracking.of("F") if self._ours(run)])
 
     def front_cut(self) -> None:
         """The connection to the front end broke; it shows with the next thing to send."""
@@ -255,7 +271,7 @@ class Site(Part):
         return out.doing is not None and type(out.doing).__name__ == "AskArbiter"
 
     def _migrate(self, destination: str) -> None:
-        runs = [run for run in self.engine.slots if self.engine.running(run)]
+        runs = [run for run in self.engine.slots if self.engine.running(run) and self._ours(run)]
         if self.out is not None or not runs or self._begun >= MIGRATIONS:
             return
         run = runs[0]
@@ -265,7 +281,7 @@ class Site(Part):
         before = track.epoch if track else 0
         epoch = self._epochs.after(run, before)
         self._begun += 1
-        mid = f"{self.name}{self._begun}"
+        mid = f"{self.name}{self._begun}{self.request}"
         machine = SourceMachine(mid, self.shape.stages)
         self.out = Departure(mid, run, epoch, before, self.name, destination, machine)
         self.out.start(self)
