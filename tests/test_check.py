@@ -20,6 +20,7 @@ from kvmig.gateway.splice import Splicer
 from kvmig.gateway.verdict import Verdicts
 from kvmig.kvtransfer import destination_actions as there
 from kvmig.kvtransfer import source_actions as here
+from kvmig.kvtransfer import source_machine
 from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.messages import Commit
 from kvmig.kvtransfer.source_machine import E, S, SourceMachine
@@ -134,12 +135,12 @@ def _waits_for_the_dead(plant: PLANT) -> None:
     sends = 9
 
     def patient(self: SourceMachine) -> list[here.Action]:
-        if self.state is here.S.COMMITTING and self._commits < sends:
-            self.go(here.E.TIMEOUT)
+        if self.state is S.COMMITTING and self._commits < sends:
+            self.go(E.TIMEOUT)
             return []
         return unreachable(self)
 
-    plant.setattr(here, "COMMIT_SENDS", sends)
+    plant.setattr(source_machine, "COMMIT_SENDS", sends)
     plant.setattr(SourceMachine, "unreachable", patient)
 
 
