@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -103,6 +104,33 @@ async def test_among_others_at_the_destination_all_get_the_same(pair: Pair) -> N
 
     assert (await pair.finish("moved")).tokens == unmoved.tokens
     assert (await pair.finish("other")).tokens == alone.tokens
+
+
+async def test_a_step_that_expects_a_commit_waits_for_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmoved = await pair.unmoved(PROMPT)
+    pair.submit(pair.b, "other", PROMPT[3:])
+    await pair.step(pair.b, until=("other", 5))
+    pair.submit(pair.a, "moved", PROMPT)
+    await pair.step(pair.a, until=("moved", 10))
+    await pair.fork(pair.a, pair.b, "moved")
+    tail = await pair.suspend(pair.a, "moved", 10**6)
+    for module in ("step_hold", "vllm.core"):  # nothing but the commit may end the wait
+        monkeypatch.setattr(f"kvmig.engines.{module}.limit_s", lambda step_s: 60.0)
+    engine = pair.b.engine
+    engine.expect("moved", 0.0)
+    engine.assign("moved", 1)
+    commit = asyncio.ensure_future(engine.commit("moved", tail))
+    await pair.settle()
+
+    pair.b.core._process_engine_step()
+
+    assert not engine._destination.is_arriving("moved")
+    await pair.done(commit)
+    await pair.done(pair.a.engine.release("moved"))
+    assert (await pair.finish("moved")).tokens == unmoved.tokens
+    await pair.finish("other")
 
 
 async def test_a_follower_puts_nothing_out_and_is_no_request_of_the_destination(
