@@ -28,6 +28,7 @@ from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
+    Bundle,
     Chunk,
     ChunkDone,
     Commit,
@@ -180,14 +181,20 @@ async def test_who_has_not_the_secret_is_refused_and_counted() -> None:
         front.client.close()
 
 
+def _chunk(mid: str) -> Message:
+    return msgspec.structs.replace(example(Chunk), mid=mid)
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_sessions_bear_any_message_in_any_order(seed: int) -> None:
     rng = random.Random(seed)
     async with cluster(timeout_ms=5000, lease_ms=500) as them:
         model = fingerprint(them.b.engine.layout)
         for _ in range(300):
-            message: Message = example(rng.choice(FROM_A_SOURCE))
-            names = {"mid": str(rng.randrange(4))}
+            message: Message = example(rng.choice((*FROM_A_SOURCE, Bundle)))
+            names: dict[str, Any] = {"mid": str(rng.randrange(4))}
+            if isinstance(message, Bundle):
+                names = {"chunks": [_chunk(str(rng.randrange(4))) for _ in range(rng.randrange(4))]}
             if isinstance(message, Reserve | Commit):
                 names["request_id"] = f"r{rng.randrange(3)}"
             if isinstance(message, Reserve):
