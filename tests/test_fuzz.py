@@ -48,6 +48,7 @@ from kvmig.kvtransfer.tombstones import Tombstones
 from kvmig.kvtransfer.versions import VERSION
 from kvmig.kvtransfer.wire import Codec
 from scripts.corpus import TYPES, example, recorded
+from tests import fake_llumlet
 from tests.fake_cluster import cluster, until
 from tests.test_llumlet_loops import SECRET, FrontEnd, Toy, llumlet
 
@@ -249,3 +250,22 @@ async def test_a_source_bears_any_answer_at_any_time(
         await until(lambda: them.b.migrations.incoming == 0)
         assert (them.b.engine.reserved, them.b.engine.following) == ({}, {})
         assert (await them.move()).state == "committed"
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_front_end_bears_any_message_of_an_instance(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(seed)
+    async with fake_llumlet.cluster() as it:
+        serving = await it.submit()
+        (rogue,) = (one for one in it.llumlets if one is not serving)
+        for start in range(10):
+            for kind in rng.sample(TYPES, 10):
+                frames = [rng.randbytes(rng.randrange(20)) for _ in range(rng.randrange(3))]
+                with suppress(TransportError):  # it was disconnected
+                    rogue.send(example(kind), frames)
+            serving.step(("r", 0, start, [start]))
+            await it.front.until(lambda: it.front.tokens.get("r", [])[-1:] == [start])  # noqa: B023
+        assert it.front.tokens["r"] == list(range(10))
+    assert "handling its messages failed" not in caplog.text

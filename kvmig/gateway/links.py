@@ -7,6 +7,8 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from kvmig.controlplane.messages import ClusterMessage, Welcome
 from kvmig.gateway.errors import InstanceLost
 from kvmig.ground.errors import PeerError, TransportError
@@ -29,7 +31,7 @@ class Listener(Protocol):
         ...
 
     def on_refused(self, link: Link, error: PeerError) -> None:
-        """A message that can't be read."""
+        """A message that can't be read, or taken."""
         ...
 
     def on_lost(self, link: Link, reason: str) -> None:
@@ -131,9 +133,20 @@ class Link:
                 if isinstance(message, Welcome):
                     self._greet(message)
                 elif self.welcome is not None:
-                    self._listener.on_message(self, message, payload)
+                    self._take(message, payload)
         finally:
             client.close()
+
+    def _take(self, message: Message, payload: list[memoryview]) -> None:
+        """What can't be taken costs the connection: what it brought is lost, like tokens."""
+        try:
+            self._listener.on_message(self, message, payload)
+        except (PeerError, msgspec.MsgspecError) as error:
+            refused = error
+            if not isinstance(error, PeerError):
+                refused = PeerError(f"{type(message).__name__} can't be used: {error}", "unusable")
+            self._listener.on_refused(self, refused)
+            raise refused from error
 
     def _greet(self, welcome: Welcome) -> None:
         if not VERSION.understands(welcome.version) or welcome.instance != self.instance:

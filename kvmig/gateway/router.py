@@ -276,6 +276,8 @@ class Router:
         self._fleet.heard(link.instance)
         match message:
             case Outputs():
+                if not payload:
+                    raise PeerError(f"{link.instance} sent outputs without items", "unusable")
                 self._streams.take(link.instance, message, payload, self._clock())
             case LoadReport():
                 self._fleet.report(message)

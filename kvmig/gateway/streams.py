@@ -47,7 +47,8 @@ class Streams:
     ) -> None:
         """Deliver what an instance's step gave, as far as it is its turn.
 
-        Raises PeerError when spans and items don't match; nothing is delivered then.
+        Raises PeerError when spans and items don't match, msgspec.MsgspecError when items can't be
+        read; nothing is delivered then.
         """
         batch = self._decode(payload)
         if len(batch.items) != len(outputs.spans):
