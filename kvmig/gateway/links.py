@@ -141,10 +141,11 @@ class Link:
         """What can't be taken costs the connection: what it brought is lost, like tokens."""
         try:
             self._listener.on_message(self, message, payload)
-        except (PeerError, msgspec.MsgspecError) as error:
-            refused = error
-            if not isinstance(error, PeerError):
-                refused = PeerError(f"{type(message).__name__} can't be used: {error}", "unusable")
+        except PeerError as error:
+            self._listener.on_refused(self, error)
+            raise
+        except msgspec.MsgspecError as error:
+            refused = PeerError(f"{type(message).__name__} can't be used: {error}", "unusable")
             self._listener.on_refused(self, refused)
             raise refused from error
 
