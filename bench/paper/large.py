@@ -11,7 +11,7 @@ POLICIES = ("round-robin", "least-loaded", "llumnix", "kvmig")
 SIZES = ((16, 10_000), (64, 40_000), (1_000, 100_000))
 """Instances, and requests: 2.1 a second and instance."""
 
-LARGEST = ("llumnix", "kvmig")
+LARGEST = ("least-loaded", "llumnix", "kvmig")
 """Policies that are tried with 1,000, too."""
 
 
