@@ -12,6 +12,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.cadence_meter import CadenceMeter
+from kvmig.engines.step_hold import StepHold
 from kvmig.engines.step_marks import StepMarks
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.memory import BlockMemory
@@ -47,7 +48,7 @@ def test_a_step_leaves_its_event_before_anybody_is_told_of_its_blocks(
 
     monkeypatch.setattr(EngineCoreProc, "_process_engine_step", step)
     core = StepCore.__new__(StepCore)
-    core.cadence_meter = CadenceMeter()
+    core.cadence_meter, core.hold = CadenceMeter(), StepHold()
     core.stepping = nullcontext()
     core.after_step = lambda: calls.append("event")
     core.between_steps = lambda: calls.append("blocks")
