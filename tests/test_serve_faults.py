@@ -184,7 +184,7 @@ async def test_either_end_that_is_killed_in_migrations_takes_nothing_along(
     await all_counted(streams, 1500)
     assert {(await one).status_code for one in asked} <= {200, 404, 409, 503}
     await asyncio.to_thread(assert_server_is_empty, server)
-    assert f"instance {killed} is gone (killed by SIGKILL), again in 0.5 s" in server.output()
+    assert f"instance {killed} is gone (killed by SIGKILL), again in" in server.output()
     await said(server, killed, "serving")
 
 
