@@ -31,7 +31,8 @@ WHAT = ["open", "in", "fail", "out"]
 def test_never_too_many_are_told_and_all_of_them_in_the_end(steps: list[tuple[str, int]]) -> None:
     handshakes, told, failed = Handshakes(), 0, 0
     shaking, over = set[int](), set[int]()
-    for now, (what, one) in enumerate(steps):
+    for number, (what, one) in enumerate(steps):
+        now = number / len(steps)
         if what == "open" and one not in shaking | over:
             handshakes.accepted(one, now)
             shaking.add(one)
@@ -45,7 +46,7 @@ def test_never_too_many_are_told_and_all_of_them_in_the_end(steps: list[tuple[st
             failed += one in shaking
             shaking.discard(one)
             over.discard(one)
-        told += handshakes.failures(now / len(steps))
+        told += handshakes.failures(now)
         assert told <= failed
     told += handshakes.failures(2 * HANDSHAKE_S)
     assert told == failed + len(shaking)
