@@ -216,8 +216,9 @@ class VllmEngine:
         await self._on_engine(self._warm_step.run)
 
     def expect(self, request_id: str, ms: float) -> None:
-        if self._destination.is_arriving(request_id):
-            self._core.hold.expect(request_id, time.monotonic() + ms / 1e3)
+        self._core.hold.expect(request_id, time.monotonic() + ms / 1e3)
+        if not self._destination.is_arriving(request_id):  # asked last: it may end meanwhile
+            self._core.hold.over(request_id)
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         progress = decode_progress(tail.state)
