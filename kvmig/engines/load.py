@@ -57,6 +57,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """Requests that can run at once; 0: as many as there are blocks for."""
     preempted_waiting: int = 0
     """Of those that wait: ran here already and were preempted; 0 where the engine can't tell."""
+    prefill_blocks: int = 0
+    """Of running requests: what is still to be computed of their prompts before they decode."""
 
 
 class RequestState(msgspec.Struct, frozen=True):
