@@ -19,8 +19,8 @@ from kvmig.sim.request import SimRequest
 from kvmig.sim.workloads import generate
 
 KVMIG = POLICIES["kvmig"]
-Moves = dict[str, list[float]]
-"""Times at which a request came somewhere by a migration, by its id."""
+Moves = dict[str, list[tuple[float, bool]]]
+"""When a request came somewhere by a migration, and whether with its KV, by its id."""
 
 
 def watched(trace: str, rate: float, cv: float, seed: int, instances: int) -> SimCluster:
@@ -34,7 +34,8 @@ def moves_of(cluster: SimCluster) -> Moves:
     moves: Moves = defaultdict(list)
 
     def came(llumlet: SimLlumlet, request: SimRequest) -> None:
-        moves[request.request_id].append(cluster.events.now)
+        with_kv = request not in llumlet.engine.waiting
+        moves[request.request_id].append((cluster.events.now, with_kv))
         SimLlumlet.arrived(llumlet, request)
 
     for llumlet in cluster.llumlets.values():
@@ -51,14 +52,14 @@ def moves_of(cluster: SimCluster) -> Moves:
     seed=st.integers(0, 1000),
     instances=st.integers(2, 5),
 )
-def test_no_request_moves_twice_within_its_cool_down(
+def test_no_request_moves_twice_within_its_cool_down_nor_its_kv_to_and_fro(
     trace: str, load: float, cv: float, seed: int, instances: int
 ) -> None:
     cluster = watched(trace, load * instances * 0.5, cv, seed, instances)
-    for times in moves_of(cluster).values():
-        gaps = [after - before for before, after in pairwise(times)]
+    for moves in moves_of(cluster).values():
+        gaps = [after - before for (before, _), (after, _) in pairwise(moves)]
         assert all(gap >= KVMIG.victims.cooldown_s for gap in gaps)
-        assert len(times) < 20
+        assert sum(with_kv for _, with_kv in moves) < 20
 
 
 def test_a_draining_instance_is_empty_before_its_requests_would_have_ended() -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from math import inf
 from typing import cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -174,17 +175,31 @@ def test_the_freest_is_never_one_with_more_usage_and_more_requests_than_another(
 
 def test_of_instances_with_room_enough_the_one_with_the_fewest_requests_is_taken() -> None:
     view = cluster(instance("a", 10, 5), instance("b", 40, 3), instance("c", 85, 1))
-    assert picks(FewestWithRoom(10), view, 1) == "b"
+    assert picks(FewestWithRoom(10, 0.3), view, 1) == "b"
+
+
+def test_a_block_of_prompt_to_be_computed_weighs_as_a_part_of_a_request() -> None:
+    view = cluster(instance("a", 10, 2, 1, 10, 10), instance("b", 10, 5))
+    assert picks(FewestWithRoom(10, 0.3), view, 1) == "b"
+    assert picks(FewestWithRoom(10, 0.1), view, 1) == "a"
+
+
+def test_a_prompt_that_is_being_computed_counts_as_one_that_waits() -> None:
+    busy = instance("a", 12, 2)
+    load = msgspec.structs.replace(busy.load, prefill_blocks=10)
+    view = cluster(msgspec.structs.replace(busy, load=load), instance("b", 10, 4))
+    assert picks(FewestWithRoom(10, 0.3), view, 1) == "b"
+    assert picks(FewestWithRoom(10, 0.1), view, 1) == "a"
 
 
 def test_of_as_many_requests_the_one_with_the_most_room_is_taken_and_of_equals_each() -> None:
     view = cluster(instance("a", 20, 3), instance("b", 10, 3), instance("c", 10, 3))
-    assert picks(FewestWithRoom(10), view, 4) == "bcbc"
+    assert picks(FewestWithRoom(10, 0.3), view, 4) == "bcbc"
 
 
 def test_without_room_enough_anywhere_the_roomiest_is_taken() -> None:
     view = cluster(instance("a", 90, 1), instance("b", 70, 4), instance("c", 100, 1, 1, 9, 9))
-    assert picks(FewestWithRoom(10), view, 1) == "b"
+    assert picks(FewestWithRoom(10, 0.3), view, 1) == "b"
 
 
 def protecting(name: str, high: int, normal: int) -> InstanceView:
@@ -195,7 +210,7 @@ def protecting(name: str, high: int, normal: int) -> InstanceView:
 
 
 def to(view: ClusterView, priority: int, demand: float = 5) -> str:
-    return FewestWithRoom(10).pick(view, NewRequest(demand, priority)).instance
+    return FewestWithRoom(10, 0.3).pick(view, NewRequest(demand, priority)).instance
 
 
 def test_a_protected_request_joins_its_like_as_long_as_they_fit_beside_each_other() -> None:

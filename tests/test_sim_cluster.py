@@ -127,6 +127,38 @@ def test_what_the_destination_has_cached_is_not_copied() -> None:
     assert copied_bytes(("a", "b")) - copied_bytes(("a", "a")) == 160 // 16 * block
 
 
+def full_pair(order_at: float) -> tuple[SimCluster, list[SimRequest]]:
+    """A request fills each of two instances; another waits behind the first, and is to move."""
+    requests = [SimRequest(n, 0.0, 330, 40) for n in range(2)] + [SimRequest(2, 0.2, 200, 5)]
+    cluster = SimCluster(requests, 2, small(), policy("round-robin"), setting("live"), Outcomes())
+    here = cluster.llumlets["i0"]
+    order = [Pair("i1", "", math.inf, math.inf, "queue")]
+    cluster.events.at(order_at, lambda: here.pair(order))
+    cluster.events.at(order_at + 0.001, lambda: here.pair([]))
+    return cluster, requests
+
+
+def test_one_that_waits_moves_to_where_it_has_no_room_yet_and_waits_there() -> None:
+    cluster, requests = full_pair(0.4)
+    queues = [one.engine.waiting for one in cluster.llumlets.values()]
+    seen: list[list[SimRequest]] = []
+    cluster.events.at(1.0, lambda: seen.extend(list(queue) for queue in queues))
+    outcomes = cluster.run()
+    assert seen == [[], [requests[2]]]
+    assert outcomes.migrations == {"committed": 1}
+    assert outcomes.copied_bytes == 0
+
+
+def test_one_that_starts_before_it_has_left_the_queue_stays() -> None:
+    ends: set[str] = set()
+    for at in range(1500, 2500, 10):
+        cluster, requests = full_pair(at / 1e3)
+        outcomes = cluster.run()
+        ends |= outcomes.migrations.keys()
+        assert all(one.tokens == one.final_tokens for one in requests)
+    assert {"committed", "started"} <= ends
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_policy_runs_a_workload(name: str) -> None:
     result = simulate(Run(trace="S-S", policy=name, rate=34.0, requests=600)).result

@@ -2,8 +2,9 @@
 
 The head of a queue may want more blocks than its instance has free, or a seat in a full
 batch. If another instance has them, waiting requests go there: they hold nothing, so that
-costs nothing. If the blocks are nowhere in one place, running requests of its own instance
-go to where there is room, no more than it takes to let the head in.
+costs nothing. If it fits nowhere, those behind it go where they fit. If the blocks are nowhere
+in one place, running requests of its own instance go to where there is room, no more than it
+takes to let the head in.
 """
 
 from __future__ import annotations
@@ -16,19 +17,39 @@ from kvmig.controlplane.columns import Column
 from kvmig.controlplane.ledger import Ledger, Takers
 
 
-def move_queues(ledger: Ledger) -> None:
-    """Pair instances whose head can't start with ones where it can, at once."""
+def unheld_blocks(ledger: Ledger) -> Column:
+    """Blocks of each that nobody holds now."""
+    free: Column = ledger.columns.total - ledger.columns.used
+    return free
+
+
+def missing_blocks(ledger: Ledger) -> Column:
+    """Blocks that the head of each queue lacks; 0 or less: it can start."""
     columns = ledger.columns
-    missing = _missing(ledger)
+    return np.where(columns.waiting > 0, columns.head - unheld_blocks(ledger), 0.0)
+
+
+def move_queues(ledger: Ledger) -> None:
+    """Pair instances whose head can't start with ones where it can, at once.
+
+    A head that fits nowhere lets those behind it pass, as many as fit elsewhere.
+    """
+    columns = ledger.columns
+    missing = missing_blocks(ledger)
     seated = (columns.waiting > 0) & (columns.running >= columns.seats)
     stuck = ledger.worst(ledger.serving & ((missing > 0) | seated), -missing)
     if not stuck:
         return
     takers = _takers(ledger)
     keepers = _keepers(ledger)
-    for source in stuck:
-        if not _move_queue(ledger, source, takers, 0.0):
-            _move_queue(ledger, source, keepers, 1.0)
+    blocked = [
+        source
+        for source in stuck
+        if not _move_queue(ledger, source, takers, 0.0)
+        and not _move_queue(ledger, source, keepers, 1.0)
+    ]
+    for source in blocked:
+        _pass_head(ledger, source, takers)
 
 
 def _move_queue(ledger: Ledger, source: int, takers: Takers, borrowed: float) -> bool:
@@ -51,10 +72,27 @@ def _move_queue(ledger: Ledger, source: int, takers: Takers, borrowed: float) ->
     return room >= wanted
 
 
+def _pass_head(ledger: Ledger, source: int, takers: Takers) -> None:
+    """Who waits behind its head goes to the first of `takers`, if anybody fits there."""
+    columns = ledger.columns
+    behind, count = float(columns.behind[source]), float(columns.waiting[source]) - 1
+    if count < 1:
+        return
+    roomiest = takers.take(source)
+    if roomiest:
+        destination = roomiest[0]
+        room = ledger.room(destination)
+        if room >= 1:
+            blocks = min(room, behind)
+            requests = math.ceil(count * blocks / max(behind, 1.0))
+            ledger.pair(source, destination, requests, blocks, budget=room, room=room, why="queue")
+    takers.put_back(roomiest)
+
+
 def make_room(ledger: Ledger) -> None:
     """Pair instances whose head fits nowhere with those who can take enough of what runs."""
     columns = ledger.columns
-    missing = _missing(ledger)
+    missing = missing_blocks(ledger)
     possible = (columns.total >= columns.head) & (columns.running > columns.out)
     stuck = ledger.worst(ledger.serving & (missing > 0) & possible, missing)
     if not stuck:

@@ -142,7 +142,9 @@ class FewestWithRoom:
     """The fewest requests among those with room enough; the roomiest if there is none.
 
     A step takes longer with each request in the batch, and each prompt stops all others for
-    its prefill: where memory isn't short, requests are what an instance should have few of.
+    its prefill: where memory isn't short, requests are what an instance should have few of,
+    and prompts that are still to be computed count by their length besides: each block of
+    them as `prompt_weight` requests.
     Enough: each request could still grow by `enough` blocks with the new one there.
 
     A request of a priority with headroom goes to where such ones run already, as long as
@@ -150,8 +152,9 @@ class FewestWithRoom:
     the room of a whole instance. Others go there only where they would have to wait elsewhere.
     """
 
-    def __init__(self, enough: float) -> None:
+    def __init__(self, enough: float, prompt_weight: float) -> None:
         self.enough = enough
+        self.prompt_weight = prompt_weight
         self._rotation = Rotation()
         self._roomiest = RoomiestAfter()
 
@@ -172,8 +175,9 @@ class FewestWithRoom:
             row = _most(columns.room, is_open & (columns.room + columns.kept >= demand))
             return self._roomiest.pick(view, request) if row is None else view.instances[row]
         if most >= self.enough:
-            shares = columns.share * (slack >= self.enough)  # the largest: the fewest requests
-            rows = np.flatnonzero(shares == shares.max())
+            crowds = columns.requests + self.prompt_weight * columns.prompts
+            crowds = np.where(slack >= self.enough, crowds, np.inf)
+            rows = np.flatnonzero(crowds == crowds.min())
             most = slack[rows].max()
             rows = rows[slack[rows] == most]
         else:

@@ -22,6 +22,7 @@ from kvmig.controlplane.dispatch import (
 )
 from kvmig.controlplane.drain import drain
 from kvmig.controlplane.extremes import pair_extremes
+from kvmig.controlplane.gather import gather
 from kvmig.controlplane.ledger import Rounds
 from kvmig.controlplane.protect import protect
 from kvmig.controlplane.victims import VictimRule
@@ -68,8 +69,12 @@ _POLICIES = (
     ),
     Policy(
         name="kvmig",
-        dispatcher=lambda: FewestWithRoom(enough=15.0),
-        rounds=Rounds(rules=(drain, protect, move_queues, make_room, balance)),
+        dispatcher=lambda: FewestWithRoom(enough=15.0, prompt_weight=0.3),
+        rounds=Rounds(
+            rules=(drain, protect, move_queues, make_room, gather, balance),
+            source_below=5.0,
+            destination_above=5.0,
+        ),
     ),
 )
 POLICIES = {one.name: one for one in _POLICIES}

@@ -64,6 +64,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
             1 / (self.requests + 1),
             load.used_blocks,
             load.head_blocks,
+            load.prefill_blocks + load.waiting_blocks + self.pending_blocks,
             load.running,
             load.waiting,
             self.requests,

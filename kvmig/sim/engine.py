@@ -62,6 +62,11 @@ class SimEngine:
         return len(self.batch.requests) + len(self.prompts)
 
     @property
+    def prefill_blocks(self) -> int:
+        """What is still to be computed of prompts, as of the last step boundary."""
+        return sum(self.blocks_for(one.tokens - one.computed) for one in self.prompts)
+
+    @property
     def empty(self) -> bool:
         """Whether it holds nothing at all."""
         return not (self.running or self.waiting or self.held)

@@ -24,6 +24,7 @@ def engine_load(engine: SimEngine, queued_before: float, with_classes: bool) -> 
         waiting_blocks=blocks,
         classes=_classes(engine) if with_classes else (),
         preempted_waiting=engine.waiting.preempted,
+        prefill_blocks=engine.prefill_blocks,
     )
 
 
