@@ -181,6 +181,26 @@ def test_without_live_stages_the_request_is_suspended_first() -> None:
     assert machine.reserved(0) == [source_actions.Suspend(0)]
 
 
+def waiting_source() -> SourceMachine:
+    """Suspending a request that waits."""
+    machine = SourceMachine("m", max_stages=8)
+    machine.exported(30)
+    machine.reserved(0)
+    assert machine.checked(Stage([], 0)) == [source_actions.Suspend(0)]
+    return machine
+
+
+def test_a_request_that_waits_goes_without_room_or_blocks() -> None:
+    machine, tail = waiting_source(), Tail([], 30, 0, b"")
+    assert machine.suspended(tail) == [source_actions.SendTail(0, tail)]
+
+
+def test_a_request_that_waited_and_has_begun_to_run_stays() -> None:
+    machine = waiting_source()
+    assert machine.suspended(TAIL) == [Resume(), SendAbort("started")]
+    assert (machine.state, machine.reason) == (source.S.ABORTED, "started")
+
+
 def test_the_destination_goes_from_reserve_to_commit() -> None:
     machine = DestinationMachine("m")
     assert machine.reserve(reserve(0)) == [destination_actions.ReserveBlocks(EXPORT, 30)]

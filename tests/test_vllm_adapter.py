@@ -212,6 +212,69 @@ async def test_a_waiting_request_moves_queue(pair: Pair) -> None:
         await pair.finish(f"busy {number}")
 
 
+@pytest.mark.parametrize("outputs", [0, 3])
+async def test_a_waiting_request_moves_to_where_no_block_and_no_place_is_free(
+    pair: Pair, outputs: int
+) -> None:
+    """outputs: that it had put out when it was preempted, and had to wait."""
+    unmoved = await pair.unmoved(PROMPT)
+    for number, prompt in enumerate(([*OTHER, *PROMPT[:80]], *[PROMPT[:20]] * 3)):
+        pair.submit(pair.b, f"busy {number}", prompt, max_tokens=30)
+    await pair.step(pair.b, until=("busy 3", 1))
+    there = pair.b.engine._engine_load()
+    assert (there.running, there.total_blocks - there.used_blocks) == (4, 2)
+    pair.submit(pair.a, "moved", PROMPT)
+    if outputs:
+        await pair.step(pair.a, until=("moved", outputs))
+        preempt(pair.a, "moved")
+
+    await pair.done(pair.a.engine.export("moved"))
+    assert (await pair.done(pair.a.engine.stage("moved", 0))).num_tokens == 0
+    await pair.move(pair.a, pair.b, "moved", steps=0)
+
+    there = pair.b.engine._engine_load()
+    assert (there.waiting, there.waiting_blocks) == (1, 4)
+    same(await pair.finish("moved"), unmoved)
+    for number in range(4):
+        await pair.finish(f"busy {number}")
+
+
+async def test_what_a_waiting_request_has_computed_meanwhile_is_refused_where_no_room_is(
+    pair: Pair,
+) -> None:
+    unmoved = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "kept", PROMPT)
+    pair.a.take_calls()
+    export = await pair.done(pair.a.engine.export("kept"))
+    await pair.done(pair.b.engine.reserve(export))
+    assert (await pair.done(pair.a.engine.stage("kept", 0))).num_tokens == 0
+    await pair.step(pair.a, until=("kept", 1))
+    tail = await pair.suspend(pair.a, "kept", 0)
+
+    pair.b.engine.assign("kept", 1)
+    with pytest.raises(MigrationRefused, match="no_blocks"):
+        await pair.done(pair.b.engine.commit("kept", tail))
+
+    await pair.done(pair.a.engine.resume("kept"))
+    same(await pair.finish("kept"), unmoved)
+
+
+async def test_a_load_says_what_is_left_of_prompts_that_run(pair: Pair) -> None:
+    """600 tokens in blocks of 32, 128 of them a step."""
+    pair.submit(pair.a, "long", LONG, max_tokens=5)
+    pair.submit(pair.a, "next", OTHER[:300], max_tokens=5)
+    left = []
+    while "long" not in pair.outputs:
+        pair.a.step()
+        await pair.settle()
+        left.append(pair.a.engine._engine_load().prefill_blocks)
+
+    assert left[:5] == [15, 11, 7, 3, 9]  # the step that ends the one prompt begins the next
+    for name in ("long", "next"):
+        await pair.finish(name)
+    assert pair.a.engine.load().prefill_blocks == 0
+
+
 async def test_several_requests_move_both_ways_at_once(pair: Pair) -> None:
     unmoved = {
         seed: await pair.unmoved(PROMPT[seed:], temperature=1.0, seed=seed) for seed in range(4)

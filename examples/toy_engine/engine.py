@@ -157,6 +157,7 @@ class ToyEngine:
 
     def load(self) -> EngineLoad:
         needs = [self._cache.needed(len(one.tokens)) for one in self._batch.waiting]
+        left = [len(one.tokens) - one.computed for one in self._batch.running]
         total = self.layout.num_blocks
         return EngineLoad(
             total_blocks=total,
@@ -165,6 +166,8 @@ class ToyEngine:
             waiting=len(needs),
             head_blocks=needs[0] if needs else 0,
             waiting_blocks=sum(needs),
+            # One that decodes has its last token to compute, and no more.
+            prefill_blocks=sum(self._cache.needed(tokens) for tokens in left if tokens > 1),
         )
 
     async def requests(self) -> list[RequestState]:

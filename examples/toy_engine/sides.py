@@ -43,7 +43,8 @@ class Source:
         """Full blocks: no step writes them any more, so they can be copied while it runs on."""
         request = self._checked(request_id).request
         full = request.computed // self._cache.block_tokens
-        return Stage(request.blocks[sent:full], len(request.tokens), request.num_outputs > 0)
+        room = len(request.tokens) if request.blocks else 0  # one that waits needs none yet
+        return Stage(request.blocks[sent:full], room, request.num_outputs > 0)
 
     def suspend(self, request_id: str, sent: int) -> Tail:
         """Out of the batch, but with its blocks; the last of them is part full."""
@@ -93,7 +94,7 @@ class Source:
 
 
 class Destination:
-    """Requests that come. Until `commit` they run elsewhere, and only hold blocks here."""
+    """Requests that come. Until `commit` they are elsewhere; those that run hold blocks here."""
 
     def __init__(self, batch: Batch, cache: Cache) -> None:
         self._batch = batch
@@ -105,20 +106,23 @@ class Destination:
         request_id = export.request_id
         if self._batch.find(request_id) is not None or request_id in self._arriving:
             raise MigrationRefused("already_migrating", f"{request_id} is here")
-        if len(self._batch.running) + len(self._arriving) >= self._batch.max_running:
-            raise MigrationRefused("no_batch_slot", f"{len(self._batch.running)} requests run")
         request = _decode(request_id, export.payload)
-        if request.computed and not self._cache.take(request.blocks, len(request.tokens)):
-            raise MigrationRefused("no_blocks", f"no room for {len(request.tokens)} tokens")
+        most = self._cache.needed(request.num_prompt + request.max_tokens)
+        if most > self._cache.layout.num_blocks:
+            raise MigrationRefused("incompatible", f"{most} blocks will never be free")
+        if request.computed:
+            self._take(request, len(request.tokens))
         self._arriving[request_id] = request
         return 0
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
         """Room for so many tokens, and a block more; if there is none the reservation ends."""
         request = self.known(request_id)
-        if not self._cache.take(request.blocks, num_tokens + self._cache.block_tokens):
+        try:
+            self._take(request, num_tokens + self._cache.block_tokens)
+        except MigrationRefused:
             self.cancel(request_id)
-            raise MigrationRefused("no_blocks", f"no room for {num_tokens} tokens")
+            raise
         return list(request.blocks)
 
     def commit(self, request_id: str, tail: Tail) -> None:
@@ -127,6 +131,8 @@ class Destination:
         request = _decode(request_id, [tail.state])
         request.computed = tail.there(request.computed, self._cache.block_tokens)
         request.client, request.blocks = arriving.client, arriving.blocks
+        if self._cache.needed(request.computed) > len(request.blocks):
+            raise MigrationRefused("no_blocks", f"{request.computed} tokens were never reserved")
         del self._arriving[request_id]
         if request.computed:
             self._batch.running.insert(0, request)
@@ -139,6 +145,15 @@ class Destination:
         request = self._arriving.pop(request_id, None)
         if request is not None:
             self._cache.give_back(request.blocks)
+
+    def _take(self, request: Request, num_tokens: int) -> None:
+        """Room for so many tokens; with its first blocks a request has a place in the batch."""
+        if not request.blocks:
+            taken = len(self._batch.running) + sum(bool(o.blocks) for o in self._arriving.values())
+            if taken >= self._batch.max_running:
+                raise MigrationRefused("no_batch_slot", f"{taken} requests run, or are about to")
+        if not self._cache.take(request.blocks, num_tokens):
+            raise MigrationRefused("no_blocks", f"no room for {num_tokens} tokens")
 
     def known(self, request_id: str) -> Request:
         """Raises MigrationRefused."""

@@ -123,7 +123,10 @@ class Engine(Protocol):
 
     # -- destination
     async def reserve(self, export: Export) -> int:
-        """Take blocks for the request and return how many hold its prefix already."""
+        """Take blocks for the request and return how many hold its prefix already.
+
+        One that waits gets none, nor a place in the batch: it will wait here.
+        """
         ...
 
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:

@@ -24,7 +24,8 @@ class Stage(msgspec.Struct, frozen=True):
     block_ids: list[int]
     """Full blocks of the request after the first `sent`, in order. They don't change any more."""
     num_tokens: int
-    """Tokens of the request now: the destination must hold as many, and one block spare."""
+    """That the destination must have room for, and for one block more: the request's tokens now.
+    0: it waits and holds no block. It will wait there, whether there is room now or not."""
     decoding: bool = False
     """Its prompt is computed: it gets a token each step."""
 

@@ -85,7 +85,8 @@ class Ledger:
 
     def staged(self, request_id: str, sent: int, stage: Stage) -> None:
         """`stage` returned this."""
-        self._tokens(request_id, stage.num_tokens)
+        if stage.num_tokens:
+            self._tokens(request_id, stage.num_tokens)
         self._named(request_id, sent, stage.block_ids)
         most = stage.num_tokens // self._layout.block_tokens
         if sent + len(stage.block_ids) > max(most, sent):

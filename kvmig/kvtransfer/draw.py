@@ -83,6 +83,8 @@ LABELS: dict[tuple[StrEnum, StrEnum], float] = {
     (There.JOINING, There.CANCELLED): 0.5,
 }
 """How far along its arrow a label stands, where it isn't the middle."""
+DETOURS: dict[tuple[StrEnum, StrEnum], float] = {(Here.CHECKING, Here.SUSPENDING): 86}
+"""Where an arrow goes down that would cross other states on the straight way."""
 LOOPS: dict[StrEnum, str] = {
     Here.COMMITTING: "left",
     Here.RESOLVING: "right",
@@ -163,6 +165,13 @@ def arrow(start: Box, end: Box, labels: list[str], along: float, shift: float) -
     return line([(x1, y1), (x2, y2)]) + text(x, top, lines)
 
 
+def detour(start: Box, end: Box, labels: list[str], x: float) -> str:
+    """A labelled arrow from left edge to left edge, by way of x."""
+    left, right = start.x - start.w / 2, end.x - end.w / 2
+    points = [(left, start.y), (x, start.y), (x, end.y), (right, end.y)]
+    return line(points) + text(x, (start.y + end.y) / 2, wrap(labels))
+
+
 def machine(table: Table, places: dict[StrEnum, Box], framed: list[Here]) -> str:
     """One table: arrows first, states on top."""
     arrows: dict[tuple[StrEnum, StrEnum], list[str]] = defaultdict(list)
@@ -174,6 +183,10 @@ def machine(table: Table, places: dict[StrEnum, Box], framed: list[Here]) -> str
     for (state, after), labels in arrows.items():
         if state is after:
             parts.append(loop(places[state], LOOPS[state], labels))
+            continue
+        if (state, after) in DETOURS:
+            x = DETOURS[state, after]
+            parts.append(detour(places[state], places[after], labels, x))
             continue
         shift = 14 if (after, state) in arrows else 0
         along = LABELS.get((state, after), 0.5)

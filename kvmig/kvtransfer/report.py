@@ -13,6 +13,7 @@ Reason = Literal[
     "finished",
     "aborted_by_client",
     "preempted",
+    "started",
     "unknown_request",
     "already_migrating",
     "no_blocks",

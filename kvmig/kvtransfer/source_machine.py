@@ -4,6 +4,7 @@ Before each stage blocks are pre-allocated (Reserve), after each the request is
 checked again. The rest of the request then goes one of three ways (`Way`): it is copied in the
 pause, or left out and computed again there, or the destination follows: the rest is sent while
 the request runs on, and its tokens as they come, until both ends are in step.
+One that waits and holds nothing is suspended at once, and sent without any of that.
 Until Commit is sent every failure leaves the request running here.
 After it only the destination's word, or the arbiter's, decides.
 """
@@ -70,6 +71,8 @@ class E(StrEnum):
     """The request is fine and has blocks for another stage."""
     ENOUGH = auto()
     """The request is fine and the rest is small enough for the tail."""
+    WAITS = auto()
+    """The request waits and holds nothing: it needs no room, and there is nothing to copy."""
     COPIED = auto()
     FORK = auto()
     """The destination holds blocks for the rest, and can follow."""
@@ -105,7 +108,11 @@ class SourceMachine(Machine):
     table: ClassVar[Table] = {
         S.EXPORTING: _until_commit(E.EXPORTED, S.RESERVING),
         S.RESERVING: _until_commit(E.RESERVED, S.CHECKING),
-        S.CHECKING: _until_commit(E.MORE, S.RESERVING_STAGE) | {E.ENOUGH: S.RESERVING_TAIL},
+        S.CHECKING: _until_commit(E.MORE, S.RESERVING_STAGE)
+        | {
+            E.ENOUGH: S.RESERVING_TAIL,
+            E.WAITS: S.SUSPENDING,
+        },
         S.RESERVING_STAGE: _until_commit(E.RESERVED, S.COPYING),
         S.COPYING: _until_commit(E.COPIED, S.CHECKING),
         S.RESERVING_TAIL: _until_commit(E.RESERVED, S.SUSPENDING) | {E.FORK: S.FORKING},
@@ -167,6 +174,11 @@ class SourceMachine(Machine):
         return self._plan.decoding
 
     @property
+    def waits(self) -> bool:
+        """Whether the request waited when it was last looked at: nobody reserves room for it."""
+        return not self._plan.num_tokens
+
+    @property
     def beyond(self) -> bool:
         """Past the point of no return, and not decided."""
         return self.state in (S.COMMITTING, S.RESOLVING)
@@ -200,8 +212,11 @@ class SourceMachine(Machine):
         way: what becomes of them, if they are the rest.
         """
         stop = enough(len(plan.block_ids), self.stage, self._max_stages)
-        self.go(E.ENOUGH if stop else E.MORE)
+        waits = not plan.num_tokens
+        self.go(E.WAITS if waits else E.ENOUGH if stop else E.MORE)
         self._plan, self.way = plan, way
+        if waits:
+            return [Suspend(self.sent)]
         self.stage += 1
         return [SendReserve(self.stage, plan.num_tokens, stop and way != "follow")]
 
@@ -236,6 +251,8 @@ class SourceMachine(Machine):
 
     def suspended(self, tail: Tail) -> list[Action]:
         """The request runs nowhere from here on. What is computed there needn't be sent."""
+        if self.waits and tail.block_ids:
+            return self.failed("started", "it waited, and began to run before it was suspended")
         self.go(E.SUSPENDED)
         if self.way == "recompute":
             tail = structs.replace(tail, block_ids=[], missing=len(tail.block_ids))

@@ -258,6 +258,8 @@ class SourceSession:
                 return await self._answer()
 
     async def _suspend(self, sent: int) -> list[Action]:
+        if self.machine.waits:  # nothing is copied, and nobody expects a token
+            return self.machine.suspended(await self._pause.suspend(sent, None, decoding=False))
         way, blocks = self.machine.way, None
         if way != "follow" and (stop := await self._pause.put_off()):
             return stop

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from kvmig.ground.errors import MigrationRefused, RequestGone
+from kvmig.testing.fullness import empty, fill
 from kvmig.testing.interposed import DESTINATION, SOURCE, failing, once
-from kvmig.testing.suite import ENDED, Suite
+from kvmig.testing.suite import QUICKER, Suite
 
 
 @pytest.mark.parametrize("method", [*SOURCE, *DESTINATION])
@@ -24,7 +25,7 @@ def test_whatever_fails_the_request_goes_on(suite: Suite, method: str, after: in
         report = await suite.move(moved)
         if after == 0:
             assert report.state == "aborted"
-            assert report.reason in ("error", *ENDED)
+            assert report.reason in ("error", *QUICKER)
         assert await suite.finish(moved) == expected
         if report.state == "aborted":
             assert set(suite.came_from(moved)) == {"a"}
@@ -79,36 +80,16 @@ def test_a_full_destination_refuses_and_the_request_goes_on(suite: Suite) -> Non
     async def scenario(suite: Suite) -> None:
         prompt = suite.prompt(suite.blocks(5.5))
         expected = await suite.undisturbed(prompt, suite.blocks(3))
-        hogs = await _fill(suite)
+        hogs = await fill(suite, "b")
         moved = suite.submit("a", prompt, suite.blocks(3))
         await suite.reach(moved, 2)
         report = await suite.move(moved)
         assert report.state == "aborted"
-        assert report.reason in ("no_blocks", "no_batch_slot", *ENDED)
+        assert report.reason in ("no_blocks", "no_batch_slot", *QUICKER)
         assert await suite.finish(moved) == expected
-        for hog in hogs:
-            await suite.engines["b"].cancel(hog)
+        await empty(suite, "b", hogs)
 
     suite.run(scenario)
-
-
-async def _fill(suite: Suite) -> list[str]:
-    """Reserve what there is at "b", for requests that never come: big ones, then smaller ones."""
-    a, b = suite.engines["a"], suite.engines["b"]
-    hogs: list[str] = []
-    for blocks in (16.5, 3.5):
-        refused = False
-        while not refused:
-            hog = suite.submit("a", suite.prompt(suite.blocks(blocks)), suite.blocks(10))
-            await suite.reach(hog, 1)
-            export = await a.export(hog)
-            a.abort([hog])
-            try:
-                await b.reserve(export)
-                hogs.append(hog)
-            except MigrationRefused:
-                refused = True
-    return hogs
 
 
 def test_changed_bytes_are_noticed_and_the_request_goes_on(suite: Suite) -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvmig.ground.errors import MigrationRefused
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.testing.interposed import FOLLOWED, FOLLOWING, failing, once
-from kvmig.testing.suite import ENDED, Suite
+from kvmig.testing.suite import QUICKER, Suite
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_followed_requests_move_both_ways_beside_others_that_stay(suite: Suite) 
             )
         )
         full = {"no_batch_slot", "no_blocks"}
-        assert {r.reason for r in reports if r.state != "committed"} <= {*ENDED, *full}
+        assert {r.reason for r in reports if r.state != "committed"} <= {*QUICKER, *full}
         assert [await suite.finish(request_id) for request_id in ids] == expected
 
     suite.run(scenario)
@@ -97,7 +97,7 @@ def test_whatever_fails_a_followed_request_goes_on(suite: Suite, method: str, af
         engine.before = failing(method, MigrationRefused("error", "for a test"), after)
         report = await suite.move(moved, rest="follow")
         if report.state == "aborted":
-            assert report.reason in ("error", *ENDED)
+            assert report.reason in ("error", *QUICKER)
         elif after == 0:
             assert method == "extend", "the switch came before it"
         assert await suite.finish(moved) == expected

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.testing.suite import ENDED, Suite
+from kvmig.testing.suite import QUICKER, Suite
 
 
 @pytest.mark.parametrize("blocks", [0.3, 1, 4.5])
@@ -40,7 +40,7 @@ def test_a_request_moves_before_its_first_token(suite: Suite, blocks: float) -> 
         expected = await suite.undisturbed(prompt, suite.blocks(1))
         prompt_again = suite.submit("a", prompt, suite.blocks(1))
         report = await suite.move(prompt_again)
-        assert report.state == "committed" or report.reason in ENDED
+        assert report.state == "committed" or report.reason in QUICKER
         assert await suite.finish(prompt_again) == expected
 
     suite.run(scenario)
@@ -54,7 +54,7 @@ def test_a_request_moves_in_its_prefill(suite: Suite) -> None:
         others = [suite.submit("a", suite.prompt(suite.blocks(2)), 20) for _ in range(3)]
         moved = suite.submit("a", prompt, suite.blocks(1))
         report = await suite.move(moved)
-        assert report.state == "committed" or report.reason in ENDED
+        assert report.state == "committed" or report.reason in QUICKER
         tokens = await suite.finish(moved)
         await asyncio.gather(*(suite.finish(other) for other in others))
         assert tokens == await suite.undisturbed(prompt, suite.blocks(1))
@@ -132,7 +132,7 @@ def test_several_move_at_once_both_ways_beside_others_that_stay(suite: Suite) ->
             )
         )
         full = {"no_batch_slot", "no_blocks"}
-        assert {r.reason for r in reports if r.state != "committed"} <= {*ENDED, *full}
+        assert {r.reason for r in reports if r.state != "committed"} <= {*QUICKER, *full}
         assert [await suite.finish(request_id) for request_id in ids] == expected
 
     suite.run(scenario)
@@ -145,7 +145,7 @@ def test_a_request_that_ends_while_it_moves_ends_once(suite: Suite) -> None:
             expected = await suite.undisturbed(prompt, length)
             moved = suite.submit("a", prompt, length)
             report = await suite.move(moved)
-            assert report.state == "committed" or report.reason in ENDED
+            assert report.state == "committed" or report.reason in QUICKER
             assert await suite.finish(moved) == expected
 
     suite.run(scenario)

@@ -8,7 +8,7 @@ from kvmig.ground.errors import MigrationRefused
 from kvmig.kvtransfer.pause_cost import MOST_TOKENS
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.testing.interposed import failing
-from kvmig.testing.suite import ENDED, Suite
+from kvmig.testing.suite import QUICKER, Suite
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_a_commit_that_fails_leaves_the_request_where_all_its_blocks_are(suite: 
         await suite.reach(moved, 3)
         suite.engines["b"].before = failing("commit", MigrationRefused("error", "for a test"))
         report = await suite.move(moved, rest="recompute")
-        assert (report.state, report.reason in ("error", *ENDED)) == ("aborted", True)
+        assert (report.state, report.reason in ("error", *QUICKER)) == ("aborted", True)
         assert await suite.finish(moved) == expected
         assert set(suite.came_from(moved)) == {"a"}
 

@@ -16,7 +16,7 @@ from kvmig.ground.errors import MigrationRefused
 
 @dataclass
 class Arriving:
-    """A request that holds blocks here and runs elsewhere still."""
+    """A request that is elsewhere still; one that runs there holds blocks here."""
 
     submitted: Submitted
     exported: Progress
@@ -46,9 +46,12 @@ class Destination:
         return len(self._arriving)
 
     def to_come(self) -> int:
-        """Arriving requests that are not among the scheduler's."""
+        """Arriving requests that will run, and are not among the scheduler's."""
         active = self._requests.scheduler.active_requests
-        return sum(request_id not in active for request_id in self._arriving)
+        return sum(
+            request_id not in active and bool(self._blocks.of(request_id))
+            for request_id in self._arriving
+        )
 
     def reserve(self, request_id: str, submitted: Submitted, exported: Progress) -> int:
         """Take blocks for the request; returns how many hold its prefix already."""
@@ -59,12 +62,9 @@ class Destination:
         most = len(submitted.prompt_token_ids) + submitted.max_tokens
         if most > self._max_tokens:
             raise MigrationRefused("incompatible", f"{most} tokens are too long")
-        scheduler = self._requests.scheduler
-        taken = len(scheduler.active_requests) + scheduler.elsewhere()
-        if taken >= scheduler.max_requests_per_batch:
-            raise MigrationRefused("no_batch_slot", f"{taken} requests run, or are about to")
         computed = exported.num_computed_tokens
         if computed:
+            self._check_seat()
             self._check_room(len(tokens))
             # One token more: transformers always leaves the last one to be computed.
             hits = self._blocks.share_prefix(request_id, tokens[: computed + 1])
@@ -74,13 +74,16 @@ class Destination:
                 self._blocks.free(request_id)
                 raise
         else:
-            hits = 0  # it waits at the source: it will wait here
+            hits = 0  # it waits, and it will wait here
         self._arriving[request_id] = arriving
         return hits
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
         """Hold `num_tokens` tokens and one block spare; all block ids in order."""
         self._known(request_id)
+        if not self._blocks.of(request_id):  # it waited when it was exported
+            self._check_seat()
+            self._check_room(num_tokens)
         self._blocks.hold(request_id, self._with_spare(num_tokens))
         return self._blocks.of(request_id)
 
@@ -173,6 +176,12 @@ class Destination:
     def _check_holds(self, request_id: str, computed: int) -> None:
         if len(self._blocks.of(request_id)) < self._blocks.needed(computed):
             raise MigrationRefused("no_blocks", f"{computed} tokens were never reserved")
+
+    def _check_seat(self) -> None:
+        scheduler = self._requests.scheduler
+        taken = len(scheduler.active_requests) + scheduler.elsewhere()
+        if taken >= scheduler.max_requests_per_batch:
+            raise MigrationRefused("no_batch_slot", f"{taken} requests run, or are about to")
 
     def _check_room(self, num_tokens: int) -> None:
         """It must not squeeze out those who run here."""

@@ -7,8 +7,9 @@ from kvmig.engines.transformers.requests import Requests, all_tokens
 
 
 def engine_load(requests: Requests) -> EngineLoad:
-    """Blocks and counts. O(waiting requests)."""
+    """Blocks and counts. O(waiting and running requests)."""
     scheduler, blocks = requests.scheduler, requests.blocks
+    running = [state for key, state in scheduler.active_requests.items() if key in requests]
     demands = [
         blocks.needed(len(scheduler.waiting_requests[request_id].initial_tokens))
         for request_id in scheduler.waiting_requests_order
@@ -16,10 +17,11 @@ def engine_load(requests: Requests) -> EngineLoad:
     return EngineLoad(
         total_blocks=blocks.total,
         used_blocks=blocks.total - blocks.free_now(),
-        running=sum(request_id in requests for request_id in scheduler.active_requests),
+        running=len(running),
         waiting=len(demands),
         head_blocks=demands[0] if demands else 0,
         waiting_blocks=sum(demands),
+        prefill_blocks=sum(blocks.needed(len(one.remaining_prefill_tokens)) for one in running),
     )
 
 

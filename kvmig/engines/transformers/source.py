@@ -47,11 +47,11 @@ class Source:
 
     def stage(self, request_id: str, sent: int) -> Stage:
         """The full blocks after the first `sent`: no step writes them any more."""
-        state = self._checked(request_id).state
+        state, held = self._checked(request_id).state, self._blocks.of(request_id)
         full = state.current_len() // self._blocks.tokens
         return Stage(
-            self._blocks.of(request_id)[sent:full],
-            len(all_tokens(state)),
+            held[sent:full],
+            len(all_tokens(state)) if held else 0,
             state.status == RequestStatus.DECODING,
         )
 

@@ -19,7 +19,7 @@ from kvmig.ground.errors import MigrationRefused
 
 @dataclass
 class Arriving:
-    """A request that holds blocks here and runs elsewhere still."""
+    """A request that is elsewhere still; one that runs there holds blocks here."""
 
     request: Request
     exported: Progress
@@ -53,12 +53,13 @@ class Destination:
             raise MigrationRefused("already_migrating", f"{request_id} is here already")
         if request.num_tokens > scheduler.max_model_len:
             raise MigrationRefused("incompatible", f"{request.num_tokens} tokens are too long")
-        if len(scheduler.running) >= scheduler.max_num_active_reqs:  # without those to come
-            raise MigrationRefused("no_batch_slot", f"{len(scheduler.running)} requests run")
+        waits = exported.num_computed_tokens == 0
+        if not waits:
+            self._check_seat()
         lora.load_adapter(self._core, request)
         self._arriving[request_id] = arriving = Arriving(request, exported)
-        if exported.num_computed_tokens == 0:
-            return 0  # it waits at the source: it will wait here
+        if waits:
+            return 0  # and it will wait here
         # As PREEMPTED the watermark holds for it: it must not squeeze out those who run here.
         request.status = RequestStatus.PREEMPTED
         try:
@@ -77,6 +78,7 @@ class Destination:
                 arriving.request, limit, delay_cache_blocks=True
             )
         else:
+            self._check_seat()  # it waited when it was exported
             arriving.request.status = RequestStatus.PREEMPTED
             grown = scheduler.kv_cache_manager.allocate_slots(
                 arriving.request,
@@ -167,9 +169,9 @@ class Destination:
         return len(self._arriving)
 
     def to_come(self) -> int:
-        """Arriving requests that are not among the running ones."""
+        """Arriving requests that will run, and are not among the running ones."""
         running = set(self._scheduler.running) if self._arriving else set()
-        return sum(one.request not in running for one in self._arriving.values())
+        return sum(one.has_blocks and one.request not in running for one in self._arriving.values())
 
     def is_arriving(self, request_id: str) -> bool:
         """Whether the request runs elsewhere still."""
@@ -205,6 +207,11 @@ class Destination:
             request.append_output_token_ids(token)
             if request.use_structured_output and not manager.accept_tokens(request, [token]):
                 raise MigrationRefused("error", f"the grammar refuses token {token}")
+
+    def _check_seat(self) -> None:
+        running = len(self._scheduler.running)
+        if running >= self._scheduler.max_num_active_reqs:  # without those to come
+            raise MigrationRefused("no_batch_slot", f"{running} requests run")
 
     def _check_room(self, request_id: str, computed: int) -> None:
         if computed and len(self._block_ids(request_id)) * self._scheduler.block_size < computed:

@@ -9,13 +9,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from kvmig.engines.base import ClassLoad, EngineLoad, RequestState
+from kvmig.engines.vllm.follower import Follower
 from kvmig.engines.vllm.movable import unmovable
 from kvmig.engines.vllm.preemptions import Preemptions
 from kvmig.engines.vllm.units import Units
 
 
 def engine_load(scheduler: Scheduler, units: Units, preemptions: Preemptions) -> EngineLoad:
-    """Blocks and counts. O(waiting requests), and O(running) where priorities differ."""
+    """Blocks and counts. O(waiting and running requests)."""
     pool = scheduler.kv_cache_manager.block_pool
     total = pool.num_gpu_blocks - 1  # one is vLLM's null block
     waiting = _queue(scheduler)
@@ -31,6 +32,7 @@ def engine_load(scheduler: Scheduler, units: Units, preemptions: Preemptions) ->
         preempted=preemptions.counts(),
         seats=scheduler.max_num_running_reqs,
         preempted_waiting=sum(one.status is RequestStatus.PREEMPTED for one in waiting),
+        prefill_blocks=sum(_left(request, units) for request in scheduler.running),
     )
 
 
@@ -81,6 +83,15 @@ def _queue(scheduler: Scheduler) -> list[Request]:
 def _demand(scheduler: Scheduler, request: Request) -> int:
     """The scheduler's blocks that admitting a waiting request takes."""
     return -(-request.num_tokens // scheduler.block_size)
+
+
+def _left(request: Request, units: Units) -> int:
+    """Units whose KV a running request lacks before it decodes; steps in flight count as done.
+
+    One that decodes has its last token to compute, and no more; a follower decodes elsewhere.
+    """
+    tokens = request.num_tokens - request.num_computed_tokens
+    return -(-tokens // units.tokens) if tokens > 1 and not isinstance(request, Follower) else 0
 
 
 def _classes(scheduler: Scheduler, waiting: list[Request], units: Units) -> tuple[ClassLoad, ...]:

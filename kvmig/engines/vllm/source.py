@@ -60,11 +60,10 @@ class Source:
 
     def stage(self, request_id: str, sent: int) -> Stage:
         """The full blocks after the first `sent`: no step writes them any more."""
-        request = self._checked(request_id).request
-        safe = request.num_computed_tokens - request.num_in_flight_tokens
-        full = max(0, safe) // self._units.tokens
+        request, held = self._checked(request_id).request, self._block_ids(request_id)
+        full = _computed(request) // self._units.tokens
         decoding = request.status == RequestStatus.RUNNING and not request.is_prefill_chunk
-        return Stage(self._block_ids(request_id)[sent:full], request.num_tokens, decoding)
+        return Stage(held[sent:full], request.num_tokens if held else 0, decoding)
 
     def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
         """The rest of the request as it is now; `on_tokens` hears of what comes, on this thread."""
@@ -150,8 +149,7 @@ class Source:
     def _tail(self, request_id: str, sent: int) -> Tail:
         leaving = self._checked(request_id)
         request = leaving.request
-        computed = request.num_computed_tokens - request.num_in_flight_tokens
-        used = -(-computed // self._units.tokens)
+        used = -(-_computed(request) // self._units.tokens)
         progress = self._progress(request, leaving.exported_outputs)
         return Tail(
             block_ids=self._block_ids(request_id)[sent:used],
@@ -164,7 +162,7 @@ class Source:
         stats = request.prefill_stats
         return Progress(
             output_token_ids=list(request.output_token_ids[since:]),
-            num_computed_tokens=request.num_computed_tokens - request.num_in_flight_tokens,
+            num_computed_tokens=_computed(request),
             prefilled=stats is None,
             cached_tokens=0 if stats is None else stats.num_cached_tokens,
             generator=runner.generator_state(self._core, request.request_id),
@@ -195,6 +193,14 @@ class Source:
             self.resume(request_id)
             raise RequestGone("preempted", f"request {request_id} was preempted at the source")
         return leaving
+
+
+def _computed(request: Request) -> int:
+    """Tokens whose KV is there, whatever steps are in flight.
+
+    Of a request that was preempted a step in flight computes tokens that don't count any more.
+    """
+    return max(0, request.num_computed_tokens - request.num_in_flight_tokens)
 
 
 def _leave_queue(scheduler: Scheduler, request: Request) -> None:

@@ -1,0 +1,39 @@
+"""Engines that have no room left: all that they have is reserved, for requests that never come."""
+
+from __future__ import annotations
+
+from kvmig.ground.errors import MigrationRefused
+from kvmig.testing.suite import Suite
+
+SIZES = (16.5, 3.5, 0.5)
+"""In blocks, of the requests that are reserved for: as many of each as there is room for."""
+
+
+async def fill(suite: Suite, first: str, *others: str) -> list[str]:
+    """Reserve at these engines until no request of half a block finds room; for whom.
+
+    Engine "a" makes the requests: it must come last.
+    """
+    a, exports = suite.engines["a"], []
+    for blocks in SIZES:
+        refused = False
+        while not refused:
+            hog = suite.submit("a", suite.prompt(suite.blocks(blocks)), suite.blocks(10))
+            await suite.reach(hog, 1)
+            export = await a.export(hog)
+            a.abort([hog])
+            try:
+                await suite.engines[first].reserve(export)
+                exports.append(export)
+            except MigrationRefused:
+                refused = True
+    for name in others:
+        for export in exports:
+            await suite.engines[name].reserve(export)
+    return [export.request_id for export in exports]
+
+
+async def empty(suite: Suite, name: str, hogs: list[str]) -> None:
+    """Give it all back."""
+    for hog in hogs:
+        await suite.engines[name].cancel(hog)

@@ -1,0 +1,56 @@
+"""A request that waits moves without room, and only as long as it waits."""
+
+from __future__ import annotations
+
+from kvmig.testing.fullness import empty, fill
+from kvmig.testing.suite import Suite
+
+
+async def _state(suite: Suite, name: str, request_id: str) -> str:
+    states = {one.request_id: one.state for one in await suite.engines[name].requests()}
+    return states.get(request_id, "")
+
+
+def test_a_request_that_waits_moves_to_an_engine_without_room_and_runs_once_there_is_some(
+    suite: Suite,
+) -> None:
+    async def scenario(suite: Suite) -> None:
+        prompt, b = suite.prompt(suite.blocks(5.5)), suite.engines["b"]
+        expected = await suite.undisturbed(prompt, suite.blocks(1))
+        hogs = await fill(suite, "b", "a")
+        moved = suite.submit("a", prompt, suite.blocks(1))
+        assert await _state(suite, "a", moved) == "waiting"
+        used = b.load().used_blocks
+        report = await suite.move(moved)
+        assert report.state == "committed", (report.reason, report.detail)
+        assert (report.stages, report.tail_blocks) == ([], 0)
+        assert await _state(suite, "b", moved) == "waiting"
+        assert b.load().used_blocks == used
+        await empty(suite, "b", hogs)
+        assert await suite.finish(moved) == expected
+        assert set(suite.came_from(moved)) == {"b"}
+        await empty(suite, "a", hogs)
+
+    suite.run(scenario)
+
+
+def test_a_request_that_begins_to_run_while_it_moves_without_room_stays(suite: Suite) -> None:
+    async def scenario(suite: Suite) -> None:
+        prompt, a = suite.prompt(suite.blocks(5.5)), suite.engines["a"]
+        expected = await suite.undisturbed(prompt, suite.blocks(6))
+        hogs = await fill(suite, "b", "a")
+        moved = suite.submit("a", prompt, suite.blocks(6))
+
+        async def starts(method: str) -> None:
+            if method == "suspend":
+                await empty(suite, "a", hogs)
+                await suite.reach(moved, 1)
+
+        a.before = starts
+        report = await suite.move(moved)
+        assert (report.state, report.reason in ("started", "finished")) == ("aborted", True)
+        assert await suite.finish(moved) == expected
+        assert set(suite.came_from(moved)) == {"a"}
+        await empty(suite, "b", hogs)
+
+    suite.run(scenario)
