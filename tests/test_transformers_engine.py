@@ -183,7 +183,7 @@ def test_requests_that_are_preempted_while_others_move_get_all_their_tokens(
             # Others than each other's: equal blocks are shared.
             prompts = [
                 list(f"{n} {n + 1} {n + 2} {n + 3} {n + 4} {n + 5}".encode())
-                for n in range(200, 260, 10)
+                for n in range(200, 280, 10)
             ]
             expected = [
                 await bench.finish(bench.submit("a", 60, prompt_token_ids=prompt))
