@@ -89,8 +89,6 @@ class Migration:
         """When it was suspended."""
         self._computed = 0
         """Tokens whose KV was there when it was exported."""
-        self._granted = 0
-        """Tokens that there was room asked for when it was checked last."""
         self.outcome = Outcome(events.now)
 
     def start(self) -> None:
@@ -164,17 +162,14 @@ class Migration:
     def _check(self, sent: int) -> list[here.Action]:
         place = self._source.place_of(self.request)
         full = place.computed // self._source.cost.capacity.block_tokens
-        self._granted = self._wanted(place)
-        return self._here.checked(Stage([0] * max(full - sent, 0), self._granted, place.decoding))
+        wanted = self._wanted(place)
+        return self._here.checked(Stage([0] * max(full - sent, 0), wanted, place.decoding))
 
     def _wanted(self, place: Place) -> int:
         """Tokens that there must be room for: none for one that waits, and will wait there."""
         return place.tokens if place.computed else 0
 
     def _suspend(self, sent: int) -> list[here.Action]:
-        place = self._source.place_of(self.request)
-        if place.computed and not self._granted:
-            return self._here.failed("started")
         self._place = self._source.suspend(self.request)
         self._suspended_at = self._events.now
         blocks = self._source.blocks_for(self._place.computed)
