@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,11 @@ from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports.select import open_staging
 from kvmig.kvtransfer.wire import Frame
 from tests.fake_engine import FakeEngine
+from tests.skipped_time import Skip, skipped_time
+
+PATIENCE_S = 60.0
+"""Far more than anything takes that happens, on a machine as busy as it may be."""
+SLACK_S = 0.001
 
 SECRET = b"a secret of the cluster"
 
@@ -107,7 +113,7 @@ class Node:
         self.server.close()
 
     async def close(self) -> None:
-        await self.migrations.close(2.0)
+        await self.migrations.close(PATIENCE_S)
         tasks = [self._serving, *(task for _, task in self._clients.values())]
         for task in tasks:
             task.cancel()
@@ -123,18 +129,22 @@ class Node:
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Wait for something that nobody announces."""
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    """Wait for something that nobody announces, for PATIENCE_S of real time at most."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        await asyncio.sleep(0.001)
 
 
 class Cluster:
-    """Nodes a and b, and a request r that decodes on a."""
+    """Nodes a and b, and a request r that decodes on a. skip: lets time pass on both."""
 
-    def __init__(self, a: Node, b: Node) -> None:
+    def __init__(self, a: Node, b: Node, config: MigrationConfig, skip: Skip) -> None:
         self.a = a
         self.b = b
+        self.skip = skip
+        self._config = config
         a.peers, b.peers = {"b": b}, {"a": a}
 
     async def move(self, request_id: str = "r", epoch: int = 0) -> MigrationReport:
@@ -142,6 +152,62 @@ class Cluster:
         return await self.a.migrations.migrate(
             request_id, "b", self.b.server.endpoint, gateway="g", epoch=epoch, output_tokens=3
         )
+
+    def skip_answer(self) -> None:
+        """Let the time pass that an answer, or a call of an engine, may take."""
+        self.skip(self._config.reply_timeout_ms / 1e3 + SLACK_S)
+
+    def skip_lease(self) -> None:
+        """Let the time pass that a destination waits for its source."""
+        self.skip(self._config.lease_ms / 1e3 + SLACK_S)
+
+    def in_vain(self, drop: Drop) -> Drop:
+        """Loses the same, and whoever waits for an answer then has waited long enough."""
+
+        def lose(message: Message) -> bool:
+            lost = drop(message)
+            if lost:
+                self.skip_answer()
+            return lost
+
+        return lose
+
+    async def run_out(self, moving: asyncio.Task[MigrationReport]) -> MigrationReport:
+        """The end of a migration whose next answer will not come."""
+        while not moving.done():
+            self.skip_answer()
+            await asyncio.sleep(0.001)
+        return await moving
+
+    def hang_in(self, method: str, at: Node) -> None:
+        """That engine's call takes longer than it may, until a asks the arbiter."""
+
+        async def hang(called: str) -> None:
+            while called == method and not self.a.asked:
+                self.skip_answer()
+                await asyncio.sleep(0)
+
+        at.engine.before = hang
+
+    def stop_in(self, method: str, at: Node, stops: Node) -> list[asyncio.Task[None]]:
+        """In that engine's call a node stops: has its `close`, once it is begun."""
+        closing: list[asyncio.Task[None]] = []
+
+        async def stop(called: str) -> None:
+            if called != method or closing:
+                return
+            closing.append(asyncio.create_task(stops.migrations.close(PATIENCE_S)))
+            if at is self.a and stops is self.b:
+                await until(lambda: self.b.migrations.incoming == 0)
+            for _ in range(3):  # enough for it to begin
+                await asyncio.sleep(0)
+
+        at.engine.before = stop
+        return closing
+
+    def moved(self) -> bool:
+        """Whether r is b's, and a waits for nothing but word of its first token."""
+        return bool(self.a.left) and self.a.migrations.outgoing == 0
 
     def owners(self, request_id: str = "r") -> str:
         """Where the request decodes, by name."""
@@ -181,8 +247,7 @@ def failing(method: str, error: Exception, after: int = 0) -> Callable[[str], Aw
 @asynccontextmanager
 async def cluster(
     *,
-    timeout_ms: float = 2000.0,
-    lease_ms: float = 10000.0,
+    timeout_ms: float = PATIENCE_S * 1e3,
     transport: Transport = "auto",
     chunks: int = 2,
     stages: int = 8,
@@ -192,11 +257,11 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     """Checks when it is left that no block, reservation, slot or suspended request is.
 
-    more: of MigrationConfig's fields.
+    more: of MigrationConfig's fields. A lease is four times as long as an answer may take.
     """
     config = MigrationConfig(
         reply_timeout_ms=timeout_ms,
-        lease_ms=lease_ms,
+        lease_ms=4 * timeout_ms,
         transport=transport,
         chunk_bytes=4096,
         staging_chunks=chunks,
@@ -207,7 +272,8 @@ async def cluster(
     b = Node("b", destination or FakeEngine(), config)
     if "r" not in a.engine.running:
         a.engine.start("r")
-    try:
-        yield Cluster(a, b)
-    finally:
-        await asyncio.gather(a.close(), b.close())
+    with skipped_time() as skip:
+        try:
+            yield Cluster(a, b, config, skip)
+        finally:
+            await asyncio.gather(a.close(), b.close())

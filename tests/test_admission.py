@@ -11,7 +11,7 @@ from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import ConfigError, MigrationRefused
 from kvmig.ground.layout import KVLayout, Region
 from kvmig.kvtransfer.admission import admit, kv_bytes
-from tests.fake_cluster import cluster, until
+from tests.fake_cluster import PATIENCE_S, cluster, until
 from tests.fake_engine import BLOCK_BYTES
 
 
@@ -63,13 +63,16 @@ async def test_migrations_over_the_count_wait_for_their_turn() -> None:
 
 
 async def test_a_turn_that_does_not_come_leaves_the_request_where_it_is() -> None:
-    async with cluster(max_migrations=1, timeout_ms=5000, lease_ms=300) as them:
+    async with cluster(max_migrations=1) as them:
         them.a.engine.start("s")
         release = asyncio.Event()
         them.a.engine.before = slowly(release)
         first = asyncio.create_task(them.move())
         await until(lambda: "suspend" in them.a.engine.calls)
-        report = await them.move("s")
+        second = asyncio.create_task(them.move("s"))
+        await until(lambda: "s" in them.a.migrations.moving())
+        them.skip_lease()
+        report = await second
         assert (report.reason, them.owners("s")) == ("busy", "a")
         assert "--max-migrations is 1" in report.detail
         release.set()
@@ -85,7 +88,7 @@ async def test_who_waits_for_a_turn_when_the_instance_stops_stays() -> None:
         await until(lambda: "suspend" in them.a.engine.calls)
         second = asyncio.create_task(them.move("s"))
         await until(lambda: "s" in them.a.migrations.moving())
-        closing = asyncio.create_task(them.a.migrations.close(2.0))
+        closing = asyncio.create_task(them.a.migrations.close(PATIENCE_S))
         await asyncio.sleep(0)
         release.set()
         assert (await second).reason == "shutdown"

@@ -20,7 +20,7 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
-from tests.fake_cluster import cluster, dropping, failing, until
+from tests.fake_cluster import PATIENCE_S, Cluster, cluster, dropping, failing, until
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
 
 
@@ -72,25 +72,32 @@ async def test_several_requests_move_at_once_in_both_directions() -> None:
 
 
 async def test_copying_that_never_catches_up_ends_at_the_last_stage() -> None:
-    async with cluster(source=FakeEngine(steps=9), stages=3, timeout_ms=300) as them:
+    async with cluster(source=FakeEngine(steps=9), stages=3) as them:
         report = await them.move()
         assert (report.state, len(report.stages)) == ("committed", 3)
         assert report.tail_blocks > 2
 
 
+FAR_LONGER = 20 * PATIENCE_S * 1e3
+
+
+def lose_first_token(them: Cluster, how: str) -> None:
+    """a learns that no word of it will come."""
+    if how == "aborted":
+        them.a.migrations.cancel_request("r", "aborted_by_client")
+    elif how == "peer lost":
+        them.a.migrations.peer_lost(them.b.server.endpoint)
+
+
 @pytest.mark.parametrize("how", ["aborted", "peer lost", "not decoding"])
 async def test_who_waits_for_no_first_token_gives_its_place_to_the_next(how: str) -> None:
-    # Far longer than this test may take.
-    async with cluster(timeout_ms=60_000.0, lease_ms=90_000.0, max_migrations=1) as them:
+    async with cluster(timeout_ms=FAR_LONGER, max_migrations=1) as them:
         them.b.engine.on_started = lambda request_id: None  # no token comes
         them.a.engine.decoding = how != "not decoding"
         moving = asyncio.create_task(them.move())
-        await until(lambda: them.a.left)
-        if how == "aborted":
-            them.a.migrations.cancel_request("r", "aborted_by_client")
-        elif how == "peer lost":
-            them.a.migrations.peer_lost(them.b.server.endpoint)
-        async with asyncio.timeout(20):
+        await until(them.moved)
+        lose_first_token(them, how)
+        async with asyncio.timeout(PATIENCE_S):
             report = await moving
         assert report.state == "committed"
         assert report.downtime_ms is not None
@@ -98,8 +105,23 @@ async def test_who_waits_for_no_first_token_gives_its_place_to_the_next(how: str
         them.b.engine.on_started = them.b.migrations.stepped
         them.a.engine.decoding = True
         them.a.engine.start("s")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             assert (await them.move("s")).state == "committed"
+
+
+@pytest.mark.parametrize("how", ["aborted", "peer lost"])
+async def test_who_learns_of_no_first_token_before_it_waits_does_not_wait(how: str) -> None:
+    async with cluster(timeout_ms=FAR_LONGER) as them:
+        them.b.engine.on_started = lambda request_id: None  # no token comes
+
+        async def leave(method: str) -> None:
+            if method == "release":
+                lose_first_token(them, how)
+
+        them.a.engine.before = leave
+        async with asyncio.timeout(PATIENCE_S):
+            report = await them.move()
+        assert (report.state, them.owners()) == ("committed", "b")
 
 
 async def test_without_live_stages_everything_goes_with_the_tail() -> None:
@@ -160,8 +182,9 @@ async def test_a_migration_that_runs_out_of_memory_is_told_at_once(side: str) ->
         node.on_no_memory = told.append
         node.engine.before = failing("gather" if side == "a" else "grow", MemoryError("none"))
         moving = asyncio.ensure_future(them.move())
-        await asyncio.wait([moving])
         await until(lambda: bool(told))
+        them.skip_answer()
+        await asyncio.wait([moving])
         assert isinstance(moving.exception(), MemoryError) == (side == "a")
         assert them.owners() == "a"
 
@@ -242,16 +265,22 @@ async def test_a_changed_block_is_noticed_and_the_request_stays() -> None:
 async def test_lost_messages_leave_the_request_in_one_place(
     kind: type[Message], times: int
 ) -> None:
-    async with cluster(timeout_ms=100, lease_ms=400) as them:
-        them.a.drop, them.b.drop = dropping(kind, times), dropping(kind, times)
-        report = await them.move()
+    async with cluster() as them:
+        for node in (them.a, them.b):
+            node.drop = them.in_vain(dropping(kind, times))
+        moving = asyncio.create_task(them.move())
+        if kind is FirstToken:
+            await until(them.moved)
+            them.skip_answer()
+        report = await moving
         moved = {
             Reserve: False, Reserved: False, Commit: times < 3, Committed: True, FirstToken: True,
         }[kind]  # fmt: skip
         assert (report.state == "committed") == moved
         assert them.owners() == ("b" if moved else "a")
         assert bool(them.a.asked) == (times >= 3 and kind in (Commit, Committed))
-        await asyncio.sleep(0.45)  # the lease of what the source could not take back
+        them.skip_lease()  # of what the source could not take back
+        await until(lambda: not them.b.engine.reserved)
 
 
 @pytest.mark.parametrize("kind", [Chunk, ChunkDone])
@@ -259,22 +288,27 @@ async def test_lost_messages_leave_the_request_in_one_place(
 async def test_a_lost_chunk_is_noticed_and_a_lost_receipt_costs_a_slot_only(
     kind: type[Message], times: int
 ) -> None:
-    async with cluster(timeout_ms=60, lease_ms=200) as them:
+    async with cluster() as them:
         them.a.drop, them.b.drop = dropping(kind, times), dropping(kind, times)
-        report = await them.move()
+        moving = asyncio.create_task(them.move())
+        if times == 99:
+            hears = them.b if kind is Chunk else them.a
+            await until(lambda: sum(isinstance(one, kind) for one in hears.heard) == 2)
+            await them.run_out(moving)  # those were all slots
+        report = await moving
         stays = kind is Chunk or times == 99
         assert (report.state == "aborted") == stays
         assert them.owners() == ("a" if stays else "b")
 
 
 async def test_a_destination_that_dies_is_noticed_and_the_request_stays() -> None:
-    async with cluster(timeout_ms=5000, lease_ms=6000) as them:
-        blocked = asyncio.Event()
+    async with cluster() as them:
+        blocked, dead = asyncio.Event(), asyncio.Event()
 
         async def wait(method: str) -> None:
             if method == "grow":
                 blocked.set()
-                await asyncio.sleep(60)
+                await dead.wait()
 
         them.b.engine.before = wait
         moving = asyncio.create_task(them.move())
@@ -282,11 +316,12 @@ async def test_a_destination_that_dies_is_noticed_and_the_request_stays() -> Non
         them.b.die()
         report = await moving
         assert (report.reason, them.owners()) == ("peer_lost", "a")
+        dead.set()
 
 
 @pytest.mark.parametrize("committed", [True, False])
 async def test_after_the_connection_broke_in_a_commit_the_arbiter_decides(committed: bool) -> None:
-    async with cluster(timeout_ms=3000) as them:
+    async with cluster() as them:
         if not committed:
             them.b.drop = dropping(Commit, 99)
         else:
@@ -303,9 +338,9 @@ async def test_after_the_connection_broke_in_a_commit_the_arbiter_decides(commit
 
 
 async def test_without_a_front_end_the_request_runs_nowhere() -> None:
-    async with cluster(timeout_ms=60, lease_ms=60000) as them:
+    async with cluster() as them:
         them.a.front_end_is_gone = True
-        them.b.drop = dropping(Commit, 99)
+        them.b.drop = them.in_vain(dropping(Commit, 99))
         report = await them.move()
         assert (report.state, report.reason, them.owners()) == ("aborted", "orphaned", "")
         assert "r" not in them.a.engine.running
@@ -318,7 +353,7 @@ METHODS_B = ["reserve", "grow", "scatter", "commit"]
 @pytest.mark.parametrize("method", [*METHODS_A, *METHODS_B])
 @pytest.mark.parametrize("how", ["client", "gone"])
 async def test_a_client_that_leaves_at_any_moment_leaves_nothing(method: str, how: str) -> None:
-    async with cluster(timeout_ms=300) as them:
+    async with cluster() as them:
         engine = them.a.engine if method in METHODS_A else them.b.engine
         if method == "resume":
             them.b.engine.before = failing("grow", MigrationRefused("no_blocks"))
@@ -335,7 +370,11 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(method: str, ho
                 them.a.engine.end("r")
 
         engine.before = leave
-        report = await them.move()
+        moving = asyncio.create_task(them.move())
+        if (method, how) == ("commit", "gone"):
+            await until(them.moved)
+            await them.run_out(moving)  # nobody tells of a first token
+        report = await moving
         if method == "commit":
             assert (report.state, them.owners()) == ("committed", "b")
         else:
@@ -346,17 +385,9 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(method: str, ho
 @pytest.mark.parametrize("method", [*METHODS_A[:-1], *METHODS_B[:-1]])
 @pytest.mark.parametrize("side", ["a", "b"])
 async def test_shutdown_in_any_state_gives_the_migration_up(method: str, side: str) -> None:
-    async with cluster(timeout_ms=200, lease_ms=300) as them:
-        engine = them.a.engine if method in METHODS_A else them.b.engine
-        closing: list[asyncio.Task[None]] = []
-
-        async def stop(called: str) -> None:
-            if called == method and not closing:
-                node = them.a if side == "a" else them.b
-                closing.append(asyncio.create_task(node.migrations.close(1.0)))
-                await asyncio.sleep(0.005)
-
-        engine.before = stop
+    async with cluster() as them:
+        at = them.a if method in METHODS_A else them.b
+        closing = them.stop_in(method, at, them.a if side == "a" else them.b)
         report = await them.move()
         await asyncio.gather(*closing)
         assert (report.state, report.reason, them.owners()) == ("aborted", "shutdown", "a")
@@ -364,14 +395,8 @@ async def test_shutdown_in_any_state_gives_the_migration_up(method: str, side: s
 
 @pytest.mark.parametrize("method", [*METHODS_A[:-1], *METHODS_B])
 async def test_an_engine_that_hangs_is_given_up_and_frees_everything(method: str) -> None:
-    async with cluster(timeout_ms=60, lease_ms=150) as them:
-        engine = them.a.engine if method in METHODS_A else them.b.engine
-
-        async def hang(called: str) -> None:
-            if called == method:
-                await asyncio.sleep(0.3)
-
-        engine.before = hang
+    async with cluster() as them:
+        them.hang_in(method, them.a if method in METHODS_A else them.b)
         report = await them.move()
         if method == "commit":  # resent, then the arbiter waited for the commit's end
             assert (report.state, them.owners()) == ("committed", "b")
@@ -380,7 +405,7 @@ async def test_an_engine_that_hangs_is_given_up_and_frees_everything(method: str
 
 
 async def test_closing_frees_everything_even_from_a_session_that_hangs() -> None:
-    async with cluster(timeout_ms=5000, lease_ms=6000) as them:
+    async with cluster() as them:
         hanging = asyncio.Event()
 
         async def hang(called: str) -> None:
@@ -424,21 +449,25 @@ async def test_a_fenced_attempt_can_not_begin_and_the_next_one_can() -> None:
 
 
 async def test_a_reservation_that_hears_nothing_is_freed_when_its_lease_ends() -> None:
-    async with cluster(timeout_ms=40, lease_ms=80) as them:
-        them.b.drop = lambda message: not isinstance(message, Reserve) or message.stage > 0
+    async with cluster() as them:
+        unheard = them.in_vain(lambda message: isinstance(message, Reserve) and message.stage > 0)
+        them.b.drop = lambda message: unheard(message) or not isinstance(message, Reserve)
         assert (await them.move()).reason == "timeout"
         assert them.b.engine.reserved
+        them.skip_lease()
         await until(lambda: not them.b.engine.reserved)
         assert them.b.migrations.incoming == 0
 
 
 async def test_a_newer_attempt_replaces_a_reservation_left_by_an_older_one() -> None:
-    async with cluster(timeout_ms=100, lease_ms=60000) as them:
+    async with cluster() as them:
         lost = dropping(Abort)
-        them.b.drop = lambda message: (
-            lost(message)
-            or (isinstance(message, Reserve) and message.stage == 1 and message.epoch == 1)
+        unheard = them.in_vain(
+            lambda message: (
+                isinstance(message, Reserve) and message.stage == 1 and message.epoch == 1
+            )
         )
+        them.b.drop = lambda message: lost(message) or unheard(message)
         assert (await them.move()).reason == "timeout"
         assert them.b.engine.reserved
         assert (await them.move()).state == "committed"
@@ -463,7 +492,7 @@ async def test_the_source_hears_why_it_was_refused() -> None:
 
 
 async def test_a_session_cancelled_while_it_cleans_up_cleans_up_again() -> None:
-    async with cluster(timeout_ms=5000, lease_ms=6000) as them:
+    async with cluster() as them:
         resuming = asyncio.Event()
 
         async def hang_once(called: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvmig.ground.config import Transport
 from kvmig.kvtransfer.messages import Chunk
-from tests.fake_cluster import Drop, cluster
+from tests.fake_cluster import Drop, cluster, until
 from tests.test_transports_processes import needs_nixl
 
 pytestmark = pytest.mark.parametrize("transport", [pytest.param("nixl", marks=needs_nixl), "gloo"])
@@ -48,16 +48,18 @@ async def test_a_changed_block_is_noticed_and_the_request_stays(transport: Trans
 
 
 async def test_a_lost_chunk_ends_the_migration_and_not_the_next(transport: Transport) -> None:
-    async with cluster(transport=transport, timeout_ms=500, lease_ms=600, chunks=1) as them:
+    async with cluster(transport=transport, chunks=1) as them:
         them.b.drop = losing(Chunk)
-        assert ((await them.move()).state, them.owners()) == ("aborted", "a")
+        moving = asyncio.create_task(them.move())
+        await until(lambda: sum(isinstance(one, Chunk) for one in them.b.heard) == 2)
+        assert ((await them.run_out(moving)).state, them.owners()) == ("aborted", "a")
         assert ((await them.move(epoch=1)).state, them.owners()) == ("committed", "b")
 
 
 async def test_a_destination_that_dies_leaves_the_request_where_it_is(
     transport: Transport,
 ) -> None:
-    async with cluster(transport=transport, timeout_ms=500, lease_ms=600) as them:
+    async with cluster(transport=transport) as them:
 
         async def die(method: str) -> None:
             if method == "scatter":

@@ -112,7 +112,7 @@ class SourceSession:
                     self._sender.copier.done(scatter_ms)
             case FirstToken(ms=ms):
                 self._hear_first_token(ms)
-            case Cancel() | PeerLost() if self.over:
+            case Cancel() | PeerLost() if self.machine.state is S.COMMITTED:
                 self._hear_first_token(None)  # it won't come, or nobody would tell
             case _:
                 self._mailbox.put(event)
