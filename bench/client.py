@@ -15,7 +15,7 @@ import aiohttp
 from bench.arrivals import Arrival
 
 KEEP_S = 1.0
-"""Idle connections are used again for so long: the server closes them after 5 s."""
+"""Idle connections are used again for so long: plain vLLM closes them after 5 s."""
 TIMEOUT_S = 120.0
 
 

@@ -20,6 +20,7 @@ from kvmig.gateway.request_id import RequestIdMiddleware
 from kvmig.gateway.shown import shown
 from kvmig.ground.http import HttpConfig
 from kvmig.openai_server.uvicorn_server import UvicornServer
+from tests.skipped_time import skipped_time
 
 SMALL = HttpConfig(max_body=2000, body_timeout_s=0.3)
 TIMEOUT_S = 30.0
@@ -192,6 +193,19 @@ async def test_a_call_may_take_longer_than_its_headers(monkeypatch: pytest.Monke
         writer.write(b"xy")
         assert (await reader.read()).endswith(b"2")
         writer.close()
+
+
+async def test_an_idle_connection_is_kept_for_longer_than_clients_keep_theirs() -> None:
+    with skipped_time() as skip:
+        async with front() as one:
+            reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            for _ in range(2):
+                writer.write(head("content-length: 1") + b"x")
+                assert (await reader.readuntil(b"\r\n\r\n1")).startswith(b"HTTP/1.1 200 ")
+                skip(70)
+            skip(10)
+            assert await reader.read() == b""
+            writer.close()
 
 
 async def test_what_is_no_http_is_400_and_counted() -> None:

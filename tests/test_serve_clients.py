@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import random
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,21 @@ async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
         base_url=f"{served.url}/v1", api_key="none", max_retries=0
     ) as one:
         yield one
+
+
+def test_an_idle_connection_is_kept_for_longer_than_uvicorn_does_by_default(
+    served: Served,
+) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.connect()
+        connection.auto_open = 0  # no other one in its place
+        for idle_s in (0, 6):
+            time.sleep(idle_s)
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.status == 200
 
 
 @contextlib.asynccontextmanager

@@ -22,6 +22,8 @@ from kvmig.models import BUNDLED
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+KEEP_S = 1.0
+"""Idle connections are used again for so long: plain vLLM closes them after 5 s."""
 
 SMALL: tuple[str, ...] = (
     "--enforce-eager",
@@ -73,7 +75,12 @@ class Served:
         self._log_path = log
         # Without certificates, which take 30 ms to load: it is plain HTTP.
         headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
-        self._http = httpx.Client(base_url=self.url, headers=headers, verify=False)  # nosec B501
+        self._http = httpx.Client(  # nosec B501
+            base_url=self.url,
+            headers=headers,
+            verify=False,
+            limits=httpx.Limits(keepalive_expiry=KEEP_S),
+        )
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

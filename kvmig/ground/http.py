@@ -10,6 +10,10 @@ HEAD_BYTES = 1 << 16
 """Of a call's first line and headers."""
 HEAD_S = 20.0
 """For them to arrive, from the connection's first moment on."""
+KEEP_ALIVE_S = 75
+"""For the next call on a connection. Longer than clients and proxies keep idle ones (httpx, and so
+openai, 5 s; aiohttp 15 s; nginx and most load balancers 60 s): the client must close first, or a
+call may meet the closing of its connection, which HTTP/1.1 can't tell from a failure."""
 BODIES = 8
 """So many of the largest bodies may be on their way into one front end."""
 

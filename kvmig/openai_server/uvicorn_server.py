@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvmig.gateway.connection import Connection
+from kvmig.ground.http import KEEP_ALIVE_S
 from kvmig.openai_server.http_task import HttpTask
 
 
@@ -33,6 +34,7 @@ class UvicornServer(HttpTask):
             access_log=access_log,
             lifespan="off",
             ws="none",
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._uvicorn = _Server(config)
         super().__init__(sock, lambda: self._uvicorn)

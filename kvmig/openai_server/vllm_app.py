@@ -18,6 +18,7 @@ from vllm.entrypoints.launchers.launcher import serve_http
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from kvmig.ground.http import KEEP_ALIVE_S
 from kvmig.openai_server.http_task import HttpTask
 
 
@@ -71,13 +72,21 @@ class ApiServer(HttpTask):
             # The default is in there already; naming it would bring the progress back.
             log_level=None if args.uvicorn_log_level == "info" else args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
-            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            timeout_keep_alive=keep_alive_s(),
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
             ssl_cert_reqs=args.ssl_cert_reqs,
             ssl_ciphers=args.ssl_ciphers,
         )
+
+
+def keep_alive_s() -> int:
+    """Ours, unless vLLM's variable, whose default is 5 s, is set."""
+    if not envs.is_set("VLLM_HTTP_TIMEOUT_KEEP_ALIVE"):
+        return KEEP_ALIVE_S
+    theirs: int = envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+    return theirs
 
 
 def without_progress() -> dict[str, Any]:
