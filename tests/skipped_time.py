@@ -16,7 +16,7 @@ def skipped_time() -> Iterator[Skip]:
     """On the running event loop; real time passes, too.
 
     A time-out that must fire can so be as patient as one that must not, and costs nothing.
-    Whatever waits for a time must end within the block: afterwards it would wait for what was skipped.
+    Whatever waits must end within the block: afterwards the time that was skipped comes again.
     """
     loop = asyncio.get_running_loop()
     real, skipped = loop.time, 0.0
