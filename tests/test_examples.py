@@ -38,6 +38,17 @@ def test_an_example_runs(module: str, words: str) -> None:
     assert words in done.stdout
 
 
+def test_the_toy_engine_says_what_is_left_of_prompts_that_run() -> None:
+    """100 tokens in blocks of 8, 64 of them a step."""
+    engine = factory()
+    engine.submit(1, "r", engine.encode_request(range(100), 5))
+    left = []
+    for _ in range(3):
+        engine._batch.step()
+        left.append(engine.load().prefill_blocks)
+    assert left == [5, 0, 0]
+
+
 def test_a_request_moves_without_an_event_loop_of_ones_own() -> None:
     engines = {"a": factory(), "b": factory()}
     tokens: list[int] = []

@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestState as
 from kvmig.embed.migrator import Migrator
 from kvmig.engines.base import Emitted, Frame, Pace, Tail
 from kvmig.engines.transformers import factory
+from kvmig.engines.transformers.load import engine_load
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
 from kvmig.engines.transformers.serving import ServingTransformers
 from kvmig.ground.config import MigrationConfig
@@ -253,6 +254,25 @@ def test_a_request_that_fits_nowhere_is_refused_with_the_figures(bench: Bench) -
             bench.engines["a"].submit(1, "strange", [b"\x81\xa5top_q\x03"])
             (output,) = await bench.reach("strange", 1)
             assert output.finish_reason == "error"
+
+    bench.runner.run(scenario())
+
+
+def test_a_load_says_what_is_left_of_a_prompt_that_runs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 tokens in blocks of 16, 16 of them a step."""
+
+    async def scenario() -> None:
+        engine, left = bench.engines["a"], []
+        monkeypatch.setattr(
+            engine._loop,
+            "after_step",
+            lambda: left.append(engine_load(engine._requests).prefill_blocks),
+        )
+        prompt = [30 + number * number % 70 for number in range(60)]
+        await bench.finish(bench.submit("a", 3, prompt_token_ids=prompt))
+        assert left[:5] == [3, 2, 1, 0, 0]
 
     bench.runner.run(scenario())
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvmig.testing.fullness import empty, fill
 from kvmig.testing.suite import Suite
 
 
-async def _state(suite: Suite, name: str, request_id: str) -> str:
-    states = {one.request_id: one.state for one in await suite.engines[name].requests()}
-    return states.get(request_id, "")
+async def _waits(suite: Suite, name: str, request_id: str) -> None:
+    """Until the engine has queued it."""
+    while True:
+        states = {one.request_id: one.state for one in await suite.engines[name].requests()}
+        if request_id in states:
+            assert states[request_id] == "waiting"
+            return
+        await asyncio.sleep(0.01)
 
 
 def test_a_request_that_waits_moves_to_an_engine_without_room_and_runs_once_there_is_some(
@@ -19,12 +26,12 @@ def test_a_request_that_waits_moves_to_an_engine_without_room_and_runs_once_ther
         expected = await suite.undisturbed(prompt, suite.blocks(1))
         hogs = await fill(suite, "b", "a")
         moved = suite.submit("a", prompt, suite.blocks(1))
-        assert await _state(suite, "a", moved) == "waiting"
+        await _waits(suite, "a", moved)
         used = b.load().used_blocks
         report = await suite.move(moved)
         assert report.state == "committed", (report.reason, report.detail)
         assert (report.stages, report.tail_blocks) == ([], 0)
-        assert await _state(suite, "b", moved) == "waiting"
+        await _waits(suite, "b", moved)
         assert b.load().used_blocks == used
         await empty(suite, "b", hogs)
         assert await suite.finish(moved) == expected
@@ -40,6 +47,7 @@ def test_a_request_that_begins_to_run_while_it_moves_without_room_stays(suite: S
         expected = await suite.undisturbed(prompt, suite.blocks(6))
         hogs = await fill(suite, "b", "a")
         moved = suite.submit("a", prompt, suite.blocks(6))
+        await _waits(suite, "a", moved)
 
         async def starts(method: str) -> None:
             if method == "suspend":
