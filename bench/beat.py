@@ -104,7 +104,10 @@ def main(argv: list[str] | None = None) -> int:
     of = means(document["samples"])
     seeds, requests = document["settings"]["seeds"], document["settings"]["requests"]
     runs: dict[str, list[Run]] = {}
-    for name, run in workloads(requests, seeds, options.traces):
+    for name, run in (
+        *workloads(requests, seeds, options.traces),
+        *workloads(requests, seeds, None, unseen=True),
+    ):
         runs.setdefault(name, []).append(run)
     floors = {name: floor_s(some) for name, some in runs.items() if (BASE, name, LOSS) in of}
     print(table(HEADER, rows(of, floors)), end="")

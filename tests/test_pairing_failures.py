@@ -38,3 +38,34 @@ async def test_a_move_that_fails_unforeseen_does_not_end_the_moves() -> None:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert asked == ["b", "b"]
+
+
+async def test_when_one_began_to_run_while_it_moved_the_next_in_the_queue_moves() -> None:
+    queue = [RequestState(name, "waiting", 20, 0, 0, 0, wanted_blocks=2) for name in "ab"]
+    asked: list[str] = []
+    second = asyncio.Event()
+
+    async def requests() -> list[RequestState]:
+        return [one for one in queue if one.request_id not in asked]
+
+    async def migrate(request_id: str, pair: Pair) -> MigrationReport:
+        asked.append(request_id)
+        if len(asked) == 2:
+            second.set()
+        return MigrationReport(
+            id="m",
+            request_id=request_id,
+            source="here",
+            destination=pair.destination,
+            state="aborted",
+            reason="started",
+        )
+
+    pairing = Pairing(requests, lambda: (), migrate)
+    running = asyncio.create_task(pairing.run())
+    pairing.set([Pair("there", "tcp://there", 10.0, 10.0, "queue")])
+    async with asyncio.timeout(10):
+        await second.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert asked == ["a", "b"]

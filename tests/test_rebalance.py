@@ -268,7 +268,7 @@ def test_a_pair_helps_and_leaves_the_destination_above_its_threshold(
 def test_a_pair_is_renewed_every_round_and_undone_once() -> None:
     scheduler = Scheduler(policy_of(SchedulerConfig()))
     uneven = cluster(instance("a", 90, 9), instance("b", 10, 1))
-    pair = ("a", Pairs((Pair("b", "tcp://b", 40, 80),)))
+    pair = ("a", Pairs((Pair("b", "tcp://b", 40, 84),)))
     assert scheduler.round(uneven) == [pair]
     assert scheduler.round(uneven) == [pair]
     even = cluster(instance("a", 60, 6), instance("b", 40, 4))

@@ -107,4 +107,4 @@ class Pairing:
             return True
         log.info("request %s stays: %s %s", victim.request_id, report.reason, report.detail)
         # For other reasons the pair doesn't work now; the next round decides anew.
-        return report.reason in ("finished", "aborted_by_client")
+        return report.reason in ("finished", "aborted_by_client", "started")

@@ -70,11 +70,7 @@ _POLICIES = (
     Policy(
         name="kvmig",
         dispatcher=lambda: FewestWithRoom(enough=15.0, prompt_weight=0.3),
-        rounds=Rounds(
-            rules=(drain, protect, move_queues, make_room, gather, balance),
-            source_below=5.0,
-            destination_above=5.0,
-        ),
+        rounds=Rounds(rules=(drain, protect, move_queues, make_room, gather, balance)),
     ),
 )
 POLICIES = {one.name: one for one in _POLICIES}
