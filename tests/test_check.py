@@ -42,7 +42,7 @@ def _decodes_before_commit(plant: PLANT) -> None:
     reserved = DestinationMachine.reserved
 
     def early(self: DestinationMachine, *given: object) -> list[there.Action]:
-        return [*reserved(self, *given), there.RunRequest(Tail([], 2, 0, bytes([2])))]  # type: ignore[arg-type]
+        return [*reserved(self, *given), there.RunRequest(Tail([], 2, 0, bytes([3])))]  # type: ignore[arg-type]
 
     plant.setattr(DestinationMachine, "reserved", early)
 
@@ -172,6 +172,22 @@ def test_a_planted_bug_is_found(
     result = explore(Scenario("planted", Shape(tokens=2, stages=0)))
     assert found in result.violation
     assert result.trace
+
+
+WAITS = Scenario("waits", Shape(tokens=1, stages=0, waits=True))
+
+
+def test_one_that_waits_moves_or_stays_and_every_invariant_holds() -> None:
+    result = explore(WAITS)
+    assert (result.violation, result.trace) == ("", [])
+    assert result.states > 1000
+
+
+def test_one_that_began_to_run_must_not_be_sent_to_where_nobody_reserved_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SourceMachine, "waits", False)
+    assert "nobody reserved room" in explore(WAITS).violation
 
 
 def test_a_broken_invariant_is_told_with_its_shortest_trace(

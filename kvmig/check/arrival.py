@@ -97,10 +97,11 @@ class Arrival:
             case there.Extend():
                 self.extending += 1
             case there.ReserveBlocks(export) if export is not None:
-                return self._open(site, run)
+                return self._open(site, run, export.num_tokens > 0)
             case _ if site.fails():
                 return machine.failed("error")
             case there.ReserveBlocks():
+                self._slot(site).room = True
                 return machine.reserved()
             case there.Scatter(chunk):
                 self._slot(site).write(chunk)
@@ -119,12 +120,12 @@ class Arrival:
                 return machine.committed(0.0)
         return []
 
-    def _open(self, site: Site, run: str) -> list[there.Action]:
+    def _open(self, site: Site, run: str, room: bool) -> list[there.Action]:
         if run in site.engine.slots:
             return self.machine.failed("error")
         if site.oracle.choose(("", 0), ("has no room", 0)):
             return self.machine.failed("no_blocks")
-        site.engine.slots[run] = site.reservation()
+        site.engine.slots[run] = site.reservation(room)
         return self.machine.reserved(0, "tcp")
 
     def _slot(self, site: Site) -> Slot:

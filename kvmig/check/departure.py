@@ -192,12 +192,14 @@ class Departure:
         return []
 
     def _look(self, site: Site, action: here.Export | here.Check | here.Fork) -> list[here.Action]:
-        slot = site.engine.running(self.run)
+        slot = site.engine.active(self.run)
         if slot is None:
             return self._failed("finished")
         match action:
             case here.Export():
-                return self.machine.exported(slot.full)
+                return self.machine.exported(max(slot.full, 0))
+            case here.Check() if slot.full < 0:
+                return self.machine.checked(Stage([], 0))
             case here.Check(sent):
                 if self.machine.stage and site.oracle.choose(("", 0), ("2 blocks more", 0)):
                     slot.full += 2
@@ -216,13 +218,13 @@ class Departure:
                 self._say(site, _chunk(self.mid, machine.stage, first, len(fork.block_ids)))
                 self._say(site, Follow(self.mid, fork, first + len(fork.block_ids)))
                 actions = machine.fork_sent(len(fork.block_ids))
-                slot = site.engine.running(self.run)
+                slot = site.engine.active(self.run)
                 if slot is not None:
                     for token in range(fork.num_output_tokens, slot.tokens):
                         self.emitted(site, token)
                 return actions
             case here.Suspend(sent):
-                slot = site.engine.running(self.run)
+                slot = site.engine.active(self.run)
                 if slot is None:
                     return self._failed("finished")
                 slot.state = "suspended"

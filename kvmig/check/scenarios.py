@@ -56,6 +56,7 @@ SCENARIOS = (
     Scenario("tail in Commit", Shape(tokens=2, stages=1, together=True)),
     Scenario("rest is computed", Shape(tokens=2, stages=1, way="recompute")),
     Scenario("destination follows", Shape(tokens=3, stages=1, way="follow"), cuts=False),
+    Scenario("one that waits", Shape(tokens=1, stages=1, waits=True)),
     Scenario("two faults", SHORT, faults=2),
     Scenario("on to a third", SHORT, ("abc",), (("ab", "bc"),)),
     Scenario("there and back", SHORT, ("ab",), (("ab", "ba"),)),

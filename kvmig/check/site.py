@@ -38,12 +38,13 @@ MIGRATIONS = 2
 @dataclass(frozen=True)
 class Shape:
     """What migrations look like. way: what becomes of the rest; together: a tail's blocks go
-    with Commit."""
+    with Commit; waits: the request waits at first, and may begin to run at any time."""
 
     tokens: int
     stages: int
     way: Way = "copy"
     together: bool = False
+    waits: bool = False
 
 
 class Order(NamedTuple):
@@ -106,7 +107,10 @@ class Site(Part):
         """See `Part`."""
         slots = {run: slot for run, slot in self.engine.slots.items() if self._ours(run)}
         moves = [Move(f"'s engine decodes a token of {run}", ("emit", run), "token")
-                 for run, slot in slots.items() if slot.state == "running"]  # fmt: skip
+                 for run, slot in slots.items() if slot.decodes]  # fmt: skip
+        moves += [Move(f"'s engine begins to run {run}", ("begin_to_run", run), "token")
+                  for run, slot in slots.items()
+                  if slot.state == "active" and not slot.decodes]  # fmt: skip
         holds = [f"{slot.state} blocks of {run}" for run, slot in slots.items()]
         deaf = frozenset[str]()
         if self.out is not None:
@@ -123,7 +127,7 @@ class Site(Part):
         decodes = [
             (run, track.epoch)
             for run in slots
-            if self.engine.running(run) and (track := self.tracking.get(run))
+            if self.engine.active(run) and (track := self.tracking.get(run))
         ]
         reply = self.out.replies if self.out is not None else ""
         links = (self.out.destination,) if self.out is not None else ()
@@ -138,9 +142,9 @@ class Site(Part):
         """Whether the engine, or the copy, fails now: a fault."""
         return bool(self.oracle.choose(("", 0), ("that fails", 1)))
 
-    def reservation(self) -> Slot:
-        """Blocks for a request that comes."""
-        return Slot("reserved")
+    def reservation(self, room: bool) -> Slot:
+        """Of a request that comes; with blocks, if it doesn't wait."""
+        return Slot("reserved", room=room)
 
     def hears_front(self, run: str) -> bool:
         """Whether the front end of this run can be asked."""
@@ -193,6 +197,10 @@ class Site(Part):
         if finished:
             self._cancel(run, "finished")
         self.tell_front(Piece(Outputs([span]), token, finished))
+
+    def begin_to_run(self, run: str) -> None:
+        """The request that waited gets blocks."""
+        self.engine.slots[run].full = 2
 
     def push(self) -> None:
         """See `Departure`."""
@@ -247,7 +255,8 @@ class Site(Part):
                 self._migrate(destination)
             case Submit(request_id=run, output_token_ids=known):
                 self.tracking.begin(run, 0, len(known), "F")
-                self.engine.slots[run] = Slot("running", len(known))
+                full = -1 if self.shape.waits else 2
+                self.engine.slots[run] = Slot("active", len(known), full)
             case AbortRequests(request_ids=runs):
                 self._abort(runs)
             case Discard(request_id=run, epoch=epoch):
@@ -271,7 +280,7 @@ class Site(Part):
         return out.doing is not None and type(out.doing).__name__ == "AskArbiter"
 
     def _migrate(self, destination: str) -> None:
-        runs = [run for run in self.engine.slots if self.engine.running(run) and self._ours(run)]
+        runs = [run for run in self.engine.slots if self.engine.active(run) and self._ours(run)]
         if self.out is not None or not runs or self._begun >= MIGRATIONS:
             return
         run = runs[0]
