@@ -21,10 +21,22 @@ def instance(
     state: str = "serving",
     classes: Sequence[ClassLoad] = (),
     headroom: Mapping[int, float] | None = None,
+    preempted: int = 0,
 ) -> InstanceView:
-    """As the builder makes it from a report at 0; `queue`: the demand of each that waits."""
-    head = queue[0] if queue else 0
-    load = EngineLoad(total, used, running, len(queue), head, sum(queue), tuple(classes))
+    """As the builder makes it from a report at 0.
+
+    queue: the demand of each that waits; preempted: how many of them ran before.
+    """
+    load = EngineLoad(
+        total,
+        used,
+        running,
+        waiting=len(queue),
+        head_blocks=queue[0] if queue else 0,
+        waiting_blocks=sum(queue),
+        classes=tuple(classes),
+        preempted_waiting=preempted,
+    )
     builder = ViewBuilder()
     builder.join(Member(name, f"tcp://{name}"))
     builder.report(LoadReport(name, 0, load, 0, out, state, headroom=dict(headroom or {})), 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.defragment import move_queues
+from kvmig.controlplane.defragment import make_room, move_queues
 from kvmig.controlplane.gather import OPEN_BLOCKS, gather
 from kvmig.controlplane.ledger import Pairing, Rounds
 from kvmig.controlplane.rebalance import rebalance
@@ -25,8 +25,8 @@ def short(pairings: list[Pairing]) -> list[tuple[str, str, str, float]]:
 
 
 def stuck(name: str, free: int, *queue: int, state: str = "serving") -> InstanceView:
-    """Its first in the queue wants more than is free."""
-    return instance(name, 100 - free, 4, queue or (90,), state=state)
+    """Its first in the queue was preempted, and wants more than is free."""
+    return instance(name, 100 - free, 4, queue or (90,), state=state, preempted=1)
 
 
 def test_where_every_head_is_stuck_half_of_the_instances_give_their_queues_away() -> None:
@@ -65,6 +65,17 @@ def test_an_instance_with_hardly_a_block_free_would_not_be_open_and_keeps_its_qu
     assert decide(*(stuck(name, 19) for name in "abcd")) == []
 
 
+def test_queues_of_prompts_that_never_ran_stay_where_they_are() -> None:
+    assert decide(*(instance(name, 70, 4, (90,)) for name in "abcd")) == []
+
+
+def test_a_head_that_room_is_being_made_for_stays() -> None:
+    rounds = Rounds(rules=(make_room, gather), destination_above=3.0)
+    roomy, full = instance("c", 60, 4), instance("d", 85, 4)
+    pairings = decide(stuck("a", 30, 50), stuck("b", 25), roomy, full, rounds=rounds)
+    assert short(pairings) == [("defragment", "a", "c", 20)]
+
+
 def test_one_that_is_stuck_alone_and_one_that_can_start_its_head_keep_their_queues() -> None:
     able = instance("b", 60, 4, (30,))
     assert decide(stuck("a", 30), able) == []
@@ -90,7 +101,10 @@ def test_a_head_that_waits_alone_lets_nobody_pass() -> None:
 def test_a_round_leaves_as_many_open_as_it_says_or_has_no_queue_left_to_move(
     rows: list[tuple[int, list[int]]],
 ) -> None:
-    instances = [instance(str(at), 100 - free, 4, queue) for at, (free, queue) in enumerate(rows)]
+    instances = [
+        instance(str(at), 100 - free, 4, queue, preempted=min(len(queue), 1))
+        for at, (free, queue) in enumerate(rows)
+    ]
     pairings = decide(*instances)
     givers, keepers = {one.source for one in pairings}, {one.destination for one in pairings}
     assert len(givers) == len(pairings)

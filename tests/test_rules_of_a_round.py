@@ -243,6 +243,7 @@ def made(rows: list[tuple[int, int, list[int], int, str, int]]) -> list[Instance
                 ClassLoad(0, running - high, len(queue), used - used * high // max(running, 1)),
             ),
             headroom=HEADROOM,
+            preempted=min(len(queue), place % 3),
         )
         for place, (used, running, queue, out, state, high) in enumerate(rows)
     ]

@@ -12,7 +12,7 @@ from kvmig.sim.run import Run, requests_of
 POLICIES = ("least-loaded", "llumnix", "kvmig")
 LOADS = ((2.0, 1.0), (2.5, 1.0), (3.0, 1.0), (2.0, 2.0), (2.0, 4.0), (2.0, 6.0))
 """(requests/s, CV)."""
-BOUNDS = ((5.0, 30.0), (10.0, 60.0), (20.0, 80.0), (40.0, 120.0))
+BOUNDS = ((2.5, 15.0), (5.0, 30.0), (10.0, 60.0), (20.0, 80.0), (40.0, 120.0))
 """Mean freeness to keep, for the curve of cost against latency."""
 
 

@@ -1,11 +1,14 @@
 """Queues that can't start gather on some instances, so that prompts that come find others open.
 
 An engine starts requests in order: one that needs more blocks than are free holds up all behind
-it, and everybody who comes. When memory is short everywhere each instance has such a head (mostly
-one that was preempted, and is large by then), and a short prompt waits behind it wherever it is
+it, and everybody who comes. When memory is short everywhere each instance has such a head, one
+that was preempted and is large by then, and a short prompt waits behind it wherever it is
 dispatched, though there are blocks for it. What waits holds nothing, so a queue can be moved at
 once: half of the instances are kept open, and the others, to which nothing new is dispatched,
 leave what becomes free there to their queues.
+
+Only queues with a preempted request are stuck in this sense: long prompts that come in a burst
+wait for each other's prefill, and would only wait longer behind more of them.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ def gather(ledger: Ledger) -> None:
     free = unheld_blocks(ledger)
     roomy = serving & (free >= OPEN_BLOCKS)
     lacking = int(OPEN_SHARE * serving.sum()) - int((roomy & (columns.waiting == 0)).sum())
-    stuck: Mask = serving & (missing_blocks(ledger) > 0)
+    stuck: Mask = serving & (missing_blocks(ledger) > 0) & (columns.preempted > 0)
     if lacking <= 0 or stuck.sum() < 2:
         return
-    # The fewest requests to move; of equals where most is free.
-    givers = ledger.worst(stuck & roomy, columns.waiting - free / np.maximum(columns.total, 1))
-    givers = givers[:lacking]
+    # The fewest requests to move; of equals where most is free. Not where room is being made.
+    by = columns.waiting - free / np.maximum(columns.total, 1)
+    givers = [row for row in ledger.worst(stuck & roomy, by) if not ledger.gives(row)][:lacking]
     queued = columns.head + columns.behind
     keepers = [row for row in ledger.best(stuck, free - queued) if row not in givers]
     length = {row: float(queued[row] - free[row]) for row in keepers}
