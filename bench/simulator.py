@@ -123,7 +123,7 @@ def counters(served: Served) -> dict[str, float]:
     text = httpx.get(f"{served.url}/metrics", timeout=30).text
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name == "vllm:num_preemptions_total":
+            if sample.name == "kvmig_preemptions_total":  # vLLM's loses those that move then
                 found["preemptions"] += sample.value
             elif sample.name == "kvmig_migrations_total":
                 found["migrations"] += sample.value * (sample.labels["outcome"] == "committed")

@@ -84,9 +84,11 @@ def test_one_that_is_stuck_alone_and_one_that_can_start_its_head_keep_their_queu
 
 
 def test_those_behind_a_head_that_fits_nowhere_go_where_there_is_room_for_some_of_them() -> None:
-    pairings = decide(stuck("a", 30, 90, 8, 8), instance("b", 50, 4), rounds=BOTH)
+    some = decide(stuck("a", 30, 90, 8, 8), instance("b", 50, 4), rounds=BOTH)
+    assert short(some) == [("queue", "a", "b", 16)]
     # 50 are free there, and 3 for each of four and one more stay free.
-    assert short(pairings) == [("queue", "a", "b", 35)]
+    many = decide(stuck("a", 30, 90, 30, 30), instance("b", 50, 4), rounds=BOTH)
+    assert short(many) == [("queue", "a", "b", 35)]
 
 
 def test_a_head_that_waits_alone_lets_nobody_pass() -> None:

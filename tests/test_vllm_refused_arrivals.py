@@ -47,7 +47,7 @@ def test_a_request_that_has_no_place_is_refused_and_nothing_is_kept(
     there: Destination, comes: Request, reason: str, sentence: str
 ) -> None:
     with pytest.raises(MigrationRefused, match=sentence) as refusal:
-        there.reserve(comes, Progress([], 0, prefilled=False))
+        there.reserve(comes, Progress([], 16, prefilled=False))
     assert refusal.value.reason == reason
     assert there.reserved() == 0
 

@@ -85,7 +85,9 @@ def _pass_head(ledger: Ledger, source: int, takers: Takers) -> None:
         if room >= 1:
             blocks = min(room, behind)
             requests = math.ceil(count * blocks / max(behind, 1.0))
-            ledger.pair(source, destination, requests, blocks, budget=room, room=room, why="queue")
+            ledger.pair(
+                source, destination, requests, blocks, budget=blocks, room=room, why="queue"
+            )
     takers.put_back(roomiest)
 
 
