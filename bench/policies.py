@@ -236,8 +236,8 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--reuse", type=Path, help="a file: what it has is not simulated again")
     root.add_argument("--unseen", action="store_true", help="other loads, other seeds, no parts")
     options = root.parse_args(argv)
-    if options.unseen:
-        options.traces = None
+    if options.unseen and options.traces is not None:
+        root.error(f"--traces is {options.traces}, must not be given with --unseen")
     all_seeds = UNSEEN_SEEDS if options.unseen else SEEDS
     requests, seeds = (500, all_seeds[:1]) if options.quick else (2000, all_seeds[: options.seeds])
     settings = {"requests": requests, "seeds": list(seeds), "instances": INSTANCES}

@@ -39,3 +39,9 @@ def test_known_samples_are_taken_up_again_if_they_are_of_the_same_runs(tmp_path:
     assert policies.known(file, settings) == [one]
     with pytest.raises(SystemExit, match="has requests 10, not 20"):
         policies.known(file, {"requests": 20, "instances": 16})
+
+
+def test_real_traces_are_none_of_the_unseen_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        policies.main(["--unseen", "--traces", "folder"])
+    assert "--traces is folder, must not be given with --unseen" in capsys.readouterr().err
