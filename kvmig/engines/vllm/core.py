@@ -23,7 +23,7 @@ from vllm.v1.executor import Executor
 
 from kvmig.engines.cadence_meter import CadenceMeter
 from kvmig.engines.step_hold import StepHold, limit_s
-from kvmig.engines.vllm import runner
+from kvmig.engines.vllm import openmp, runner
 from kvmig.engines.vllm.worker_end import end_at_once
 from kvmig.ground.leftovers import remove, shared_by
 
@@ -124,7 +124,11 @@ class StepCore(EngineCoreProc):
         )
 
     def start(self, on_exit: Callable[[BaseException | None], None]) -> None:
-        """Run the busy loop on its own thread; `on_exit` hears of its end, from that thread."""
+        """Run the busy loop on its own thread; `on_exit` hears of its end, from that thread.
+
+        To be called on the thread that made the core: it computes no more.
+        """
+        openmp.let_team_go()
 
         def run() -> None:
             error: BaseException | None = None
