@@ -1,7 +1,8 @@
 """The gap that a client sees when its stream is moved: live, blocking, or recomputed.
 
-Two servers of two real vLLM instances each are up at the same time, equal but for
---max-stages (8 and 0), and each run takes all samples of one cell from both, in turn:
+Two servers of two real vLLM instances each are up at the same time, as kvmig.serve is by default
+(live stages, the pause spread over the tokens before it), and with --max-stages 0 --spread 0; each
+run takes all samples of one cell from both, in turn:
 
 recompute: the client leaves its stream and sends prompt and tokens so far again; the
   other instance computes all of it (a salt of its own keeps prefix caches out). Gap: from
@@ -9,11 +10,13 @@ recompute: the client leaves its stream and sends prompt and tokens so far again
 live: that stream is migrated back. Gap: how long the client had waited when the first token
   of the destination came; the report says which token that is. Nearly always that is the
   time since the last token of the source; if both came in one read, since the read before.
-blocking: the same on the server without live stages: suspended first, then copied.
+blocking: the same on the other server: suspended first, then copied, nothing spread.
 
 Beside each gap, from the same stream just before: the median time between two tokens.
-Ratios are made per sample. `longest_ms` is the longest time between any two tokens while
-the migration ran, for those who would rather not trust the report.
+Ratios are made per sample. `pause` is the pause itself, by the report: from the end of the
+request's last step at the source to that of its first one at the destination. `longest_ms` is
+the longest time between any two tokens while the migration ran, for those who would rather
+not trust the report.
 Background: streams on each instance, all the time, of 64 tokens of prompt.
 """
 
@@ -48,6 +51,8 @@ MEASURED = 40
 AFTER = 8
 """Tokens that must come after a migration."""
 PARTS = ("drain", "tail_copy", "commit", "first_token")
+PAUSE = PARTS[1:]
+"""While nobody decodes the request; in the drain its last step runs."""
 MODES = ("live", "blocking", "recompute")
 ATTEMPTS = 3
 """Of one sample."""
@@ -171,6 +176,13 @@ async def measure(
     return samples
 
 
+def pause_ms(sample: Sample) -> float:
+    """From the last step at the source to the first token at the destination, by the report."""
+    assert sample.migration is not None
+    parts: dict[str, float | None] = sample.migration["downtime_ms"]
+    return sum(parts[part] or 0.0 for part in PAUSE)
+
+
 def summarise(samples: list[Sample]) -> tuple[dict[str, float], dict[str, report.Target]]:
     """The figures, and what they should be. Medians throughout, a set for each background."""
     prompts = sorted({sample.prompt for sample in samples})
@@ -204,6 +216,9 @@ def summarise(samples: list[Sample]) -> tuple[dict[str, float], dict[str, report
             f"blocking_over_live_{long}_{of}": gap("blocking", long) / gap("live", long),
             f"inter_token_ms_{of}": median(sample.inter_token_ms for sample in live),
             f"live_ms_{long}_{of}": gap("live", long),
+            f"live_pause_over_inter_token_{of}": median(
+                pause_ms(sample) / sample.inter_token_ms for sample in live
+            ),
             f"live_longest_over_inter_token_{of}": median(
                 sample.longest_ms / sample.inter_token_ms for sample in live
             ),
@@ -284,8 +299,8 @@ def main(argv: list[str] | None = None) -> int:
     model = model_folder(options.model)
     with tempfile.TemporaryDirectory() as logs:
         sites = tuple(
-            Served([*flags, f"--max-stages={stages}"], model=model, log=Path(logs) / str(stages))
-            for stages in (8, 0)
+            Served([*flags, *more], model=model, log=Path(logs) / name)
+            for name, more in (("live", ()), ("blocking", ("--max-stages=0", "--spread=0")))
         )
         report.say("starting two servers")
         with all_up(sites):

@@ -22,7 +22,7 @@ class Headline(NamedTuple):
 
 HEADLINES = (
     Headline(
-        "pause of a live migration / time between two tokens, idle",
+        "gap that a client sees at a live migration / time between two tokens, idle",
         Source("downtime", "live_over_inter_token_background_0"),
         None,
     ),
@@ -42,12 +42,17 @@ HEADLINES = (
         None,
     ),
     Headline(
+        "the pause itself, before it is spread over the tokens before it",
+        Source("downtime-device10ms", "live_pause_over_inter_token_background_4"),
+        None,
+    ),
+    Headline(
         "longest gap in a drain of 20 streams (`device10ms`) / time between two tokens, median",
         Source("drain-device10ms", "ratio_median"),
         None,
     ),
     Headline(
-        "pause at 3,500 tokens / at 128 tokens",
+        "that gap at 3,500 tokens / at 128 tokens",
         Source("downtime", "live_3500_over_128_background_0"),
         Source("gpu_downtime", "live_growth"),
     ),

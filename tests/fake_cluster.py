@@ -10,6 +10,7 @@ from typing import Any
 
 from kvmig.ground.config import MigrationConfig, Transport
 from kvmig.ground.errors import MigrationRefused, PeerError, TransportError
+from kvmig.kvtransfer.errand import Foretell, nothing_told
 from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.messages import Hello, Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
@@ -49,11 +50,13 @@ class Node:
             on_commit=self._on_commit,
             on_commit_failed=self._on_commit_failed,
             on_left=lambda request_id, endpoint: self.left.append((request_id, endpoint)),
+            foretell=lambda *told: self.foretell(*told),
             on_no_memory=lambda error: self.on_no_memory(error),
         )
         engine.on_started = self.migrations.stepped
         self.drop: Drop = lambda message: False
         self.on_no_memory: Callable[[MemoryError], None] = lambda error: None
+        self.foretell: Foretell = nothing_told
         self.heard: list[Message] = []
         self.committing: dict[str, tuple[int, int, str]] = {}
         self.left: list[tuple[str, str]] = []

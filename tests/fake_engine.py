@@ -89,6 +89,7 @@ class FakeEngine:
         self.can_hold = True
         self.expected: list[tuple[str, float]] = []
         self.now = Cadence(0.0, 0.0, token_ms=0.0)
+        self._extending = asyncio.Lock()
         self.steps = steps
         self.hits = hits
         self.calls: list[str] = []
@@ -252,13 +253,14 @@ class FakeEngine:
         return Pace(0, 0)
 
     async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
-        await self._enter("extend")
-        request = self.following.get(request_id)
-        if request is None:
-            raise MigrationRefused("unknown_request", request_id)
-        assert start == len(request.tokens) - request.prompt
-        self._compute(request, [*request.tokens, *token_ids])
-        return Pace(0, 0)
+        async with self._extending:  # one after the other, as on an engine's thread
+            await self._enter("extend")
+            request = self.following.get(request_id)
+            if request is None:
+                raise MigrationRefused("unknown_request", request_id)
+            assert start == len(request.tokens) - request.prompt
+            self._compute(request, [*request.tokens, *token_ids])
+            return Pace(0, 0)
 
     def _compute(self, request: Request, tokens: list[int]) -> None:
         """A step: the KV of what came since, up to the last token but one."""

@@ -172,6 +172,13 @@ def parser() -> argparse.ArgumentParser:
         " costs each migration less",
     )
     group.add_argument(
+        "--spread",
+        type=float,
+        default=migration.spread,
+        help="the pause is spread over the tokens before it: each reaches its client later than the"
+        " one before by at most so much of a step; 0: it isn't",
+    )
+    group.add_argument(
         "--max-bandwidth",
         type=quantity("MB"),
         default=migration.max_bandwidth,
@@ -248,6 +255,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
                 staging_chunks=flags.staging_chunks,
                 max_stages=flags.max_stages,
                 rest=flags.rest,
+                spread=flags.spread,
                 transport=flags.transport,
                 trust_network=flags.trust_network,
                 data_host=flags.control_host,

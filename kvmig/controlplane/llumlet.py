@@ -29,7 +29,6 @@ from kvmig.controlplane.messages import (
     Pair,
     Pairs,
     Requests,
-    Resolve,
     Resolved,
     Submit,
     Welcome,
@@ -40,6 +39,7 @@ from kvmig.controlplane.peers import Peers
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import Reporter
 from kvmig.controlplane.resolutions import Resolutions
+from kvmig.controlplane.stream_owner import StreamOwner
 from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
@@ -89,6 +89,8 @@ class Llumlet:
         self._peers = Peers(
             instance, secret, self._from_peer, self._peer_lost, self._server.refusals
         )
+        self._resolutions = Resolutions(self._server.send)
+        owner = StreamOwner(self._fronts, self._tracking, self._resolutions, self._server.send)
         self._migrations = Migrations(
             instance,
             engine,
@@ -96,7 +98,8 @@ class Llumlet:
             self._stagings,
             send_to=self._peers.send,
             reply=self._server.send,
-            resolve=self._resolve,
+            resolve=owner.resolve,
+            foretell=owner.foretell,
             on_commit=self._on_commit,
             on_commit_failed=self._on_commit_failed,
             on_left=self._on_left,
@@ -110,7 +113,6 @@ class Llumlet:
             policy_of(config.scheduler).victims,
         )
         self._bandwidth = Bandwidth(engine.layout.block_bytes)
-        self._resolutions = Resolutions(self._server.send)
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._headroom: dict[int, float] = {}
@@ -299,15 +301,6 @@ class Llumlet:
 
     def _on_left(self, request_id: str, endpoint: str) -> None:
         self._tracking.left(request_id, endpoint)
-
-    async def _resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
-        """Ask the request's front end who runs it. Raises TransportError if it is gone."""
-        track = self._tracking.get(request_id)
-        sender = self._fronts.identity(track.gateway) if track else None
-        if sender is None:
-            raise TransportError(f"the front end of {request_id} is gone")
-        question = Resolve(mid, request_id, epoch, destination)
-        return await self._resolutions.ask(sender, question)
 
     def _from_peer(self, endpoint: str, message: Message, payload: list[memoryview]) -> None:
         self._migrations.receive_reply(endpoint, message, payload)

@@ -168,6 +168,19 @@ class Resolve(Message, frozen=True, tag=True):
     destination: str
 
 
+class PauseAhead(Message, frozen=True, tag=True):
+    """Source llumlet to the front end: in some steps this request is moved on, and its client waits
+    for a token longer than usual. That may be spread over the tokens before it.
+
+    Advice: nothing depends on it, and an aborted migration leaves nobody waiting.
+    """
+
+    request_id: str
+    pause_ms: float
+    stretch_ms: float
+    """Each token may come later by so much more than the one before."""
+
+
 class Resolved(Message, frozen=True, tag=True):
     """Front end: `moved` - the destination runs it; otherwise the source goes on."""
 
@@ -253,6 +266,7 @@ ClusterMessage = (
     | Outputs
     | Fence
     | Fenced
+    | PauseAhead
     | Resolve
     | Resolved
     | Members

@@ -57,7 +57,7 @@ class Metrics:
         self._gap = Histogram(
             "kvmig_client_gap_seconds",
             "Time between the last token of the old instance and the first of the new, "
-            "as delivered.",
+            "as they came to the front end; a client sees less of it (--spread).",
             buckets=BUCKETS_S,
             registry=registry,
         )

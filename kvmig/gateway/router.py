@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 
 from kvmig.controlplane.messages import (
@@ -14,10 +14,10 @@ from kvmig.controlplane.messages import (
     LoadReport,
     Migrated,
     Outputs,
+    PauseAhead,
     Requests,
     Resolve,
     Resolved,
-    Span,
     Submit,
 )
 from kvmig.controlplane.policy import policy_of
@@ -38,6 +38,8 @@ from kvmig.gateway.recovery import Recovery
 from kvmig.gateway.request_id import current_call
 from kvmig.gateway.requests import Entry, RequestTable, call_of
 from kvmig.gateway.splice import Action, Broken, Splicer, Stale, Switched
+from kvmig.gateway.spreading import Spreading
+from kvmig.gateway.strays import Strays
 from kvmig.gateway.streams import Streams
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
@@ -51,8 +53,6 @@ HOLD_S = 10.0
 """Longest wait for an old owner's tokens while the new one's are there."""
 TICK_S = 0.2
 """Between two looks for what nobody tells of."""
-STRAYS = 4096
-"""Stale copies that are remembered as told to stop."""
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,9 @@ class Router:
             tick_s,
             self,
         )
-        self._endings = Endings(self._table, self._fleet, sink)
+        self._spreading = Spreading(sink, clock)
+        self._endings = Endings(self._table, self._fleet, self._spreading)
+        self._strays = Strays(self._endings.tell)
         self._recovery = Recovery(
             self._table, self._fleet, self._endings, self._observer, clock, config.faults
         )
@@ -107,14 +109,13 @@ class Router:
         )
         self._streams = Streams(
             self._table,
-            sink,
+            self._spreading,
             decode,
             self._fleet.index,
             self._act,
-            self._stray,
+            self._strays.stop,
             self._observer,
         )
-        self._strays: OrderedDict[tuple[str, str, int], None] = OrderedDict()
         self._refusals = Refusals()
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._watch(tick_s))
@@ -124,6 +125,7 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._spreading.close()
         await self._arbiter.close()
         await self._fleet.close()
 
@@ -229,6 +231,7 @@ class Router:
                 self._streams.ended(entry)
             else:
                 self._table.remove(entry.request_id)
+            self._spreading.end(entry.request_id)
         self._endings.abort(entries)
 
     def give_up(self, reason: str) -> None:
@@ -286,6 +289,8 @@ class Router:
                 self._calls.answer(message.call_id, message, payload)
             case Migrated():
                 self._migrated(message, payload)
+            case PauseAhead():
+                self._spread(link.instance, message)
             case Resolve():
                 self._start(self._resolve(link.instance, message))
             case _:
@@ -317,10 +322,19 @@ class Router:
         entry = self._migrations.ended(message)
         self._calls.answer(message.call_id, message, payload)
         report = message.report
+        if entry is not None and report.state == "aborted":
+            self._spreading.end(entry.request_id)
         if entry is not None and report.state == "committed":
             self._recovery.moved(entry, report.destination, report.epoch, message.epoch)
         if entry is not None and report.reason == "orphaned":
             self._recovery.run_again([entry], report.detail)
+
+    def _spread(self, source: str, pause: PauseAhead) -> None:
+        entry = self._table.runs.get(pause.request_id)
+        if entry is not None and entry.owner == source:
+            index = self._fleet.index(source)
+            pause_s, stretch_s = pause.pause_ms / 1e3, pause.stretch_ms / 1e3
+            self._spreading.begin(entry.request_id, index, pause_s, stretch_s)
 
     async def _resolve(self, source: str, question: Resolve) -> None:
         moved = await self._arbiter.moved(question)
@@ -335,16 +349,6 @@ class Router:
                 self._observer.switched(gap_s)
             case Broken(reason):
                 self._recovery.run_again([entry], reason)
-
-    def _stray(self, instance: str, span: Span, last: bool) -> None:
-        """Output of a request that is over: whoever still runs it is told to stop, once."""
-        key = (instance, span.request_id, span.epoch)
-        if last or key in self._strays:
-            return
-        self._strays[key] = None
-        if len(self._strays) > STRAYS:
-            self._strays.popitem(last=False)
-        self._endings.tell(instance, Discard(span.request_id, span.epoch))
 
     # -- small things
 

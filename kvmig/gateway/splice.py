@@ -27,8 +27,8 @@ class Stale(NamedTuple):
 class Switched(NamedTuple):
     """The stream went over to a new owner.
 
-    gap_s: from the old owner's last token to the new one's first, as the client sees
-    it; None when there was no token before.
+    gap_s: from the old owner's last token to the new one's first, as they came here, before the
+    pause is spread; None when there was no token before.
     """
 
     source: str

@@ -49,6 +49,9 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of a request's last tokens, where the engines can: their KV is copied in the
     pause, computed again in the destination's first step, or computed along there before the
     switch; auto: whatever costs each migration less."""
+    spread: float = 0.1
+    """By how much of a step each of the tokens before the pause may reach its client later than the
+    one before, so that the pause is spread over them; 0: it isn't."""
     unit_tokens: int = 0
     """Tokens of KV cache that instances of different shapes exchange at a time; 0: all are
     alike and exchange blocks."""
@@ -178,6 +181,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
             migration.lease_ms,
             f"more than --reply-timeout-ms ({migration.reply_timeout_ms})",
         ),
+        (0 <= migration.spread <= 1, "--spread", migration.spread, "0 to 1"),
         (migration.rest in RESTS, "--rest", migration.rest, " or ".join(RESTS)),
         (
             migration.transport in TRANSPORTS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,6 +14,9 @@ from kvmig.kvtransfer.mailbox import Mailbox
 from kvmig.kvtransfer.timeline import Move, Timeline
 
 T = TypeVar("T")
+Foretell = Callable[[str, float, float], bool]
+"""(request_id, pause_ms, stretch_ms): its client waits soon, see `kvmig.kvtransfer.spread`. Says
+whether anybody was told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,14 @@ class Errand:
     timeline: Timeline
     clock: Clock
     timeout_s: float
+    foretell: Foretell
 
     async def bounded(self, call: Awaitable[T]) -> T:
         """Raises TimeoutError when it takes longer than an answer may."""
         async with asyncio.timeout(self.timeout_s):
             return await call
+
+
+def nothing_told(request_id: str, pause_ms: float, stretch_ms: float) -> bool:
+    """Where no front end is, no pause is spread."""
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvmig.kvtransfer.chunks import ChunkSizer
 from kvmig.kvtransfer.meeting import LeadTime
 from kvmig.kvtransfer.pause_cost import CopyTimes
+from kvmig.kvtransfer.spread import PauseTime
 from kvmig.kvtransfer.stages import TAIL_BLOCKS
 
 
@@ -14,6 +15,7 @@ class Experience:
     def __init__(self, sizer: ChunkSizer) -> None:
         self.sizer = sizer
         self.lead = LeadTime()
+        self.pause = PauseTime()
         self.tails = CopyTimes()
 
     def tail_ms(self, block_bytes: int) -> float | None:

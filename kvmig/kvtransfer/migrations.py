@@ -22,6 +22,7 @@ from kvmig.kvtransfer.arbitration import Resolve
 from kvmig.kvtransfer.arrivals import Arrivals, OnCommit
 from kvmig.kvtransfer.chunks import ChunkSizer
 from kvmig.kvtransfer.epochs import Epochs
+from kvmig.kvtransfer.errand import Foretell, nothing_told
 from kvmig.kvtransfer.experience import Experience
 from kvmig.kvtransfer.mailbox import Cancel, PeerLost
 from kvmig.kvtransfer.messages import (
@@ -72,6 +73,7 @@ class Migrations:
         on_commit: OnCommit,
         on_commit_failed: Callable[[str], None],
         on_left: Callable[[str, str], None],
+        foretell: Foretell = nothing_told,
         on_no_memory: Callable[[MemoryError], None] = lambda error: None,
         refusals: Refusals | None = None,
     ) -> None:
@@ -82,6 +84,7 @@ class Migrations:
         on_commit: (request_id, epoch, num_output_tokens, gateway), just before a request
         starts here, may raise MigrationRefused; on_commit_failed: (request_id), undoes it.
         on_left: (request_id, endpoint), once a request runs there.
+        foretell: tells the request's front end, see `Foretell`.
         on_no_memory: a migration ended anywhere, maybe between a state and its actions: it may
         hold blocks still, and what it answers needn't be true.
         refusals: counts strangers at the transports' own sockets.
@@ -96,6 +99,7 @@ class Migrations:
         self._reply = reply
         self._resolve = resolve
         self._on_left = on_left
+        self._foretell = foretell
         self._on_no_memory = on_no_memory
         self._arrivals = Arrivals(
             engine, config, on_commit, on_commit_failed, self._broken, refusals or Refusals()
@@ -176,6 +180,7 @@ class Migrations:
             lambda move: self._on_left(move.request_id, endpoint),
             throttle=self._throttle,
             admit=self._admit,
+            foretell=self._foretell,
         )
         task = asyncio.create_task(session.run(), name=f"out {move.mid}")
         self._departures[move.mid] = Departure(session, endpoint, task)

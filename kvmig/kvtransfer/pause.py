@@ -22,20 +22,26 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.source_actions import Action, SendTail
+from kvmig.kvtransfer.spread import Measured, spread
 from kvmig.kvtransfer.wire import Frame
 
 
 class Pause:
     """Methods that wait return what a message asks for instead, [] if none came in between."""
 
-    def __init__(self, errand: Errand, experience: Experience) -> None:
+    def __init__(self, errand: Errand, experience: Experience, share: float) -> None:
+        """share: of a step, by which the tokens before it are spread."""
         self._errand = errand
+        self._share = share
         self._experience = experience
         self._there = Cadence(0.0, 0.0)
         self._can_hold = False
         self._heard_at = 0.0
         self._asked = Reserve("", "", 0, 0, 0)
         self._suspended_at = 0.0
+        self._step_ms = 0.0
+        self._busy_there = False
+        self._answered: tuple[float, float] | None = None
         self._tail_bytes = 0
         self._commit: Commit | None = None
         self._payload: Sequence[Frame] = ()
@@ -49,9 +55,14 @@ class Pause:
         self._there, self._heard_at = answer.cadence, self._errand.clock()
         self._can_hold = answer.can_hold
 
-    async def put_off(self) -> list[Action]:
-        """Let the request decode on until its way meets a step of the destination."""
+    async def put_off(self, decoding: bool) -> list[Action]:
+        """Let the request decode on until its way meets a step of the destination.
+
+        decoding: before that, for as long as the pause is spread.
+        """
         clock, engine = self._errand.clock, self._errand.engine
+        if decoding and (stop := await self._spread()):
+            return stop
         until = clock() + PUT_OFF_STEPS * engine.cadence().step_ms / 1e3
         while True:
             here, now = engine.cadence(), clock()
@@ -60,9 +71,34 @@ class Pause:
             wait_ms = put_off_ms(here, there, self._experience.lead.ms, self._can_hold)
             if wait_ms == 0.0 or now >= until:
                 return []
-            self._errand.send(replace(self._asked, last=False), ())  # how far is it now?
+            self._ask()
             if stop := await self._wait_until(now + wait_ms / 1e3):
                 return stop
+
+    def foretell(self) -> int:
+        """Let the pause be spread over the tokens from now on; for how many steps that is."""
+        errand = self._errand
+        step_ms = errand.engine.cadence().step_ms
+        self._busy_there = self._there.step_ms > 0
+        pause_ms = self._experience.pause.expected_ms(self._busy_there)
+        found = spread(pause_ms, step_ms, self._share)
+        if found is None:
+            return 0
+        told = errand.foretell(errand.move.request_id, found.pause_ms, found.stretch_ms)
+        return found.steps if told else 0
+
+    async def _spread(self) -> list[Action]:
+        step_s = self._errand.engine.cadence().step_ms / 1e3
+        if not (steps := self.foretell()):
+            return []
+        if stop := await self._wait_until(self._errand.clock() + (steps - 1) * step_s):
+            return stop
+        self._ask(again=True)
+        return await self._wait_until(self._errand.clock() + step_s)
+
+    def _ask(self, again: bool = False) -> None:
+        """How far is the destination in its steps now? again: and it may prepare once more."""
+        self._errand.send(self._asked if again else replace(self._asked, last=False), ())
 
     async def _wait_until(self, at: float) -> list[Action]:
         while (left := at - self._errand.clock()) > 0:
@@ -78,6 +114,7 @@ class Pause:
         errand = self._errand
         out = None if blocks is None else blocks.copier.room()
         if decoding:
+            self._step_ms = errand.engine.cadence().step_ms
             self._announce()
         errand.timeline.pause()
         tail = await errand.bounded(errand.engine.suspend(errand.move.request_id, sent, out))
@@ -136,6 +173,15 @@ class Pause:
         answered_ms = (self._errand.clock() - self._suspended_at) * 1e3
         experience = self._experience
         experience.lead.observe(answered_ms, answer.commit_ms)
+        self._answered = answered_ms, answer.commit_ms
         if self._tail_bytes:
             rate = experience.sizer.bytes_per_ms
             experience.tails.observe(downtime.tail_copy, self._tail_bytes, rate)
+
+    def first_token(self, ms: float) -> None:
+        """Learn how long the client had to wait in all. ms: from the commit on."""
+        downtime = self._errand.timeline.downtime(None)
+        if downtime is None or self._answered is None or not self._step_ms:
+            return
+        pause = Measured(downtime.tail_copy, *self._answered, ms)
+        self._experience.pause.observe(self._busy_there, pause, self._step_ms)

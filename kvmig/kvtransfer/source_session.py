@@ -21,7 +21,7 @@ from kvmig.kvtransfer import source_actions as do
 from kvmig.kvtransfer.arbitration import Resolve, ask_arbiter
 from kvmig.kvtransfer.block_sender import BlockSender
 from kvmig.kvtransfer.copier import Send
-from kvmig.kvtransfer.errand import Errand
+from kvmig.kvtransfer.errand import Errand, Foretell, nothing_told
 from kvmig.kvtransfer.experience import Experience
 from kvmig.kvtransfer.mailbox import Cancel, Event, Mailbox, PeerLost
 from kvmig.kvtransfer.messages import (
@@ -68,6 +68,7 @@ class SourceSession:
         clock: Clock = monotonic,
         throttle: Throttle = UNLIMITED,
         admit: Callable[[str, int], None] = lambda mid, num_tokens: None,
+        foretell: Foretell = nothing_told,
     ) -> None:
         """`stagings`: by transport's name, the best first; all are offered.
 
@@ -91,10 +92,10 @@ class SourceSession:
         self._first_token: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
         self._timeline = Timeline(clock)
         self._errand = errand = Errand(
-            move, engine, send, self._mailbox, self._timeline, clock, self._timeout_s
+            move, engine, send, self._mailbox, self._timeline, clock, self._timeout_s, foretell
         )
         self._opening = Opening(errand, stagings, experience, shuttle, throttle)
-        self._pause = Pause(errand, experience)
+        self._pause = Pause(errand, experience, config.spread)
         self._pursuit = Pursuit(errand)
         self._rest = RestChoice(engine, config, experience)
         self._there = Reserved(move.mid, 0, 0, "")
@@ -148,6 +149,8 @@ class SourceSession:
         if machine.decoding:
             await asyncio.wait((self._first_token,), timeout=self._timeout_s)
         first_token = self._first_token.result() if self._first_token.done() else None
+        if first_token is not None:
+            self._pause.first_token(first_token)
         return report(self.move, "committed", first_token=first_token)
 
     def _hear_first_token(self, ms: float | None) -> None:
@@ -252,6 +255,7 @@ class SourceSession:
                 return self.machine.forked(await self._pursuit.fork(sent))
             case do.SendFork(first, fork):
                 stage, blocks = self.machine.stage, self._blocks()
+                self._pause.foretell()
                 stop = await self._pursuit.send(stage, first, fork, blocks)
                 return stop or self.machine.fork_sent(len(fork.block_ids))
             case do.Listen():
@@ -261,7 +265,7 @@ class SourceSession:
         if self.machine.waits:  # nothing is copied, and nobody expects a token
             return self.machine.suspended(await self._pause.suspend(sent, None, decoding=False))
         way, blocks = self.machine.way, None
-        if way != "follow" and (stop := await self._pause.put_off()):
+        if way != "follow" and (stop := await self._pause.put_off(self.machine.decoding)):
             return stop
         if way == "copy":
             blocks = self._blocks()
