@@ -181,6 +181,8 @@ def summarise(
         "step_ms_without": median(one.still_step_ms for one in windows),
     }
     targets: dict[str, report.Target] = {"step_time_during_migration_ratio": {"max": 1.02}}
+    if not rounds:
+        return summary, targets
     for plain in ("plain", "plain_uni"):
         throughput, ttft = f"throughput_over_{plain}", f"ttft_of_{plain}_over_kvmig"
         summary[throughput] = median(one.throughput_ratio(plain) for one in rounds)
@@ -195,7 +197,7 @@ def summarise(
 def tables(windows: list[Window], rounds: list[Round]) -> list[Table]:
     """The spread of what was measured."""
     ratios = {"others' step time, moving / still": [one.ratio for one in windows]}
-    for plain in ("plain", "plain_uni"):
+    for plain in ("plain", "plain_uni") if rounds else ():
         ratios[f"throughput, kvmig / {plain}"] = [one.throughput_ratio(plain) for one in rounds]
         ratios[f"TTFT, {plain} / kvmig"] = [one.ttft_ratio(plain) for one in rounds]
     rows = [
@@ -245,11 +247,23 @@ def one_instance_each(model: Path, paced: Sequence[str], logs: Path) -> dict[str
     }
 
 
+def beside_plain(
+    model: Path, paced: Sequence[str], logs: Path, pairs: int, calls: int
+) -> list[Round]:
+    """Starts what `alone` compares."""
+    report.say("starting kvmig with one instance, and plain vLLM twice")
+    servers = one_instance_each(model, paced, logs)
+    with all_up(list(servers.values())):
+        return uvloop.run(alone(servers, pairs, calls))
+
+
 def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--model", default="step10ms", help=f"{', '.join(NAMES)} or a folder")
+    root.add_argument("--others-only", action="store_true", help="without plain vLLM beside it")
     options = root.parse_args(argv)
     batches, pairs, calls = (1, 2, 8) if options.quick else (12, 12, 16)
+    pairs = 0 if options.others_only else pairs
     settings = {
         "model": options.model,
         "migrations": batches * BATCH,
@@ -265,10 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         flags = [*SERVED_FLAGS, *paced, "--no-enable-prefix-caching"]
         with Served(flags, model=model, log=logs / "two") as two:
             windows = uvloop.run(others(two, batches))
-        report.say("starting kvmig with one instance, and plain vLLM twice")
-        servers = one_instance_each(model, paced, logs)
-        with all_up(list(servers.values())):
-            rounds = uvloop.run(alone(servers, pairs, calls))
+        rounds = beside_plain(model, paced, logs, pairs, calls) if pairs else []
     result.samples = [*map(asdict, windows), *map(asdict, rounds)]
     result.summary, result.targets = summarise(windows, rounds)
     return report.finish(result, options, tables(windows, rounds))

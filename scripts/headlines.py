@@ -67,6 +67,11 @@ HEADLINES = (
         Source("gpu_interference", "least_slowdown"),
     ),
     Headline(
+        "the same, engines that don't share cores (`device10ms`)",
+        Source("overhead-device10ms", "step_time_during_migration_ratio"),
+        None,
+    ),
+    Headline(
         "throughput / plain vLLM",
         Source("overhead", "throughput_over_plain"),
         None,
