@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
 from kvmig.gateway.spreading import MOST_S, Ramp
+from kvmig.kvtransfer.messages import Reserve
 from kvmig.kvtransfer.spread import MOST_STEPS, Measured, PauseTime, Spread, spread
 from tests.fake_cluster import cluster, until
 from tests.fake_engine import FakeEngine
@@ -88,6 +89,17 @@ async def test_the_request_decodes_on_for_as_long_as_its_pause_is_spread() -> No
         assert (await moving).state == "committed"
         assert time.monotonic() - since >= 0.1
         assert told == [("r", 2.0, 50.0)]
+
+
+async def test_a_destination_keeps_its_reservation_however_long_the_pause_is_spread() -> None:
+    async with cluster(timeout_ms=1000.0, spread=0.0016) as them:
+        them.a.foretell = lambda request_id, pause_ms, stretch_ms: True
+        them.a.engine.now = Cadence(0.0, 80.0)  # 2 ms, by the first guess: 16 steps
+        assert (await them.move()).state == "committed"
+        asked = [message for message in them.b.heard if isinstance(message, Reserve)]
+        opening, *again = asked
+        assert opening.export is not None
+        assert len(again) >= 3
 
 
 async def test_nobody_waits_where_no_front_end_was_told() -> None:

@@ -91,10 +91,16 @@ class Pause:
         step_s = self._errand.engine.cadence().step_ms / 1e3
         if not (steps := self.foretell()):
             return []
-        if stop := await self._wait_until(self._errand.clock() + (steps - 1) * step_s):
-            return stop
-        self._ask(again=True)
-        return await self._wait_until(self._errand.clock() + step_s)
+        clock = self._errand.clock
+        until = clock() + (steps - 1) * step_s
+        while True:
+            # However slow the steps are, the destination hears something within its lease.
+            if stop := await self._wait_until(min(until, clock() + self._errand.timeout_s / 2)):
+                return stop
+            last = clock() >= until
+            self._ask(again=last)
+            if last:
+                return await self._wait_until(clock() + step_s)
 
     def _ask(self, again: bool = False) -> None:
         """How far is the destination in its steps now? again: and it may prepare once more."""
