@@ -1,8 +1,11 @@
-"""A llumlet whose engine never gets warm."""
+"""A llumlet that never gets to serve."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -33,3 +36,14 @@ async def test_an_engine_that_fails_while_it_warms_up_ends_the_start() -> None:
     with pytest.raises(StartupError, match="while it warmed up: index out of bounds"):
         await llumlet.start()
     await llumlet.close(1.0)
+
+
+def test_one_whose_launcher_has_gone_before_it_was_told_what_to_be_ends_in_silence() -> None:
+    heard, announced = os.pipe()
+    os.close(heard)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvmig.cli.llumlet", str(announced)],
+        input="", pass_fds=(announced,), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    os.close(announced)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")

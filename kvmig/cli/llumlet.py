@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     descriptor = int(argv[1])
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    launch: LlumletLaunch | None = None
     try:
         launch = read_launch(LlumletLaunch)
         quiet(launch.instance)
@@ -61,8 +62,10 @@ def main(argv: Sequence[str]) -> int:
     except KvmigError as error:
         try:
             announce(descriptor, Announcement(failed=str(error)))
-        except StartupError:  # announced before: it ran, then failed
-            say(str(error))
+        except StartupError:
+            if launch is not None:  # announced before: it ran, then failed
+                say(str(error))
+            # Else the launcher went before it had told what to be, and nobody waits for an answer.
         return 1
     return 0
 

@@ -3,7 +3,7 @@
 For a moment nobody decodes a request that moves, so the first token of its new owner comes late.
 Its client needn't see that as one long gap: the tokens before it are held back here, each a
 little longer than the one before, until the last of them is as late as the next one will be.
-Nothing comes later than it would have: what is held only waits for what is late anyway.
+They come later, by the pause at most; all that comes after it comes when it would have.
 """
 
 from __future__ import annotations
