@@ -36,6 +36,10 @@ def assert_server_is_empty(served: Served) -> None:
         time.sleep(0.1)
 
 
+REAPED_S = 5.0
+"""In which an ended process whose parent is gone must be reaped."""
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What a running server has on the machine."""
@@ -69,12 +73,21 @@ class Footprint:
     def assert_gone(self, within_s: float = 0.0) -> None:
         """Nothing of it is there any more."""
         _, alive = psutil.wait_procs(self.processes, timeout=within_s)
+        if all(_is_zombie(one) for one in alive):  # they have ended; init takes them when it likes
+            _, alive = psutil.wait_procs(alive, timeout=REAPED_S)
         assert not alive, f"still running: {alive}"
         left = {path for path in self.shared_memory if path.exists()}
         assert not left, f"shared memory left: {left}"
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", self.port))
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def orphans() -> set[str]:
