@@ -16,6 +16,8 @@ from kvmig.cli.served import Served
 PATIENCE_S = 10.0
 """Freed blocks show up with the next load report, aborts a moment after the client left."""
 SHM = Path("/dev/shm")
+REAPED_S = 5.0
+"""In which an ended process whose parent is gone must be reaped."""
 
 
 def assert_server_is_empty(served: Served) -> None:
@@ -34,10 +36,6 @@ def assert_server_is_empty(served: Served) -> None:
             return
         assert time.monotonic() < deadline, f"left over: {left} {requests}"
         time.sleep(0.1)
-
-
-REAPED_S = 5.0
-"""In which an ended process whose parent is gone must be reaped."""
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ REFUSED = [
     ([MODEL, "--ray", "--ray-resources", "CPU: 1"], "--ray-resources is 'CPU: 1', must be a JSON"),
     ([MODEL, "--ray-resources", '{"CPU": 1}'], "but --ray is not given"),
     ([MODEL, "--chunk-bytes", "1"], "--chunk-bytes is 1, must be 4096 or more"),
+    ([MODEL, "--spread", "1.5"], "--spread is 1.5, must be 0 to 1"),
+    ([MODEL, "--spread", "nan"], "--spread is nan, must be 0 to 1"),
 ]
 
 
