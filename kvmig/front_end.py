@@ -10,7 +10,7 @@ import gc
 import socket
 from argparse import Namespace
 
-from kvmig.cli.process import say
+from kvmig.cli.process import end_loading, say
 from kvmig.gateway.access import access
 from kvmig.gateway.gate import GateState
 from kvmig.ground.config import ClusterConfig
@@ -78,6 +78,7 @@ class FrontEnd:
         """
         args, config = self._args, self._launch.config
         await self._http.load()  # while the instances load theirs
+        end_loading()
         ready = await self._membership.first(config.start_timeout_s)
         block_tokens = self._http.learn(ready)
         # What instances report in, see `engines.vllm.load`.
@@ -92,7 +93,7 @@ class FrontEnd:
             ),
         )
         gc.collect()
-        gc.freeze()  # what is loaded by now stays
+        gc.freeze()  # what is there by now stays
         gc.set_threshold(*COLLECT)
 
     async def ended(self) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from kvmig.cli.children import Child, running
 from kvmig.cli.instance import first_of
-from kvmig.cli.process import say
+from kvmig.cli.process import end_loading, say
 from kvmig.cli.pulse import SILENT_S, Pulse
 from kvmig.controlplane.restarts import Restarts
 from kvmig.front_end import FrontLaunch
@@ -45,6 +45,7 @@ class FrontEnds:
         await asyncio.gather(*map(self._begin, numbers))
         for number in numbers:
             self._keeping.append(asyncio.create_task(self._keep(number)))
+        end_loading()
 
     async def ended(self) -> None:
         """Never: they are started again."""

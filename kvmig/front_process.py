@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import uvloop
 
 from kvmig.cli.launch import Announcement
-from kvmig.cli.process import leave, quiet, say
+from kvmig.cli.process import begin_loading, leave, quiet, say
 from kvmig.cli.pulse import beat
 from kvmig.controlplane.child import announce, read_launch
 from kvmig.engines.kind import kind_of
@@ -61,7 +61,11 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
         await starting
         ends.listen()  # an HTTP server may have put its own in place
         beating = asyncio.create_task(beat(launch.pulse), name="pulse")
-        announce(descriptor, Announcement(endpoint="shared"))
+        try:
+            announce(descriptor, Announcement(endpoint="shared"))
+        except StartupError:  # the launcher is ending, or gone: nobody waits for it
+            ends.stop.set()
+            ends.at_once.set()
         ended = asyncio.create_task(front.ended())
         await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
@@ -80,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
         print("usage: python -m kvmig.front_process DESCRIPTOR", file=sys.stderr)
         return 2
     descriptor = int(argv[1])
+    begin_loading()
     try:
         launch = read_launch(FrontLaunch)
         quiet(launch.name)

@@ -22,7 +22,7 @@ from kvmig.cli.launcher import Launcher
 from kvmig.cli.local import Host
 from kvmig.cli.open_files import raise_limit, too_few
 from kvmig.cli.port import take_port
-from kvmig.cli.process import leave, quiet, say
+from kvmig.cli.process import begin_loading, leave, quiet, say
 from kvmig.cli.ray_launcher import RayLauncher
 from kvmig.cli.scheduler_keeper import SchedulerKeeper
 from kvmig.cli.secrets import cluster_secret, taken
@@ -40,6 +40,7 @@ from kvmig.ground.errors import ConfigError, KvmigError
 def main(argv: Sequence[str]) -> int:
     """Exit code 0 after a shutdown, 2 for what is wrong before it serves, 1 for later."""
     quiet("kvmig")
+    begin_loading()
     try:
         config, rest, help_wanted = kvmig_flags.parse(list(argv))
         kind = kind_of(config.engine)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,3 +119,39 @@ async def test_one_that_cannot_start_again_is_tried_again(site: Site, sock: sock
     await site.until("front end 0 is ready")
 
     await fronts.close()
+
+
+NOBODY_LISTENS = """
+import asyncio, os, socket, sys
+from kvmig import front_process
+from kvmig.front_end import FrontLaunch
+from kvmig.ground.config import ClusterConfig
+
+class Started:
+    def __init__(self, *_): pass
+    async def start(self): pass
+    async def ended(self): await asyncio.Event().wait()
+    async def drain(self, at_once): print("drained", at_once.is_set())
+    async def close(self): print("closed")
+
+front_process.FrontEnd = Started
+front_process.kind_of = lambda _: type("Kind", (), {"parse": lambda *_: None})
+_, pulse = os.pipe()
+launch = FrontLaunch(
+    name="f", launcher="", secret=b"s", config=ClusterConfig(), engine_argv=[],
+    listening=socket.socket().detach(), pulse=pulse,
+)
+asyncio.run(front_process.run(launch, int(sys.argv[1])))
+"""
+
+
+def test_one_that_is_ready_when_nobody_waits_for_it_any_more_ends_in_silence() -> None:
+    heard, announced = os.pipe()
+    os.close(heard)
+    done = subprocess.run(
+        [sys.executable, "-c", NOBODY_LISTENS, str(announced)],
+        input="", pass_fds=(announced,), capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    os.close(announced)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "drained True\nclosed\n", "")

@@ -1,4 +1,4 @@
-"""What a process of kvmig's prints, and how it ends."""
+"""What a process of kvmig's prints, how it loads, and how it ends."""
 
 from __future__ import annotations
 
@@ -41,6 +41,20 @@ WARN = (
 def test_warnings_of_coming_changes_are_shown_to_who_asks_only() -> None:
     assert run(WARN).stderr == ""
     assert "some day" in run(WARN, "-W", "always").stderr
+
+
+def test_no_garbage_is_collected_while_a_process_loads_and_what_it_loaded_is_never_walked() -> None:
+    done = run(
+        "import gc\n"
+        "from kvmig.cli.process import begin_loading, end_loading\n"
+        "begin_loading()\n"
+        "print(gc.isenabled())\n"
+        "loaded = [[] for _ in range(100_000)]\n"
+        "end_loading()\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 100_000)\n"
+    )
+
+    assert done.stdout.split() == ["False", "True", "True"]
 
 
 def test_a_process_leaves_with_its_status_and_all_that_it_printed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import select
@@ -18,7 +17,7 @@ import setproctitle
 
 from kvmig.cli import llumlet
 from kvmig.cli.forks import ForkNews, ForkOrder
-from kvmig.cli.process import leave, quiet, say
+from kvmig.cli.process import begin_loading, end_loading, leave, quiet, say
 from kvmig.controlplane.child import lead_group
 from kvmig.engines.kind import kind_of
 
@@ -30,14 +29,14 @@ def main(argv: Sequence[str]) -> int:
     """Load, then fork as often as the launcher wants, until it is gone."""
     lead_group()
     quiet("fork server")
+    begin_loading()
     kind = kind_of(argv[2])
     kind.prepare()
     kind.load()
     if why := unsafe():
         say(f"instances start without a fork server: {why}")
         return 1
-    gc.collect()
-    gc.freeze()  # or a child's collections would copy the pages that all share
+    end_loading()
     with socket.socket(fileno=int(argv[1])) as sock:
         forked = serve(sock)
     if forked is None:

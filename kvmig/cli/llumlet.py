@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import uvloop
 
 from kvmig.cli.launch import Announcement, LlumletLaunch
-from kvmig.cli.process import leave, quiet, say
+from kvmig.cli.process import begin_loading, end_loading, leave, quiet, say
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.engines.kind import kind_of
@@ -26,6 +26,8 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
     """Serve until SIGTERM or the launcher's end."""
     kind = kind_of(launch.config.engine)
     kind.prepare()
+    kind.load()
+    end_loading()
     engine = kind.make(launch.engine_argv, launch.config.migration.unit_tokens)
     llumlet = Llumlet(launch.instance, launch.cluster, launch.secret, launch.config, engine)
     stopped = asyncio.ensure_future(until_stopped())
@@ -54,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     descriptor = int(argv[1])
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    begin_loading()
     launch: LlumletLaunch | None = None
     try:
         launch = read_launch(LlumletLaunch)

@@ -28,6 +28,10 @@ class VllmKind:
     def load(self) -> None:
         importlib.import_module("kvmig.engines.vllm.config")
         importlib.import_module("kvmig.engines.vllm.serving")
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            importlib.import_module("vllm.v1.worker.cpu_worker")
 
     def parse(self, argv: list[str]) -> Namespace:
         return flags.parse(argv)
