@@ -8,6 +8,7 @@ their reasons and one closing line; the exit status is 1 if anything failed.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,13 +31,17 @@ LINT: dict[str, list[str]] = {
     "import floors": ["lint-imports", "--no-logo"],
 }
 PROOFS: dict[str, list[str]] = {"every order of the handshake": ["python", "-m", "kvmig.check"]}
+# Two files at once: each keeps one core busy, and waits now and then.
+BESIDE = ["pytest", "-q", "-n", "2", "--dist", "loadfile", "-m"]
+ALONE = ["pytest", "-q", "-m"]
 TESTS: dict[str, list[str]] = {
-    # Two files at once: each keeps one core busy, and waits now and then.
-    "tests without engines": ["pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not engine"],
-    "tests on real engines": ["pytest", "-q", "-m", "engine and not long"],
+    "tests without engines": [*BESIDE, "not engine and not server"],
+    "tests on engines": [*BESIDE, "engine and not long"],
+    "tests on servers": [*ALONE, "server and not long"],
 }
 LONG: dict[str, list[str]] = {
-    "long tests on real engines": ["pytest", "-q", "-m", "engine and long"],
+    "long tests on engines": [*BESIDE, "engine and long"],
+    "long tests on servers": [*ALONE, "server and long"],
 }
 
 
@@ -53,7 +58,10 @@ def run(name: str, command: list[str]) -> Outcome:
     """Run one check with its output shown."""
     print(f"\n=== {name}: {' '.join(command)}", flush=True)
     start = time.monotonic()
-    status = subprocess.run([str(BIN / command[0]), *command[1:]], cwd=ROOT, check=False).returncode
+    # An engine's threads and the test beside it would wait for each other's turns.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if "-n" in command else None
+    words = [str(BIN / command[0]), *command[1:]]
+    status = subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode
     passed = status == 0 or (command[0] == "pytest" and status == NO_TESTS)
     return Outcome(name, passed, time.monotonic() - start)
 

@@ -128,7 +128,7 @@ def test_a_server_that_is_not_there_is_said_in_one_sentence(
     assert said.count("\n") == 1
 
 
-@pytest.mark.engine
+@pytest.mark.server
 def test_the_demo_moves_a_stream_and_finds_its_text_unchanged(two_instances: Served) -> None:
     done = subprocess.run(
         [

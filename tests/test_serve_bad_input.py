@@ -23,7 +23,7 @@ from kvmig.cli.served import free_port
 from kvmig.models import BUNDLED
 from tests.leaks import orphans
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 MODEL = str(BUNDLED)
 TIMEOUT_S = 180.0

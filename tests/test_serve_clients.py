@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvmig.cli.served import Served
 from tests.streams import ask, other
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 PROMPT = "Count: 0017 0018"
 BENCH_SERVE = """

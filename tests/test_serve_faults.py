@@ -25,7 +25,7 @@ from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, StreamFailed, ask, count_from, counted
 from tests.test_serve_moves import CALLS
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
 PATIENCE_S = 60.0
@@ -56,9 +56,11 @@ def llumlets(server: Served) -> dict[str, psutil.Process]:
                 for name in INSTANCES:
                     if f"-{name}-" in file.path and "+" in file.mode:
                         found[name] = process
-        if found.keys() == set(INSTANCES):
+        # One may end or start again after the test before.
+        states = {row["id"]: row["state"] for row in server.get("instances")}
+        if found.keys() == set(INSTANCES) and set(states.values()) == {"serving"}:
             return found
-        assert time.monotonic() < deadline, found  # one may start again after the test before
+        assert time.monotonic() < deadline, (found, states)
         time.sleep(0.2)
 
 
@@ -156,7 +158,7 @@ async def all_counted(streams: list[Stream], tokens: int) -> None:
 async def test_either_end_of_migrations_may_fall_silent(
     server: Served, llumlets: dict[str, psutil.Process], which: str
 ) -> None:
-    streams, found = await several(server, 1500)
+    streams, found = await several(server, 1000)
     source, destination = found[0]["instance"], INSTANCES[found[0]["instance"] == "i0"]
     asked = []
     for row in found:
@@ -164,7 +166,7 @@ async def test_either_end_of_migrations_may_fall_silent(
             asked.append(asyncio.create_task(ask(server, row["id"], destination)))
             await asyncio.sleep(0.01)  # so that they are in different states
     with stopped(llumlets[source if which == "source" else destination]):
-        await all_counted(streams, 1500)
+        await all_counted(streams, 1000)
     assert {(await one).status_code for one in asked} <= {200, 404, 409, 503}
     await asyncio.to_thread(assert_server_is_empty, server)
 
@@ -173,7 +175,7 @@ async def test_either_end_of_migrations_may_fall_silent(
 async def test_either_end_that_is_killed_in_migrations_takes_nothing_along(
     server: Served, llumlets: dict[str, psutil.Process], which: str
 ) -> None:
-    streams, found = await several(server, 1500)
+    streams, found = await several(server, 1000)
     source, destination = found[0]["instance"], INSTANCES[found[0]["instance"] == "i0"]
     moving = [row["id"] for row in found if row["instance"] == source]
     asked = [asyncio.create_task(ask(server, one, destination)) for one in moving]
@@ -182,7 +184,7 @@ async def test_either_end_that_is_killed_in_migrations_takes_nothing_along(
     before = server.output()
     llumlets[killed].kill()
 
-    await all_counted(streams, 1500)
+    await all_counted(streams, 1000)
     assert {(await one).status_code for one in asked} <= {200, 404, 409, 503}
     await asyncio.to_thread(assert_server_is_empty, server)
     again = "again in" if f"instance {killed} is gone" in before else "again in 0.5 s"

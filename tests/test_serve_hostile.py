@@ -23,7 +23,7 @@ from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, count_from, counted
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRET = "a-shibboleth-of-this-test-alone"

@@ -16,7 +16,7 @@ from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, count_from, counted, row_of, run_unmoved
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
 PATIENCE_S = 120.0

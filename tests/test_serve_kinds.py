@@ -20,7 +20,7 @@ from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import EndedEarly, Stream, move_one, row_of, run_moved, run_unmoved
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 CHAT = "/v1/chat/completions"
 DRAFTS = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3}

@@ -23,7 +23,7 @@ from tests.streams import (
     run_whole_moved,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -35,12 +35,12 @@ SEVEN = ord("7")
 
 
 def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
-    return COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, **fields}
+    return COMPLETIONS, {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, **fields}
 
 
 def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
     messages = [{"role": "user", "content": "Count from 0042"}]
-    return CHAT, {"messages": messages, "max_tokens": 1500, "ignore_eos": True, **fields}
+    return CHAT, {"messages": messages, "max_tokens": 900, "ignore_eos": True, **fields}
 
 
 CALLS = {
@@ -55,13 +55,13 @@ CALLS = {
     "prompt of many blocks": completion(
         temperature=0.7, seed=4, logprobs=1, prompt=" ".join(f"{n:04d}" for n in range(100, 400))
     ),
-    "stop string": completion(temperature=0, stop=["0250", "0260"]),
+    "stop string": completion(temperature=0, stop=["0190", "0200"]),
     "stop token ids and min_tokens": completion(
-        temperature=0.8, seed=5, min_tokens=800, stop_token_ids=[SEVEN], ignore_eos=False
+        temperature=0.8, seed=5, min_tokens=500, stop_token_ids=[SEVEN], ignore_eos=False
     ),
-    "n = 2": completion(temperature=1.1, seed=11, n=2, logprobs=1, max_tokens=1800),
+    "n = 2": completion(temperature=1.1, seed=11, n=2, logprobs=1),
     "guided regex": completion(
-        temperature=1.0, seed=2, structured_outputs={"regex": "([0-9]{3}[a-f] ){300}"}
+        temperature=1.0, seed=2, structured_outputs={"regex": "([0-9]{3}[a-f] ){180}"}
     ),
     "chat with usage and log-probabilities": chat(
         temperature=0.9, seed=6, logprobs=True, top_logprobs=2

@@ -21,7 +21,7 @@ from tests.conftest import PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import TIMEOUT_S, TRIES, EndedEarly, Stream, counted, other, row_of
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 BLOCK = 32
 SEATS = 3

@@ -31,7 +31,7 @@ from tests.streams import (
     run_unmoved,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
 BLOCKS = 200

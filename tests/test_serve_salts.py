@@ -9,7 +9,7 @@ import pytest
 from kvmig.cli.served import Served
 from tests.streams import Stream, count_from, counted, move_one, row_of
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 PROMPT = "Count: " + " ".join(f"{number:04d}" for number in range(17, 60))
 """Several blocks of it; counts up to 0059."""

@@ -21,7 +21,7 @@ from tests.streams import (
     run_unmoved,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 PATH = "/v1/completions"
 OTHER = "--instance-flags=i1: --tensor-parallel-size=2 --block-size=64"

@@ -28,7 +28,7 @@ from tests.streams import (
     run_unmoved,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = str(BUNDLED)

@@ -150,6 +150,7 @@ def test_a_stop_token_ends_a_moved_request(bench: Bench) -> None:
             tokens = await bench.finish(bench.submit("a"))
             stop = tokens[20]
             moves = bench.submit("a", stop_token_ids=[stop])
+            await bench.reach(moves, 2)  # while it waits its move may end as it starts
             report = await move.migrate(moves, "a", "b")
             assert report.state == "committed" or report.reason == "finished"
             assert await bench.finish(moves) == tokens[: tokens.index(stop) + 1]
