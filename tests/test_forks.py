@@ -15,10 +15,14 @@ from kvmig.cli.children import Child, Process
 from kvmig.cli.fork_server import TITLE
 from kvmig.cli.forks import UNSEEN, Fork, Forks
 from kvmig.cli.launch import Announcement
+from kvmig.cli.local import llumlet_environment
 from kvmig.ground.errors import StartupError
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+THREADS = 4
+"""Of an instance: what it is forked from has one all the same."""
 ENGINE = "transformers"  # the one that loads faster
+OURS = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+ENVIRONMENT = llumlet_environment(ENGINE, [], THREADS, OURS)
 PATIENCE_S = 60.0
 
 
@@ -82,7 +86,7 @@ async def test_a_forks_death_is_told_and_the_next_one_starts(
         while TITLE not in process.cmdline():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
-        assert process.environ()["OMP_NUM_THREADS"] == "1"
+        assert process.environ()["OMP_NUM_THREADS"] == str(THREADS)
         fork.kill()
         assert await code(fork) == -9
         fork.terminate()  # its id may be another's by now: nothing happens

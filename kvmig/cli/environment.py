@@ -79,6 +79,9 @@ def instance_environment(
     """
     environment = dict(base)
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    # NumPy's BLAS, which no engine computes with, starts a thread a core when it is imported: a
+    # process that has some can't be forked.
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")
     if gpu_ids:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
         return environment
