@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -49,9 +48,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "--policy=kvmig", "--migrate-below=-1000000", "--drain-timeout=5",
         f"--max-waiting={MAX_WAITING}",
     ]  # fmt: skip
-    folder: Path = tmp_path_factory.mktemp("priorities")
-    environment = {"XDG_CACHE_HOME": str(folder)}
-    with Served(flags, log=folder / "log", environment=environment) as served:
+    log = tmp_path_factory.mktemp("priorities") / "log"
+    with Served(flags, log=log) as served:
         yield served
         footprint = Footprint.of(served)
     footprint.assert_gone()
