@@ -140,3 +140,11 @@ def test_the_links_in_the_documents_lead_somewhere() -> None:
 
 def readme() -> str:
     return (ROOT / "README.md").read_text()
+
+
+def test_a_test_that_starts_a_server_says_so() -> None:
+    """Or it would run beside others, which its times don't bear."""
+    for file in sorted((ROOT / "tests").glob("test_*.py")):
+        text = file.read_text()
+        if re.search(r"\bserved import\b.*\bServed\b", text):
+            assert "pytest.mark.server" in text, file.name
