@@ -84,7 +84,6 @@ class StepCore(EngineCoreProc):
         # a migration would fill them under that step (vLLM does the same for connectors).
         if vllm_config.max_concurrent_batches > 1:
             self.scheduler.defer_block_free = True
-        runner.compile_nothing_if_eager(self)
         runner.keep_cpu_generators_from_chunks(self)
         runner.repair_drafts_on_a_cpu(self)
         self._thread: threading.Thread | None = None

@@ -50,9 +50,12 @@ class VllmKind:
 
     def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
         from kvmig.engines.vllm.config import engine_config, first_sentence
+        from kvmig.engines.vllm.eager import compile_nothing
         from kvmig.engines.vllm.serving import ServingVllm
 
         args = flags.parse(argv)
+        if args.enforce_eager:
+            compile_nothing()
         try:
             return ServingVllm(engine_config(args), unit_tokens=unit_tokens)
         except KvmigError:

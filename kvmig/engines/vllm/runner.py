@@ -16,7 +16,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from kvmig.engines.vllm import worker_eager, worker_requests, worker_sampling
+from kvmig.engines.vllm import worker_requests, worker_sampling
 
 WORKER_TIMEOUT_S = 60.0
 """A worker that doesn't answer for so long is lost, and the engine with it."""
@@ -82,12 +82,6 @@ def keep_cpu_generators_from_chunks(core: EngineCore) -> None:
     """Let a seeded request's prompt be computed in chunks on a CPU."""
     if not uses_v2(core):
         _in_workers(core, worker_requests.keep_cpu_generators_from_chunks)
-
-
-def compile_nothing_if_eager(core: EngineCore) -> None:
-    """With `--enforce-eager`, see `worker_eager`."""
-    if core.vllm_config.model_config.enforce_eager:
-        _in_workers(core, worker_eager.compile_nothing)
 
 
 def _in_workers(core: EngineCore, function: Callable[..., Any], *args: Any) -> list[Any]:

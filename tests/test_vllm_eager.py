@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 
-from kvmig.engines.vllm.worker_eager import compile_nothing
-
-
-def worker(device: str) -> SimpleNamespace:
-    return SimpleNamespace(model_runner=SimpleNamespace(device=torch.device(device)))
+from kvmig.engines.vllm.eager import compile_nothing
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +29,11 @@ def compiles() -> bool:
     return bool(seen)
 
 
-def test_on_a_cpu_nothing_is_compiled_any_more() -> None:
+@pytest.mark.parametrize("cpu", [True, False])
+def test_nothing_is_compiled_any_more_on_a_cpu_only(
+    monkeypatch: pytest.MonkeyPatch, cpu: bool
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: cpu)
     assert compiles()
-    compile_nothing(worker("cpu"))
-    assert not compiles()
-
-
-def test_on_a_gpu_what_asks_to_be_compiled_is() -> None:
-    compile_nothing(worker("cuda"))
-    assert compiles()
+    compile_nothing()
+    assert compiles() == (not cpu)
