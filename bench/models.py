@@ -4,8 +4,9 @@ The bundled checkpoint decodes a token in about 1.5 ms on a CPU, so messages wei
 what it shows than they ever will with a real model. `step10ms` has random weights in the
 shape of Llama 3.2 1B at half the width and 6 layers of 16: about 10 ms a token with one
 thread, and a KV cache as large beside its weights as that model's (6 % at 3,500 tokens).
-Its text means nothing; the bundled tokenizer makes it. `device10ms` (or another number) is the
-bundled one on a worker that waits as for a GPU: see bench/paced.py.
+Its text means nothing; the bundled tokenizer makes it. `qwen3-0.6b` has random weights in just
+that model's shape: 28 layers, 8 KV heads of 128, a vocabulary of 151,936. `device10ms` (or another
+number) is the bundled one on a worker that waits as for a GPU: see bench/paced.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvmig.models import BUNDLED
 
 SEED = 1
 PACED = re.compile(r"device(\d+)ms")
-NAMES = ("count", "step10ms", "device10ms")
+NAMES = ("count", "step10ms", "qwen3-0.6b", "device10ms")
 HEAVY: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -35,21 +36,38 @@ HEAVY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
+MADE = {"step10ms": HEAVY, "qwen3-0.6b": QWEN3}
 
 
 def model_folder(name: str, cache: Path | None = None) -> Path:
     """The checkpoint that `--model name` means: one of NAMES or a folder.
 
-    `step10ms` is made in `cache` (by default the user's) unless it is there already.
+    Those of MADE are made in `cache` (by default the user's) unless they are there already.
     """
     if name == "count" or PACED.fullmatch(name):
         return BUNDLED
-    if name != "step10ms":
+    if name not in MADE:
         return Path(name)
-    digest = hashlib.blake2b(json.dumps([HEAVY, SEED]).encode(), digest_size=4).hexdigest()
-    folder = (cache or _cache()) / f"step10ms-{digest}"
+    shape = MADE[name]
+    digest = hashlib.blake2b(json.dumps([shape, SEED]).encode(), digest_size=4).hexdigest()
+    folder = (cache or _cache()) / f"{name}-{digest}"
     if not folder.exists():
-        make_checkpoint(folder, HEAVY)
+        make_checkpoint(folder, shape)
     return folder
 
 
@@ -64,7 +82,7 @@ def model_flags(name: str) -> tuple[str, ...]:
 
 
 def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
-    """Write a LLaMA of this shape with seeded random weights; all of it or nothing."""
+    """Write a LLaMA or Qwen3 of this shape with seeded random weights; all of it or nothing."""
     config = {**json.loads((BUNDLED / "config.json").read_text()), **shape}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -107,6 +125,9 @@ def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         prefix = f"model.layers.{layer}"
         weights[f"{prefix}.input_layernorm.weight"] = ones()
         weights[f"{prefix}.post_attention_layernorm.weight"] = ones()
+        if config["model_type"] == "qwen3":
+            for name in ("q_norm", "k_norm"):
+                weights[f"{prefix}.self_attn.{name}.weight"] = ones()[: config["head_dim"]].clone()
         for name, (rows, columns) in matrices.items():
             weights[f"{prefix}.{name}.weight"] = matrix(rows, columns)
     return weights

@@ -6,6 +6,9 @@ For each number of instances the numbers of requests take turns, so a machine th
 for a while is so for all. A dispatch is the choice and the note of it; a report is taken from
 its bytes. Times are the processor's: nothing here waits for anything. Figures are medians; the
 spread is over numbers of requests an instance.
+
+The reports themselves, and lists of what may move: what they cost an instance whose queue grows,
+see `bench.queues`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from bench import report
+from bench import queues, report
+from bench.queues import Look
 from kvmig.controlplane.dispatch import NewRequest
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member
 from kvmig.controlplane.policy import POLICIES, policy_of
@@ -41,6 +45,9 @@ TARGETS: dict[str, report.Target] = {
     "round_ms_10000": {"max": 10.0},
     "dispatch_us_10000": {"max": 50.0},
     "round_spread_10000": {"max": 1.5},
+    "snapshot_us_10000": {"max": 100.0},
+    "snapshot_growth": {"max": 2.0},
+    "list_us_10000": {"max": 2000.0},
 }
 
 
@@ -155,6 +162,35 @@ def summarise(samples: list[Sample]) -> dict[str, float]:
     return summary
 
 
+def summarise_looks(looks: list[Look]) -> dict[str, float]:
+    """By the length of the queue, of the slower kind of queue; growth: from the shortest on."""
+    summary: dict[str, float] = {}
+    lengths = sorted({look.waiting for look in looks})
+    for field in ("snapshot_us", "list_us"):
+        for waiting in lengths:
+            summary[f"{field}_{waiting}"] = max(
+                median(
+                    getattr(look, field)
+                    for look in looks
+                    if (look.queue, look.waiting) == (kind, waiting)
+                )
+                for kind in queues.POLICIES
+            )
+    first, last = lengths[0], lengths[-1]
+    summary["snapshot_growth"] = summary[f"snapshot_us_{last}"] / summary[f"snapshot_us_{first}"]
+    return summary
+
+
+def table_of_looks(looks: list[Look]) -> Table:
+    """Lengths of the queue down."""
+    found = summarise_looks(looks)
+    rows = [
+        (count, found[f"snapshot_us_{count}"], found[f"list_us_{count}"])
+        for count in sorted({look.waiting for look in looks})
+    ]
+    return report.table("an instance's queue", ("waiting", "snapshot µs", "list µs"), rows)
+
+
 def tables(samples: list[Sample]) -> list[Table]:
     """One a figure: instances down, requests across."""
     made = []
@@ -176,7 +212,7 @@ def draw(result: report.Result, file: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    samples = [Sample(**sample) for sample in result.samples]
+    samples = [Sample(**sample) for sample in result.samples if "instances" in sample]
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
     panels = (("round_ms", "a round, ms", 10.0), ("dispatch_us", "a dispatch, µs", 50.0))
     for axis, (field, label, target) in zip(axes, panels, strict=True):
@@ -207,9 +243,10 @@ def main(argv: list[str] | None = None) -> int:
     settings = {"policy": options.policy, "repeats": repeats, "blocks_a_request": BLOCKS}
     result = report.begin("scheduler", settings)
     samples = measure(options.policy, INSTANCES, REQUESTS, repeats)
-    result.samples = [asdict(sample) for sample in samples]
-    result.summary, result.targets = summarise(samples), TARGETS
-    return report.finish(result, options, tables(samples), draw)
+    looks = queues.measure(queues.WAITING, repeats)
+    result.samples = [*map(asdict, samples), *map(asdict, looks)]
+    result.summary, result.targets = summarise(samples) | summarise_looks(looks), TARGETS
+    return report.finish(result, options, [*tables(samples), table_of_looks(looks)], draw)
 
 
 if __name__ == "__main__":

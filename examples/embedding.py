@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 import kvmig
-from examples.toy_engine import factory
+from kvmig.engines.toy import factory
 
 PROMPT, LENGTH = list(range(100)), 40
 

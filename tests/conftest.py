@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from kvmig.cli.served import SMALL, Served
 from tests.leaks import Footprint, assert_server_is_empty
+from tests.toys import Toys
 
 # On a busy machine an example takes its time, too.
 settings.register_profile("patient", deadline=None)
@@ -37,6 +38,23 @@ def served(two_instances: Served) -> Iterator[Served]:
     """The shared server; afterwards no block, request or staging buffer is left in it."""
     yield two_instances
     assert_server_is_empty(two_instances)
+
+
+@pytest.fixture(scope="session")
+def two_toys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+    """The same with engines that compute nothing."""
+    flags = [*PATIENT, "--instances=2", NEVER_BY_ITSELF, "--drain-timeout=5"]
+    with Toys(flags, tmp_path_factory.mktemp("toys")) as served:
+        yield served
+        footprint = Footprint.of(served)
+    footprint.assert_gone()
+
+
+@pytest.fixture
+def toys(two_toys: Toys) -> Iterator[Toys]:
+    """The shared server of toys; afterwards nothing is left in it, as in `served`."""
+    yield two_toys
+    assert_server_is_empty(two_toys)
 
 
 @pytest.fixture

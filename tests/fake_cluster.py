@@ -53,7 +53,7 @@ class Node:
             foretell=lambda *told: self.foretell(*told),
             on_no_memory=lambda error: self.on_no_memory(error),
         )
-        engine.on_started = self.migrations.stepped
+        engine.on_started = lambda request_id: self.migrations.stepped(request_id, 1)
         self.drop: Drop = lambda message: False
         self.on_no_memory: Callable[[MemoryError], None] = lambda error: None
         self.foretell: Foretell = nothing_told
@@ -150,10 +150,18 @@ class Cluster:
         self._config = config
         a.peers, b.peers = {"b": b}, {"a": a}
 
-    async def move(self, request_id: str = "r", epoch: int = 0) -> MigrationReport:
+    async def move(
+        self, request_id: str = "r", epoch: int = 0, urgent: bool = False
+    ) -> MigrationReport:
         """a to b."""
         return await self.a.migrations.migrate(
-            request_id, "b", self.b.server.endpoint, gateway="g", epoch=epoch, output_tokens=3
+            request_id,
+            "b",
+            self.b.server.endpoint,
+            gateway="g",
+            epoch=epoch,
+            output_tokens=3,
+            urgent=urgent,
         )
 
     def skip_answer(self) -> None:

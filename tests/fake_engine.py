@@ -87,6 +87,7 @@ class FakeEngine:
         self.can_follow = can_follow
         self.can_recompute = can_recompute
         self.can_hold = True
+        self.unmovable = ""
         self.expected: list[tuple[str, float]] = []
         self.now = Cadence(0.0, 0.0, token_ms=0.0)
         self._extending = asyncio.Lock()
@@ -155,7 +156,7 @@ class FakeEngine:
         used = self.layout.num_blocks - len(self.free)
         return EngineLoad(self.layout.num_blocks, used, len(self.running), 0, 0, 0)
 
-    async def requests(self) -> list[RequestState]:
+    async def requests(self, most_waiting: int | None = None) -> list[RequestState]:
         return []
 
     async def export(self, request_id: str) -> Export:

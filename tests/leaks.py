@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import re
 import socket
 import time
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from kvmig.cli.served import Served
 PATIENCE_S = 10.0
 """Freed blocks show up with the next load report, aborts a moment after the client left."""
 SHM = Path("/dev/shm")
+_INSTANCE = re.compile(r"/kvmig-.*-(i\d+)-")
 REAPED_S = 5.0
 """In which an ended process whose parent is gone must be reaped."""
 
@@ -66,6 +68,16 @@ class Footprint:
             with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
                 if one.is_running() and module in one.cmdline():
                     found.append(one)
+        return found
+
+    def llumlets(self) -> dict[str, psutil.Process]:
+        """By instance: those that may write the instance's shared memory."""
+        found = {}
+        for one in self.named("kvmig.cli.llumlet"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for file in one.open_files():
+                    if "+" in file.mode and (name := _INSTANCE.search(file.path)):
+                        found[name[1]] = one
         return found
 
     def assert_gone(self, within_s: float = 0.0) -> None:

@@ -92,7 +92,9 @@ class Stubbed:
 
 @asynccontextmanager
 async def stubbed_front(
-    http: HttpConfig, priorities: tuple[PriorityClass, ...] = ClusterConfig().priorities
+    http: HttpConfig,
+    priorities: tuple[PriorityClass, ...] = ClusterConfig().priorities,
+    api_keys: Sequence[str] = (),
 ) -> AsyncIterator[Stubbed]:
     """Started, and ended."""
     small = MigrationConfig(staging_chunks=1, chunk_bytes=4096)
@@ -110,7 +112,7 @@ async def stubbed_front(
     app = FastAPI()
     for layer in MIDDLEWARE:
         app.add_middleware(layer)
-    rules = access((), "", "127.0.0.1")
+    rules = access(api_keys, "", "127.0.0.1")
     engines = Engines(router, outlet, cast("Tokenizer", Bytes()))
     app.include_router(openai_api(engines, ["bytes"], TOKENS, rules.openai))
     before = vars(Connection).copy()

@@ -4,16 +4,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.ground.errors import ConfigError
-from kvmig.kvtransfer.chunks import ChunkSizer, cut
+from kvmig.kvtransfer.chunks import ChunkSizer, cut, slot_bytes
 
 MS = st.floats(min_value=1e-6, max_value=1e6)
 COPIES = st.lists(st.tuples(st.integers(0, 1 << 40), MS), max_size=20)
 
 
-def test_a_block_that_no_slot_holds_is_refused_with_the_flag_to_change() -> None:
-    with pytest.raises(ConfigError, match=r"--chunk-bytes is 4096.*is 4097"):
-        ChunkSizer(4097, 4096, 2.0)
+@pytest.mark.parametrize(("block", "slot"), [(100, 4096), (4096, 4096), (14_680_064, 14_680_064)])
+def test_a_slot_is_of_chunk_bytes_or_of_one_larger_block(block: int, slot: int) -> None:
+    assert slot_bytes(4096, block) == slot
+
+
+@pytest.mark.parametrize("ms", [0.1, 2.0, 30.0])
+def test_a_block_larger_than_chunk_bytes_travels_alone_however_long_its_copy_takes(
+    ms: float,
+) -> None:
+    sizer = ChunkSizer(4097, 4096, 2.0)
+    sizer.observe(4097, ms)
+    assert sizer.blocks() == 1
 
 
 def test_the_first_chunk_is_one_block_since_nothing_was_measured() -> None:

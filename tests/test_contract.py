@@ -9,15 +9,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec import structs
 
-from examples.toy_engine.engine import ToyEngine
-from examples.toy_engine.payload import Given
 from kvmig.embed.migrator import Migrator
 from kvmig.engines.base import Emitted, Export, Frame, Stage, Tail
 from kvmig.engines.checked import CheckedServingEngine
 from kvmig.engines.ledger import RULES, Ledger
+from kvmig.engines.toy.engine import ToyEngine
+from kvmig.engines.transformers.payload import Output
 from kvmig.ground.errors import ContractViolation
 from kvmig.ground.layout import KVLayout, Region
 from kvmig.kvtransfer.report import MigrationReport
@@ -120,7 +121,7 @@ class WritesStaged(ToyEngine):
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         request = self._batch.find(request_id)
         assert request is not None
-        self._cache.write(request.blocks, 0, bytes(16))
+        self._cache.write(request.blocks, 0, np.zeros((1, 2), np.uint64))
         return await super().suspend(request_id, sent, out)
 
 
@@ -163,7 +164,7 @@ class Shuffles(ToyEngine):
 class Eager(ToyEngine):
     async def reserve(self, export: Export) -> int:
         hits = await super().reserve(export)
-        asyncio.get_running_loop().call_soon(self._put_out, 0, Given("moves", []))
+        asyncio.get_running_loop().call_soon(self._put_out, 0, [Output("moves", [])])
         return hits
 
 
@@ -171,7 +172,7 @@ class Lingers(ToyEngine):
     async def release(self, request_id: str) -> None:
         await super().release(request_id)
         loop = asyncio.get_running_loop()
-        loop.call_later(0.003, self._put_out, 0, Given(request_id, []))
+        loop.call_later(0.003, self._put_out, 0, [Output(request_id, [])])
 
 
 SAFE: list[tuple[str, type[ToyEngine], type[ToyEngine]]] = [
@@ -223,7 +224,7 @@ async def test_a_suspended_request_that_puts_something_out_is_reported() -> None
         await them.reach("moves", 5)
         await them.a.export("moves")
         await them.a.suspend("moves", 0)
-        them.a._engine._put_out(1, Given("moves", [7]))  # type: ignore[attr-defined]
+        them.a._engine._put_out(1, [Output("moves", [7])])  # type: ignore[attr-defined]
         (violation,) = them.a.violations
         assert violation.rule == "still-when-suspended"
         assert violation.history == ("export", "suspend 0")

@@ -36,6 +36,8 @@ def contains(newer: object, older: object) -> bool:
     """Whether all that the older one says is in the newer one, which may say more."""
     if isinstance(newer, dict) and isinstance(older, dict):
         return all(key in newer and contains(newer[key], older[key]) for key in older)
+    if isinstance(newer, list) and isinstance(older, list):
+        return len(newer) == len(older) and all(map(contains, newer, older))
     return newer == older
 
 

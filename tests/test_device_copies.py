@@ -286,7 +286,7 @@ def units(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> UnitMap:
     layers = tuple(
         LayerCache(start + layer * size, shape, strides, 2, "bfloat16") for layer in range(2)
     )
-    return UnitMap([RankCache(start, 2 * size, layers)], 2, 6, Units(16, 2), "HND")
+    return UnitMap([RankCache(start, 2 * size, (), layers)], 2, 6, Units(16, 2), "HND")
 
 
 def test_units_of_other_shapes_are_copied_by_the_same_kernels() -> None:

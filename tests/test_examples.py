@@ -10,14 +10,14 @@ import threading
 import pytest
 
 import kvmig
-from examples.toy_engine import factory
 from kvmig.engines.base import Emitted, Frame
+from kvmig.engines.toy import factory
 from kvmig.ground.errors import ConfigError, MigrationRefused
 from tests.test_conformance import ROOT, run_suite
 
 
 def test_the_toy_engine_conforms() -> None:
-    code, output = run_suite("--engine", "examples.toy_engine:factory")
+    code, output = run_suite("--engine", "kvmig.engines.toy:factory")
     assert code == 0, output
 
 

@@ -16,7 +16,7 @@ from kvmig.cli.flags import parser
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvmig"
 MODULES = [path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts]
-MAX_LINES = 400
+MAX_LINES = 800
 KERNELS = sorted(f"kvmig.kernels.{path.stem}" for path in (PACKAGE / "kernels").glob("*.py"))
 
 

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import get_args
 
 import pytest
 
-from examples.toy_engine.engine import ToyEngine
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.controlplane.messages import (
     AbortRequests,
@@ -18,15 +18,21 @@ from kvmig.controlplane.messages import (
     ClusterMessage,
     Fence,
     ListRequests,
+    LoadReport,
     Migrate,
+    Pair,
     Requests,
     Submit,
     Welcome,
+    Why,
 )
+from kvmig.engines.toy.engine import ToyEngine
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import Message
+from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.transports import shm
 
 SECRET = b"a secret of 16 b"
 
@@ -119,6 +125,24 @@ async def test_a_llumlet_that_can_not_take_messages_any_more_has_failed() -> Non
         assert isinstance(error, ValueError)
 
 
+@pytest.mark.parametrize("why", get_args(Why))
+async def test_moves_that_somebody_waits_for_are_urgent(
+    why: Why, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urgent: list[bool] = []
+
+    async def migrate(*_: object, **how: object) -> MigrationReport:
+        urgent.append(how["urgent"] is True)
+        return MigrationReport(
+            id="m", request_id="r", source="i0", destination="i1", state="aborted", reason="busy"
+        )
+
+    async with llumlet(Toy()) as it:
+        monkeypatch.setattr(it._migrations, "migrate", migrate)
+        await it._migrate_for_pair("r", Pair("i1", "tcp://127.0.0.1:1", why=why))
+    assert urgent == [why in ("drain", "priority", "defragment")]
+
+
 async def test_a_call_that_an_engine_can_not_read_is_answered() -> None:
     class Strict(ToyEngine):
         def call(self, *_: object) -> None:
@@ -128,3 +152,15 @@ async def test_a_call_that_an_engine_can_not_read_is_answered() -> None:
         front.client.send(Call(7, "reset"))
         assert await front.hear(CallDone) == CallDone(7, "ValueError('no such argument')")
         assert await front.requests() == set()
+
+
+async def test_a_llumlet_whose_requests_can_not_be_moved_says_so_and_stages_nothing() -> None:
+    class Unmovable(Toy):
+        unmovable = "7 kinds of cache"
+
+    before = set(shm.FOLDER.glob("kvmig-cluster-*"))
+    async with llumlet(Unmovable()) as it, front_end(it) as front:
+        report = await front.hear(LoadReport)
+        assert isinstance(report, LoadReport)
+        assert report.unmovable == "7 kinds of cache"
+        assert set(shm.FOLDER.glob("kvmig-cluster-*")) <= before

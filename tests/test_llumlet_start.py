@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from examples.toy_engine.engine import ToyEngine
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.engines.base import OnCallDone, OnOutputs
+from kvmig.engines.toy.engine import ToyEngine
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import StartupError
 

@@ -15,9 +15,10 @@ from kvmig.engines.base import Cadence
 from kvmig.engines.step_hold import limit_s
 from kvmig.ground.config import Way
 from kvmig.kvtransfer.meeting import NEAR, PUT_OFF_STEPS, LeadTime, due_ms, put_off_ms
+from kvmig.kvtransfer.messages import Message, Reserve
 from kvmig.kvtransfer.pause_cost import MOST_TOKENS, CopyTimes, choose
-from tests.fake_cluster import cluster, until
-from tests.fake_engine import FakeEngine
+from tests.fake_cluster import Cluster, cluster, until
+from tests.fake_engine import BLOCK_TOKENS, FakeEngine
 
 STEP_MS = st.floats(1.0, 100.0)
 
@@ -120,6 +121,56 @@ async def test_a_suspension_is_put_off_for_so_many_steps_at_most() -> None:
         assert (report.state, them.owners()) == ("committed", "b")
         assert report.total_ms >= PUT_OFF_STEPS * 10.0
         assert them.b.engine.calls.count("grow") > 4  # asked how far it is, and again
+
+
+def decoding_on(them: Cluster, tokens: int) -> list[tuple[str, str]]:
+    """r gets so many tokens each time that the destination is asked once more; all engine calls."""
+    calls: list[tuple[str, str]] = []
+    for node in (them.a, them.b):
+
+        async def note(called: str, name: str = node.name) -> None:
+            calls.append((name, called))
+
+        node.engine.before = note
+
+    def decode(message: Message) -> bool:
+        if isinstance(message, Reserve) and message.stage:
+            them.a.engine.decode(them.a.engine.running["r"], tokens)
+            them.a.migrations.stepped("r", tokens)
+        return False
+
+    them.b.drop = decode
+    return calls
+
+
+async def test_room_for_what_comes_while_it_is_put_off_is_taken_before_the_pause() -> None:
+    source, destination = far_apart()
+    async with cluster(source=source, destination=destination) as them:
+        calls = decoding_on(them, tokens=1)
+        assert (await them.move()).state == "committed"
+        assert len(them.b.engine.running["r"].tokens) > 44 + 2 * BLOCK_TOKENS
+        pause = calls[calls.index(("a", "suspend")) :]
+        assert ("b", "grow") not in pause
+
+
+async def test_one_that_outgrows_its_destination_while_it_is_put_off_is_never_suspended() -> None:
+    source, destination = Stepping(Cadence(0.0, 10.0)), FakeEngine(num_blocks=16)
+    destination.now = Cadence(0.0, 100_000.0)
+    async with cluster(source=source, destination=destination) as them:
+        decoding_on(them, tokens=2)
+        report = await them.move()
+        assert (report.reason, report.downtime_ms) == ("no_blocks", None)
+
+
+async def test_the_way_of_the_rest_is_chosen_by_what_it_is_after_the_wait() -> None:
+    source, destination = far_apart()
+    source.can_recompute = destination.can_recompute = True
+    async with cluster(source=source, destination=destination, rest="recompute") as them:
+        decoding_on(them, tokens=8)
+        report = await them.move()
+        assert report.state == "committed"
+        assert report.pause_cost is not None
+        assert report.pause_cost.way == "copy"  # more than are ever computed again
 
 
 async def test_a_client_that_leaves_meanwhile_ends_the_migration() -> None:

@@ -102,7 +102,7 @@ async def test_who_waits_for_no_first_token_gives_its_place_to_the_next(how: str
         assert report.state == "committed"
         assert report.downtime_ms is not None
         assert report.downtime_ms.first_token is None
-        them.b.engine.on_started = them.b.migrations.stepped
+        them.b.engine.on_started = lambda request_id: them.b.migrations.stepped(request_id, 1)
         them.a.engine.decoding = True
         them.a.engine.start("s")
         async with asyncio.timeout(PATIENCE_S):

@@ -6,8 +6,9 @@ import pytest
 
 import kvmig
 from kvmig.engines.base import Emitted
-from kvmig.ground.config import MigrationConfig
-from tests.fake_engine import FakeEngine
+from kvmig.ground.config import MigrationConfig, Transport
+from kvmig.ground.layout import KVLayout
+from tests.fake_engine import BLOCK_BYTES, FakeEngine
 
 CONFIG = MigrationConfig(transport="tcp", rest="follow", reply_timeout_ms=2000)
 
@@ -28,3 +29,37 @@ async def test_a_request_that_ends_while_it_moves_is_given_up_at_once(method: st
         report = await migrator.migrate("r", "a", "b")
     assert (report.state, report.reason) == ("aborted", "finished")
     assert all(engine.is_clean() for engine in engines.values())
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_blocks_larger_than_chunk_bytes_move(transport: Transport) -> None:
+    engines = {name: FakeEngine() for name in "ab"}
+    engines["a"].start("r")
+    config = MigrationConfig(transport=transport, chunk_bytes=BLOCK_BYTES // 2)
+    async with kvmig.Migrator(engines, config) as migrator:
+        report = await migrator.migrate("r", "a", "b")
+    assert (report.state, report.reason) == ("committed", "")
+    assert "r" in engines["b"].running
+
+
+@pytest.mark.parametrize("unmovable", ["a", "b"])
+async def test_an_engine_whose_requests_can_not_be_moved_neither_gives_nor_takes_any(
+    unmovable: str,
+) -> None:
+    engines = {name: FakeEngine() for name in "ab"}
+    engines["a"].start("r")
+    engines[unmovable].unmovable = "7 kinds of cache"
+    async with kvmig.Migrator(engines, CONFIG) as migrator:
+        report = await migrator.migrate("r", "a", "b")
+    assert (report.state, report.reason) == ("aborted", "unsupported")
+    assert "7 kinds of cache" in report.detail
+    assert engines[unmovable].calls == []
+    assert "r" in engines["a"].running
+
+
+async def test_an_engine_without_any_blocks_to_move_is_one_of_a_migrator_too() -> None:
+    engines = {name: FakeEngine() for name in "ab"}
+    engines["b"].layout, engines["b"].unmovable = KVLayout((), 200, 4), "7 kinds of cache"
+    async with kvmig.Migrator(engines, CONFIG) as migrator:
+        report = await migrator.migrate("r", "b", "a")
+    assert (report.reason, report.detail) == ("unsupported", "7 kinds of cache")

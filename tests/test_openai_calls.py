@@ -358,7 +358,6 @@ async def test_whole_numbers_may_be_written_with_a_fraction(
         ("completions", "frequency_penalty", -1.0, "0"),
         ("completions", "repetition_penalty", 1.1, "1"),
         ("completions", "logit_bias", {"5": 3}, "{}"),
-        ("completions", "priority", 2, "0"),
         ("completions", "echo", True, "False"),
         ("completions", "suffix", "b", "''"),
         ("chat/completions", "presence_penalty", 0.5, "0"),

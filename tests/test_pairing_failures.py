@@ -14,7 +14,7 @@ async def test_a_move_that_fails_unforeseen_does_not_end_the_moves() -> None:
     asked: list[str] = []
     moved = asyncio.Event()
 
-    async def requests() -> list[RequestState]:
+    async def requests(most_waiting: int) -> list[RequestState]:
         return [RequestState("r", "running", 20, 4, 2, 0)]
 
     async def migrate(request_id: str, pair: Pair) -> MigrationReport:
@@ -45,7 +45,7 @@ async def test_when_one_began_to_run_while_it_moved_the_next_in_the_queue_moves(
     asked: list[str] = []
     second = asyncio.Event()
 
-    async def requests() -> list[RequestState]:
+    async def requests(most_waiting: int) -> list[RequestState]:
         return [one for one in queue if one.request_id not in asked]
 
     async def migrate(request_id: str, pair: Pair) -> MigrationReport:

@@ -295,3 +295,18 @@ def test_a_round_looks_at_the_worst_when_everybody_is_overloaded() -> None:
     worst = {one.source for one in pairings}
     assert MAX_SOURCES / 2 < len(worst) <= MAX_SOURCES
     assert all(int(name[1:]) % 10 >= 4 for name in worst)
+
+
+@pytest.mark.parametrize("unmovable", ["a", "b"])
+@pytest.mark.parametrize("state", ["serving", "draining"])
+@pytest.mark.parametrize("rounds", [one.rounds for one in POLICIES.values() if one.rounds])
+def test_no_policy_pairs_an_instance_whose_requests_can_not_be_moved(
+    rounds: Rounds, state: str, unmovable: str
+) -> None:
+    pair = instance("a", 95, 9, (40,), state=state), instance("b")
+    assert decide(*pair, rounds=rounds) != []
+    stuck = [
+        msgspec.structs.replace(one, unmovable="x" if one.instance == unmovable else "")
+        for one in pair
+    ]
+    assert decide(*stuck, rounds=rounds) == []

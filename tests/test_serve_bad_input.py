@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from kvmig.cli.served import free_port
+from kvmig.engines.toy.script import Script, ScriptFile
 from kvmig.models import BUNDLED
 from tests.leaks import orphans
 
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.server
 MODEL = str(BUNDLED)
 TIMEOUT_S = 180.0
 QUICK = ("--enforce-eager", "--max-num-seqs=4", "--num-gpu-blocks-override=300")
+TOY = ("toy", "--engine=toy")
 MARK = "KVMIG_TEST_RUN"
 """In the environment of all that a start of ours starts."""
 
@@ -49,7 +51,7 @@ REFUSED = [
     ([MODEL, "--no-such-flag", "3"], "unrecognized arguments: --no-such-flag 3"),
     ([MODEL, "--config", "/no/such.yaml"], "vLLM's flags can't be read: [Errno 2] No such file"),
     ([MODEL, "--data-parallel-size", "2"], "use --instances N"),
-    ([MODEL, "--scheduler-cls", "a.b"], "--scheduler-cls can't be used"),
+    ([MODEL, "--scheduler-cls", "a.b"], "--scheduler-cls a.b can't be used"),
     ([MODEL, "--kv-transfer-config", "{}"], "--kv-transfer-config can't be used"),
     ([MODEL, "--pipeline-parallel-size", "2"], "use --tensor-parallel-size"),
     ([MODEL, "--instance-flags", "i7: --block-size 64"], "must be one of i0, i1, a colon and"),
@@ -206,7 +208,7 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = subprocess.run(
-            [sys.executable, "-m", "kvmig.serve", MODEL, "--port", str(port)],
+            [sys.executable, "-m", "kvmig.serve", *TOY, "--port", str(port)],
             capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
 
@@ -230,8 +232,16 @@ def test_a_model_that_does_not_load_ends_the_start(tmp_path: Path) -> None:
     assert len(said) == 3, "two instances start, and one sentence"
 
 
-def test_an_instance_that_dies_while_starting_ends_the_start() -> None:
-    start = Start(MODEL, *QUICK)
+@pytest.fixture
+def starting(tmp_path: Path) -> list[str]:
+    """Flags of instances that never come to an end of their start."""
+    script = tmp_path / "script"
+    ScriptFile(str(script)).write(Script(load=False))
+    return [*TOY, f"--script={script}"]
+
+
+def test_an_instance_that_dies_while_starting_ends_the_start(starting: list[str]) -> None:
+    start = Start(*starting)
     start.child(1).kill()
 
     code, said = start.end()
@@ -240,8 +250,8 @@ def test_an_instance_that_dies_while_starting_ends_the_start() -> None:
     assert "died while starting (killed by SIGKILL)" in said[-1]
 
 
-def test_a_signal_while_starting_ends_it() -> None:
-    start = Start(MODEL, *QUICK)
+def test_a_signal_while_starting_ends_it(starting: list[str]) -> None:
+    start = Start(*starting)
     start.child(0)
     start.process.send_signal(signal.SIGTERM)
 

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmig.cli.served import Served
 from tests.leaks import assert_server_is_empty
 from tests.streams import (
     EndedEarly,
@@ -25,10 +24,14 @@ from tests.streams import (
     run_unmoved,
     sequences,
 )
+from tests.toys import Toys
 
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
+TOKENS = 60
+HELD = 20
+"""Where streams wait for the test."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -43,14 +46,16 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 # -- others at the same time
 
 
-async def test_several_move_at_once_in_both_directions(served: Served) -> None:
-    tokens = 1500  # long enough for none to end before all were asked to move
-    streams = [Stream(served, PATH, count_from(100 * n, tokens)) for n in range(8)]
-    for stream in streams:
-        await stream.reach(20)
-    rows = [row for stream in streams for row in await sequences(served, stream.answer.request_id)]
-    assert {row["instance"] for row in rows} == {"i0", "i1"}
-    reports = await asyncio.gather(*(move_one(served, row) for row in rows))
+async def test_several_move_at_once_in_both_directions(toys: Toys) -> None:
+    with toys.held(HELD):
+        streams = [Stream(toys, PATH, count_from(100 * n, TOKENS)) for n in range(8)]
+        for stream in streams:
+            await stream.reach(HELD)
+        rows = [
+            row for stream in streams for row in await sequences(toys, stream.answer.request_id)
+        ]
+        assert {row["instance"] for row in rows} == {"i0", "i1"}
+        reports = await asyncio.gather(*(move_one(toys, row) for row in rows))
     answers = [await stream.end() for stream in streams]
 
     assert {report["state"] for report in reports} == {"committed"}, reports
@@ -59,14 +64,15 @@ async def test_several_move_at_once_in_both_directions(served: Served) -> None:
         counted(answer, 100 * n)
         assert answer.choices[0].finish_reason == "length"
         assert answer.usage is not None
-        assert answer.usage["completion_tokens"] == tokens
+        assert answer.usage["completion_tokens"] == TOKENS
 
 
-async def test_a_second_move_of_a_moving_request_is_a_conflict(served: Served) -> None:
-    stream = Stream(served, PATH, count_from(10, 1000))
-    row = await row_of(served, stream, output_tokens=10)
-
-    answers = await asyncio.gather(*(ask(served, row["id"], other(row["instance"])) for _ in "abc"))
+async def test_a_second_move_of_a_moving_request_is_a_conflict(toys: Toys) -> None:
+    with toys.held(HELD):
+        stream = Stream(toys, PATH, count_from(10, TOKENS))
+        row = await row_of(toys, stream, output_tokens=10)
+        to = other(row["instance"])
+        answers = await asyncio.gather(*(ask(toys, row["id"], to) for _ in "abc"))
     answer = await stream.end()
 
     assert sorted(one.status_code for one in answers) == [200, 409, 409]
@@ -74,23 +80,29 @@ async def test_a_second_move_of_a_moving_request_is_a_conflict(served: Served) -
     counted(answer, 10)
 
 
-async def test_a_storm_of_moves_changes_no_stream(served: Served) -> None:
+async def test_a_storm_of_moves_changes_no_stream(toys: Toys) -> None:
     chance = random.Random(20)
     numbers = [chance.randrange(0, 5000) for _ in range(10)]
-    bodies = [count_from(number, chance.randrange(400, 1200)) for number in numbers]
-    streams = [Stream(served, PATH, body) for body in bodies]
-    reports = []
-    while any(not stream.task.done() for stream in streams):
-        stream = chance.choice([one for one in streams if not one.task.done()])
-        answer = await ask(served, stream.answer.request_id, chance.choice(["i0", "i1"]))
+    bodies = [count_from(number, chance.randrange(250, 400)) for number in numbers]
+    reports: list[dict[str, Any]] = []
+
+    async def move_any(live: list[Stream]) -> None:
+        stream = chance.choice(live)
+        answer = await ask(toys, stream.answer.request_id, chance.choice(["i0", "i1"]))
         assert answer.status_code in (200, 404, 409), answer.text
         if answer.status_code == 200:
             reports.append(answer.json())
+
+    with toys.held(200):
+        streams = [Stream(toys, PATH, body) for body in bodies]
+        while sum(report["state"] == "committed" for report in reports) <= 10:
+            await move_any(streams)
+    while live := [one for one in streams if not one.task.done()]:
+        await move_any(live)
     moved = [await stream.end() for stream in streams]
 
-    assert sum(report["state"] == "committed" for report in reports) > 10
     assert {report["reason"] for report in reports} <= {"", "finished"}, reports
-    unmoved = await asyncio.gather(*(run_unmoved(served, PATH, body) for body in bodies))
+    unmoved = await asyncio.gather(*(run_unmoved(toys, PATH, body) for body in bodies))
     for number, whole, alone in zip(numbers, moved, unmoved, strict=True):
         whole.same_as(alone)
         counted(whole, number)
@@ -100,14 +112,14 @@ async def test_a_storm_of_moves_changes_no_stream(served: Served) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_one_that_ends_while_it_moves_ends_right(served: Served, seed: int) -> None:
+async def test_one_that_ends_while_it_moves_ends_right(toys: Toys, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(10):
-        number, tokens = chance.randrange(0, 5000), chance.randrange(200, 300)
-        stream = Stream(served, PATH, count_from(number, tokens))
+        number, tokens = chance.randrange(0, 5000), chance.randrange(100, 150)
+        stream = Stream(toys, PATH, count_from(number, tokens))
         with contextlib.suppress(EndedEarly):
             await stream.reach(tokens - chance.randrange(1, 60))
-        asked = await ask(served, stream.answer.request_id, chance.choice(["i0", "i1"]))
+        asked = await ask(toys, stream.answer.request_id, chance.choice(["i0", "i1"]))
         answer = await stream.end()
 
         if asked.status_code == 200:
@@ -126,27 +138,29 @@ async def test_one_that_ends_while_it_moves_ends_right(served: Served, seed: int
         counted(answer, number)
 
 
-async def test_a_client_that_left_before_leaves_nothing_to_move(served: Served) -> None:
-    stream = Stream(served, PATH, count_from(30, 3000))
-    row = await row_of(served, stream, output_tokens=10)
-    await stream.leave()
-    assert_server_is_empty(served)
+async def test_a_client_that_left_before_leaves_nothing_to_move(toys: Toys) -> None:
+    with toys.held(HELD):
+        stream = Stream(toys, PATH, count_from(30, TOKENS))
+        row = await row_of(toys, stream, output_tokens=10)
+        await stream.leave()
+    await asyncio.to_thread(assert_server_is_empty, toys)
 
-    answer = await ask(served, row["id"], other(row["instance"]))
+    answer = await ask(toys, row["id"], other(row["instance"]))
 
     assert answer.status_code in (404, 409)
     assert error_of(answer)["param"] == "request_id"
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_client_may_leave_while_its_request_moves(served: Served, seed: int) -> None:
+async def test_a_client_may_leave_while_its_request_moves(toys: Toys, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(4):
-        stream = Stream(served, PATH, count_from(chance.randrange(0, 5000), 3000))
-        row = await row_of(served, stream, output_tokens=5)
-        asking = asyncio.create_task(ask(served, row["id"], other(row["instance"])))
-        await asyncio.sleep(chance.random() * 0.03)
-        await stream.leave()
+        with toys.held(HELD):
+            stream = Stream(toys, PATH, count_from(chance.randrange(0, 5000), TOKENS))
+            row = await row_of(toys, stream, output_tokens=5)
+            asking = asyncio.create_task(ask(toys, row["id"], other(row["instance"])))
+            await asyncio.sleep(chance.random() * 0.03)
+            await stream.leave()
         answer = await asking
         if answer.status_code == 200:
             assert answer.json()["reason"] in ("", "aborted_by_client", "finished"), answer.text
@@ -155,12 +169,14 @@ async def test_a_client_may_leave_while_its_request_moves(served: Served, seed: 
     # The fixture sees that nothing is left at either end.
 
 
-async def test_a_client_that_leaves_after_a_move_frees_the_destination(served: Served) -> None:
-    stream = Stream(served, PATH, count_from(40, 3000))
-    await stream.reach(20)
-    (report,) = await move(served, stream)
-    assert report["state"] == "committed"
-    await stream.leave()
+async def test_a_client_that_leaves_after_a_move_frees_the_destination(toys: Toys) -> None:
+    with toys.held(HELD):
+        stream = Stream(toys, PATH, count_from(40, TOKENS))
+        await stream.reach(HELD)
+        (report,) = await move(toys, stream)
+        assert report["state"] == "committed"
+        await stream.leave()
+        await asyncio.to_thread(assert_server_is_empty, toys)
 
 
 # -- what can't be moved
@@ -175,39 +191,42 @@ async def test_a_client_that_leaves_after_a_move_frees_the_destination(served: S
     ],
 )
 async def test_what_cannot_be_moved_is_refused_and_the_stream_goes_on(
-    served: Served, request_id: str, destination: str, status: int, kind: str, param: str
+    toys: Toys, request_id: str, destination: str, status: int, kind: str, param: str
 ) -> None:
-    stream = Stream(served, PATH, count_from(50, 1000))
-    row = await row_of(served, stream, output_tokens=10)
-    if destination == "same":
-        destination = row["instance"]
+    with toys.held(HELD):
+        stream = Stream(toys, PATH, count_from(50, TOKENS))
+        row = await row_of(toys, stream, output_tokens=10)
+        if destination == "same":
+            destination = row["instance"]
 
-    answer = await ask(served, request_id or row["id"], destination or other(row["instance"]))
+        answer = await ask(toys, request_id or row["id"], destination or other(row["instance"]))
 
     assert answer.status_code == status, answer.text
     assert (error_of(answer)["type"], error_of(answer)["param"]) == (kind, param)
     counted(await stream.end(), 50)
 
 
-async def test_a_finished_request_cannot_be_moved(served: Served) -> None:
-    answer = await run_unmoved(served, PATH, count_from(60, 20))
+async def test_a_finished_request_cannot_be_moved(toys: Toys) -> None:
+    answer = await run_unmoved(toys, PATH, count_from(60, 20))
 
-    refused = await ask(served, answer.request_id, "i1")
+    refused = await ask(toys, answer.request_id, "i1")
 
     assert refused.status_code == 409
     assert "has finished" in error_of(refused)["message"]
 
 
-async def test_a_call_of_two_sequences_must_be_named_by_sequence(served: Served) -> None:
-    stream = Stream(served, PATH, count_from(70, 1000, n=2, temperature=1))
-    await stream.reach(10)
+async def test_a_call_of_two_sequences_must_be_named_by_sequence(toys: Toys) -> None:
+    with toys.held(HELD):
+        stream = Stream(toys, PATH, count_from(70, TOKENS, n=2, temperature=1))
+        await stream.reach(2 * HELD)
 
-    refused = await ask(served, stream.answer.request_id, "i1")
+        refused = await ask(toys, stream.answer.request_id, "i1")
 
-    assert refused.status_code == 409
-    rows = await sequences(served, stream.answer.request_id)
-    assert all(row["id"] in error_of(refused)["message"] for row in rows)
-    await stream.leave()
+        assert refused.status_code == 409
+        rows = await sequences(toys, stream.answer.request_id)
+        assert len(rows) == 2
+        assert all(row["id"] in error_of(refused)["message"] for row in rows)
+        await stream.leave()
 
 
 @pytest.mark.parametrize(
@@ -223,10 +242,10 @@ async def test_a_call_of_two_sequences_must_be_named_by_sequence(served: Served)
     ],
 )
 async def test_a_malformed_body_is_answered_with_what_is_wrong(
-    served: Served, body: str, named: str
+    toys: Toys, body: str, named: str
 ) -> None:
     answer = await asyncio.to_thread(
-        httpx.post, f"{served.url}/kvmig/v1/migrations", content=body, headers=JSON, verify=False
+        httpx.post, f"{toys.url}/kvmig/v1/migrations", content=body, headers=JSON, verify=False
     )
 
     assert answer.status_code == 400

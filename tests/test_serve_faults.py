@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,43 +18,42 @@ from bench.chaos.calls import COUNTING
 from bench.chaos.cast import sever
 from bench.chaos.clients import Client, Ledger, keep_asking
 from bench.chaos.mover import Mover
-from kvmig.cli.served import SMALL, Served
+from kvmig.cli.served import Served
+from kvmig.engines.toy.script import Script
 from tests.conftest import NEVER_BY_ITSELF
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, StreamFailed, ask, count_from, counted
-from tests.test_serve_moves import CALLS
+from tests.toys import Toys
 
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
 PATIENCE_S = 60.0
-LAST_DIGITS = 0.02
-"""Of bfloat16: what was decoded token by token is computed as a whole, and the same numbers
-are added in another order, as after any preemption."""
+TOKENS = 60
+HELD = 20
+"""Where streams wait for the test."""
+CALLS = (
+    count_from(1000, TOKENS),
+    count_from(2000, TOKENS, stop=["2011"]),
+    count_from(3000, TOKENS, temperature=1.0, seed=3, n=2),
+    count_from(4000, TOKENS, temperature=0.7, seed=4, logprobs=1),
+)
 INSTANCES = ("i0", "i1", "i2")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    flags = [
-        *SMALL, "--instances=3", NEVER_BY_ITSELF, "--hung-after=2", "--drain-timeout=5",
-        "--logits-processors=tests.fault_hooks:FaultHooks",
-    ]  # fmt: skip
-    with Served(flags, log=tmp_path_factory.mktemp("faults") / "log") as served:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+    flags = ["--instances=3", NEVER_BY_ITSELF, "--hung-after=1", "--drain-timeout=5"]
+    with Toys(flags, tmp_path_factory.mktemp("faults")) as served:
         yield served
 
 
 @pytest.fixture
-def llumlets(server: Served) -> dict[str, psutil.Process]:
-    """By instance: the process that may write the instance's shared memory."""
+def llumlets(server: Toys) -> dict[str, psutil.Process]:
+    """By instance, once all are there."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        found = {}
-        for process in Footprint.of(server).named("kvmig.cli.llumlet"):
-            for file in process.open_files():
-                for name in INSTANCES:
-                    if f"-{name}-" in file.path and "+" in file.mode:
-                        found[name] = process
+        found = Footprint.of(server).llumlets()
         # One may end or start again after the test before.
         states = {row["id"]: row["state"] for row in server.get("instances")}
         if found.keys() == set(INSTANCES) and set(states.values()) == {"serving"}:
@@ -118,73 +116,78 @@ def counted_by(served: Served, counter: str) -> float:
 
 
 async def test_calls_whose_instance_falls_silent_equal_those_left_alone(
-    server: Served, llumlets: dict[str, psutil.Process]
+    server: Toys, llumlets: dict[str, psutil.Process]
 ) -> None:
-    undisturbed = [Stream(server, path, body) for path, body in CALLS.values()]
-    for stream in undisturbed:
-        await stream.end()
-    streams = [Stream(server, path, body) for path, body in CALLS.values()]
-    for stream in streams:
-        await stream.reach(40)
-    for names in (("i0", "i1"), ("i2",)):
-        with stopped(*(llumlets[name] for name in names)):
+    undisturbed = [await Stream(server, PATH, body).end() for body in CALLS]
+    with server.held(HELD):
+        streams = [Stream(server, PATH, body) for body in CALLS]
+        for stream in streams:
+            await stream.reach(HELD)
+        for names in (("i0", "i1"), ("i2",)):
+            with stopped(*(llumlets[name] for name in names)):
+                for name in names:
+                    await said(server, name, "silent")
+                    await left(server, name)
             for name in names:
-                await said(server, name, "silent")
-                await left(server, name)
-        for name in names:
-            await said(server, name, "serving")
+                await said(server, name, "serving")
     for stream, alone in zip(streams, undisturbed, strict=True):
-        (await stream.end()).same_as(alone.answer, within=LAST_DIGITS)
+        (await stream.end()).same_as(alone)
     assert counted_by(server, "kvmig_requests_run_again_total") >= len(streams) / 2
     await asyncio.to_thread(assert_server_is_empty, server)
 
 
-async def several(served: Served, tokens: int) -> tuple[list[Stream], list[dict[str, Any]]]:
-    """Six streams, and their rows once they are under way."""
-    streams = [Stream(served, PATH, count_from(1000 * n, tokens)) for n in range(6)]
+async def several(served: Served) -> tuple[list[Stream], list[dict[str, Any]]]:
+    """Six streams, and their rows once they are held."""
+    streams = [Stream(served, PATH, count_from(1000 * n, TOKENS)) for n in range(6)]
     for stream in streams:
-        await stream.reach(20)
+        await stream.reach(HELD)
     return streams, await asyncio.to_thread(served.get, "requests")
 
 
-async def all_counted(streams: list[Stream], tokens: int) -> None:
+async def all_counted(streams: list[Stream]) -> None:
     for number, stream in enumerate(streams):
         answer = await stream.end()
-        assert answer.tokens == tokens
+        assert answer.tokens == TOKENS
         counted(answer, 1000 * number)
 
 
 @pytest.mark.parametrize("which", ["source", "destination"])
 async def test_either_end_of_migrations_may_fall_silent(
-    server: Served, llumlets: dict[str, psutil.Process], which: str
+    server: Toys, llumlets: dict[str, psutil.Process], which: str
 ) -> None:
-    streams, found = await several(server, 1000)
-    source, destination = found[0]["instance"], INSTANCES[found[0]["instance"] == "i0"]
     asked = []
-    for row in found:
-        if row["instance"] == source:
-            asked.append(asyncio.create_task(ask(server, row["id"], destination)))
-            await asyncio.sleep(0.01)  # so that they are in different states
-    with stopped(llumlets[source if which == "source" else destination]):
-        await all_counted(streams, 1000)
+    with server.held(HELD):
+        streams, found = await several(server)
+        source, destination = found[0]["instance"], INSTANCES[found[0]["instance"] == "i0"]
+        silent = source if which == "source" else destination
+        for row in found:
+            if row["instance"] == source:
+                asked.append(asyncio.create_task(ask(server, row["id"], destination)))
+                await asyncio.sleep(0.01)  # so that they are in different states
+        with stopped(llumlets[silent]):
+            await said(server, silent, "silent")
+            await left(server, silent)
+    await all_counted(streams)
     assert {(await one).status_code for one in asked} <= {200, 404, 409, 503}
     await asyncio.to_thread(assert_server_is_empty, server)
 
 
 @pytest.mark.parametrize("which", ["destination", "source"])
 async def test_either_end_that_is_killed_in_migrations_takes_nothing_along(
-    server: Served, llumlets: dict[str, psutil.Process], which: str
+    server: Toys, llumlets: dict[str, psutil.Process], which: str
 ) -> None:
-    streams, found = await several(server, 1000)
-    source, destination = found[0]["instance"], INSTANCES[found[0]["instance"] == "i0"]
-    moving = [row["id"] for row in found if row["instance"] == source]
-    asked = [asyncio.create_task(ask(server, one, destination)) for one in moving]
-    await asyncio.sleep(0.02)
-    killed = source if which == "source" else destination
-    before = server.output()
-    llumlets[killed].kill()
+    with server.held(HELD):
+        streams, found = await several(server)
+        source, destination = found[0]["instance"], INSTANCES[found[0]["instance"] == "i0"]
+        moving = [row["id"] for row in found if row["instance"] == source]
+        asked = [asyncio.create_task(ask(server, one, destination)) for one in moving]
+        await asyncio.sleep(0.02)
+        killed = source if which == "source" else destination
+        before = server.output()
+        llumlets[killed].kill()
+        await left(server, killed)
 
-    await all_counted(streams, 1000)
+    await all_counted(streams)
     assert {(await one).status_code for one in asked} <= {200, 404, 409, 503}
     await asyncio.to_thread(assert_server_is_empty, server)
     again = "again in" if f"instance {killed} is gone" in before else "again in 0.5 s"
@@ -194,7 +197,7 @@ async def test_either_end_that_is_killed_in_migrations_takes_nothing_along(
 
 
 async def test_a_short_chaos_leaves_every_answer_right(
-    server: Served, llumlets: dict[str, psutil.Process]
+    server: Toys, llumlets: dict[str, psutil.Process]
 ) -> None:
     """Of `bench.chaos` what fits here: its clients, its migrations, its judge."""
     ledger, mover = Ledger(began=time.monotonic()), Mover(server, seed=1, per_s=5)
@@ -225,15 +228,12 @@ async def test_a_short_chaos_leaves_every_answer_right(
 
 
 async def test_an_engine_that_hangs_for_good_is_started_again(
-    server: Served, tmp_path: Path
+    server: Toys, llumlets: dict[str, psutil.Process]
 ) -> None:
-    file = tmp_path / "hang once"
-    file.touch()
-    fault = {"hang_at": 50, "hang_s": 600.0, "hang_file": str(file)}
-    stream = Stream(server, PATH, count_from(10, 500, vllm_xargs=fault))
-    answer = await stream.end()
+    server.play(Script(hang_at=50, hang_s=600.0))
+    answer = await Stream(server, PATH, count_from(10, 100)).end()
 
-    assert answer.tokens == 500
+    assert answer.tokens == 100
     counted(answer, 10)
 
     async def ended() -> bool:
@@ -244,9 +244,10 @@ async def test_an_engine_that_hangs_for_good_is_started_again(
 
 
 async def test_a_request_that_kills_two_instances_fails_with_one_clear_error(
-    server: Served,
+    server: Toys, llumlets: dict[str, psutil.Process]
 ) -> None:
-    stream = Stream(server, PATH, count_from(10, 500, vllm_xargs={"crash_at": 100}))
+    server.play(Script(crash_at=100))
+    stream = Stream(server, PATH, count_from(10, 200))
 
     with pytest.raises(StreamFailed, match="crashed while they ran this request") as failure:
         await stream.end()

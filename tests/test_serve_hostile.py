@@ -18,10 +18,10 @@ import httpx
 import psutil
 import pytest
 
-from kvmig.cli.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, count_from, counted
+from tests.toys import Toys
 
 pytestmark = pytest.mark.server
 
@@ -34,26 +34,26 @@ MILLION = 10**6
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """Small enough that no generated call takes long, and none starts a third instance."""
-    log = tmp_path_factory.mktemp("hostile") / "log"
     flags = [
-        "--engine=transformers", *PATIENT, NEVER_BY_ITSELF, "--drain-timeout=5",
-        "--max-instances=2", "--max-model-len=600", "--max-body=30MB",
+        *PATIENT, NEVER_BY_ITSELF, "--drain-timeout=5", "--max-instances=2",
+        "--max-model-len=600", "--max-body=30MB",
     ]  # fmt: skip
-    with Served(flags, environment={"KVMIG_SECRET": SECRET}, log=log) as served:
+    folder = tmp_path_factory.mktemp("hostile")
+    with Toys(flags, folder, environment={"KVMIG_SECRET": SECRET}) as served:
         yield served
         footprint = Footprint.of(served)
     footprint.assert_gone()
 
 
 @pytest.fixture
-def served(server: Served) -> Iterator[Served]:
+def served(server: Toys) -> Iterator[Toys]:
     yield server
     assert_server_is_empty(server)
 
 
-def test_nobody_else_is_told_the_secret(served: Served) -> None:
+def test_nobody_else_is_told_the_secret(served: Toys) -> None:
     assert served.process is not None
     launcher = psutil.Process(served.process.pid)
     children = launcher.children(recursive=True)
@@ -65,7 +65,7 @@ def test_nobody_else_is_told_the_secret(served: Served) -> None:
     assert SECRET not in served.output()
 
 
-def test_all_sockets_are_of_this_machine_only(served: Served) -> None:
+def test_all_sockets_are_of_this_machine_only(served: Toys) -> None:
     listening = [
         ipaddress.ip_address(one.laddr.ip)
         for process in Footprint.of(served).processes
@@ -76,13 +76,13 @@ def test_all_sockets_are_of_this_machine_only(served: Served) -> None:
     assert all(address.is_loopback for address in listening), listening
 
 
-def test_shared_memory_is_for_this_user_only(served: Served) -> None:
+def test_shared_memory_is_for_this_user_only(served: Toys) -> None:
     files = Footprint.of(served).shared_memory
     assert len(files) >= 2
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
 
-def listened_at(served: Served) -> set[int]:
+def listened_at(served: Toys) -> set[int]:
     """Ports of all sockets that somebody may connect to, but the HTTP server's."""
     return {
         one.laddr.port
@@ -92,7 +92,7 @@ def listened_at(served: Served) -> set[int]:
     } - {served.port}
 
 
-async def test_strangers_at_any_control_socket_are_counted_on_metrics(served: Served) -> None:
+async def test_strangers_at_any_control_socket_are_counted_on_metrics(served: Toys) -> None:
     missing = {"launcher", "scheduler", *(row["id"] for row in served.get("instances"))}
     visited: set[int] = set()
     async with (
@@ -143,20 +143,21 @@ BODIES: dict[str, tuple[str, bytes | dict[str, Any]]] = {
 
 
 async def test_what_is_sent_to_hurt_is_a_short_4xx_and_others_lose_nothing(
-    served: Served,
+    served: Toys,
 ) -> None:
-    stream = Stream(served, COMPLETIONS, count_from(17, 500))
     headers = {"content-type": "application/json"}
     answers: dict[str, tuple[int, int]] = {}
     async with httpx.AsyncClient(
         base_url=served.url, headers=headers, timeout=PATIENCE_S, verify=False
     ) as http:
-        await stream.reach(2)
-        for name, (path, body) in BODIES.items():
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            answer = await http.post(path, content=content)
-            assert answer.json()["error"]["code"] == answer.status_code
-            answers[name] = (answer.status_code, len(answer.content))
+        with served.held(20):
+            stream = Stream(served, COMPLETIONS, count_from(17, 60))
+            await stream.reach(20)
+            for name, (path, body) in BODIES.items():
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                answer = await http.post(path, content=content)
+                assert answer.json()["error"]["code"] == answer.status_code
+                answers[name] = (answer.status_code, len(answer.content))
         metrics = (await http.get("/metrics")).text
     bad = {name: told for name, told in answers.items() if told[0] // 100 != 4 or told[1] > 1000}
     assert not bad
@@ -165,7 +166,7 @@ async def test_what_is_sent_to_hurt_is_a_short_4xx_and_others_lose_nothing(
     counted(await stream.end(), 17)
 
 
-async def test_every_route_keeps_to_its_schema_whatever_is_sent(served: Served) -> None:
+async def test_every_route_keeps_to_its_schema_whatever_is_sent(served: Toys) -> None:
     process = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).parent / "schemathesis"), "run", f"{served.url}/openapi.json",
         f"--max-time={FUZZ_S}", "--request-timeout=60", "--no-color", "--seed=1",

@@ -102,6 +102,20 @@ async def test_a_destination_keeps_its_reservation_however_long_the_pause_is_spr
         assert len(again) >= 3
 
 
+async def test_the_pause_of_an_urgent_move_is_not_spread() -> None:
+    told: list[str] = []
+
+    def foretell(request_id: str, pause_ms: float, stretch_ms: float) -> bool:
+        told.append(request_id)
+        return True
+
+    async with cluster(spread=0.5) as them:
+        them.a.foretell = foretell
+        them.a.engine.now = Cadence(0.0, 100.0)
+        assert (await them.move(urgent=True)).state == "committed"
+        assert not told
+
+
 async def test_nobody_waits_where_no_front_end_was_told() -> None:
     async with cluster(spread=0.5) as them:
         them.a.foretell = lambda request_id, pause_ms, stretch_ms: False

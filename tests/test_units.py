@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvmig.engines.vllm.cache_shape import LayerCache, RankCache, whole_blocks
+from kvmig.engines.vllm.cache_shape import LayerCache, RankCache
 from kvmig.engines.vllm.unit_copies import InUnits
 from kvmig.engines.vllm.units import UnitMap, Units, units_of
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
@@ -75,6 +75,7 @@ class Engine:
             RankCache(
                 worker.ctypes.data,
                 worker.nbytes,
+                (),
                 tuple(
                     LayerCache(layer.ctypes.data, dims, strides, 2, "uint16", shape.attention)
                     for layer in worker
@@ -207,14 +208,14 @@ def test_an_unknown_order_of_keys_and_values_is_refused(
     layer = LayerCache(4096, (4, 2, 32, 64), strides, itemsize, "x", attention)
 
     with pytest.raises(UnsupportedLayout, match=named):
-        UnitMap([RankCache(4096, 1 << 20, (layer,))], 2, 4, Units(32), "LBHNC")
+        UnitMap([RankCache(4096, 1 << 20, (), (layer,))], 2, 4, Units(32), "LBHNC")
 
 
 def test_tokens_before_heads_are_refused_by_the_layouts_name() -> None:
     layer = LayerCache(4096, (4, 2, 32, 64), (8192, 128, 256, 2), 2, "x")
 
     with pytest.raises(UnsupportedLayout, match="KV layout LBNHC"):
-        UnitMap([RankCache(4096, 1 << 20, (layer,))], 2, 4, Units(32), "LBNHC")
+        UnitMap([RankCache(4096, 1 << 20, (), (layer,))], 2, 4, Units(32), "LBNHC")
 
 
 def test_layers_of_different_shape_are_refused() -> None:
@@ -224,19 +225,12 @@ def test_layers_of_different_shape_are_refused() -> None:
     )
 
     with pytest.raises(UnsupportedLayout, match="layers differ"):
-        UnitMap([RankCache(4096, 1 << 20, layers)], 2, 4, Units(32), "LBHNC")
-
-
-def test_blocks_with_gaps_in_them_are_no_whole_blocks() -> None:
-    layer = LayerCache(4096, (4, 2, 32, 64), (8192, 4096, 256, 2), 2, "x")
-
-    with pytest.raises(UnsupportedLayout, match="KV layout odd"):
-        whole_blocks([RankCache(4096, 1 << 20, (layer,))], 4, "odd")
+        UnitMap([RankCache(4096, 1 << 20, (), layers)], 2, 4, Units(32), "LBHNC")
 
 
 def test_a_cache_mapped_elsewhere_keeps_its_inner_distances() -> None:
     layer = LayerCache(5000, (4, 2, 32, 64), (8192, 4096, 128, 2), 2, "x")
 
-    moved = RankCache(4096, 1 << 20, (layer,)).mapped_at(100_000)
+    moved = RankCache(4096, 1 << 20, (), (layer,)).mapped_at(100_000)
 
     assert (moved.address, moved.layers[0].address) == (100_000, 100_904)

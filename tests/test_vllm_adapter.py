@@ -221,7 +221,7 @@ async def test_a_waiting_request_moves_to_where_no_block_and_no_place_is_free(
     for number, prompt in enumerate(([*OTHER, *PROMPT[:80]], *[PROMPT[:20]] * 3)):
         pair.submit(pair.b, f"busy {number}", prompt, max_tokens=30)
     await pair.step(pair.b, until=("busy 3", 1))
-    there = pair.b.engine._engine_load()
+    there = pair.b.engine._holdings.load()
     assert (there.running, there.total_blocks - there.used_blocks) == (4, 2)
     pair.submit(pair.a, "moved", PROMPT)
     if outputs:
@@ -232,7 +232,7 @@ async def test_a_waiting_request_moves_to_where_no_block_and_no_place_is_free(
     assert (await pair.done(pair.a.engine.stage("moved", 0))).num_tokens == 0
     await pair.move(pair.a, pair.b, "moved", steps=0)
 
-    there = pair.b.engine._engine_load()
+    there = pair.b.engine._holdings.load()
     assert (there.waiting, there.waiting_blocks) == (1, 4)
     same(await pair.finish("moved"), unmoved)
     for number in range(4):
@@ -267,7 +267,7 @@ async def test_a_load_says_what_is_left_of_prompts_that_run(pair: Pair) -> None:
     while "long" not in pair.outputs:
         pair.a.step()
         await pair.settle()
-        left.append(pair.a.engine._engine_load().prefill_blocks)
+        left.append(pair.a.engine._holdings.load().prefill_blocks)
 
     assert left[:5] == [15, 11, 7, 3, 9]  # the step that ends the one prompt begins the next
     for name in ("long", "next"):
@@ -473,7 +473,6 @@ async def test_a_suspended_request_can_be_aborted(pair: Pair) -> None:
     await pair.suspend(pair.a, "unwanted", 0)
 
     pair.a.engine.abort(["unwanted"])
-    pair.a.engine._builder.submit(lambda: None).result(10)
     pair.a.take_calls()
     await pair.done(pair.a.engine.resume("unwanted"))
 

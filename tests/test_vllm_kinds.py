@@ -187,12 +187,12 @@ async def test_a_pooling_request_stays() -> None:
     params = PoolingParams(task="embed")
     request = EngineCoreRequest("kept", LONG, None, None, params, time.time(), None, None, None)
     side.engine.submit(1, "kept", MsgpackEncoder().encode(request))
-    side.engine._builder.submit(lambda: None).result(10)
+    side.wait_for_new()
     side.step()
 
     (state,) = await answer(side, side.engine.requests())
-    assert state.unmovable == "pooling request"
-    with pytest.raises(MigrationRefused, match="unsupported: pooling request"):
+    assert state.unmovable == "pooling model"
+    with pytest.raises(MigrationRefused, match="unsupported: pooling model"):
         await answer(side, side.engine.export("kept"))
     side.close()
 

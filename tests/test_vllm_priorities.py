@@ -8,7 +8,7 @@ import pytest
 
 from kvmig.engines.base import Preempted
 from kvmig.ground.errors import MigrationRefused, RequestGone
-from tests.vllm_pair import Pair, Side
+from tests.vllm_pair import Output, Pair, Side
 
 pytestmark = pytest.mark.engine
 
@@ -53,6 +53,14 @@ async def until_preempted(pair: Pair, side: Side, priority: int) -> None:
     raise AssertionError("nothing was preempted")
 
 
+def as_if_alone(beside: Output, alone: Output) -> None:
+    """The same tokens; their log-probabilities to the sixth digit: kernels of a CPU round otherwise
+    with a neighbour in the batch, in the last digit of a 32-bit float."""
+    assert beside.tokens == alone.tokens
+    for one, other in zip(beside.logprobs, alone.logprobs, strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
+
+
 async def test_a_request_that_moves_is_preempted_by_one_that_came_later(pair: Pair) -> None:
     unmoved = await pair.unmoved(LONG, temperature=0.9, seed=2)
     first = await pair.unmoved(OTHER)
@@ -68,7 +76,7 @@ async def test_a_request_that_moves_is_preempted_by_one_that_came_later(pair: Pa
     with pytest.raises(RequestGone, match="preempted"):
         await pair.done(pair.a.engine.stage("normal", 0))
     await pair.done(pair.b.engine.cancel("normal"))
-    assert (await pair.finish("high")).logprobs == first.logprobs
+    as_if_alone(await pair.finish("high"), first)
     assert (await pair.finish("normal")).tokens == unmoved.tokens
 
 
@@ -82,7 +90,7 @@ async def test_one_that_moves_in_preempts_those_of_a_class_below(pair: Pair) -> 
     await pair.move(pair.a, pair.b, "high")
     await until_preempted(pair, pair.b, 0)
 
-    assert (await pair.finish("high")).logprobs == first.logprobs
+    as_if_alone(await pair.finish("high"), first)
     assert (await pair.finish("normal")).tokens == unmoved.tokens
 
 

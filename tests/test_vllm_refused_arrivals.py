@@ -15,13 +15,17 @@ from kvmig.engines.base import Export
 from kvmig.engines.vllm.adapter import VllmEngine
 from kvmig.engines.vllm.destination import Destination
 from kvmig.engines.vllm.payload import Progress, encode_progress
-from kvmig.engines.vllm.units import Units
+from kvmig.engines.vllm.tables import Tables
 from kvmig.ground.errors import MigrationRefused
 
 
 def request(name: str = "r", tokens: int = 64) -> Request:
     """One that comes."""
     return Request(name, [1] * tokens, SamplingParams(max_tokens=9), None)
+
+
+NO_TABLES = cast("Tables", None)
+"""Nothing gets as far as its blocks."""
 
 
 def destination(*running: str, seats: int = 4, longest: int = 100) -> Destination:
@@ -32,7 +36,7 @@ def destination(*running: str, seats: int = 4, longest: int = 100) -> Destinatio
     scheduler.max_num_active_reqs = seats
     scheduler.max_model_len = longest
     scheduler.lora_config = None
-    return Destination(cast("EngineCore", SimpleNamespace(scheduler=scheduler)), Units(16))
+    return Destination(cast("EngineCore", SimpleNamespace(scheduler=scheduler)), NO_TABLES)
 
 
 @pytest.mark.parametrize(

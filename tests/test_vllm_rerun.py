@@ -32,6 +32,7 @@ async def pair(engines: Pair) -> AsyncIterator[Pair]:
 async def rest_of(pair: Pair, prompt: list[int], whole: Output, known: int, **params: Any) -> None:
     """Run the request again from `known` tokens: the rest is what came the first time."""
     pair.submit(pair.b, "again", prompt, again=whole.tokens[:known], **params)
+    await pair.b.entered()
     rest = await pair.finish("again")
 
     assert whole.tokens[:known] + rest.tokens == whole.tokens
@@ -89,6 +90,7 @@ async def test_it_runs_before_those_that_wait(pair: Pair) -> None:
     pair.submit(pair.b, "behind", PROMPT, max_tokens=1)
 
     pair.submit(pair.b, "again", LONG, again=whole.tokens[:40])
+    await pair.b.entered()
     pair.b.take_calls()
 
     waiting = [request.request_id for request in pair.b.engine._scheduler.waiting]
@@ -102,6 +104,7 @@ async def test_it_can_be_moved_before_it_has_come_to_its_turn_and_after(pair: Pa
     params: dict[str, Any] = {"temperature": 0.9, "seed": 7}
     whole = await pair.unmoved(LONG, **params)
     pair.submit(pair.a, "again", LONG, again=whole.tokens[:20], **params)
+    await pair.a.entered()
     await pair.settle()
     pair.a.take_calls()
 
@@ -116,11 +119,12 @@ async def test_one_that_is_aborted_before_its_turn_leaves_nothing(pair: Pair) ->
     whole = await pair.unmoved(PROMPT)
     pair.submit(pair.a, "again", PROMPT, again=whole.tokens[:20])
     pair.a.engine.abort(["again"])
-    pair.a.engine._builder.submit(lambda: None).result(10)
+    await pair.a.entered()
 
 
 async def test_what_its_tokens_do_not_determine_is_refused(pair: Pair) -> None:
     pair.submit(pair.a, "again", PROMPT, again=[50], resumable=True)
+    await pair.a.entered()
     await pair.settle()
 
     assert str(pair.outputs["again"].finish_reason) == "error"

@@ -10,16 +10,17 @@ import torch
 from vllm.config import VllmConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from kvmig.controlplane.messages import Pair, Why
 from kvmig.controlplane.victims import next_victim
 from kvmig.engines.base import RequestState
-from kvmig.engines.vllm.load import request_states
-from kvmig.engines.vllm.movable import check_movable, unmovable
+from kvmig.engines.vllm.load import Holdings
+from kvmig.engines.vllm.movable import check_movable, unmovable_engine
 from kvmig.engines.vllm.rerun import not_again
-from kvmig.engines.vllm.units import Units
+from kvmig.engines.vllm.tables import Tables
 from kvmig.ground.errors import MigrationRefused
 
 WHYS: tuple[Why, ...] = ("balance", "queue", "defragment", "priority", "drain")
@@ -28,17 +29,22 @@ WHYS: tuple[Why, ...] = ("balance", "queue", "defragment", "priority", "drain")
 def config(
     method: str | None = None,
     *,
-    mrope: bool = False,
+    replayssm: bool = False,
     diffusion: bool = False,
     experts: bool = False,
     overlapped: bool = False,
     metrics: str = "none",
+    pooling: bool = False,
 ) -> VllmConfig:
     """What movability reads of vLLM's configuration."""
     return cast(
         "VllmConfig",
         SimpleNamespace(
-            model_config=SimpleNamespace(is_diffusion=diffusion, uses_mrope=mrope),
+            model_config=SimpleNamespace(
+                is_diffusion=diffusion,
+                runner_type="pooling" if pooling else "generate",
+            ),
+            cache_config=SimpleNamespace(use_replayssm=replayssm),
             aux_output_config=SimpleNamespace(enabled=experts),
             speculative_config=method and SimpleNamespace(method=method),
             scheduler_config=SimpleNamespace(async_scheduling=overlapped),
@@ -62,20 +68,28 @@ def request(outputs: int = 3, status: RequestStatus = RequestStatus.RUNNING, **o
     return made
 
 
+TABLES = cast(
+    "Tables", SimpleNamespace(held=lambda block_ids: len(block_ids[0]), demand=lambda tokens: 5)
+)
+
+
 def row(of: Request, settings: VllmConfig) -> RequestState:
     """As the llumlet sees it."""
     scheduler = SimpleNamespace(
-        running=[of] if of.status is RequestStatus.RUNNING else [],
-        waiting=[of] if of.status is not RequestStatus.RUNNING else [],
+        running=[],
+        waiting=[],
         kv_holding_waiting=[],
-        requests={of.request_id: of},
-        block_size=16,
-        vllm_config=settings,
+        policy=SchedulingPolicy.FCFS,
         kv_cache_manager=SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3, 4, 5],)),
+        _preempt_request=lambda request: None,
     )
-    (state,) = request_states(
-        cast("Scheduler", scheduler), Units(16), lambda one: False, lambda one: False
-    )
+    holdings = Holdings(cast("Scheduler", scheduler), TABLES, unmovable_engine(settings))
+    if of.status is RequestStatus.RUNNING:
+        scheduler.running.append(of)
+    else:
+        cast("Any", scheduler.waiting).add_request(of)
+    listing = holdings.listing(None, [], ())
+    (state,) = listing.states + holdings.waiting_states(holdings.in_order(listing))
     return state
 
 
@@ -90,22 +104,24 @@ def chosen(state: RequestState) -> bool:
 def stays(of: Request, settings: VllmConfig, because: str) -> None:
     """By name when it is asked for, and never chosen."""
     state = row(of, settings)
-    assert state.unmovable == unmovable(of, settings) == because
+    assert state.unmovable == because
     assert not chosen(state)
     with pytest.raises(MigrationRefused, match=because) as refusal:
         check_movable(of, settings)
     assert refusal.value.reason == "unsupported"
 
 
+DRAFTED = "ngram, draft_model, eagle or eagle3"
 ENGINES = {
     "diffusion model": config(diffusion=True),
-    "model with M-RoPE": config(mrope=True),
+    "pooling model": config(pooling=True),
+    "ReplaySSM, which keeps tokens that its states lack": config(replayssm=True),
     "routed experts, which are gathered until the end": config(experts=True),
     "speculative decoding with asynchronous scheduling": config("ngram", overlapped=True),
     "speculative decoding with per-request metrics": config("draft_model", metrics="detailed"),
 } | {
-    f"speculative decoding with {method}, which must be ngram or draft_model": config(method)
-    for method in ("eagle", "eagle3", "mtp", "medusa", "suffix", "ngram_gpu")
+    f"speculative decoding with {method}, which must be {DRAFTED}": config(method)
+    for method in ("mtp", "medusa", "suffix", "ngram_gpu")
 }
 
 

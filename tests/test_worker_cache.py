@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
 
+from kvmig.engines.vllm.cache_shape import Page
 from kvmig.engines.vllm.worker_cache import describe_cache, share_cache
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
 
@@ -27,8 +34,15 @@ def a_worker(rank: int = 0) -> Any:
     return SimpleNamespace(
         rank=rank,
         vllm_config=SimpleNamespace(compilation_config=compilation),
-        model_runner=SimpleNamespace(kv_caches=layers),
+        model_runner=SimpleNamespace(kv_caches=layers, kv_cache_config=a_config()),
     )
+
+
+def a_config() -> KVCacheConfig:
+    """What vLLM makes of these layers: one group."""
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4, dtype=torch.bfloat16)
+    tensor = KVCacheTensor(2 * 5 * 128, NAMES[:2], layer_stride=5 * 128, block_stride=128)
+    return KVCacheConfig(5, [tensor], [KVCacheGroupSpec(NAMES[:2], spec)])
 
 
 def caches(worker: Any) -> list[torch.Tensor]:
@@ -58,6 +72,7 @@ def test_a_cache_is_described_by_where_each_layer_lies() -> None:
     assert second.address - first.address == 5 * 128
     assert (told.address, told.nbytes) == (first.address, 2 * 5 * 128)
     assert (first.dtype, first.attention) == ("torch.bfloat16", "vec")
+    assert told.pages == (Page(0, 128, 128), Page(5 * 128, 128, 128))
 
 
 def test_all_that_see_the_cache_see_it_where_it_was_moved(memory: int) -> None:
@@ -112,13 +127,22 @@ def test_a_cache_in_several_allocations_is_refused() -> None:
         describe_cache(worker, NAMES)
 
 
-def test_a_cache_that_is_no_tensor_is_refused_by_its_layer() -> None:
+def test_a_state_is_described_by_its_pages_and_moved_with_them(memory: int) -> None:
     worker = a_worker()
     context = worker.vllm_config.compilation_config.static_forward_context
-    context["second"].kv_cache = [torch.zeros(1)]
+    whole = context["second"].kv_cache
+    context["second"].kv_cache = (whole[:, :1], whole[:, 1:])
+    worker.model_runner.kv_caches[1] = context["second"].kv_cache
+    del whole
 
-    with pytest.raises(UnsupportedLayout, match="layer second keeps its KV cache in list"):
-        describe_cache(worker, NAMES)
+    told = share_cache(worker, NAMES, [path_of(memory)])
+
+    assert len(told.layers) == 1
+    assert told.pages == (Page(0, 128, 128), Page(5 * 128, 128, 128))
+    first, second = context["second"].kv_cache
+    assert worker.model_runner.kv_caches[1][1] is second
+    assert second.data_ptr() - first.data_ptr() == 64
+    assert first.data_ptr() - told.address == 5 * 128
 
 
 def test_workers_whose_memory_can_not_be_mapped_are_refused_by_their_number() -> None:

@@ -75,7 +75,7 @@ class Pair:
     ) -> None:
         """A new request: greedy, 60 tokens, with log-probabilities, unless `params` differ.
 
-        again: output tokens that it has from elsewhere.
+        again: output tokens that it has from elsewhere; then it comes by `Side.entered`.
         """
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -87,7 +87,7 @@ class Pair:
             None, None, priority=priority, resumable=resumable,
         )  # fmt: skip
         side.engine.submit(1, request_id, MsgpackEncoder().encode(request), again)
-        side.engine._builder.submit(lambda: None).result(10)
+        side.wait_for_new()
 
     async def settle(self) -> None:
         """Let what the engines said reach the event loop."""
@@ -135,6 +135,7 @@ class Pair:
         await self.finish("unmoved")
         await self.idle()
         output = self.outputs.pop("unmoved")
+        assert str(output.finish_reason) != "error", "there is nothing to compare with"
         self.a.engine._scheduler.reset_prefix_cache()
         return output
 
@@ -142,7 +143,7 @@ class Pair:
         """One live stage: pre-allocate, copy the new full blocks; how many are sent now."""
         stage = await self.done(source.engine.stage(request_id, sent))
         blocks = await self.done(to.engine.grow(request_id, stage.num_tokens))
-        await self.copy(source, to, stage.block_ids, blocks[sent : sent + len(stage.block_ids)])
+        await self.copy(source, to, stage.block_ids, [blocks[place] for place in stage.places])
         return sent + len(stage.block_ids)
 
     async def copy(self, source: Side, to: Side, ids: Sequence[int], into: Sequence[int]) -> None:
@@ -159,6 +160,7 @@ class Pair:
         """Out of the batch; the engine steps as far as it must."""
         task = asyncio.ensure_future(side.engine.suspend(request_id, sent, out))
         for _ in range(PATIENCE):
+            await self.settle()
             side.take_calls()
             await self.settle()
             if task.done():
@@ -188,13 +190,14 @@ class Pair:
         last = None
         if recompute:
             await self.done(to.engine.grow(request_id, tail.num_tokens))
-            tail = replace(tail, block_ids=[], checksums=[], missing=len(tail.block_ids))
+            missing = len(tail.block_ids)
+            tail = replace(tail, block_ids=[], places=[], checksums=[], missing=missing)
         elif tail.block_ids:
             assert len(tail.checksums) == len(tail.block_ids)
             blocks = await self.done(to.engine.grow(request_id, tail.num_tokens))
-            end = sent + len(tail.block_ids)
+            into = [blocks[place] for place in tail.places]
             fused = buffer[: source.engine.layout.block_bytes * len(tail.block_ids)]
-            last = CameBlocks(sent, blocks[sent:end], fused, tail.checksums)
+            last = CameBlocks(sent, into, fused, tail.checksums)
         to.engine.assign(request_id, 1)
         await self.done(to.engine.commit(request_id, tail, last))
         await self.done(source.engine.release(request_id))
@@ -209,8 +212,7 @@ class Pair:
         said: list[int] = []
         fork = await self.done(source.engine.fork(request_id, sent, said.extend))
         blocks = await self.done(to.engine.grow(request_id, fork.num_tokens))
-        end = sent + len(fork.block_ids)
-        await self.copy(source, to, fork.block_ids, blocks[sent:end])
+        await self.copy(source, to, fork.block_ids, [blocks[place] for place in fork.places])
         await self.done(to.engine.follow(request_id, fork))
         return said
 
@@ -223,8 +225,7 @@ class Pair:
 
     async def switch(self, source: Side, to: Side, request_id: str) -> None:
         """From following to running there."""
-        tail = await self.suspend(source, request_id, 10**6)
-        assert tail.block_ids == []
+        tail = replace(await self.suspend(source, request_id, 10**6), block_ids=[], places=[])
         to.engine.assign(request_id, 1)
         await self.done(to.engine.commit(request_id, tail))
         await self.done(source.engine.release(request_id))

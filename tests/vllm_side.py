@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,18 @@ class Side:
         self.engine._loop = asyncio.get_running_loop()
         self.engine._on_outputs = on_outputs
 
+    def wait_for_new(self) -> None:
+        """Until new requests are where the next step finds them."""
+        for entering in list(self.engine._entering.values()):
+            if isinstance(entering, Future):
+                entering.result(10)
+
+    async def entered(self) -> None:
+        """The same, also for requests that ran elsewhere."""
+        async with asyncio.timeout(10):
+            while self.engine._entering:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
     def take_calls(self) -> None:
         """What the engine's thread does between two steps."""
         while not self.core.input_queue.empty():
@@ -114,5 +127,5 @@ class Side:
 
     def close(self) -> None:
         self.engine._memory.close()
-        self.engine._builder.shutdown()
+        self.engine._builder.close()
         self.core.shutdown()

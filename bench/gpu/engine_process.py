@@ -213,7 +213,7 @@ class EngineProcess:
         now = time.monotonic()
         for output in decode(bytes(frames[0]), list[Output]):
             for migrations in self._migrations.values():
-                migrations.stepped(output.request_id)
+                migrations.stepped(output.request_id, len(output.token_ids))
             came = self._came.setdefault(output.request_id, Came())
             came.tokens += output.token_ids
             came.logprobs += [one.value for one in output.logprobs]

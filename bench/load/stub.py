@@ -32,11 +32,12 @@ REQUEST_BLOCKS = 4
 
 
 class StubEngine:
-    """Implements `ServingEngine`; has no KV cache, so it refuses every migration."""
+    """Implements `ServingEngine`."""
 
     can_follow = False
     can_recompute = False
     can_hold = False
+    unmovable = "it has no KV cache"
 
     def __init__(self, words: Words, metronome: Metronome, phase: float) -> None:
         """phase: of its steps among those of the other instances, 0 to 1."""
@@ -119,7 +120,7 @@ class StubEngine:
         running = len(self.group)
         return EngineLoad(NUM_BLOCKS, running * REQUEST_BLOCKS, running, 0, 0, 0)
 
-    async def requests(self) -> list[RequestState]:
+    async def requests(self, most_waiting: int | None = None) -> list[RequestState]:
         return []
 
     # -- migrations

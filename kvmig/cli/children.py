@@ -47,6 +47,31 @@ def running(module: str, environment: Mapping[str, str], descriptors: Sequence[i
     return spawn
 
 
+async def line_from(descriptor: int) -> bytes:
+    """The first line that comes through a pipe, which is then closed; empty: it had ended before.
+
+    Not by `connect_read_pipe`: uvloop closes a pipe's descriptor twice, and another thread may
+    have opened one of the same number in between. libzmq ends the process when it loses one.
+    """
+    loop = asyncio.get_running_loop()
+    came = bytearray()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def read() -> None:
+        part = os.read(descriptor, 65536)
+        came.extend(part)
+        if (not part or b"\n" in part) and not ended.done():
+            ended.set_result(None)
+
+    loop.add_reader(descriptor, read)
+    try:
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return bytes(came) if b"\n" in came else b""
+
+
 class Child:
     """A `Handle`: one process, which leads a group of its own (see `controlplane.child`)."""
 
@@ -88,21 +113,14 @@ class Child:
 
     async def ready(self, timeout_s: float) -> str:
         """Its endpoint. Raises StartupError with its own sentence, or how it ended."""
-        reader = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._announced, "rb")
-        )
         try:
             async with asyncio.timeout(timeout_s):
-                line = await reader.readline()
+                line = await line_from(self._announced)
                 if not line:
                     code = await self._process.wait()
                     raise StartupError(f"{self.name} died while starting ({how_it_ended(code)})")
         except TimeoutError as error:
             raise StartupError(f"{self.name} was not ready within {timeout_s:g} s") from error
-        finally:
-            transport.close()
         answer = msgspec.json.decode(line, type=Announcement)
         if answer.failed:
             raise StartupError(f"{self.name}: {answer.failed}")

@@ -74,8 +74,9 @@ class Cluster:
         names = [instance_name(number) for number in range(self._config.instances)]
         for name in names:
             self._begin(name, self._shapes.of(name))
-        for name in names:
-            if failed := await self._instances[name].first_start:
+        # Whichever fails first: others may need minutes more.
+        for starting in asyncio.as_completed([self._instances[one].first_start for one in names]):
+            if failed := await starting:
                 raise StartupError(failed)
 
     async def stop(self) -> None:

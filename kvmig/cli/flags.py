@@ -146,10 +146,14 @@ def parser() -> argparse.ArgumentParser:
         "--chunk-ms",
         type=float,
         default=migration.chunk_ms,
-        help="longest uninterrupted copy (copies run beside the engine's thread)",
+        help="longest uninterrupted copy of several KV blocks (copies run beside the engine's"
+        " thread)",
     )
     group.add_argument(
-        "--chunk-bytes", type=int, default=migration.chunk_bytes, help="size of a staging buffer"
+        "--chunk-bytes",
+        type=int,
+        default=migration.chunk_bytes,
+        help="size of a staging buffer; one KV block where that is larger",
     )
     group.add_argument(
         "--staging-chunks",

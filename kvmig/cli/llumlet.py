@@ -35,6 +35,8 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
         await llumlet.start()
         gc.collect()
         gc.freeze()  # a collection that walks all of vLLM would stop it for tens of ms
+        if engine.unmovable:
+            say(f"its requests can't be moved: {engine.unmovable}", f"kvmig {launch.instance}")
         announce(descriptor, Announcement(endpoint=llumlet.endpoint))
         failed = asyncio.ensure_future(llumlet.failed())
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -147,7 +147,7 @@ class Served:
         body = {"request_id": request_id, "destination": destination}
         return self._http.post("/kvmig/v1/migrations", json=body, timeout=120)
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> Self:
         self.start()
         return self
 

@@ -61,16 +61,20 @@ class Pairing(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """One round. Rows are those of the view; sizes in KV blocks."""
+    """One round. Rows are those of the view; sizes in KV blocks.
+
+    serving, draining: of those whose requests can be moved at all.
+    """
 
     def __init__(self, view: ClusterView, last: Collection[Pairing], rounds: Rounds) -> None:
         columns = view.columns
         self.view = view
         self.columns = columns
         self.rounds = rounds
+        movable = columns.movable > 0
         heard = columns.fresh_until >= view.now
-        self.draining: Mask = heard & (columns.state == DRAINING)
-        self.serving: Mask = columns.open_until >= view.now
+        self.draining: Mask = movable & heard & (columns.state == DRAINING)
+        self.serving: Mask = movable & (columns.open_until >= view.now)
         self.free: Column = free_blocks_of(columns, rounds.queued).copy()
         self.free[columns.state == DRAINING] = -np.inf
         self.batch: Column = batch_sizes(columns, rounds.queued).copy()

@@ -14,6 +14,7 @@ from kvmig.controlplane.bandwidth import Bandwidth
 from kvmig.controlplane.fronts import Fronts
 from kvmig.controlplane.headroom import measured_headroom
 from kvmig.controlplane.messages import (
+    URGENT,
     AbortRequests,
     Call,
     CallDone,
@@ -45,11 +46,13 @@ from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import MigrationRefused, PeerError, StartupError, TransportError
+from kvmig.kvtransfer.chunks import slot_bytes
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello, Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.refusals import REFUSED
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.transports.select import open_staging, site_of
 from kvmig.kvtransfer.versions import VERSION
 
@@ -78,14 +81,16 @@ class Llumlet:
         )
         self._fronts = Fronts()
         self._tracking = Tracking()
-        self._stagings = open_staging(
-            config.migration.transport,
-            cluster,
-            instance,
-            config.migration.staging_chunks,
-            max(config.migration.chunk_bytes, engine.layout.block_bytes),
-            site_of(config.migration, self._server.refusals),
-        )
+        self._stagings: dict[str, Staging] = {}
+        if not engine.unmovable:
+            self._stagings = open_staging(
+                config.migration.transport,
+                cluster,
+                instance,
+                config.migration.staging_chunks,
+                slot_bytes(config.migration.chunk_bytes, engine.layout.block_bytes),
+                site_of(config.migration, self._server.refusals),
+            )
         self._peers = Peers(
             instance, secret, self._from_peer, self._peer_lost, self._server.refusals
         )
@@ -282,7 +287,12 @@ class Llumlet:
         gateway = track.gateway if track else ""
         epoch = track.epoch if track else 0
         report = await self._migrations.migrate(
-            request_id, destination, endpoint, gateway=gateway, epoch=epoch
+            request_id,
+            destination,
+            endpoint,
+            gateway=gateway,
+            epoch=epoch,
+            urgent=why in URGENT,
         )
         self._bandwidth.take(report)
         return Migrated(0, msgspec.structs.replace(report, why=why), gateway, epoch)
@@ -314,7 +324,7 @@ class Llumlet:
         sender = self._fronts.client(client)
         spans = self._tracking.spans(emitted)
         for entry in emitted:
-            self._migrations.stepped(entry.request_id)
+            self._migrations.stepped(entry.request_id, entry.tokens)
             if entry.finished:
                 self._migrations.cancel_request(entry.request_id, "finished")
         if sender is not None:
@@ -352,6 +362,7 @@ class Llumlet:
                     bandwidth=self._bandwidth.blocks_s,
                     headroom=self._headroom,
                     refused=self._server.refusals.told(),
+                    unmovable=self._engine.unmovable,
                 )
                 for sender in self._fronts.listeners():
                     self._send(sender, report)

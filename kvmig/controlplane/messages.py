@@ -50,6 +50,8 @@ class LoadReport(Message, frozen=True, tag=True):
     """KV blocks a second that migrations out of it have lately sent; 0: none was measured."""
     refused: dict[str, int] = msgspec.field(default_factory=dict)
     """Messages that it has refused, by reason (`kvmig.ground.errors.PeerError`)."""
+    unmovable: str = ""
+    """Why no request can be moved from it or to it; empty when they can."""
 
 
 # -- front end to llumlet
@@ -228,6 +230,9 @@ balance: more freeness for the source; defragment: room for the head of its queu
 less company for its requests of a higher priority; drain: it shall be empty; queue: a
 waiting request that can start elsewhere at once.
 """
+
+URGENT: tuple[Why, ...] = ("defragment", "priority", "drain")
+"""Somebody waits until these moves are over."""
 
 
 class Pair(msgspec.Struct, frozen=True):

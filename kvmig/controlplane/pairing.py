@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvmig.controlplane.messages import Pair
 from kvmig.controlplane.victims import DEFAULT_RULE, VictimRule, next_victim
@@ -19,6 +21,18 @@ from kvmig.kvtransfer.report import MigrationReport
 log = logging.getLogger(__name__)
 
 REMEMBERED = 4096
+MOST_WAITING = 64
+"""Of the queue that are listed at a time: those behind them come once these have left."""
+
+
+@dataclass(slots=True)
+class Listing:
+    """The requests here at one moment."""
+
+    requests: asyncio.Task[list[RequestState]]
+    tried: set[str] = field(default_factory=set)
+    moved: bool = False
+    """Whether any of them left: then those behind them may go, too."""
 
 
 class Pairing:
@@ -29,12 +43,13 @@ class Pairing:
 
     def __init__(
         self,
-        requests: Callable[[], Awaitable[list[RequestState]]],
+        requests: Callable[[int], Coroutine[Any, Any, list[RequestState]]],
         migrating: Callable[[], Collection[str]],
         migrate: Callable[[str, Pair], Awaitable[MigrationReport]],
         rule: VictimRule = DEFAULT_RULE,
         clock: Clock = monotonic,
     ) -> None:
+        """requests: those here, of the queue so many: `Engine.requests`."""
         self._requests = requests
         self._migrating = migrating
         self._migrate = migrate
@@ -43,13 +58,14 @@ class Pairing:
         self._arrived: OrderedDict[str, float] = OrderedDict()
         self._pairs: dict[str, Pair] = {}
         self._spent: dict[str, float] = {}
-        self._chosen: set[str] = set()
+        self._listing: Listing | None = None
         self._changed = asyncio.Event()
 
     def set(self, pairs: Sequence[Pair]) -> None:
         """The scheduler's word; no pairs: stop."""
         self._pairs = {pair.destination: pair for pair in pairs}
         self._spent = dict.fromkeys(self._pairs, 0.0)
+        self._listing = None
         self._changed.set()
 
     def arrived(self, request_id: str) -> None:
@@ -82,29 +98,45 @@ class Pairing:
 
     async def _move_one(self, destination: str) -> bool:
         """Whether one moved, so that the next may."""
-        requests = await self._requests()
-        pair = self._pairs.get(destination)
-        if pair is None:
+        chosen = await self._choose(destination)
+        if chosen is None:
             return False
-        victim = next_victim(
-            requests,
-            pair,
-            self._spent[destination],
-            self._chosen.union(self._migrating()),
-            self._arrived,
-            self._clock(),
-            self._rule,
-        )
-        if victim is None:
-            return False
+        victim, pair, listing = chosen
         self._spent[destination] += victim.weight_blocks
-        self._chosen.add(victim.request_id)
-        try:
-            report = await self._migrate(victim.request_id, pair)
-        finally:
-            self._chosen.discard(victim.request_id)
+        listing.tried.add(victim.request_id)
+        report = await self._migrate(victim.request_id, pair)
         if report.state != "aborted":
+            listing.moved = True
             return True
         log.info("request %s stays: %s %s", victim.request_id, report.reason, report.detail)
         # For other reasons the pair doesn't work now; the next round decides anew.
-        return report.reason in ("finished", "aborted_by_client", "started")
+        return report.reason in ("finished", "aborted_by_client", "started", "unknown_request")
+
+    async def _choose(self, destination: str) -> tuple[RequestState, Pair, Listing] | None:
+        """Of those that were listed when the pairs came: a list costs the engine time, so it makes
+        none for each victim, but another one when all of these are done with.
+        """
+        while True:
+            listing = self._listing
+            if listing is None:
+                listing = Listing(asyncio.create_task(self._requests(MOST_WAITING)))
+                self._listing = listing
+            requests = await listing.requests
+            pair = self._pairs.get(destination)
+            if pair is None:
+                return None
+            victim = next_victim(
+                requests,
+                pair,
+                self._spent[destination],
+                listing.tried.union(self._migrating()),
+                self._arrived,
+                self._clock(),
+                self._rule,
+            )
+            if victim is not None:
+                return victim, pair, listing
+            if self._listing is listing:
+                if not listing.moved:
+                    return None
+                self._listing = None

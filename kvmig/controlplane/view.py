@@ -43,6 +43,8 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     pending_blocks: float = 0.0
     """Demand that was dispatched here and that its report can't count yet."""
     pending_requests: int = 0
+    unmovable: str = ""
+    """Why no request can be moved from it or to it; empty when they can."""
 
     @property
     def requests(self) -> int:
@@ -73,6 +75,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
             self.kept_blocks,
             self.lower_blocks,
             load.preempted_waiting,
+            not self.unmovable,
             state,
             heard,
             heard if state == SERVING else -math.inf,

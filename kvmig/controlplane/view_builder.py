@@ -106,6 +106,7 @@ class ViewBuilder:
                 reported_at=now,
                 pending_blocks=sum(blocks for _, blocks in entry.pending),
                 pending_requests=len(entry.pending),
+                unmovable=report.unmovable,
             ),
         )
 

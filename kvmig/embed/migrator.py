@@ -38,10 +38,7 @@ class Migrator:
         on_commit: OnCommit = lambda request_id, destination: None,
         close_timeout_s: float = 5.0,
     ) -> None:
-        """engines: by any names; whoever made them closes them, after this.
-
-        Raises ConfigError if a chunk of `config` can't hold a block of one of them.
-        """
+        """engines: by any names; whoever made them closes them, after this."""
         self._config = config or MigrationConfig(transport="tcp")
         self._close_timeout_s = close_timeout_s
         self._nodes: dict[str, Node] = {}
@@ -88,7 +85,7 @@ class Migrator:
         def heard(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
             on_outputs(client, emitted, frames)
             for entry in emitted:
-                node.migrations.stepped(entry.request_id)
+                node.migrations.stepped(entry.request_id, entry.tokens)
                 if entry.finished:
                     node.migrations.cancel_request(entry.request_id, "finished")
 
@@ -130,7 +127,7 @@ class Migrator:
         if name not in self._tapped:
             # Nobody will say when its first token came: the report doesn't wait for that.
             migrations = self._nodes[name].migrations
-            asyncio.get_running_loop().call_soon(migrations.stepped, request_id)
+            asyncio.get_running_loop().call_soon(migrations.stepped, request_id, 1)
 
     def _node(self, role: str, name: str) -> Node:
         if name not in self._nodes:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvmig.engines.base import Engine
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import TransportError
+from kvmig.kvtransfer.chunks import slot_bytes
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.transports.select import open_staging
@@ -29,7 +30,11 @@ class Node:
         self._name = name
         self._others = others
         self._stagings = open_staging(
-            config.transport, "embedded", name, config.staging_chunks, config.chunk_bytes
+            config.transport,
+            "embedded",
+            name,
+            config.staging_chunks,
+            slot_bytes(config.chunk_bytes, engine.layout.block_bytes),
         )
         try:
             self.migrations = Migrations(

@@ -13,11 +13,12 @@ from typing import Protocol
 
 import msgspec
 
-from kvmig.engines.handover import CameBlocks, Export, Pace, Stage, Tail
+from kvmig.engines.handover import HOLE, CameBlocks, Export, Pace, Stage, Tail
 from kvmig.engines.load import ClassLoad, EngineLoad, GroupLoad, Preempted, RequestState, StepTime
 from kvmig.ground.layout import KVLayout
 
 __all__ = [
+    "HOLE",
     "Cadence",
     "CameBlocks",
     "ClassLoad",
@@ -72,6 +73,8 @@ class Engine(Protocol):
     """Whether `commit` takes a tail without its last blocks (`Tail.missing`)."""
     can_hold: bool
     """Whether a step waits for a commit that it expects: see `expect`."""
+    unmovable: str
+    """Why none of its requests can be moved, nor any come, in a few words; empty when they can."""
 
     # -- what it does and holds
     def cadence(self) -> Cadence:
@@ -82,10 +85,11 @@ class Engine(Protocol):
         """A cheap snapshot, taken between the last two steps (or calls, when idle)."""
         ...
 
-    async def requests(self) -> list[RequestState]:
-        """All requests that the engine holds; those that wait in the order of the queue.
+    async def requests(self, most_waiting: int | None = None) -> list[RequestState]:
+        """The requests that the engine holds; at the end those that wait, in the queue's order.
 
-        During a long step those that it told of last.
+        most_waiting: of the queue only so many, from its head; None: all. During a long step
+        those that it told of last.
         """
         ...
 
@@ -130,7 +134,11 @@ class Engine(Protocol):
         ...
 
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:
-        """Hold at least `num_tokens` tokens and one block spare; all block ids, in order."""
+        """Hold at least `num_tokens` tokens and one block spare; all block ids by their places.
+
+        Places are the engine's own, and the same at both ends. Where all layers keep all tokens
+        they are the request's blocks in order. HOLE: no block is kept there.
+        """
         ...
 
     async def follow(self, request_id: str, fork: Tail) -> Pace:

@@ -49,6 +49,7 @@ class CheckedEngine:
         self.can_follow = engine.can_follow
         self.can_recompute = engine.can_recompute
         self.can_hold = engine.can_hold
+        self.unmovable = engine.unmovable
         self._ledger = Ledger(engine.layout)
         self.violations: list[ContractViolation] = []
         """All that were found, raised or not."""
@@ -64,8 +65,8 @@ class CheckedEngine:
     def load(self) -> EngineLoad:
         return self._engine.load()
 
-    async def requests(self) -> list[RequestState]:
-        return await self._call("", "requests", self._engine.requests())
+    async def requests(self, most_waiting: int | None = None) -> list[RequestState]:
+        return await self._call("", "requests", self._engine.requests(most_waiting))
 
     # -- source
 

@@ -9,6 +9,9 @@ import msgspec
 
 from kvmig.ground.errors import MigrationRefused
 
+HOLE = -1
+"""In place of a block id: the engine keeps no block there, as before a window."""
+
 
 class Export(msgspec.Struct, frozen=True):
     """A request as another engine needs it to take it over. `payload` is the adapter's own."""
@@ -28,6 +31,9 @@ class Stage(msgspec.Struct, frozen=True):
     0: it waits and holds no block. It will wait there, whether there is room now or not."""
     decoding: bool = False
     """Its prompt is computed: it gets a token each step."""
+    places: list[int] = []
+    """Where each of `block_ids` is among the request's blocks, see `Engine.grow`; empty: from the
+    first `sent` on, one after the other."""
 
 
 class Tail(msgspec.Struct, frozen=True):
@@ -43,6 +49,8 @@ class Tail(msgspec.Struct, frozen=True):
     """Of `block_ids`, where `suspend` has gathered them already."""
     missing: int = 0
     """Blocks at the end that don't come: where `can_recompute`, the first step computes them."""
+    places: list[int] = []
+    """As in `Stage`."""
 
     def there(self, computed: int, block_tokens: int) -> int:
         """Of `computed` tokens those whose KV is in the blocks that come.

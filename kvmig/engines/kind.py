@@ -73,6 +73,10 @@ def kind_of(name: str) -> EngineKind:
         from kvmig.engines.transformers.kind import TransformersKind
 
         return TransformersKind()
+    if name == "toy":
+        from kvmig.engines.toy.kind import ToyKind
+
+        return ToyKind()
     from kvmig.engines.vllm.kind import VllmKind
 
     return VllmKind()

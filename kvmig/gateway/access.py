@@ -66,12 +66,32 @@ def local_only(bound: str) -> Rule:
     return rule
 
 
+ADMIN = "/kvmig/"
+"""Under which the admin API is."""
+OPENAI = ("/v1", "/v2", "/inference", "/cohere")
+"""Under which vLLM asks for a key whatever the method."""
+
+
 @dataclass(frozen=True)
 class Access:
     """A front end's rules."""
 
     openai: Rule
     admin: Rule
+
+    def denied(self, method: str, path: str, headers: Mapping[str, str]) -> Denied | None:
+        """None for a call that is let in.
+
+        Without a key may be read what vLLM shows to everybody (/health, /metrics, ...): calls that
+        bring a body need one wherever they go. Browsers ask OPTIONS without any.
+        """
+        if method == "OPTIONS":
+            return None
+        if path.startswith(ADMIN):
+            return self.admin(headers)
+        if method in ("GET", "HEAD") and not path.startswith(OPENAI):
+            return None
+        return self.openai(headers)
 
 
 def access(api_keys: Sequence[str], admin_key: str, bound: str) -> Access:

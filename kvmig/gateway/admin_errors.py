@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvmig.gateway.access import Rule
+from kvmig.gateway.access import Denied, Rule
 from kvmig.gateway.admin_models import ErrorBody, Problem
 from kvmig.gateway.errors import GatewayError
 from kvmig.gateway.shown import MOST, shown
@@ -45,6 +45,12 @@ def problem(
     kind = _TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     body = ErrorBody(error=Problem(message=message, type=kind, param=param, code=status))
     return JSONResponse(body.model_dump(), status, headers)
+
+
+def denial(denied: Denied) -> Response:
+    """Of a call that isn't let in."""
+    asks = denied.status is HTTPStatus.UNAUTHORIZED
+    return problem(*denied, headers={"WWW-Authenticate": "Bearer"} if asks else None)
 
 
 async def as_problem(_: Request, error: Exception) -> Response:
@@ -82,9 +88,7 @@ def guarded(rule: Rule, fields: Sequence[str]) -> type[APIRoute]:
 
             async def answer(request: Request) -> Response:
                 if (denied := rule(request.headers)) is not None:
-                    asks = denied.status is HTTPStatus.UNAUTHORIZED
-                    headers = {"WWW-Authenticate": "Bearer"} if asks else None
-                    return problem(*denied, headers=headers)
+                    return denial(denied)
                 try:
                     return await handle(request)
                 except RequestValidationError as error:

@@ -51,6 +51,9 @@ class Instance(BaseModel):
     migrations_in: int = Field(description="Under way now.")
     migrations_out: int = Field(description="Under way now.")
     staging_used: int = Field(description="Staging buffers held by migrations out of it.")
+    unmovable: str = Field(
+        description="Why no request can be moved from it or to it; empty when they can."
+    )
 
     @classmethod
     def of(cls, row: InstanceRow, model: str) -> Instance:

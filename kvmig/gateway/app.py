@@ -12,6 +12,7 @@ from starlette.routing import Route
 from kvmig.gateway.access import Access
 from kvmig.gateway.admin import admin_api
 from kvmig.gateway.admin_instances import instances_api
+from kvmig.gateway.authentication import AuthenticationMiddleware
 from kvmig.gateway.body import BodyMiddleware, Intake
 from kvmig.gateway.class_metrics import ClassCollector
 from kvmig.gateway.connection import Connection
@@ -34,6 +35,7 @@ MIDDLEWARE = (
     PriorityMiddleware,
     BodyMiddleware,
     Gate,
+    AuthenticationMiddleware,
     RefusalMiddleware,
     RequestIdMiddleware,
 )
@@ -88,6 +90,7 @@ class Front:
         self._gate.vacant = router.vacant
         self._door.in_queues = router.waiting
         Connection.readers = router.readers
+        app.state.access = access
         app.state.door = self._door
         app.state.gate = self._gate
         app.state.intake = self._intake

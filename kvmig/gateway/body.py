@@ -54,7 +54,7 @@ class BodyMiddleware:
             body = await _read(receive, intake)
         except Refused as refused:
             if "expect" not in headers:  # whoever asks before sending hasn't sent it yet
-                await _discard(receive, intake.config)
+                await discard(receive, intake.config.max_body)
             await refused.answer(scope, receive, send)
             return
         if body is not None:  # or the client has left
@@ -102,9 +102,9 @@ async def _read(receive: Receive, intake: Intake) -> Message | None:
         intake.pending -= size
 
 
-async def _discard(receive: Receive, config: HttpConfig) -> None:
+async def discard(receive: Receive, most: int) -> None:
     """Take some of the rest: a client that still sends when we close would not see the answer."""
-    left = config.max_body
+    left = most
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
             while left > 0:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-ADMIN = "/kvmig/"
-"""Under which an operator may ask for instances when there is none."""
+from kvmig.gateway.access import ADMIN
 
 
 @dataclass
@@ -21,7 +20,10 @@ class GateState:
     """Whether there is no instance."""
 
     def refusal(self, path: str) -> str:
-        """Why a POST there isn't taken, as a sentence; empty when it is."""
+        """Why a POST there isn't taken, as a sentence; empty when it is.
+
+        An operator may ask for instances when there is none.
+        """
         if self.closed:
             return "the server is stopping and takes no new requests"
         if self.vacant() and not path.startswith(ADMIN):

@@ -38,6 +38,8 @@ class InstanceRow:
     """For people: why it is in this state."""
     headroom: Mapping[int, float] = field(default_factory=dict)
     """Priority -> KV blocks kept free for it."""
+    unmovable: str = ""
+    """Why no request can be moved from it or to it; empty when they can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ def instance_row(index: int, view: InstanceView, ailment: str) -> InstanceRow:
         staging_used=view.staging_used,
         preempted=view.load.preempted,
         headroom=view.headroom,
+        unmovable=view.unmovable,
     )
 
 

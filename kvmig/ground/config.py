@@ -22,7 +22,7 @@ PolicyName = Literal[
     "least-loaded",
     "round-robin",
 ]
-EngineName = Literal["vllm", "transformers"]
+EngineName = Literal["vllm", "transformers", "toy"]
 Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl", "gloo", "nccl"]
 Way = Literal["copy", "recompute", "follow"]
 Rest = Literal["auto", "copy", "recompute", "follow"]
@@ -38,9 +38,9 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How one request moves. Times in milliseconds, sizes in bytes."""
 
     chunk_ms: float = 2.0
-    """Longest time that one copy keeps the engine's thread."""
+    """Longest time that one copy should take; a copy is of one KV block at least."""
     chunk_bytes: int = 1 << 20
-    """Staging buffer of one chunk; a KV block must fit in it."""
+    """Staging buffer of one chunk; at least one KV block, however small this is."""
     staging_chunks: int = 4
     """Staging buffers of one instance: bounds memory and what is on the wire."""
     max_stages: int = 8

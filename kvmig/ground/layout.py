@@ -27,13 +27,15 @@ class KVLayout:
     """All regions of one engine's KV cache.
 
     num_blocks: blocks a region; block_tokens: tokens a block; model: a fingerprint
-    of everything that must agree for two caches to be exchanged (see `matches`).
+    of everything that must agree for two caches to be exchanged (see `matches`); tables:
+    block tables of a request, where some layers keep other tokens than others.
     """
 
     regions: tuple[Region, ...]
     num_blocks: int
     block_tokens: int
     model: str = ""
+    tables: int = 1
 
     @property
     def block_bytes(self) -> int:
@@ -45,6 +47,7 @@ class KVLayout:
         return (
             self.block_tokens == other.block_tokens
             and self.model == other.model
+            and self.tables == other.tables
             and tuple(r.run for r in self.regions) == tuple(r.run for r in other.regions)
         )
 

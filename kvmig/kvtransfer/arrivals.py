@@ -170,6 +170,8 @@ class Arrivals:
         """Raises MigrationRefused if the request must not come now."""
         if refusal:
             raise MigrationRefused(refusal)
+        if self._engine.unmovable:
+            raise MigrationRefused("unsupported", f"nothing can come: {self._engine.unmovable}")
         layout = self._engine.layout
         under_way = [
             kv_bytes(session.opening.num_tokens, layout)

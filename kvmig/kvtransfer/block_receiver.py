@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
-from kvmig.engines.base import CameBlocks, Engine
+from kvmig.engines.base import HOLE, CameBlocks, Engine
 from kvmig.ground.errors import MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import Inbox
@@ -56,11 +56,17 @@ class BlockReceiver:
         layout, count = self._engine.layout, len(chunk.checksums)
         if count == 0 or chunk.nbytes != count * layout.block_bytes or self._inbox is None:
             raise PeerError(f"{chunk.nbytes} bytes can't be {count} blocks")
-        end = chunk.first + count
-        if end > len(self._blocks):
+        places = chunk.places or range(chunk.first, chunk.first + count)
+        if len(places) != count or min(places) < 0:
+            raise PeerError(f"{count} blocks can't be at places {list(places)}")
+        end = max(places) // layout.tables + 1
+        if end * layout.tables > len(self._blocks):
             await self.grow(end * layout.block_tokens)
+        block_ids = [self._blocks[place] if place < len(self._blocks) else HOLE for place in places]
+        if HOLE in block_ids:
+            raise MigrationRefused("no_blocks", f"none is kept at places {list(places)}")
         fused = await self.bounded(self._inbox.receive(chunk, payload[0] if payload else None))
-        return CameBlocks(chunk.first, self._blocks[chunk.first : end], fused, chunk.checksums)
+        return CameBlocks(chunk.first, block_ids, fused, chunk.checksums)
 
     async def bounded(self, call: Awaitable[T]) -> T:
         """Raises TimeoutError when it takes longer than an answer may."""

@@ -21,10 +21,12 @@ class BlockSender:
         self._timeline = timeline
         self._block_bytes = block_bytes
 
-    async def send_live(self, stage: int, first: int, block_ids: Sequence[int]) -> list[Action]:
+    async def send_live(
+        self, stage: int, first: int, block_ids: Sequence[int], places: Sequence[int] = ()
+    ) -> list[Action]:
         """`send` while the request decodes: one stage of the report."""
         started = self._timeline.now()
-        if stop := await self.send(stage, first, block_ids):
+        if stop := await self.send(stage, first, block_ids, places):
             return stop
         size = len(block_ids)
         parts = self.copier.end_stage()
@@ -32,19 +34,26 @@ class BlockSender:
         return []
 
     async def send(
-        self, stage: int, first: int, block_ids: Sequence[int], urgent: bool = False
+        self,
+        stage: int,
+        first: int,
+        block_ids: Sequence[int],
+        places: Sequence[int] = (),
+        urgent: bool = False,
     ) -> list[Action]:
-        """Gather and send the request's blocks `first` and on.
+        """Gather and send blocks of the request after the `first` ones that were sent.
 
         urgent: in the pause, each chunk by itself; else with those of other migrations.
         """
         for offset, ids in self.copier.cut(block_ids):
+            where = places[offset : offset + len(ids)]
             if urgent:
                 if stop := await self.ready():
                     return stop
-                await self.copier.send(stage, first + offset, ids, urgent)
+                await self.copier.send(stage, first + offset, ids, urgent, where)
             else:
-                while not await self.copier.ship(stage, first + offset, ids, self._mailbox.news):
+                news = self._mailbox.news
+                while not await self.copier.ship(stage, first + offset, ids, where, news):
                     if stop := self._mailbox.read():
                         return stop
         return []

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvmig.ground.errors import ConfigError
-
 WEIGHT = 0.25
 """Of a new measurement in the average rate."""
+
+
+def slot_bytes(chunk_bytes: int, block_bytes: int) -> int:
+    """Bytes of a staging slot: `chunk_bytes`, or one block of a model whose blocks are larger."""
+    return max(chunk_bytes, block_bytes)
 
 
 class ChunkSizer:
     """Learns the rate of copies and sizes the next one by it.
 
-    block_bytes: bytes of one fused block; chunk_bytes: a staging slot's;
-    chunk_ms: the longest time that a copy should take.
+    block_bytes: bytes of one fused block; chunk_bytes: the configured size of a chunk;
+    chunk_ms: the longest time that a copy of several blocks should take.
     """
 
     def __init__(self, block_bytes: int, chunk_bytes: int, chunk_ms: float) -> None:
-        """Raises ConfigError if a slot can't hold one block."""
-        if block_bytes > chunk_bytes:
-            raise ConfigError(
-                f"--chunk-bytes is {chunk_bytes}, but one KV block of this model is {block_bytes}"
-            )
         self._block_bytes = block_bytes
-        self._most = chunk_bytes // block_bytes
+        # An engine whose requests don't move may have no blocks to speak of.
+        self._most = slot_bytes(chunk_bytes, block_bytes) // max(block_bytes, 1)
         self._chunk_ms = chunk_ms
         self._rate: float | None = None
 

@@ -85,7 +85,12 @@ class Copier:
         await self._line.wait(self._sizer.blocks() * self._engine.layout.block_bytes)
 
     async def ship(
-        self, stage: int, first: int, block_ids: Sequence[int], stop: asyncio.Event
+        self,
+        stage: int,
+        first: int,
+        block_ids: Sequence[int],
+        places: Sequence[int],
+        stop: asyncio.Event,
     ) -> bool:
         """Send one chunk, with those of other migrations if some wait; False if `stop` is set
         before it is on its way. Raises MigrationRefused when there is no room in time."""
@@ -96,7 +101,7 @@ class Copier:
         boarding = self._parts
         part = Part(
             self._mid, stage, first, block_ids, self._staging, self._channel, self._send,
-            lambda share: self._board(share, boarding),
+            lambda share: self._board(share, boarding), places,
         )  # fmt: skip
         self._shuttle.add(part)
         try:
@@ -128,7 +133,12 @@ class Copier:
         return self._staging.buffer(self._slot())[:nbytes]
 
     async def send(
-        self, stage: int, first: int, block_ids: Sequence[int], urgent: bool = False
+        self,
+        stage: int,
+        first: int,
+        block_ids: Sequence[int],
+        urgent: bool = False,
+        places: Sequence[int] = (),
     ) -> None:
         """Gather one chunk into the slot that `ready` took, and bring it there."""
         buffer = self._staging.buffer(self._slot())
@@ -139,10 +149,16 @@ class Copier:
         ms = (self._clock() - started) * 1e3
         self._sizer.observe(nbytes, ms)
         self._parts.gather += ms
-        await self.push(stage, first, checksums, self._send, urgent)
+        await self.push(stage, first, checksums, self._send, urgent, places)
 
     async def push(
-        self, stage: int, first: int, checksums: list[int], say: Send, urgent: bool = False
+        self,
+        stage: int,
+        first: int,
+        checksums: list[int],
+        say: Send,
+        urgent: bool = False,
+        places: Sequence[int] = (),
     ) -> None:
         """Bring the chunk that was gathered into the slot there; `say` gets its message."""
         slot, parts, started = self._slot(), self._parts, self._clock()
@@ -150,7 +166,9 @@ class Copier:
         self._line.use(nbytes)
         self._spare = None
         self._flying.append((SlotShare(self._staging, slot, 1), parts))
-        chunk = Chunk(self._mid, stage, first, slot, nbytes, checksums, urgent=urgent)
+        chunk = Chunk(
+            self._mid, stage, first, slot, nbytes, checksums, urgent=urgent, places=list(places)
+        )
 
         def announce(payload: Sequence[Frame] = (), number: int = 0) -> None:
             say(replace(chunk, slot=PAYLOAD_SLOT if payload else slot, number=number), payload)

@@ -87,7 +87,7 @@ class Refused(Message, frozen=True, tag=True):
 
 
 class Chunk(Message, frozen=True, tag=True):
-    """Source: blocks `first .. first + len(checksums) - 1` of the request, fused.
+    """Source: blocks of the request, fused, the `first` that is sent and those after it.
 
     The bytes are in buffer `slot` of the transport, or in the message's payload frame.
     """
@@ -104,6 +104,8 @@ class Chunk(Message, frozen=True, tag=True):
     """Nobody decodes the request meanwhile."""
     offset: int = 0
     """Where its bytes begin in the slot, behind those of other migrations (see Bundle)."""
+    places: list[int] = []
+    """Of each block among the request's; empty: from `first` on, one after the other."""
 
 
 class Bundle(Message, frozen=True, tag=True):

@@ -88,8 +88,6 @@ class Migrations:
         on_no_memory: a migration ended anywhere, maybe between a state and its actions: it may
         hold blocks still, and what it answers needn't be true.
         refusals: counts strangers at the transports' own sockets.
-
-        Raises ConfigError if a chunk can't hold one block.
         """
         self._instance = instance
         self._engine = engine
@@ -149,11 +147,12 @@ class Migrations:
         gateway: str = "",
         epoch: int = 0,
         output_tokens: int = 0,
+        urgent: bool = False,
     ) -> MigrationReport:
         """Move a request to the llumlet `destination` at `endpoint`; says how it ended.
 
-        epoch: under which it runs here. Waits while `max_migrations` others go; once it has
-        begun, cancelling the wait doesn't stop the migration.
+        epoch: under which it runs here; urgent: see `Move`. Waits while `max_migrations` others
+        go; once it has begun, cancelling the wait doesn't stop the migration.
         """
         move = Move(
             mid=f"{self._instance}-{secrets.token_hex(8)}",
@@ -163,6 +162,7 @@ class Migrations:
             destination=destination,
             gateway=gateway,
             output_tokens=output_tokens,
+            urgent=urgent,
         )
         try:
             await self._take_turn(request_id)
@@ -215,6 +215,8 @@ class Migrations:
             raise
 
     def _check_out(self, request_id: str) -> None:
+        if self._engine.unmovable:
+            raise MigrationRefused("unsupported", self._engine.unmovable)
         refusal = self._refusal(request_id)
         if not refusal and request_id in self._arrivals.request_ids:
             refusal = "already_migrating"
@@ -274,9 +276,12 @@ class Migrations:
         """Whether the migration to `epoch` is committed here; if not, it never will be."""
         return await self._arrivals.fence(request_id, epoch)
 
-    def stepped(self, request_id: str) -> None:
-        """A request got a token here."""
+    def stepped(self, request_id: str, tokens: int) -> None:
+        """A request got so many tokens here."""
         self._arrivals.stepped(request_id)
+        for departure in self._departures.values():
+            if departure.session.move.request_id == request_id:
+                departure.session.stepped(tokens)
 
     # -- both
 

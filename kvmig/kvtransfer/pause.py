@@ -38,6 +38,7 @@ class Pause:
         self._can_hold = False
         self._heard_at = 0.0
         self._asked = Reserve("", "", 0, 0, 0)
+        self._grown = 0
         self._suspended_at = 0.0
         self._step_ms = 0.0
         self._busy_there = False
@@ -48,7 +49,16 @@ class Pause:
 
     def asks(self, message: Reserve) -> None:
         """What Reserved will answer."""
-        self._asked = message
+        self._asked, self._grown = message, 0
+
+    def grew(self, tokens: int) -> None:
+        """The request has so many tokens more."""
+        self._grown += tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the request now, as far as its engine has told."""
+        return self._asked.num_tokens + self._grown
 
     def hears(self, answer: Reserved) -> None:
         """Where the destination is in its steps."""
@@ -103,8 +113,12 @@ class Pause:
                 return await self._wait_until(clock() + step_s)
 
     def _ask(self, again: bool = False) -> None:
-        """How far is the destination in its steps now? again: and it may prepare once more."""
-        self._errand.send(self._asked if again else replace(self._asked, last=False), ())
+        """Room for what the request has become, and how far is the destination in its steps?
+
+        again: and it may prepare once more.
+        """
+        last = self._asked.last and again
+        self._errand.send(replace(self._asked, num_tokens=self.num_tokens, last=last), ())
 
     async def _wait_until(self, at: float) -> list[Action]:
         while (left := at - self._errand.clock()) > 0:
@@ -148,8 +162,10 @@ class Pause:
             self._payload = payload
 
         if tail.checksums:
-            await blocks.copier.push(stage, rest.first, tail.checksums, keep, urgent=True)
-        elif stop := await blocks.send(stage, rest.first, tail.block_ids, urgent=True):
+            await blocks.copier.push(
+                stage, rest.first, tail.checksums, keep, urgent=True, places=tail.places
+            )
+        elif stop := await blocks.send(stage, rest.first, tail.block_ids, tail.places, urgent=True):
             return stop
         if stop := errand.mailbox.read():
             return stop
@@ -158,7 +174,7 @@ class Pause:
             errand.move.mid,
             errand.move.request_id,
             errand.move.epoch,
-            replace(tail, checksums=[]),
+            replace(tail, checksums=[], places=[]),
             rest.first + len(tail.block_ids),
             came_along[0] if came_along else None,
         )

@@ -27,7 +27,7 @@ class Pursuit:
 
     async def send(self, stage: int, first: int, fork: Tail, blocks: BlockSender) -> list[Action]:
         """Blocks, then Follow; what a message asks for instead, [] if none came in between."""
-        if stop := await blocks.send_live(stage, first, fork.block_ids):
+        if stop := await blocks.send_live(stage, first, fork.block_ids, fork.places):
             return stop
         mid = self._errand.move.mid
         self._errand.send(Follow(mid, fork, first + len(fork.block_ids)), ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmig.engines.base import Engine, Stage
+from kvmig.engines.base import Engine
 from kvmig.ground.config import MigrationConfig, Way
 from kvmig.kvtransfer.experience import Experience
 from kvmig.kvtransfer.messages import Reserved
@@ -17,25 +17,27 @@ class RestChoice:
         self._config = config
         self._experience = experience
 
-    def choose(self, plan: Stage, sent: int, there: Reserved) -> PauseCost:
-        """If `plan` is the rest; there: the destination's newest answer."""
+    def choose(
+        self, num_tokens: int, sent: int, decoding: bool, there: Reserved, may_follow: bool
+    ) -> PauseCost:
+        """Of a request of so many tokens, if all but the first `sent` blocks were the rest.
+
+        there: the destination's newest answer.
+        """
         layout = self._engine.layout
-        tokens = plan.num_tokens - sent * layout.block_tokens
+        tokens = num_tokens - sent * layout.block_tokens
+        ways: list[Way] = ["copy"]
+        # Where no token is waited for the copy delays nobody. A request without any KV would have
+        # to wait like a new one.
+        if decoding and there.can_recompute and sent > 0 and tokens <= MOST_TOKENS:
+            ways.append("recompute")
+        follows = there.can_follow and self._engine.can_follow and self._config.max_stages > 0
+        if decoding and may_follow and follows:
+            ways.append("follow")
         return choose(
             self._experience.tail_ms(layout.block_bytes),
             there.cadence.token_ms,
             tokens,
-            self._open_ways(plan, sent, tokens, there),
+            ways,
             self._config.rest,
         )
-
-    def _open_ways(self, plan: Stage, sent: int, tokens: int, there: Reserved) -> list[Way]:
-        ways: list[Way] = ["copy"]
-        if not plan.decoding:
-            return ways  # no token is waited for
-        # A request without any KV would have to wait like a new one.
-        if there.can_recompute and sent > 0 and tokens <= MOST_TOKENS:
-            ways.append("recompute")
-        if there.can_follow and self._engine.can_follow and self._config.max_stages > 0:
-            ways.append("follow")
-        return ways

@@ -55,6 +55,7 @@ class Part:
     send: Send
     board: Callable[[SlotShare], None]
     """Called just before the chunk is announced."""
+    places: Sequence[int] = ()
     sent: asyncio.Future[tuple[float, float]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -179,7 +180,7 @@ class Shuttle:
         chunks = [
             Chunk(
                 part.mid, part.stage, part.first, slot, (end - begin) * block_bytes,
-                sums[begin:end], offset=begin * block_bytes,
+                sums[begin:end], offset=begin * block_bytes, places=list(part.places),
             )
             for part, (begin, end) in zip(parts, pairwise(ends), strict=True)
         ]  # fmt: skip

@@ -31,11 +31,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Gather and send these blocks, the request's `first` and on, while it decodes."""
+    """Gather and send these blocks while the request decodes; `first` were sent before."""
 
     stage: int
     first: int
     block_ids: tuple[int, ...]
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

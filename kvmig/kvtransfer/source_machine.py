@@ -203,7 +203,8 @@ class SourceMachine(Machine):
             self.sent = hit_blocks
             return [Check(self.sent)]
         if before is S.RESERVING_STAGE:
-            return [Copy(self.stage, self.sent, tuple(self._plan.block_ids))]
+            plan = self._plan
+            return [Copy(self.stage, self.sent, tuple(plan.block_ids), tuple(plan.places))]
         return [Suspend(self.sent)]
 
     def checked(self, plan: Stage, way: Way = "copy") -> list[Action]:
@@ -255,9 +256,9 @@ class SourceMachine(Machine):
             return self.failed("started", "it waited, and began to run before it was suspended")
         self.go(E.SUSPENDED)
         if self.way == "recompute":
-            tail = structs.replace(tail, block_ids=[], missing=len(tail.block_ids))
+            tail = structs.replace(tail, block_ids=[], places=[], missing=len(tail.block_ids))
         elif self.way == "follow":
-            tail = structs.replace(tail, block_ids=[])
+            tail = structs.replace(tail, block_ids=[], places=[])
         return [SendTail(self.sent, tail)]
 
     def commit_sent(self) -> list[Action]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from kvmig.engines import base
 from kvmig.engines.base import Engine
 from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.config import MigrationConfig
+from kvmig.ground.config import MigrationConfig, Way
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer import source_actions as do
 from kvmig.kvtransfer.arbitration import Resolve, ask_arbiter
@@ -95,7 +95,7 @@ class SourceSession:
             move, engine, send, self._mailbox, self._timeline, clock, self._timeout_s, foretell
         )
         self._opening = Opening(errand, stagings, experience, shuttle, throttle)
-        self._pause = Pause(errand, experience, config.spread)
+        self._pause = Pause(errand, experience, 0.0 if move.urgent else config.spread)
         self._pursuit = Pursuit(errand)
         self._rest = RestChoice(engine, config, experience)
         self._there = Reserved(move.mid, 0, 0, "")
@@ -117,6 +117,10 @@ class SourceSession:
                 self._hear_first_token(None)  # it won't come, or nobody would tell
             case _:
                 self._mailbox.put(event)
+
+    def stepped(self, tokens: int) -> None:
+        """The request got so many tokens here."""
+        self._pause.grew(tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -213,12 +217,13 @@ class SourceSession:
                 return await self._answer()
             case do.Check(sent):
                 plan = await self._errand.bounded(engine.stage(request_id, sent))
-                cost = self._rest.choose(plan, sent, self._there)
-                self._timeline.pause_cost = cost
-                return self.machine.checked(plan, cost.way)
+                way = self._choose_way(plan.num_tokens, sent, plan.decoding)
+                return self.machine.checked(plan, way)
             case do.Copy():
                 blocks = self._blocks()
-                stop = await blocks.send_live(action.stage, action.first, action.block_ids)
+                stop = await blocks.send_live(
+                    action.stage, action.first, action.block_ids, action.places
+                )
                 return stop or self.machine.copied()
             case do.Fork() | do.SendFork() | do.Listen():
                 return await self._catch_up(action)
@@ -265,8 +270,13 @@ class SourceSession:
         if self.machine.waits:  # nothing is copied, and nobody expects a token
             return self.machine.suspended(await self._pause.suspend(sent, None, decoding=False))
         way, blocks = self.machine.way, None
-        if way != "follow" and (stop := await self._pause.put_off(self.machine.decoding)):
-            return stop
+        if way != "follow":
+            if stop := await self._pause.put_off(self.machine.decoding):
+                return stop
+            # It has grown meanwhile: what was cheap then needn't be so now.
+            decoding = self.machine.decoding
+            way = self._choose_way(self._pause.num_tokens, sent, decoding, may_follow=False)
+            self.machine.way = way
         if way == "copy":
             blocks = self._blocks()
             if stop := await blocks.ready():
@@ -324,6 +334,11 @@ class SourceSession:
         raise PeerError(f"{type(event).__name__} isn't for the source of a migration")
 
     # -- helpers
+
+    def _choose_way(self, tokens: int, sent: int, decoding: bool, may_follow: bool = True) -> Way:
+        cost = self._rest.choose(tokens, sent, decoding, self._there, may_follow)
+        self._timeline.pause_cost = cost
+        return cost.way
 
     def _blocks(self) -> BlockSender:
         if self._sender is None:

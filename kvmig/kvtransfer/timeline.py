@@ -23,6 +23,8 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     destination: str
     gateway: str = ""
     output_tokens: int = 0
+    urgent: bool = False
+    """Somebody waits for its end: its pause isn't spread over the steps before it."""
 
 
 class Timeline:

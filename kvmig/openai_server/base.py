@@ -61,9 +61,15 @@ def openai_server(
 ) -> OpenAIServer:
     """For the cluster's engine. argv: its flags; args: parsed. Inside a running event loop."""
     if config.engine == "transformers":
-        from kvmig.openai_server.transformers import TransformersServer
+        from kvmig.engines.transformers.tokenizer import Tokenizer
+        from kvmig.openai_server.token_server import TokenServer
 
-        return TransformersServer(args, sock)
+        return TokenServer(args, sock, lambda: Tokenizer(args.model, args.chat_template))
+    if config.engine == "toy":
+        from kvmig.engines.toy.tokenizer import ByteTokenizer
+        from kvmig.openai_server.token_server import TokenServer
+
+        return TokenServer(args, sock, ByteTokenizer)
     from kvmig.openai_server.vllm import VllmServer
 
     return VllmServer(argv, args, sock, config.lifecycle.max_instances)

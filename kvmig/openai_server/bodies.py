@@ -57,6 +57,8 @@ class Body(_Strict):
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     """None: 1."""
+    priority: int = 0
+    """Of a class of the cluster: `kvmig.gateway.priorities` has looked."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """-1, 0, None: all tokens."""
@@ -68,7 +70,6 @@ class Body(_Strict):
     frequency_penalty: Annotated[Any, Only(0)] = 0
     repetition_penalty: Annotated[Any, Only(1)] = 1
     logit_bias: Annotated[Any, Only({})] = None
-    priority: Annotated[Any, Only(0, null=False)] = 0
 
     @field_validator("*", mode="before")
     @classmethod

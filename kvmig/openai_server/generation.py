@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
 from kvmig.gateway.ports import Batch, Item
@@ -16,8 +16,50 @@ from kvmig.openai_server.errors import Failed
 from kvmig.openai_server.text import Detokenizer, StopStrings
 from kvmig.openai_server.tokens import Token
 
-if TYPE_CHECKING:
-    from kvmig.engines.transformers.tokenizer import Tokenizer
+
+class Tokenizer(Protocol):
+    """Of one model."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """That the model's positions allow; None: not known."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids are smaller."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """Characters of a token at most."""
+        ...
+
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Tokens that end an answer."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """With the special tokens that the model wants around a text."""
+        ...
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
+    ) -> list[int]:
+        """The conversation and the head of an answer. options: the template's own variables.
+
+        Raises ValueError if the conversation can't be written down.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Without special tokens; bytes that are no text become U+FFFD."""
+        ...
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """As `decode`, with special tokens."""
+        ...
 
 
 class Outlet:
@@ -105,7 +147,7 @@ class Generation:
                 self._request_id,
                 self._external_id,
                 len(self._request.prompt_token_ids),
-                0,
+                self._request.priority,
                 [encode(self._request)],
             )
         except NoInstance as error:

@@ -174,6 +174,7 @@ class _Door:
             top_p=1.0 if body.top_p is None else body.top_p,
             min_p=body.min_p or 0.0,
             logprobs=logprobs,
+            priority=body.priority,
         )
 
 

@@ -44,6 +44,7 @@ class TransformersEngine:
     can_follow = True
     can_recompute = False
     can_hold = False
+    unmovable = ""
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model and take the KV cache: seconds. Raises KvmigError."""
@@ -94,8 +95,8 @@ class TransformersEngine:
     def load(self) -> EngineLoad:
         return self._load
 
-    async def requests(self) -> list[RequestState]:
-        return await self._between(lambda: request_states(self._requests))
+    async def requests(self, most_waiting: int | None = None) -> list[RequestState]:
+        return await self._between(lambda: request_states(self._requests, most_waiting))
 
     # -- source
 

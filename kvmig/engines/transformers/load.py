@@ -25,12 +25,14 @@ def engine_load(requests: Requests) -> EngineLoad:
     )
 
 
-def request_states(requests: Requests) -> list[RequestState]:
-    """Every request that runs or waits here; the queue comes last, in its order."""
+def request_states(requests: Requests, most_waiting: int | None = None) -> list[RequestState]:
+    """Every request that runs here, then of the queue the first `most_waiting`, in its order."""
     scheduler, blocks = requests.scheduler, requests.blocks
     place = {request_id: at for at, request_id in enumerate(scheduler.waiting_requests_order)}
     states: list[RequestState] = []
     for request_id in requests:
+        if most_waiting is not None and place.get(request_id, -1) >= most_waiting:
+            continue
         held, state = requests.held(request_id), requests.state(request_id)
         if state is None:
             continue

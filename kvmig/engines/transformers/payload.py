@@ -32,6 +32,8 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Only tokens with this share of the likeliest one's probability."""
     logprobs: int | None = None
     """Of each token that is put out, and of so many of the likeliest; None: of none."""
+    priority: int = 0
+    """Of a class; a transformers engine has one."""
 
 
 class Logprob(msgspec.Struct, array_like=True, frozen=True):

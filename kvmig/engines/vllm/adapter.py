@@ -6,14 +6,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.request import Request
 
 from kvmig.engines.base import (
     Cadence,
@@ -27,26 +25,28 @@ from kvmig.engines.base import (
     Tail,
 )
 from kvmig.engines.vllm import runner
+from kvmig.engines.vllm.building import Builder
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.destination import Destination
-from kvmig.engines.vllm.load import engine_load, request_states
+from kvmig.engines.vllm.load import Holdings, Listing
 from kvmig.engines.vllm.memory import BlockMemory
+from kvmig.engines.vllm.movable import unmovable_engine
+from kvmig.engines.vllm.no_memory import NoMemory
 from kvmig.engines.vllm.payload import (
-    Progress,
     decode_progress,
     decode_request,
     encode_progress,
 )
-from kvmig.engines.vllm.preemptions import Preemptions
 from kvmig.engines.vllm.source import Source
 from kvmig.engines.vllm.warm_step import WarmStep
-from kvmig.ground.errors import MigrationRefused
+from kvmig.ground.errors import MigrationRefused, UnsupportedLayout
 
 T = TypeVar("T")
 _LOAD_PERIOD_S = 0.01
-_GRAMMAR_TIMEOUT_S = 30.0
 _LIST_WAIT_S = 1.0
 """For the end of a step; front ends wait for twice that."""
+_LISTED_AT_ONCE = 256
+"""Waiting requests of a list, until the event loop does something else: a millisecond."""
 
 
 class VllmEngine:
@@ -61,22 +61,29 @@ class VllmEngine:
         assert isinstance(scheduler, Scheduler)
         self._core = core
         self._scheduler = scheduler
-        self._memory = BlockMemory(core, unit_tokens)
-        self._source = Source(core, self._memory.units)
-        self._destination = Destination(core, self._memory.units)
+        self.unmovable = unmovable_engine(core.vllm_config)
+        self._memory: BlockMemory | NoMemory
+        try:
+            self._memory = BlockMemory(core, unit_tokens)
+        except UnsupportedLayout as error:
+            self._memory = NoMemory(scheduler)
+            self.unmovable = self.unmovable or str(error)
+        self._source = Source(core, self._memory.tables)
+        self._destination = Destination(core, self._memory.tables)
         self._warm_step = WarmStep(core)
         self._seats = scheduler.max_num_active_reqs
         self._submitted: dict[str, list[bytes]] = {}
-        # Building a request hashes its blocks and feeds its grammar: not on the engine's thread.
-        self._builder = ThreadPoolExecutor(1, thread_name_prefix="kvmig-build")
-        self._preemptions = Preemptions(scheduler)
-        self._load = self._engine_load()
+        self._builder = Builder(core)
+        self._holdings = Holdings(scheduler, self._memory.tables, self.unmovable)
+        self._load = self._holdings.load()
         self._load_at = 0.0
         self._listed: list[RequestState] = []
         self._listed_at = 0.0
         self.layout = self._memory.layout
-        self.can_follow = runner.can_extend(core)
-        self.can_recompute = True
+        # MLA computes several tokens by other products than one: they round differently.
+        again = self._memory.tables.plain and not core.vllm_config.model_config.use_mla
+        self.can_follow = runner.can_extend(core) and again
+        self.can_recompute = again
         self.can_hold = True
         core.after_step = self._memory.after_step
         core.between_steps = self.between_steps
@@ -96,36 +103,35 @@ class VllmEngine:
         now = time.monotonic()
         # After its last step an idle engine takes none that would renew the snapshot.
         if now - self._load_at >= _LOAD_PERIOD_S or not self._scheduler.running:
-            self._load, self._load_at = self._engine_load(), now
+            self._load, self._load_at = self._holdings.load(), now
 
     # -- what it does and holds
 
     def cadence(self) -> Cadence:
         return self._core.cadence_meter.cadence(time.monotonic())
 
-    def _engine_load(self) -> EngineLoad:
-        return engine_load(self._scheduler, self._memory.units, self._preemptions)
-
     def load(self) -> EngineLoad:
         return self._load
 
-    async def requests(self) -> list[RequestState]:
+    async def requests(self, most_waiting: int | None = None) -> list[RequestState]:
+        def look() -> Listing:
+            return self._holdings.listing(
+                most_waiting, self._source.suspended(), self._destination.arriving()
+            )
+
         try:
             async with asyncio.timeout(_LIST_WAIT_S):
-                return await self._on_engine(self._list)
+                listing = await self._on_engine(look)
         except TimeoutError:
             age_ms = (time.monotonic() - self._listed_at) * 1e3
             return [replace(state, age_ms=age_ms) for state in self._listed]
-
-    def _list(self) -> list[RequestState]:
-        self._listed = request_states(
-            self._scheduler,
-            self._memory.units,
-            self._source.is_suspended,
-            self._destination.is_arriving,
-        )
-        self._listed_at = time.monotonic()
-        return self._listed
+        at, states = time.monotonic(), listing.states
+        waiting = self._holdings.in_order(listing)
+        for first in range(0, len(waiting), _LISTED_AT_ONCE):
+            states += self._holdings.waiting_states(waiting[first : first + _LISTED_AT_ONCE])
+            await asyncio.sleep(0)
+        self._listed, self._listed_at = states, at
+        return states
 
     # -- source
 
@@ -196,8 +202,9 @@ class VllmEngine:
             submitted = decode_request(export.payload[1:])
         except (msgspec.MsgspecError, IndexError) as error:
             raise MigrationRefused("incompatible", f"export of another kind: {error}") from error
-        loop = asyncio.get_running_loop()
-        request = await loop.run_in_executor(self._builder, self._build, submitted, progress)
+        known = progress.output_token_ids
+        waits = not known and not progress.num_computed_tokens
+        request = await self._builder.build(submitted, known, waits=waits)
         hit = await self._on_engine(lambda: self._destination.reserve(request, progress))
         self._submitted[export.request_id] = list(export.payload[1:])
         return hit
@@ -222,7 +229,7 @@ class VllmEngine:
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         progress = decode_progress(tail.state)
-        there = tail.there(progress.num_computed_tokens, self._memory.units.tokens)
+        there = tail.there(progress.num_computed_tokens, self.layout.block_tokens)
         progress = replace(progress, num_computed_tokens=there)
         if last is not None and self._memory.on_gpu:
             try:
@@ -273,25 +280,3 @@ class VllmEngine:
         future: Future[T] = self._core.call(function)
         # Shielded: what runs on the engine's thread can't be taken back half-way.
         return await asyncio.shield(asyncio.wrap_future(future))
-
-    def _build(self, submitted: EngineCoreRequest, progress: Progress) -> Request:
-        """The request with all exported output tokens in it and in its grammar."""
-        request, _ = self._core.preprocess_add_request(submitted)
-        if request.use_structured_output:
-            assert request.structured_output_request is not None
-            deadline = time.monotonic() + _GRAMMAR_TIMEOUT_S
-            while not request.structured_output_request.is_grammar_ready:
-                if time.monotonic() > deadline:
-                    raise MigrationRefused("timeout", "the grammar is still compiling")
-                time.sleep(0.002)
-            if isinstance(request.structured_output_request.grammar, Exception):
-                raise MigrationRefused("error", "the grammar does not compile here")
-        manager = self._core.structured_output_manager
-        if not request.use_structured_output:
-            request.append_output_token_ids(progress.output_token_ids)
-            return request
-        for token in progress.output_token_ids:
-            request.append_output_token_ids(token)
-            if not manager.accept_tokens(request, [token]):
-                raise MigrationRefused("error", f"the grammar refuses token {token}")
-        return request

@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
+from kvmig.engines.vllm.flag_list import REFUSED
 from kvmig.ground.errors import ConfigError
 
 
@@ -26,8 +27,39 @@ def engine_config(args: Namespace) -> VllmConfig:
         raise ConfigError(f"MODEL is {args.model}, and a file in it is broken: {error}") from error
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigError(first_sentence(error)) from error
+    refuse_settings(config)
     refuse_workers(config.device_config.device_type, args.tensor_parallel_size)
     return config
+
+
+def refuse_settings(config: VllmConfig) -> None:
+    """Refuse what vLLM has made of the flags, where that can't hold with kvmig, however it came.
+
+    The flags are in `flag_list`; others, the model or a plugin may lead to the same. Raises
+    ConfigError.
+    """
+    parallel = config.parallel_config
+    none_of = (
+        ("kv_transfer_config", config.kv_transfer_config, "kvmig moves KV blocks itself"),
+        ("ec_transfer_config", config.ec_transfer_config, "instances encode for themselves"),
+        ("kv_events_config", config.kv_events_config, "all instances would publish on one port"),
+        ("hisparse_config", config.attention_config.hisparse_config, "it keeps KV on the host"),
+        ("scheduler_cls", config.scheduler_config.scheduler_cls, "kvmig drives vLLM's own"),
+    )
+    for name, value, why in none_of:
+        if value is not None:
+            raise ConfigError(f"vLLM's {name} is set, must be none: {why}")
+    one_of = (
+        ("data_parallel_size", parallel.data_parallel_size),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size),
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
+        ("nnodes", parallel.nnodes),
+        ("prefill_schedule_interval", config.scheduler_config.prefill_schedule_interval),
+    )
+    for name, count in one_of:
+        if count != 1:
+            raise ConfigError(f"vLLM's {name} is {count}, must be 1: {REFUSED[name]}")
 
 
 def refuse_workers(device: str, workers: int) -> None:

@@ -85,6 +85,7 @@ class StepCore(EngineCoreProc):
         if vllm_config.max_concurrent_batches > 1:
             self.scheduler.defer_block_free = True
         runner.keep_cpu_generators_from_chunks(self)
+        runner.forget_states_of_the_ended(self)
         runner.repair_drafts_on_a_cpu(self)
         self._thread: threading.Thread | None = None
         # Of several workers; a single one is this process.

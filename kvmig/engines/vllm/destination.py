@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
@@ -13,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvmig.engines.base import Pace
 from kvmig.engines.vllm import follower, lora, runner
 from kvmig.engines.vllm.payload import Progress
-from kvmig.engines.vllm.units import Units
+from kvmig.engines.vllm.tables import Tables
 from kvmig.ground.errors import MigrationRefused
 
 
@@ -24,6 +26,8 @@ class Arriving:
     request: Request
     exported: Progress
     has_blocks: bool = False
+    hit_tokens: int = 0
+    """Whose blocks the prefix cache here held already."""
     following: bool = False
     lost: str = ""
     """Why it can't follow any more."""
@@ -32,9 +36,9 @@ class Arriving:
 class Destination:
     """Reserves blocks for requests of other engines, and runs them after the commit."""
 
-    def __init__(self, core: EngineCore, units: Units) -> None:
+    def __init__(self, core: EngineCore, tables: Tables) -> None:
         self._core = core
-        self._units = units
+        self._tables = tables
         self._arriving: dict[str, Arriving] = {}
 
     @property
@@ -63,34 +67,25 @@ class Destination:
         # As PREEMPTED the watermark holds for it: it must not squeeze out those who run here.
         request.status = RequestStatus.PREEMPTED
         try:
-            return self._take_blocks(arriving)
+            self._take_blocks(arriving)
         except MigrationRefused:
             del self._arriving[request_id]
             raise
+        return arriving.hit_tokens // self._tables.block_tokens
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
         """Hold `num_tokens` tokens and one block spare; all block ids in order."""
         arriving = self._known(request_id)
-        scheduler = self._scheduler
-        limit = min(num_tokens + scheduler.block_size, scheduler.max_model_len)
+        limit = self._limit(num_tokens)
         if arriving.has_blocks:
-            grown = scheduler.kv_cache_manager.allocate_slots(
-                arriving.request, limit, delay_cache_blocks=True
-            )
+            self._allocate(arriving, limit)
         else:
             self._check_seat()  # it waited when it was exported
             arriving.request.status = RequestStatus.PREEMPTED
-            grown = scheduler.kv_cache_manager.allocate_slots(
-                arriving.request,
-                0,
-                num_external_computed_tokens=limit,
-                delay_cache_blocks=True,
-                skip_zeroing_group_ids=(0,),
-            )
-        if grown is None:
-            raise MigrationRefused("no_blocks", f"no room for {limit} tokens")
-        arriving.has_blocks = True
-        return self._units.ids(self._block_ids(request_id))
+            self._allocate(arriving, limit)
+            arriving.has_blocks = True
+        block_ids = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        return self._tables.by_place(block_ids, arriving.hit_tokens)
 
     def follow(self, request_id: str, fork: Progress) -> Pace:
         """Compute its KV from here on as tokens come; the blocks hold the fork's already."""
@@ -140,6 +135,8 @@ class Destination:
         self._check_room(request_id, computed)
         if not computed and arriving.has_blocks:
             scheduler.kv_cache_manager.free(request)  # it will be admitted like any other
+        elif computed:
+            self._tidy(request, computed)
         del self._arriving[request_id]
         self._enter(request, computed)
         try:
@@ -172,6 +169,10 @@ class Destination:
         """Arriving requests that will run, and are not among the running ones."""
         running = set(self._scheduler.running) if self._arriving else set()
         return sum(one.has_blocks and one.request not in running for one in self._arriving.values())
+
+    def arriving(self) -> set[str]:
+        """Requests that run elsewhere still."""
+        return set(self._arriving)
 
     def is_arriving(self, request_id: str) -> bool:
         """Whether the request runs elsewhere still."""
@@ -214,8 +215,12 @@ class Destination:
             raise MigrationRefused("no_batch_slot", f"{running} requests run")
 
     def _check_room(self, request_id: str, computed: int) -> None:
-        if computed and len(self._block_ids(request_id)) * self._scheduler.block_size < computed:
+        if computed and not self._arriving[request_id].has_blocks:
             raise MigrationRefused("no_blocks", f"{computed} tokens were never reserved")
+        for manager in self._managers:
+            held = len(manager.req_to_blocks.get(request_id, ())) * manager.block_size
+            if computed > held and not isinstance(manager, MambaManager):
+                raise MigrationRefused("no_blocks", f"{computed} tokens were never reserved")
 
     def _enter(self, request: Request, computed: int) -> None:
         """The scheduler knows the request from here on."""
@@ -279,37 +284,88 @@ class Destination:
             scheduler._inflight_prefills.add(request)
         scheduler.running.insert(0, request)
 
-    def _take_blocks(self, arriving: Arriving) -> int:
-        scheduler, request = self._scheduler, arriving.request
-        manager = scheduler.kv_cache_manager
-        blocks, hit_tokens, _ = manager.get_computed_blocks(request)
-        # A hit beyond what the source has computed (its prefill runs still) is of no use.
-        wanted = min(request.num_tokens + scheduler.block_size, scheduler.max_model_len)
-        if hit_tokens > arriving.exported.num_computed_tokens:
-            blocks, hit_tokens = manager.empty_kv_cache_blocks, 0
-        grown = manager.allocate_slots(
-            request,
-            0,
-            num_new_computed_tokens=hit_tokens,
-            new_computed_blocks=blocks,
-            num_external_computed_tokens=wanted - hit_tokens,
-            delay_cache_blocks=True,
-            skip_zeroing_group_ids=(0,),
-        )
+    def _take_blocks(self, arriving: Arriving) -> None:
+        request, computed = arriving.request, arriving.exported.num_computed_tokens
+        blocks, hit_tokens, _ = self._scheduler.kv_cache_manager.get_computed_blocks(request)
+        # A hit beyond what the source has computed (its prefill runs still) is of no use, nor is
+        # one that ends within a block.
+        hit_tokens -= hit_tokens % self._scheduler.block_size
+        if hit_tokens > computed:
+            hit_tokens = 0
+        self._allocate(arriving, self._limit(request.num_tokens), self._hit(blocks, hit_tokens))
+        arriving.has_blocks, arriving.hit_tokens = True, hit_tokens
+
+    def _hit(self, found: KVCacheBlocks, tokens: int) -> tuple[KVCacheBlocks, int]:
+        """The blocks of so many tokens; states are left out: the source's own comes."""
+        manager = self._scheduler.kv_cache_manager
+        if not tokens:
+            return manager.empty_kv_cache_blocks, 0
+        if not self._tables.plain:
+            kept = [
+                [] if isinstance(one, MambaManager) else list(blocks[: tokens // one.block_size])
+                for one, blocks in zip(self._managers, found.blocks, strict=True)
+            ]
+            found = manager.create_kv_cache_blocks(tuple(kept))
+        return found, tokens
+
+    def _allocate(
+        self, arriving: Arriving, limit: int, hit: tuple[KVCacheBlocks, int] | None = None
+    ) -> None:
+        """Hold blocks for `limit` tokens; what the source has computed is taken as computed."""
+        manager, request = self._scheduler.kv_cache_manager, arriving.request
+        computed = arriving.exported.num_computed_tokens
+        recorded = [len(one.new_block_ids) for one in self._managers]
+        if arriving.has_blocks:
+            grown = manager.allocate_slots(request, limit, delay_cache_blocks=True)
+        else:
+            blocks, hit_tokens = hit or (manager.empty_kv_cache_blocks, 0)
+            grown = manager.allocate_slots(
+                request,
+                limit - computed,
+                num_new_computed_tokens=hit_tokens,
+                new_computed_blocks=blocks,
+                num_external_computed_tokens=computed - hit_tokens,
+                delay_cache_blocks=True,
+            )
+        for one, count in zip(self._managers, recorded, strict=True):
+            del one.new_block_ids[count:]  # the next step would zero what comes from the source
         if grown is None:
-            raise MigrationRefused("no_blocks", f"no room for {wanted} tokens")
-        arriving.has_blocks = True
-        return hit_tokens // self._units.tokens
+            if not arriving.has_blocks:
+                manager.free(request)
+            raise MigrationRefused("no_blocks", f"no room for {limit} tokens")
+
+    def _tidy(self, request: Request, computed: int) -> None:
+        """Keep the blocks that a request with so many computed tokens has, as vLLM keeps them."""
+        scheduler, request_id = self._scheduler, request.request_id
+        pool = scheduler.kv_cache_manager.block_pool
+        for manager in self._managers:
+            if not isinstance(manager, MambaManager):
+                manager.remove_skipped_blocks(request_id, computed, request.num_prompt_tokens)
+                if manager.records_new_block_ids:
+                    unwritten = manager.req_to_blocks[request_id][
+                        -(-computed // manager.block_size) :
+                    ]
+                    manager.new_block_ids += [block.block_id for block in unwritten]
+                continue
+            held = [one for one in manager.pop_blocks_for_free(request_id) if not one.is_null]
+            pool.free_blocks(reversed(held[1:]))
+            before = (computed - 1) // manager.block_size
+            manager.req_to_blocks[request_id] = [*[pool.null_block] * before, held[0]]
+            manager.num_cached_block[request_id] = before
+
+    def _limit(self, num_tokens: int) -> int:
+        return min(num_tokens + self._tables.spare_tokens, self._scheduler.max_model_len)
+
+    @property
+    def _managers(self) -> tuple[SingleTypeKVCacheManager, ...]:
+        """One a block table."""
+        return tuple(self._scheduler.kv_cache_manager.coordinator.single_type_managers)
 
     def _known(self, request_id: str) -> Arriving:
         arriving = self._arriving.get(request_id)
         if arriving is None:
             raise MigrationRefused("unknown_request", f"{request_id} has no reservation here")
         return arriving
-
-    def _block_ids(self, request_id: str) -> list[int]:
-        (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
-        return list(block_ids)
 
 
 def _prefill_stats(request: Request, tail: Progress) -> PrefillStats | None:

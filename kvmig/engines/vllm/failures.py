@@ -7,7 +7,7 @@ server error"; so the sentence travels as the stop reason of an output that is i
 from __future__ import annotations
 
 from vllm.exceptions import GenerationError, RetryableRequestError
-from vllm.outputs import RequestOutput
+from vllm.outputs import RequestError, RequestOutput
 
 _KINDS = {"retry": RetryableRequestError, "final": GenerationError}
 """Answered with 503 and 500, in a stream as OpenAI's error object."""
@@ -24,3 +24,11 @@ def check(output: RequestOutput) -> None:
         if one.finish_reason == "error" and isinstance(one.stop_reason, str):
             kind, _, reason = one.stop_reason.partition(": ")
             raise _KINDS[kind](reason)
+
+
+def of_pooling(stop_reason: int | str | None) -> RequestError:
+    """The same for a request that has no sequences; without a sentence the engine refused it."""
+    if not isinstance(stop_reason, str):
+        return RequestError("failed", "Internal server error")
+    kind, _, reason = stop_reason.partition(": ")
+    return RequestError("failed", reason, retryable=kind == "retry")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from typing import NoReturn
 
 from kvmig.engines.api_keys import api_keys
 from kvmig.engines.offline import check_model, set_offline
+from kvmig.engines.vllm.flag_list import ALLOWED, MEANS_NOTHING, REFUSED
 from kvmig.ground.errors import ConfigError
+
+_UNKNOWN = "kvmig doesn't know it, nor what it does to requests that move"
 
 
 def set_environment() -> None:
@@ -42,65 +46,30 @@ def parse(argv: list[str]) -> Namespace:
         args.model = args.model_tag
     elif not any(word.split("=")[0] in ("--model", "--config") for word in argv):
         raise ConfigError("MODEL is missing, must be a folder with a config.json")
+    refuse_conflicts(args, parser.get_default)
     try:
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    refuse_conflicts(args)
     check_model(args.model)
     args.api_key = api_keys(args.api_key)
+    # It keeps a query in one engine's worker, and its documents go to whichever.
+    args.enable_flash_late_interaction = False
     return args
 
 
-def refuse_conflicts(args: Namespace) -> None:
-    """Refuse, with what to use instead, flags that mean another owner of the engines."""
-    parallel = args.data_parallel_size
-    conflicts: tuple[tuple[bool, str], ...] = (
-        (
-            (parallel or 1) > 1
-            or args.data_parallel_rank is not None
-            or args.data_parallel_start_rank is not None
-            or bool(args.data_parallel_external_lb)
-            or bool(args.data_parallel_hybrid_lb),
-            "data-parallel flags can't be used: kvmig runs whole instances, use --instances N",
-        ),
-        (
-            args.scheduler_cls is not None,
-            "--scheduler-cls can't be used: kvmig drives vLLM's own scheduler, leave it out",
-        ),
-        (
-            args.kv_transfer_config is not None,
-            "--kv-transfer-config can't be used: kvmig moves KV blocks itself, use --transport",
-        ),
-        (
-            args.pipeline_parallel_size > 1,
-            f"--pipeline-parallel-size {args.pipeline_parallel_size} can't be used:"
-            " use --tensor-parallel-size",
-        ),
-        (
-            max(args.decode_context_parallel_size, args.prefill_context_parallel_size) > 1,
-            "context parallelism can't be used: it spreads a block's tokens over workers",
-        ),
-        (args.nnodes > 1, f"--nnodes {args.nnodes} can't be used: an instance runs on one host"),
-        (
-            args.distributed_executor_backend not in (None, "uni", "mp"),
-            f"--distributed-executor-backend {args.distributed_executor_backend} can't be used:"
-            " an instance runs on its llumlet's host, leave it out",
-        ),
-        (
-            (args.api_server_count or 1) > 1,
-            "--api-server-count can't be used: kvmig has one front end, leave it out",
-        ),
-        (bool(args.headless), "--headless can't be used: kvmig starts front end and instances"),
-        (bool(args.grpc), "--grpc can't be used: kvmig serves the OpenAI HTTP API"),
-        (
-            bool(getattr(args, "enable_elastic_ep", False)),
-            "--enable-elastic-ep can't be used: use --instances N",
-        ),
-    )
-    for applies, sentence in conflicts:
-        if applies:
-            raise ConfigError(sentence)
+def refuse_conflicts(args: Namespace, default: Callable[[str], object]) -> None:
+    """Refuse, with what to use instead, flags that have another value than vLLM's default.
+
+    default: of a flag by its name. Raises ConfigError.
+    """
+    for name, value in vars(args).items():
+        if name in ALLOWED or value == default(name) or value in MEANS_NOTHING.get(name, ()):
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        plain = isinstance(value, int | float | str) and not isinstance(value, bool)
+        given = f" {value}" if plain else ""
+        raise ConfigError(f"{flag}{given} can't be used: {REFUSED.get(name, _UNKNOWN)}")
 
 
 def print_help() -> None:

@@ -39,6 +39,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import failures
+from kvmig.engines.vllm.outputs import CarefulOutputs
 from kvmig.ground.errors import NoInstance
 
 logger = logging.getLogger(__name__)
@@ -160,8 +161,12 @@ class RoutingClient(AsyncMPClient):
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        if request_ids and not self.resources.engine_dead:
+        if not request_ids or self.resources.engine_dead:
+            return
+        try:
             await self._requests.abort(request_ids, complete=not _left.get())
+        except Exception:  # AsyncLLM would drop what it still has to hand out to others
+            logger.exception("requests %s: the abort failed", ", ".join(request_ids))
 
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self._outlet.queue.get()
@@ -186,12 +191,17 @@ class RoutingClient(AsyncMPClient):
         # Engines are stopped by the launcher that started them.
         self.resources.engine_dead = True
 
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        return {}  # as of engines that publish none: --kv-events-config is refused
+
     def dp_engines_running(self) -> bool:
         return True
 
 
 class RoutedLLM(AsyncLLM):
-    """AsyncLLM, unchanged but for the client it talks to the engines through."""
+    """AsyncLLM over another client, and with a task for outputs that outlives an error."""
+
+    output_handler: asyncio.Task[None] | None
 
     def __init__(
         self,
@@ -202,10 +212,13 @@ class RoutedLLM(AsyncLLM):
         **options: Any,
     ) -> None:
         client = RoutingClient(config, requests, outlet, num_instances)
-        with patch.object(
-            async_llm_module.EngineCoreClient,
-            "make_async_mp_client",
-            staticmethod(lambda **_: client),
+        with (
+            patch.object(
+                async_llm_module.EngineCoreClient,
+                "make_async_mp_client",
+                staticmethod(lambda **_: client),
+            ),
+            patch.object(async_llm_module, "OutputProcessor", CarefulOutputs),
         ):
             super().__init__(
                 vllm_config=config,
@@ -213,6 +226,28 @@ class RoutedLLM(AsyncLLM):
                 usage_context=UsageContext.OPENAI_API_SERVER,
                 **options,
             )
+
+    def _run_output_handler(self) -> None:
+        if self.output_handler is None:
+            self.output_handler = asyncio.create_task(self._hand_out(), name="outputs")
+
+    async def _hand_out(self) -> None:
+        """vLLM's task, started again when it fails: else no stream would get anything any more."""
+        keeper = self.output_handler
+        while True:
+            self.output_handler = None
+            super()._run_output_handler()
+            handler, self.output_handler = self.output_handler, keeper
+            assert handler is not None
+            await handler
+
+    async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
+        try:
+            await super()._add_request(request, *args)
+        except BaseException:
+            # vLLM has noted it by then, and would keep it, though nobody is to hear of it.
+            await self.abort(request.request_id, internal=True)
+            raise
 
     async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
         """As AsyncLLM; a request that the front end has failed says why."""

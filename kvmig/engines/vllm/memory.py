@@ -9,7 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockCopies
@@ -17,26 +17,12 @@ from kvmig.engines.copies import Copies, WholeBlocks
 from kvmig.engines.vllm.cache_shape import RankCache, whole_blocks
 from kvmig.engines.vllm.shared_cache import SharedCache
 from kvmig.engines.vllm.strips import strips_of
+from kvmig.engines.vllm.tables import Tables, layer_names
 from kvmig.engines.vllm.unit_copies import InUnits
 from kvmig.engines.vllm.units import UnitMap, units_of
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.ground.layout import KVLayout
 from kvmig.kernels.copy import backend
-
-
-def layer_names(scheduler: Scheduler) -> list[str]:
-    """All layers with a KV cache.
-
-    Raises UnsupportedLayout for anything but one group of full attention.
-    """
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise UnsupportedLayout(f"{len(groups)} KV cache groups; kvmig moves one")
-    (group,) = groups
-    if not isinstance(group.kv_cache_spec, FullAttentionSpec):
-        kind = type(group.kv_cache_spec).__name__
-        raise UnsupportedLayout(f"KV cache kind {kind}; kvmig moves full attention")
-    return list(group.layer_names)
 
 
 class BlockMemory:
@@ -51,12 +37,15 @@ class BlockMemory:
         """Raises UnsupportedLayout, ConfigError or KernelUnavailable."""
         scheduler, config = core.scheduler, core.vllm_config
         assert isinstance(scheduler, Scheduler)
+        kv_cache = scheduler.kv_cache_config
         self.units = units_of(scheduler.block_size, unit_tokens)
-        names = layer_names(scheduler)
+        self.tables = Tables(scheduler, self.units)
+        if self.tables.unmovable:
+            raise UnsupportedLayout(self.tables.unmovable)
         self.after_step: Callable[[], None] = lambda: None
         """To be called on the engine's thread after each step."""
         self._close_copies: Callable[[], None] = lambda: None
-        self._cache = SharedCache(config, core.model_executor, names)
+        self._cache = SharedCache(config, core.model_executor, layer_names(kv_cache))
         try:
             self.layout, copies = self._describe(core, unit_tokens)
         except KvmigError:
@@ -77,8 +66,9 @@ class BlockMemory:
             blocks = num_blocks * self.units.per_block
             layout = KVLayout(units.wire_regions, blocks, unit_tokens, model)
             return layout, self._on_gpu(config, units) if on_gpu else InUnits(units)
-        regions = whole_blocks(ranks, num_blocks, _order(config))
-        layout = KVLayout(regions, num_blocks, self.units.tokens, _block_model(config, ranks[0]))
+        tables = self.tables
+        model = _block_model(config, core.scheduler.kv_cache_config, ranks[0])
+        layout = KVLayout(whole_blocks(ranks), num_blocks, tables.block_tokens, model, tables.count)
         if on_gpu:
             return layout, self._on_gpu(config, device_copies.Blocks(layout))
         return layout, WholeBlocks(layout)
@@ -134,14 +124,12 @@ def _order(config: VllmConfig) -> str:
     return str(config.cache_config.kv_cache_layout)
 
 
-def _block_model(config: VllmConfig, rank: RankCache) -> str:
+def _block_model(config: VllmConfig, kv_cache: KVCacheConfig, rank: RankCache) -> str:
     """What must agree for whole blocks to be exchanged."""
-    layer = rank.layers[0]
     return _digest(
         _order(config),
-        layer.dtype,
-        str(layer.shape[1:]),
-        layer.attention,
+        *(f"{group.layer_names} {group.kv_cache_spec}" for group in kv_cache.kv_cache_groups),
+        *sorted({f"{layer.dtype} {layer.shape[1:]} {layer.attention}" for layer in rank.layers}),
         *_model_words(config),
         str(config.parallel_config.tensor_parallel_size),
     )

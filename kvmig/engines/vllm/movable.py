@@ -7,9 +7,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvmig.ground.errors import MigrationRefused
 
-DRAFTERS = ("ngram", "draft_model")
+DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
 """Speculative methods with no state beside tokens and KV cache, but for the drafts of one step."""
-_DRAFTERS = " or ".join(DRAFTERS)
+_DRAFTERS = f"{', '.join(DRAFTERS[:-1])} or {DRAFTERS[-1]}"
 _STATES = (
     RequestStatus.RUNNING,
     RequestStatus.WAITING,
@@ -18,14 +18,18 @@ _STATES = (
 )
 
 
-def unmovable(request: Request, config: VllmConfig) -> str:
-    """Why the request can't be moved now, in a few words; empty when it can."""
-    return _kind(request) or _engine(config) or _moment(request)
+def unmovable(request: Request, here: str) -> str:
+    """Why the request can't be moved now, in a few words; empty when it can.
+
+    here: why none of its engine's can, see `unmovable_engine`, which isn't to be asked each time:
+    vLLM looks its answers up in the model's own files.
+    """
+    return here or _kind(request) or _moment(request)
 
 
 def check_movable(request: Request, config: VllmConfig) -> None:
     """Raise MigrationRefused with the reason, if there is one."""
-    reason = unmovable(request, config)
+    reason = unmovable(request, unmovable_engine(config))
     if reason:
         raise MigrationRefused("unsupported", reason)
 
@@ -44,12 +48,14 @@ def _kind(request: Request) -> str:
     return ""
 
 
-def _engine(config: VllmConfig) -> str:
-    """What the engine's settings add to the state of each request."""
+def unmovable_engine(config: VllmConfig) -> str:
+    """Why no request of such an engine moves: what its settings add to the state of each."""
+    if config.model_config.runner_type == "pooling":
+        return "pooling model"
     if config.model_config.is_diffusion:
         return "diffusion model"
-    if config.model_config.uses_mrope:
-        return "model with M-RoPE"  # its runner keeps positions of each request
+    if config.cache_config.use_replayssm:
+        return "ReplaySSM, which keeps tokens that its states lack"
     if config.aux_output_config.enabled:
         return "routed experts, which are gathered until the end"
     speculative = config.speculative_config

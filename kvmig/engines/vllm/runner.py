@@ -84,6 +84,12 @@ def keep_cpu_generators_from_chunks(core: EngineCore) -> None:
         _in_workers(core, worker_requests.keep_cpu_generators_from_chunks)
 
 
+def forget_states_of_the_ended(core: EngineCore) -> None:
+    """Let a request's id come again where its request ended, or left, before."""
+    if not uses_v2(core) and core.scheduler.kv_cache_config.has_mamba_layers:
+        _in_workers(core, worker_requests.forget_states_of_the_ended)
+
+
 def _in_workers(core: EngineCore, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `function(worker, *args)` in every worker; what each returned."""
     results: list[Any] = core.model_executor.collective_rpc(

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.executor import Executor
-from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Emitted, Frame, OnCallDone, OnOutputs, StepTime
 from kvmig.engines.vllm import profiles, rerun
 from kvmig.engines.vllm.adapter import VllmEngine
 from kvmig.engines.vllm.core import StepCore
-from kvmig.engines.vllm.draws import generator_after
-from kvmig.engines.vllm.payload import Progress, encode_request
+from kvmig.engines.vllm.payload import encode_request
 from kvmig.engines.vllm.step_times import StepTimes
 from kvmig.engines.vllm.warmup import warm_up_requests
 from kvmig.ground.errors import MigrationRefused
@@ -49,6 +49,8 @@ class ServingVllm(VllmEngine):
         self._encoder = MsgpackEncoder()
         self._warming: dict[str, asyncio.Future[None]] = {}
         self._measuring: StepTimes | None = None
+        self._entering: dict[str, asyncio.Task[None] | Future[None]] = {}
+        """Requests that are not in the engine yet."""
 
     def connect(
         self,
@@ -78,8 +80,13 @@ class ServingVllm(VllmEngine):
             request.request_id = request_id
             frames = encode_request(request)
         self._submitted[request_id] = frames
-        # On one thread, in order: hashing a long prompt would hold the event loop.
-        self._builder.submit(self._add, request, list(output_token_ids))
+        entering: asyncio.Task[None] | Future[None]
+        if output_token_ids:
+            entering = asyncio.ensure_future(self._go_on(request, output_token_ids))
+        else:
+            entering = self._builder.add(request, lambda: self._add(request))
+        self._entering[request_id] = entering
+        entering.add_done_callback(lambda _: self._entering.pop(request_id, None))
 
     def step_s(self) -> float:
         began = self._core.step_began
@@ -88,7 +95,10 @@ class ServingVllm(VllmEngine):
     def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._submitted.pop(request_id, None)
-        self._builder.submit(self._core.abort, list(request_ids))
+            entering = self._entering.get(request_id)
+            if entering is not None and not entering.cancel():  # a thread is at it
+                entering.add_done_callback(partial(self._abort_entered, request_id))
+        self._core.abort([one for one in request_ids if one not in self._entering])
 
     def call(self, client: int, call_id: int, method: str, payload: Sequence[Frame]) -> None:
         args: Any = self._call_decoder.decode(payload)
@@ -131,7 +141,7 @@ class ServingVllm(VllmEngine):
         finally:
             measuring.ended.set()
             self.abort(measuring.started)
-            await asyncio.get_running_loop().run_in_executor(self._builder, lambda: None)
+            await self._builder.flush()
             await self._on_engine(lambda: None)
             self._measuring = None
         return measuring.found
@@ -142,37 +152,51 @@ class ServingVllm(VllmEngine):
         try:
             self._memory.close()
         finally:
-            self._builder.shutdown(wait=True)
+            for entering in list(self._entering.values()):
+                entering.cancel()
+            self._builder.close()
             if stopped:
                 self._core.shutdown()
 
-    # -- from the engine's and the builder's threads
+    # -- on their way into the engine
 
-    def _add(self, request: EngineCoreRequest, output_token_ids: list[int]) -> None:
-        def refuse() -> None:
-            # vLLM's own answer: logged, and ended as an error.
-            self._core._handle_request_preproc_error(request)
-
-        def enter(built: Request, generator: bytes | None) -> None:
-            try:
-                rerun.go_on(self._core, built, generator)
-            except Exception:  # noqa: BLE001 - reported by `refuse`
-                refuse()
-
+    def _add(self, request: EngineCoreRequest) -> None:
         try:
-            if not output_token_ids:
-                self._core.add(request)
-                return
+            self._core.add(request)
+        except Exception:  # noqa: BLE001 - reported there
+            self._refuse(request)
+
+    async def _go_on(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
+        """It ran elsewhere. Cancelled before its end it never enters."""
+        try:
             reason = rerun.not_again(request, self._core.vllm_config)
             if reason:
                 raise MigrationRefused("unsupported", reason)
             rerun.without_what_was_sent(request)
-            built = self._build(request, Progress(output_token_ids, 0, prefilled=True))
-            params = request.sampling_params
-            generator = generator_after(self._core, params, len(output_token_ids))
-            self._core.call(lambda: enter(built, generator))
-        except Exception:  # noqa: BLE001 - reported by `refuse`
-            refuse()
+            built = await self._builder.build(request, output_token_ids, waits=False)
+            generator = await self._builder.generator_after(
+                request.sampling_params, len(output_token_ids)
+            )
+        except Exception:  # noqa: BLE001 - reported there
+            self._refuse(request)
+            return
+
+        def enter() -> None:
+            try:
+                rerun.go_on(self._core, built, generator)
+            except Exception:  # noqa: BLE001 - reported there
+                self._refuse(request)
+
+        self._core.call(enter)
+
+    def _abort_entered(self, request_id: str, _: object) -> None:
+        self._core.abort([request_id])
+
+    def _refuse(self, request: EngineCoreRequest) -> None:
+        """vLLM's own answer to one that can't be built: logged, and ended as an error."""
+        self._core._handle_request_preproc_error(request)
+
+    # -- from the engine's thread
 
     def _deliver(self, client: int, outputs: EngineCoreOutputs) -> None:
         if self._loop is not None and not self._loop.is_closed():

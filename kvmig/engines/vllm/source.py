@@ -14,7 +14,7 @@ from kvmig.engines.base import OnTokens, Stage, Tail
 from kvmig.engines.vllm import lora, runner
 from kvmig.engines.vllm.movable import check_movable
 from kvmig.engines.vllm.payload import Progress, encode_progress
-from kvmig.engines.vllm.units import Units
+from kvmig.engines.vllm.tables import Sent, Tables
 from kvmig.ground.errors import RequestGone
 
 Gather = Callable[[list[int]], list[int]]
@@ -28,6 +28,8 @@ class Leaving:
     request: Request
     num_preemptions: int
     exported_outputs: int
+    sent: Sent | None = None
+    """Known from the first stage, or the tail, on."""
     suspended: bool = False
     on_drained: Callable[[], None] | None = None
     on_tokens: OnTokens | None = None
@@ -38,9 +40,9 @@ class Leaving:
 class Source:
     """Exports, stages, suspends and gives up requests of one engine."""
 
-    def __init__(self, core: EngineCore, units: Units) -> None:
+    def __init__(self, core: EngineCore, tables: Tables) -> None:
         self._core = core
-        self._units = units
+        self._tables = tables
         self._leaving: dict[str, Leaving] = {}
 
     @property
@@ -60,10 +62,14 @@ class Source:
 
     def stage(self, request_id: str, sent: int) -> Stage:
         """The full blocks after the first `sent`: no step writes them any more."""
-        request, held = self._checked(request_id).request, self._block_ids(request_id)
-        full = _computed(request) // self._units.tokens
+        leaving = self._checked(request_id)
+        request, known = leaving.request, self._sent(leaving, sent)
+        block_ids = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        places, ids = self._tables.full(block_ids, _computed(request), known)
+        known.places += places
         decoding = request.status == RequestStatus.RUNNING and not request.is_prefill_chunk
-        return Stage(held[sent:full], request.num_tokens if held else 0, decoding)
+        num_tokens = request.num_tokens if self._tables.held(block_ids) else 0
+        return Stage(ids, num_tokens, decoding, places)
 
     def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
         """The rest of the request as it is now; `on_tokens` hears of what comes, on this thread."""
@@ -141,22 +147,35 @@ class Source:
             for one in self._leaving.values()
         )
 
-    def is_suspended(self, request_id: str) -> bool:
-        """Whether the request is out of the batch on our behalf."""
-        leaving = self._leaving.get(request_id)
-        return leaving is not None and leaving.suspended
+    def suspended(self) -> list[Request]:
+        """Requests that are out of the batch, or the queue, on our behalf."""
+        return [
+            one.request
+            for one in self._leaving.values()
+            if one.suspended and not one.request.is_finished()
+        ]
 
     def _tail(self, request_id: str, sent: int) -> Tail:
         leaving = self._checked(request_id)
-        request = leaving.request
-        used = -(-_computed(request) // self._units.tokens)
+        request, known = leaving.request, self._sent(leaving, sent)
+        block_ids = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        places, ids = self._tables.rest(block_ids, _computed(request), known)
+        known.places += places
         progress = self._progress(request, leaving.exported_outputs)
         return Tail(
-            block_ids=self._block_ids(request_id)[sent:used],
+            block_ids=ids,
             num_tokens=request.num_tokens,
             num_output_tokens=request.num_output_tokens,
             state=encode_progress(progress),
+            places=places,
         )
+
+    def _sent(self, leaving: Leaving, sent: int) -> Sent:
+        """What the destination has; at first that is what its prefix cache held."""
+        if leaving.sent is None:
+            leaving.sent = Sent(sent * self._tables.block_tokens, sent)
+        leaving.sent.back_to(sent)
+        return leaving.sent
 
     def _progress(self, request: Request, since: int) -> Progress:
         stats = request.prefill_stats
@@ -168,10 +187,6 @@ class Source:
             generator=runner.generator_state(self._core, request.request_id),
             draft_token_ids=list(request.spec_token_ids),
         )
-
-    def _block_ids(self, request_id: str) -> list[int]:
-        (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
-        return self._units.ids(block_ids)
 
     def _live(self, request_id: str) -> Request:
         request = self._scheduler.requests.get(request_id)

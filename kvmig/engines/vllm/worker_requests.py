@@ -29,6 +29,9 @@ def register(worker: Any, request: CachedRequestState, generator: bytes | None) 
     if request.req_id in runner.input_batch.req_id_to_index:
         with torch.inference_mode():  # as in a step: some of its tensors were made in one
             runner.input_batch.remove_request(request.req_id)
+    runner.mamba_state_idx.pop(request.req_id, None)  # the place of its state then
+    if runner.uses_mrope:
+        runner._init_mrope_positions(request)
     request.generator = _generator(runner.device, request, generator)
     runner.requests[request.req_id] = request
 
@@ -83,6 +86,23 @@ def keep_cpu_generators_from_chunks(worker: Any) -> None:
             batch.generators.update(kept)
 
     runner.sample_tokens = sample
+
+
+def forget_states_of_the_ended(worker: Any) -> None:
+    """Let a request's id come again where its request ended, or left, before.
+
+    vLLM (0.32) remembers in which block a request's state is until a later step computes
+    something. If the same id comes before that, as of a request that is run again, it takes
+    the first one's block for the new one's, and the engine dies of it.
+    """
+    runner = worker.model_runner
+    on_removed = runner._on_request_state_removed
+
+    def removed(request_id: str, state: CachedRequestState | None) -> None:
+        on_removed(request_id, state)
+        runner.mamba_state_idx.pop(request_id, None)
+
+    runner._on_request_state_removed = removed
 
 
 def _generator(

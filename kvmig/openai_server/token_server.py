@@ -1,4 +1,7 @@
-"""The OpenAI server for transformers engines, without vLLM: implements `OpenAIServer`."""
+"""The OpenAI server for engines that take tokens and give tokens: implements `OpenAIServer`.
+
+They exchange `kvmig.engines.transformers.payload` with it.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,33 @@ import msgspec
 from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 
-from kvmig.engines.transformers.tokenizer import Tokenizer
 from kvmig.gateway.access import bearer
 from kvmig.gateway.admin_errors import as_problem
 from kvmig.gateway.app import MIDDLEWARE
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
-from kvmig.openai_server.generation import Engines, Outlet, decode_outputs
+from kvmig.openai_server.generation import Engines, Outlet, Tokenizer, decode_outputs
 from kvmig.openai_server.routes import openai_api
 from kvmig.openai_server.uvicorn_server import UvicornServer
 
 
 class Described(msgspec.Struct):
-    """Of what an engine says of itself (`ServingTransformers.describe`), what matters here."""
+    """Of what an engine says of itself (`ServingEngine.describe`), what matters here."""
 
     block_tokens: int
     max_request_tokens: int
 
 
-class TransformersServer:
+class TokenServer:
     """Completions and chats, /v1/models, /health."""
 
-    def __init__(self, args: Namespace, sock: socket.socket) -> None:
+    def __init__(
+        self, args: Namespace, sock: socket.socket, tokenizer: Callable[[], Tokenizer]
+    ) -> None:
+        """tokenizer: makes one, on a thread of its own."""
         self.sink = Outlet()
         self._args = args
+        self._make_tokenizer = tokenizer
         self._sock = sock
         self._tokenizer: Tokenizer | None = None
         self._max_tokens = 0
@@ -44,17 +50,14 @@ class TransformersServer:
         return decode_outputs(payload)
 
     async def load(self) -> None:
-        self._tokenizer = await asyncio.to_thread(
-            Tokenizer, self._args.model, self._args.chat_template
-        )
+        self._tokenizer = await asyncio.to_thread(self._make_tokenizer)
 
     def learn(self, ready: Sequence[bytes]) -> int:
         assert self._tokenizer is not None
         engines = [msgspec.msgpack.decode(one, type=Described) for one in ready]
-        limits = (self._tokenizer.max_tokens, self._args.max_model_len)
-        self._max_tokens = min(
-            *(one.max_request_tokens for one in engines), *(one for one in limits if one)
-        )
+        limits = [self._tokenizer.max_tokens, self._args.max_model_len]
+        limits += [one.max_request_tokens for one in engines]
+        self._max_tokens = min(one for one in limits if one)
         return engines[0].block_tokens
 
     async def start(self, router: Router, prepare: Callable[[FastAPI], None]) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from examples.toy_engine.batch import Batch, Request
-from examples.toy_engine.cache import Cache
-from examples.toy_engine.payload import Moving
 from kvmig.engines.base import Export, Stage, Tail
+from kvmig.engines.toy.batch import Batch, Request
+from kvmig.engines.toy.cache import Cache
+from kvmig.engines.toy.payload import Moving
 from kvmig.ground.errors import MigrationRefused, RequestGone
 
 
@@ -19,8 +19,7 @@ class Leaving:
 
     request: Request
     preemptions: int
-    place: list[Request] | None = None
-    """While it is suspended: the running or the waiting ones, whichever it was among."""
+    suspended: bool = False
 
 
 class Source:
@@ -49,9 +48,9 @@ class Source:
     def suspend(self, request_id: str, sent: int) -> Tail:
         """Out of the batch, but with its blocks; the last of them is part full."""
         leaving = self._checked(request_id)
-        request, batch = leaving.request, self._batch
-        leaving.place = batch.running if request in batch.running else batch.waiting
-        batch.remove(request)
+        request = leaving.request
+        leaving.suspended = True
+        self._batch.remove(request)
         used = self._cache.needed(request.computed)
         return Tail(
             request.blocks[sent:used], len(request.tokens), request.num_outputs, _encode(request)
@@ -60,23 +59,23 @@ class Source:
     def resume(self, request_id: str) -> None:
         """Back to where it was, if it still lives."""
         leaving = self._leaving.pop(request_id, None)
-        if leaving is not None and leaving.place is not None:
-            leaving.place.insert(0, leaving.request)
+        if leaving is not None and leaving.suspended:
+            self._batch.put_back(leaving.request)
 
     def release(self, request_id: str) -> None:
         """It runs elsewhere now."""
         leaving = self._leaving.pop(request_id, None)
-        if leaving is not None and leaving.place is not None:
+        if leaving is not None and leaving.suspended:
             self._cache.give_back(leaving.request.blocks)
 
     def forget(self, request_id: str) -> Request | None:
         """Its client has left; the request, if it was suspended."""
         leaving = self._leaving.pop(request_id, None)
-        return leaving.request if leaving is not None and leaving.place is not None else None
+        return leaving.request if leaving is not None and leaving.suspended else None
 
     def suspended(self) -> list[Request]:
         """Requests out of the batch on a migration's behalf."""
-        return [one.request for one in self._leaving.values() if one.place is not None]
+        return [one.request for one in self._leaving.values() if one.suspended]
 
     def _checked(self, request_id: str) -> Leaving:
         """Still here, and with the blocks that it had at the export."""
@@ -107,7 +106,8 @@ class Destination:
         if self._batch.find(request_id) is not None or request_id in self._arriving:
             raise MigrationRefused("already_migrating", f"{request_id} is here")
         request = _decode(request_id, export.payload)
-        most = self._cache.needed(request.num_prompt + request.max_tokens)
+        asked = request.asked
+        most = self._cache.needed(len(asked.prompt_token_ids) + asked.max_tokens)
         if most > self._cache.layout.num_blocks:
             raise MigrationRefused("incompatible", f"{most} blocks will never be free")
         if request.computed:
@@ -131,14 +131,13 @@ class Destination:
         request = _decode(request_id, [tail.state])
         request.computed = tail.there(request.computed, self._cache.block_tokens)
         request.client, request.blocks = arriving.client, arriving.blocks
+        request.owed = request.computed > 0
         if self._cache.needed(request.computed) > len(request.blocks):
             raise MigrationRefused("no_blocks", f"{request.computed} tokens were never reserved")
         del self._arriving[request_id]
-        if request.computed:
-            self._batch.running.insert(0, request)
-        else:
+        if not request.computed:
             self._cache.give_back(request.blocks)  # it waits here as it did there
-            self._batch.waiting.append(request)
+        self._batch.enter(request)
 
     def cancel(self, request_id: str) -> None:
         """Give back all that it held."""
@@ -163,24 +162,14 @@ class Destination:
 
 
 def _encode(request: Request) -> bytes:
-    return msgspec.msgpack.encode(
-        Moving(
-            request.tokens, request.num_prompt, request.max_tokens, request.seed, request.computed
-        )
-    )
+    outputs = bytes(request.tokens[len(request.asked.prompt_token_ids) :])
+    return msgspec.msgpack.encode(Moving(request.asked, outputs, request.computed))
 
 
 def _decode(request_id: str, payload: list[bytes]) -> Request:
     try:
         moving = msgspec.msgpack.decode(b"".join(payload), type=Moving)
-    except msgspec.MsgspecError as error:
+        tokens = bytearray(moving.asked.prompt_token_ids) + moving.outputs
+    except (msgspec.MsgspecError, ValueError) as error:
         raise MigrationRefused("incompatible", f"an export of another kind: {error}") from error
-    return Request(
-        request_id,
-        0,
-        moving.tokens,
-        moving.num_prompt,
-        moving.max_tokens,
-        moving.seed,
-        moving.computed,
-    )
+    return Request(request_id, 0, moving.asked, tokens, moving.computed)

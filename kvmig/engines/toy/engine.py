@@ -7,17 +7,16 @@ and about giving back what it took whenever something fails.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from examples.toy_engine.batch import Batch, Request
-from examples.toy_engine.cache import Cache
-from examples.toy_engine.payload import Asked, Given
-from examples.toy_engine.sides import Destination, Source
 from kvmig.engines.base import (
     Cadence,
     CameBlocks,
+    ClassLoad,
     Emitted,
     EngineLoad,
     Export,
@@ -26,15 +25,22 @@ from kvmig.engines.base import (
     OnOutputs,
     OnTokens,
     Pace,
+    Preempted,
     RequestState,
     Stage,
     StepTime,
     Tail,
 )
 from kvmig.engines.block_copies import BlockCopies
+from kvmig.engines.toy.batch import Batch, Request
+from kvmig.engines.toy.cache import Cache
+from kvmig.engines.toy.model import VOCABULARY
+from kvmig.engines.toy.script import ScriptFile
+from kvmig.engines.toy.sides import Destination, Source
+from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode, encode
 from kvmig.ground.errors import MigrationRefused
 
-STEP_S = 0.001
+STEP_MS = 1.0
 
 
 class ToyEngine:
@@ -43,8 +49,17 @@ class ToyEngine:
     can_follow = False
     can_recompute = True
     can_hold = False
+    unmovable = ""
 
-    def __init__(self, num_blocks: int = 256, block_tokens: int = 8, max_running: int = 16) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 256,
+        block_tokens: int = 8,
+        max_running: int = 16,
+        step_ms: float = STEP_MS,
+        script: ScriptFile | None = None,
+    ) -> None:
+        """step_ms: from one step to the next. script: what it does beside that."""
         self._cache = Cache(num_blocks, block_tokens)
         self._batch = Batch(self._cache, max_running)
         self._source = Source(self._batch, self._cache)
@@ -52,6 +67,9 @@ class ToyEngine:
         self.layout = self._cache.layout
         # Copies run on a thread of their own, so that no step waits for one.
         self._copies = BlockCopies(self.layout)
+        self._step_ms = step_ms
+        self._script = script or ScriptFile(None)
+        self._hangs_since: float | None = None
         self._work = asyncio.Event()
         self._stepping: asyncio.Task[None] | None = None
         self._on_outputs: OnOutputs = lambda client, emitted, frames: None
@@ -74,17 +92,33 @@ class ToyEngine:
     async def _steps(self) -> None:
         while True:
             await self._work.wait()
-            for request in self._batch.step():
-                reason = "length" if request.finished else ""
-                given = Given(request.request_id, request.tokens[-1:], reason)
-                self._put_out(request.client, given)
+            if hang_s := self._script.fault([one.num_outputs for one in self._batch.running]):
+                self._hangs_since = time.monotonic()
+                await asyncio.sleep(hang_s)
+                self._hangs_since = None
+            script = self._script.read()
+            self._hand_out(self._batch.step(script.hold, script.prefill))
             if not self._batch.running and not self._batch.waiting:
                 self._work.clear()
-            await asyncio.sleep(STEP_S)
+            await asyncio.sleep(self._step_ms / 1000)
 
-    def _put_out(self, client: int, given: Given) -> None:
-        emitted = Emitted(given.request_id, len(given.token_ids), bool(given.finish_reason))
-        self._on_outputs(client, [emitted], [msgspec.msgpack.encode([given])])
+    def _hand_out(self, given: list[Request]) -> None:
+        for client in {one.client for one in given}:
+            outputs = [
+                Output(
+                    one.request_id,
+                    [one.tokens[-1]],
+                    one.finish_reason,
+                    [] if one.asked.logprobs is None else [Logprob(0.0)],
+                )
+                for one in given
+                if one.client == client
+            ]
+            self._put_out(client, outputs)
+
+    def _put_out(self, client: int, outputs: list[Output]) -> None:
+        emitted = [Emitted(one.request_id, len(one.token_ids), one.finished) for one in outputs]
+        self._on_outputs(client, emitted, [encode(outputs)])
 
     async def close(self, timeout_s: float) -> None:
         if self._stepping is not None:
@@ -96,13 +130,19 @@ class ToyEngine:
         """Nothing is cold."""
 
     async def step_times(self, limit_s: float) -> list[StepTime]:
-        return []
+        return [StepTime(1, self._step_ms)]
 
     def step_s(self) -> float:
-        return 0.0  # a step holds the event loop: nobody could ask during one
+        # Another step holds the event loop: nobody could ask during it.
+        return 0.0 if self._hangs_since is None else time.monotonic() - self._hangs_since
 
     def describe(self) -> bytes:
-        return b"toy"
+        return msgspec.msgpack.encode(
+            {
+                "block_tokens": self._cache.block_tokens,
+                "max_request_tokens": self._cache.block_tokens * self.layout.num_blocks,
+            }
+        )
 
     # -- clients
 
@@ -113,16 +153,22 @@ class ToyEngine:
         payload: Sequence[Frame],
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        asked = msgspec.msgpack.decode(b"".join(payload), type=Asked)
-        most = len(asked.prompt) + asked.max_tokens
-        if not asked.prompt or most > self.layout.num_blocks * self._cache.block_tokens:
-            self._put_out(client, Given(request_id, [], "error"))
+        asked = decode(b"".join(payload), Submitted)
+        most = len(asked.prompt_token_ids) + asked.max_tokens
+        room = self.layout.num_blocks * self._cache.block_tokens
+        try:
+            tokens = bytearray([*asked.prompt_token_ids, *output_token_ids])
+        except ValueError:
+            self._refuse(client, request_id, f"a token is not in 0 to {VOCABULARY - 1}")
             return
-        tokens = [*asked.prompt, *output_token_ids]
-        self._batch.waiting.append(
-            Request(request_id, client, tokens, len(asked.prompt), asked.max_tokens, asked.seed)
-        )
+        if not asked.prompt_token_ids or most > room:
+            self._refuse(client, request_id, f"{most} tokens, must be 1 to {room}")
+            return
+        self._batch.enter(Request(request_id, client, asked, tokens))
         self._work.set()
+
+    def _refuse(self, client: int, request_id: str, why: str) -> None:
+        self._put_out(client, [Output(request_id, [], "error", error=why)])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -143,11 +189,20 @@ class ToyEngine:
         self, prompt: Sequence[int], max_tokens: int, seed: int | None = None
     ) -> list[Frame]:
         """For the conformance suite."""
-        return [msgspec.msgpack.encode(Asked(list(prompt), max_tokens, seed))]
+        return [
+            encode(
+                Submitted(
+                    prompt_token_ids=list(prompt),
+                    max_tokens=max_tokens,
+                    temperature=0.0 if seed is None else 1.0,
+                    seed=seed,
+                )
+            )
+        ]
 
-    def decode_outputs(self, frames: Sequence[Frame]) -> list[Given]:
+    def decode_outputs(self, frames: Sequence[Frame]) -> list[Output]:
         """For the conformance suite."""
-        return msgspec.msgpack.decode(frames[0], type=list[Given])
+        return decode(frames[0], list[Output])
 
     # -- what it does and holds
 
@@ -156,26 +211,45 @@ class ToyEngine:
         return Cadence(0.0, 0.0)
 
     def load(self) -> EngineLoad:
-        needs = [self._cache.needed(len(one.tokens)) for one in self._batch.waiting]
-        left = [len(one.tokens) - one.computed for one in self._batch.running]
+        batch, needed = self._batch, self._cache.needed
+        needs = [needed(len(one.tokens)) for one in batch.waiting]
+        left = [len(one.tokens) - one.computed for one in batch.running]
         total = self.layout.num_blocks
         return EngineLoad(
             total_blocks=total,
             used_blocks=total - len(self._cache.free),
-            running=len(self._batch.running),
+            running=len(batch.running),
             waiting=len(needs),
             head_blocks=needs[0] if needs else 0,
             waiting_blocks=sum(needs),
+            classes=self._classes(),
+            preempted=tuple(
+                Preempted(priority, times, batch.below[priority])
+                for priority, times in batch.preempted.items()
+            ),
+            seats=batch.max_running,
+            preempted_waiting=sum(bool(one.preemptions) for one in batch.waiting),
             # One that decodes has its last token to compute, and no more.
-            prefill_blocks=sum(self._cache.needed(tokens) for tokens in left if tokens > 1),
+            prefill_blocks=sum(needed(tokens) for tokens in left if tokens > 1),
         )
 
-    async def requests(self) -> list[RequestState]:
+    def _classes(self) -> tuple[ClassLoad, ...]:
+        running = Counter(one.asked.priority for one in self._batch.running)
+        waiting = Counter(one.asked.priority for one in self._batch.waiting)
+        blocks: Counter[int] = Counter()
+        for one in self._batch.running:
+            blocks[one.asked.priority] += len(one.blocks)
+        return tuple(
+            ClassLoad(priority, running[priority], waiting[priority], blocks[priority])
+            for priority in sorted(running | waiting)
+        )
+
+    async def requests(self, most_waiting: int | None = None) -> list[RequestState]:
         batch = self._batch
         groups = (
             ("running", batch.running),
             ("suspended", self._source.suspended()),
-            ("waiting", batch.waiting),
+            ("waiting", batch.waiting[:most_waiting]),
         )
         return [
             RequestState(
@@ -184,7 +258,7 @@ class ToyEngine:
                 len(one.tokens),
                 one.num_outputs,
                 len(one.blocks),
-                priority=0,
+                one.asked.priority,
                 wanted_blocks=self._cache.needed(len(one.tokens)) if state == "waiting" else 0,
             )
             for state, group in groups

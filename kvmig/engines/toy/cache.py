@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from examples.toy_engine.model import HALF
+from kvmig.engines.toy.model import HALF
 from kvmig.ground.layout import KVLayout, Region
 
 
@@ -14,15 +15,15 @@ class Cache:
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.free = list(range(num_blocks))
-        # Axes: key or value, block, token, byte.
-        self._memory = np.zeros((2, num_blocks, block_tokens, HALF), np.uint8)
+        # Axes: key or value, block, token.
+        self._memory = np.zeros((2, num_blocks, block_tokens), np.uint64)
         run = block_tokens * HALF
         base = self._memory.ctypes.data
         self.layout = KVLayout(
             (Region(base, run, run), Region(base + num_blocks * run, run, run)),
             num_blocks,
             block_tokens,
-            model="toy 1",
+            model="toy 2",
         )
 
     def needed(self, num_tokens: int) -> int:
@@ -42,12 +43,13 @@ class Cache:
         self.free += blocks
         blocks.clear()
 
-    def write(self, blocks: list[int], position: int, kv: bytes) -> None:
-        """One token's key and value."""
-        block, at = blocks[position // self.block_tokens], position % self.block_tokens
-        self._memory[:, block, at] = np.frombuffer(kv, np.uint8).reshape(2, HALF)
+    def write(self, blocks: list[int], first: int, kv: NDArray[np.uint64]) -> None:
+        """Keys and values [n, 2] of the tokens from `first` on."""
+        places = np.arange(first, first + len(kv))
+        block = np.array(blocks)[places // self.block_tokens]
+        self._memory[:, block, places % self.block_tokens] = kv.T
 
-    def read(self, blocks: list[int], first: int, last: int) -> bytes:
-        """Keys and values of tokens [first, last)."""
-        rows = self._memory[:, blocks].reshape(2, -1, HALF)[:, first:last]
-        return rows.transpose(1, 0, 2).tobytes()
+    def read(self, blocks: list[int], tokens: int) -> NDArray[np.uint64]:
+        """Keys and values [tokens, 2] of the first so many tokens."""
+        used = blocks[: self.needed(tokens)]
+        return self._memory[:, used].reshape(2, -1)[:, :tokens].T

@@ -1,0 +1,16 @@
+"""An inference engine of a few pages that computes nothing, and all that lets its requests migrate.
+
+    pytest --pyargs kvmig.testing --engine kvmig.engines.toy:factory
+    python -m kvmig.serve toy --engine toy
+
+`model` and `batch` are the engine, `cache` its KV cache; `engine` is its adapter: the Engine port
+of kvmig. `kind` lets `kvmig.serve` start it, `script` lets a test decide when it does what.
+Everything runs on one event loop, so whatever a method does, it does between two steps.
+"""
+
+from kvmig.engines.toy.engine import ToyEngine
+
+
+def factory() -> ToyEngine:
+    """A new engine."""
+    return ToyEngine()

@@ -1,0 +1,90 @@
+"""The toy as a kind of engine: implements `kvmig.engines.kind.EngineKind`.
+
+For tests of what is around engines: an instance starts in a moment, and does what it is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvmig.engines.api_keys import api_keys
+from kvmig.engines.base import ServingEngine
+from kvmig.engines.toy.engine import STEP_MS, ToyEngine
+from kvmig.engines.toy.script import ScriptFile
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import ConfigError
+
+WAIT_S = 0.05
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """MODEL, which may be any word, and flags."""
+    root = _Parser(
+        prog="kvmig.serve --engine toy",
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    root.set_defaults(tensor_parallel_size=1, kv_cache_memory_bytes=None)
+    root.add_argument("model", metavar="MODEL", help="its name")
+    root.add_argument("--host", help="address to listen on")
+    root.add_argument("--port", type=int, default=8000, help="port to listen on")
+    root.add_argument("--api-key", nargs="+", help="keys of which calls must bear one")
+    root.add_argument("--served-model-name", nargs="+", help="names of the model for clients")
+    root.add_argument("--disable-uvicorn-access-log", action="store_true", help="say less")
+    root.add_argument("--max-model-len", type=int, help="tokens of a request at most")
+    root.add_argument("--block-size", type=int, default=32, help="tokens a KV block")
+    root.add_argument("--num-blocks", type=int, default=600, help="KV blocks of an instance")
+    root.add_argument("--max-num-seqs", type=int, default=16, help="requests a step")
+    root.add_argument("--step-ms", type=float, default=STEP_MS, help="from one step to the next")
+    root.add_argument("--script", help="file with what it shall do, see kvmig.engines.toy.script")
+    return root
+
+
+class ToyKind:
+    """Its start imports nothing of a real engine."""
+
+    takes_units = False
+    shares_memory = False
+
+    def prepare(self) -> None:
+        """Nothing is to be checked."""
+
+    def load(self) -> None:
+        """Nothing more is to be imported."""
+
+    def parse(self, argv: list[str]) -> Namespace:
+        args = parser().parse_args(argv)
+        args.api_key = api_keys(args.api_key)
+        for name in ("block_size", "num_blocks", "max_num_seqs", "step_ms"):
+            if (value := getattr(args, name)) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}, must be more than 0")
+        return args
+
+    def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
+        """It needs none."""
+
+    def print_help(self) -> None:
+        parser().print_help()
+
+    def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
+        return []
+
+    def preloaded(self, present: str) -> str:
+        return present
+
+    def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
+        args = self.parse(argv)
+        script = ScriptFile(args.script)
+        while not script.read().load:
+            time.sleep(WAIT_S)
+        return ToyEngine(args.num_blocks, args.block_size, args.max_num_seqs, args.step_ms, script)

@@ -1,0 +1,86 @@
+"""Which requests a paired llumlet lists and moves, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvmig.controlplane.messages import Pair, Why
+from kvmig.controlplane.pairing import MOST_WAITING, Pairing
+from kvmig.engines.base import RequestState
+from kvmig.kvtransfer.report import MigrationReport
+
+
+class Instance:
+    """One whose requests wait, and end as `stay` says when they are to be moved."""
+
+    def __init__(self, waiting: int, stay: dict[str, str] | None = None) -> None:
+        self.queue = [
+            RequestState(f"r{number}", "waiting", 20, 0, 0, 0, wanted_blocks=1)
+            for number in range(waiting)
+        ]
+        self.stay = stay or {}
+        self.lists: list[int] = []
+        self.tried: list[str] = []
+
+    async def requests(self, most_waiting: int) -> list[RequestState]:
+        self.lists.append(most_waiting)
+        return self.queue[:most_waiting]
+
+    async def migrate(self, request_id: str, pair: Pair) -> MigrationReport:
+        self.tried.append(request_id)
+        await asyncio.sleep(0)
+        reason = self.stay.get(request_id, "")
+        if not reason:
+            self.queue = [one for one in self.queue if one.request_id != request_id]
+        return MigrationReport(
+            id="m",
+            request_id=request_id,
+            source="here",
+            destination=pair.destination,
+            state="aborted" if reason else "committed",
+            reason=reason,
+        )
+
+    @asynccontextmanager
+    async def paired(self, *destinations: str, why: Why = "drain") -> AsyncIterator[None]:
+        """Until nothing more moves."""
+        pairing = Pairing(self.requests, lambda: (), self.migrate)
+        running = asyncio.create_task(pairing.run())
+        pairing.set([Pair(one, f"tcp://{one}", 1e9, 1e9, why) for one in destinations])
+        before = -1
+        while before != len(self.tried):
+            before = len(self.tried)
+            await asyncio.sleep(0.01)
+        yield
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_requests_are_listed_once_for_all_that_move() -> None:
+    here = Instance(MOST_WAITING)
+    async with here.paired("b", "c"):
+        assert here.queue == []
+        assert sorted(here.tried) == sorted(f"r{number}" for number in range(MOST_WAITING))
+        assert here.lists == [MOST_WAITING, MOST_WAITING]  # and once more, whether any has come
+
+
+async def test_those_behind_the_listed_ones_move_when_these_have_left() -> None:
+    here = Instance(2 * MOST_WAITING + 1)
+    async with here.paired("b"):
+        assert here.queue == []
+        assert len(here.lists) == 4
+
+
+async def test_one_that_was_listed_and_is_gone_does_not_keep_the_others() -> None:
+    here = Instance(3, stay={"r0": "unknown_request", "r1": "finished"})
+    async with here.paired("b"):
+        assert here.tried[:3] == ["r0", "r1", "r2"]
+
+
+async def test_requests_that_all_stay_are_not_listed_again() -> None:
+    here = Instance(3, stay=dict.fromkeys(("r0", "r1", "r2"), "started"))
+    async with here.paired("b", why="queue"):
+        assert here.tried == ["r0", "r1", "r2"]
+        assert len(here.lists) == 1

@@ -1,0 +1,103 @@
+"""The families that people serve, behind `python -m kvmig.serve` with no flag of kvmig's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvmig.cli.served import Served
+from tests.leaks import Footprint, assert_server_is_empty
+from tests.streams import Stream, place, run_moved, run_unmoved, run_whole
+from tests.zoo import FAMILIES, make
+
+pytestmark = pytest.mark.server
+
+VLLMS = ("--enforce-eager", "--max-model-len=1216", "--max-num-seqs=8")
+"""So that it starts quickly; all of them are vLLM's."""
+SMALL_STEPS = "--max-num-batched-tokens=128"
+"""A larger step that passes the end of a block of Mamba 2 states ends vLLM 0.32 on a CPU."""
+FLAGS: dict[str, tuple[str, ...]] = {
+    "granite4": (SMALL_STEPS,),
+    "nemotron-h": (SMALL_STEPS,),
+    "paddleocr-vl": ('--limit-mm-per-prompt={"image": 0}',),
+}
+ALWAYS = ("gemma3", "qwen3-next", "deepseek-v2")
+PATH = "/v1/completions"
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES
+    ],
+)
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("zoo")
+    flags = [*VLLMS, *FLAGS.get(request.param, ())]
+    own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    model = make(request.param, folder)
+    with Served(flags, model=model, environment=own, log=folder / "log") as served:
+        yield served
+        footprint = Footprint.of(served)
+    footprint.assert_gone()
+    assert "Traceback" not in served.output()
+
+
+@pytest.fixture
+def served(family: Served) -> Iterator[Served]:
+    yield family
+    assert_server_is_empty(family)
+
+
+def body(prompt: str, tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
+
+
+async def test_a_completion_comes(served: Served) -> None:
+    answer = await run_whole(served, PATH, body("There was once", 20))
+    assert answer["usage"]["completion_tokens"] == 20
+    assert answer["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "seeded"])
+async def test_a_stream_moved_there_and_back_equals_one_left_alone(
+    served: Served, fields: dict[str, Any]
+) -> None:
+    wanted = body("There was once", 200, logprobs=1, **fields)
+    unmoved = await run_unmoved(served, PATH, wanted)
+
+    moved, reports = await run_moved(served, PATH, wanted)
+
+    assert [report["state"] for report in reports] == ["committed"] * 2
+    moved.same_as(unmoved)
+
+
+async def test_an_instance_that_is_drained_hands_over_its_eight_streams(served: Served) -> None:
+    """What they say depends on their batches; that nothing is lost doesn't."""
+    async with httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1/", verify=False) as http:
+        assert (await http.post("instances/i1/drain")).status_code == 202
+        streams = [Stream(served, PATH, body(f"{n} There was once", 400)) for n in range(8)]
+        await asyncio.gather(*(stream.reach(2) for stream in streams))
+        for stream in streams:
+            await place(served, stream, "i0")
+        assert (await http.delete("instances/i1/drain")).status_code == 200
+
+        assert (await http.post("instances/i0/drain")).status_code == 202
+        deadline = time.monotonic() + PATIENCE_S
+        while (await http.get("instances")).json()["data"][0]["detail"] != "it is empty":
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert not any(stream.task.done() for stream in streams)
+        assert (await http.delete("instances/i0/drain")).status_code == 200
+
+    for stream in streams:
+        answer = await stream.end()
+        assert (answer.tokens, answer.choices[0].finish_reason) == (400, "length")

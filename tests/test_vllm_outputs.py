@@ -1,0 +1,176 @@
+"""A front end's AsyncLLM, and what one request's output does to others. No engine is started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from vllm.exceptions import GracefulHTTPError
+from vllm.outputs import PoolingRequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from kvmig.engines.base import Frame
+from kvmig.engines.vllm import flags
+from kvmig.engines.vllm.config import engine_config
+from kvmig.engines.vllm.front import Outlet, RoutedLLM
+from kvmig.engines.vllm.outputs import CarefulOutputs
+from kvmig.ground.errors import NoInstance
+from kvmig.models import BUNDLED
+from tests.environment import environment
+from tests.vllm_side import ENVIRONMENT
+
+EACH = RequestOutputKind.DELTA
+
+
+def request(name: str, params: SamplingParams | PoolingParams) -> EngineCoreRequest:
+    sampling = params if isinstance(params, SamplingParams) else None
+    pooling = params if isinstance(params, PoolingParams) else None
+    made = EngineCoreRequest(name, [1, 2], None, sampling, pooling, 0.0, None, None, None)
+    made.external_req_id = name
+    return made
+
+
+class Streams:
+    """A processor, and what its requests' clients would get."""
+
+    def __init__(self) -> None:
+        self.processor = CarefulOutputs(None, log_stats=False)
+        self.queues: dict[str, RequestOutputCollector] = {}
+
+    def begin(self, name: str, params: SamplingParams | PoolingParams) -> None:
+        queue = self.queues[name] = RequestOutputCollector(EACH, name)
+        self.processor.add_request(request(name, params), None, queue=queue)
+
+    def tokens(self, name: str) -> list[int]:
+        """That have come since the last look."""
+        output: Any = self.queues[name].get_nowait()
+        return [] if output is None else list(output.outputs[0].token_ids)
+
+
+def generating() -> SamplingParams:
+    return SamplingParams(max_tokens=9, output_kind=EACH, detokenize=False)
+
+
+def token(name: str, value: int) -> EngineCoreOutput:
+    return EngineCoreOutput(name, [value])
+
+
+def test_an_output_that_can_not_be_used_ends_its_own_request_and_no_other() -> None:
+    streams = Streams()
+    for name in "abc":
+        streams.begin(name, generating())
+    broken = streams.processor.request_states["b"]
+    broken.logprobs_processor = None
+    streams.processor.process_outputs([token(name, 7) for name in "abc"])
+    assert (streams.tokens("a"), streams.tokens("c")) == ([7], [7])
+    with pytest.raises(AssertionError):
+        streams.queues["b"].get_nowait()
+    streams.processor.process_outputs([token("a", 8), token("c", 8)])
+    assert (streams.tokens("a"), streams.tokens("c")) == ([8], [8])
+
+
+def test_what_a_stop_string_ended_before_the_failure_is_still_ended_in_its_engine() -> None:
+    streams = Streams()
+    for name in "ab":
+        streams.begin(name, generating())
+    ended, broken = (streams.processor.request_states[name] for name in "ab")
+    ended.detokenizer.update = lambda ids, stopped: "the end"
+    broken.logprobs_processor = None
+    processed = streams.processor.process_outputs([token("a", 7), token("b", 7)])
+    assert processed.reqs_to_abort == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("said", "message", "retryable"),
+    [
+        ("retry: no instance", "no instance", True),
+        ("final: it crashed two", "it crashed two", False),
+        (None, "Internal server error", False),
+    ],
+)
+def test_a_pooling_request_that_fails_says_why(
+    said: str | None, message: str, retryable: bool
+) -> None:
+    streams = Streams()
+    streams.begin("a", PoolingParams(task="embed"))
+    streams.begin("b", PoolingParams(task="embed"))
+    failed = EngineCoreOutput("a", [], finish_reason=FinishReason.ERROR, stop_reason=said)
+    vector = EngineCoreOutput(
+        "b", [], pooling_output=torch.ones(2), finish_reason=FinishReason.STOP
+    )
+    streams.processor.process_outputs([failed, vector])
+    output = streams.queues["a"].get_nowait()
+    assert isinstance(output, PoolingRequestOutput)
+    assert output.finished
+    assert output.error is not None
+    assert (output.error.message, output.error.retryable) == (message, retryable)
+    other = streams.queues["b"].get_nowait()
+    assert isinstance(other, PoolingRequestOutput)
+    assert other.outputs.data.tolist() == [1.0, 1.0]
+    assert not streams.processor.has_unfinished_requests()
+
+
+class Cluster:
+    """In place of a router: no instance serves."""
+
+    async def submit(self, *_: object) -> object:
+        raise NoInstance("no instance serves")
+
+    async def abort(self, request_ids: Sequence[str], complete: bool) -> None:
+        raise RuntimeError("a bug")
+
+    async def call(self, method: str, payload: Sequence[Frame]) -> Mapping[str, Sequence[Frame]]:
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def front(cluster: Cluster, outlet: Outlet) -> AsyncIterator[RoutedLLM]:
+    with environment(ENVIRONMENT):
+        flags.set_environment()
+        config = engine_config(flags.parse([str(BUNDLED), "--enforce-eager"]))
+    llm = RoutedLLM(config, cluster, outlet, 1, log_stats=True, log_requests=False)
+    llm._supported_tasks = ("generate",)
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+async def test_a_request_that_no_instance_takes_leaves_nothing_behind() -> None:
+    async with front(Cluster(), Outlet()) as llm:
+        outputs = llm.generate({"prompt_token_ids": [1, 2]}, generating(), "r")
+        with pytest.raises(GracefulHTTPError, match="no instance serves"):
+            await anext(outputs)
+        assert llm.get_num_unfinished_requests() == 0
+
+
+async def test_an_error_in_what_hands_out_outputs_ends_no_stream() -> None:
+    cluster, outlet = Cluster(), Outlet()
+    async with front(cluster, outlet) as llm:
+        queue = RequestOutputCollector(EACH, "r")
+        params = SamplingParams(max_tokens=9, output_kind=EACH, stop=["the end"])
+        llm.output_processor.add_request(request("r", params), None, queue=queue)
+
+        def fail(**_: object) -> None:
+            raise RuntimeError("a bug in a metric")
+
+        assert llm.logger_manager is not None
+        llm.logger_manager.record = fail
+        for value in (65, 66):
+            outlet.deliver(0, [token("r", value)], None)
+            output: Any = await asyncio.wait_for(queue.get(), 10)
+            assert list(output.outputs[0].token_ids) == [value]
+        assert llm.is_running
+        assert not llm.errored
+
+
+async def test_the_sources_of_kv_events_are_none_as_with_vllm() -> None:
+    async with front(Cluster(), Outlet()) as llm:
+        assert llm.get_kv_event_sources() == {}

@@ -1,0 +1,60 @@
+"""A request of an engine with an EAGLE head takes along what the head keeps of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.vllm_pair import Pair, Side
+from tests.zoo import eagle, make
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [40 + number * number % 97 for number in range(100)]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    model = make("llama7b", tmp_path_factory.mktemp("zoo"))
+    drafts = {"method": "eagle", "model": str(eagle(model)), "num_speculative_tokens": 3}
+    flags = (f"--speculative-config={json.dumps(drafts)}",)
+    with pytest.MonkeyPatch.context() as patch:
+        inspect = "vllm.model_executor.models.registry._run_in_subprocess"
+        patch.setattr(inspect, lambda look: look())
+        pair = Pair(False, a_flags=flags, b_flags=flags, model=model)
+    yield pair
+    pair.close()
+
+
+async def proposals(pair: Pair, side: Side, name: str, until: int) -> list[tuple[int, list[int]]]:
+    """(tokens so far, drafts for the next step) after each step."""
+    seen: list[tuple[int, list[int]]] = []
+    while len(pair.outputs[name].tokens) < until:
+        side.step()
+        await pair.settle()
+        request = side.engine._scheduler.requests[name]
+        seen.append((request.num_output_tokens, list(request.spec_token_ids)))
+    return seen
+
+
+async def test_the_head_proposes_after_a_move_what_it_would_have_proposed(engines: Pair) -> None:
+    """Tokens alone can't tell: drafts that are wrong are thrown away."""
+    pair = engines
+    pair.begin()
+    pair.submit(pair.a, "unmoved", PROMPT)
+    await pair.step(pair.a, until=("unmoved", 10))
+    expected = await proposals(pair, pair.a, "unmoved", 40)
+    unmoved = await pair.finish("unmoved")
+    pair.a.engine._scheduler.reset_prefix_cache()
+    pair.submit(pair.a, "moved", PROMPT)
+    await pair.step(pair.a, until=("moved", 10))
+
+    await pair.move(pair.a, pair.b, "moved", steps=0)
+
+    assert await proposals(pair, pair.b, "moved", 40) == expected
+    assert len({tuple(drafts) for _, drafts in expected}) > 10
+    moved = await pair.finish("moved")
+    assert (moved.tokens, moved.logprobs) == (unmoved.tokens, unmoved.logprobs)
+    await pair.assert_empty()

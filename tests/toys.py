@@ -1,0 +1,44 @@
+"""Servers whose engines compute nothing, start in a moment, and stop where a test wants them to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvmig.cli.served import Served
+from kvmig.engines.toy.script import Script, ScriptFile
+
+
+class Toys(Served):
+    """`kvmig.serve --engine toy flags`: everything but the engines is what serves vLLM."""
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        folder: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """folder: where its log and its script go."""
+        path = folder / "script"
+        super().__init__(
+            ["--engine=toy", f"--script={path}", *flags],
+            model="toy",
+            environment=environment,
+            log=folder / "log",
+        )
+        self._script = ScriptFile(str(path))
+
+    def play(self, script: Script) -> None:
+        """All engines do so from their next step on."""
+        self._script.write(script)
+
+    @contextmanager
+    def held(self, tokens: int) -> Iterator[None]:
+        """Inside the block no request gets more output tokens, but for one wherever it moves to."""
+        self.play(Script(hold=tokens))
+        try:
+            yield
+        finally:
+            self.play(Script())
