@@ -1,4 +1,4 @@
-"""Draw docs/migration-*.svg: who asks whom what while a request moves, both ways to end it."""
+"""Draw docs/migration.svg: who asks whom what while a request moves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ BEGIN: tuple[Row, ...] = (
     Say(DESTINATION, ENGINE_B, "scatter, compare"),
     Say(DESTINATION, SOURCE, "ChunkDone"),
 )
-COPY: tuple[Row, ...] = (
+END: tuple[Row, ...] = (
     Part("room for the rest"),
     Say(SOURCE, ENGINE_A, "stage: little is left"),
     Say(SOURCE, DESTINATION, "Reserve, last"),
@@ -74,38 +74,8 @@ COPY: tuple[Row, ...] = (
     Say(SOURCE, ENGINE_A, "release"),
     Say(DESTINATION, SOURCE, "FirstToken"),
 )
-FOLLOW: tuple[Row, ...] = (
-    Part("room for the rest"),
-    Say(SOURCE, ENGINE_A, "stage: little is left"),
-    Say(SOURCE, DESTINATION, "Reserve n: tokens"),
-    Say(DESTINATION, ENGINE_B, "grow"),
-    Say(DESTINATION, SOURCE, "Reserved"),
-    Part("follow, while it decodes"),
-    Say(SOURCE, ENGINE_A, "fork, gather"),
-    Say(SOURCE, DESTINATION, "Chunk: the rest", wide=True),
-    Say(SOURCE, DESTINATION, "Follow: state"),
-    Say(DESTINATION, ENGINE_B, "follow"),
-    Say(DESTINATION, SOURCE, "Following: pace"),
-    Part("its steps, one behind"),
-    Say(ENGINE_A, SOURCE, "a step's tokens"),
-    Say(SOURCE, DESTINATION, "Tokens"),
-    Say(DESTINATION, ENGINE_B, "extend"),
-    Say(DESTINATION, SOURCE, "Following: pace"),
-    Say(SOURCE, DESTINATION, "Expect: when"),
-    Say(DESTINATION, ENGINE_B, "expect"),
-    Part("pause", pause=True),
-    Say(SOURCE, ENGINE_A, "suspend"),
-    Say(SOURCE, DESTINATION, "Commit: last tokens"),
-    Say(DESTINATION, ENGINE_B, "commit"),
-    Say(DESTINATION, SOURCE, "Committed"),
-    Say(ENGINE_B, DESTINATION, "first step"),
-    Part("free"),
-    Say(SOURCE, ENGINE_A, "release"),
-    Say(DESTINATION, SOURCE, "FirstToken"),
-)
 PICTURES = {
-    "migration-copy.svg": ("A migration whose tail is copied", (*BEGIN, *COPY)),
-    "migration-follow.svg": ("A migration to a destination that follows", (*BEGIN, *FOLLOW)),
+    "migration.svg": ("One migration", (*BEGIN, *END)),
 }
 
 

@@ -20,8 +20,6 @@ from kvmig.engines.base import (
     CameBlocks,
     EngineLoad,
     Export,
-    OnTokens,
-    Pace,
     RequestState,
     Stage,
     Tail,
@@ -42,8 +40,6 @@ class Request:
     prompt: int
     blocks: list[int] = field(default_factory=list)
     suspended: bool = False
-    decoding: asyncio.Task[None] | None = None
-    """Its steps since a fork."""
 
 
 def kv(tokens: Sequence[int], position: int) -> bytes:
@@ -62,8 +58,7 @@ class FakeEngine:
     `on_started` when a request that came begins to decode.
 
     at_once: whether it gathers when it suspends, as far as the buffer's size allows;
-    steps: tokens that each request that leaves decodes at every stage and suspend; after a
-    fork it decodes one a millisecond.
+    steps: tokens that each request that leaves decodes at every stage and suspend.
     """
 
     def __init__(
@@ -71,8 +66,6 @@ class FakeEngine:
         num_blocks: int = 200,
         steps: int = 1,
         hits: int = 0,
-        can_follow: bool = False,
-        can_recompute: bool = False,
         at_once: bool = True,
     ) -> None:
         self.layout = KVLayout(
@@ -83,14 +76,10 @@ class FakeEngine:
         self.running: dict[str, Request] = {}
         self.reserved: dict[str, Request] = {}
         self.leaving: set[str] = set()
-        self.following: dict[str, Request] = {}
-        self.can_follow = can_follow
-        self.can_recompute = can_recompute
         self.can_hold = True
         self.unmovable = ""
         self.expected: list[tuple[str, float]] = []
-        self.now = Cadence(0.0, 0.0, token_ms=0.0)
-        self._extending = asyncio.Lock()
+        self.now = Cadence(0.0, 0.0)
         self.steps = steps
         self.hits = hits
         self.calls: list[str] = []
@@ -140,7 +129,6 @@ class FakeEngine:
         suspended = any(request.suspended for request in self.running.values())
         return (
             not self.reserved
-            and not self.following
             and not suspended
             and not self.leaving
             and held + len(self.free) == self.layout.num_blocks
@@ -172,20 +160,6 @@ class FakeEngine:
         self.decode(request, self.steps)
         full = (len(request.tokens) - 1) // BLOCK_TOKENS
         return Stage(request.blocks[sent:full], len(request.tokens), decoding=self.decoding)
-
-    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
-        await self._enter("fork")
-        request = self._live(request_id)
-
-        async def steps() -> None:
-            while request_id in self.running and not request.suspended:
-                self.decode(request, 1)
-                on_tokens(request.tokens[-1:])
-                await asyncio.sleep(0.001)
-
-        fork = self._tail(request, sent)
-        request.decoding = asyncio.create_task(steps())
-        return fork
 
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         await self._enter("suspend")
@@ -247,31 +221,6 @@ class FakeEngine:
             request.blocks.append(self.free.pop(0))
         return list(request.blocks)
 
-    async def follow(self, request_id: str, fork: Tail) -> Pace:
-        await self._enter("follow")
-        request = self.following[request_id] = self.reserved.pop(request_id)
-        request.tokens = msgspec.msgpack.decode(fork.state)
-        return Pace(0, 0)
-
-    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
-        async with self._extending:  # one after the other, as on an engine's thread
-            await self._enter("extend")
-            request = self.following.get(request_id)
-            if request is None:
-                raise MigrationRefused("unknown_request", request_id)
-            assert start == len(request.tokens) - request.prompt
-            self._compute(request, [*request.tokens, *token_ids])
-            return Pace(0, 0)
-
-    def _compute(self, request: Request, tokens: list[int]) -> None:
-        """A step: the KV of what came since, up to the last token but one."""
-        known, request.tokens = len(request.tokens), tokens
-        while len(request.blocks) * BLOCK_TOKENS < len(tokens):
-            request.blocks.append(self.free.pop(0))
-        for position in range(known - 1, len(tokens) - 1):
-            start = self._address(request, position)
-            self.memory[start : start + TOKEN_BYTES] = kv(tokens, position)
-
     async def prepare(self, request_id: str) -> None:
         await self._enter("prepare")
 
@@ -283,13 +232,10 @@ class FakeEngine:
         if last is not None:
             last.check(self._scatter(last.block_ids, last.fused))
         tokens = msgspec.msgpack.decode(tail.state)
-        if request_id in self.following:
-            request = self.following.pop(request_id)
-            self._compute(request, tokens)
-        else:
-            request = self.reserved.pop(request_id)
-            request.tokens = tokens[: tail.there(len(tokens) - 1, BLOCK_TOKENS) + 1]
-            self._compute(request, tokens)
+        request = self.reserved.pop(request_id)
+        request.tokens = tokens
+        while len(request.blocks) * BLOCK_TOKENS < len(tokens):
+            request.blocks.append(self.free.pop(0))
         for position in range(len(request.tokens) - 1):
             start = self._address(request, position)
             came = bytes(self.memory[start : start + TOKEN_BYTES])
@@ -299,7 +245,7 @@ class FakeEngine:
 
     async def cancel(self, request_id: str) -> None:
         await self._enter("cancel")
-        request = self.reserved.pop(request_id, None) or self.following.pop(request_id, None)
+        request = self.reserved.pop(request_id, None)
         if request is not None:
             self.free += request.blocks
 

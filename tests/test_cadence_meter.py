@@ -7,23 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
-from kvmig.engines.cadence_meter import MOST_TOKENS, CadenceMeter
+from kvmig.engines.cadence_meter import CadenceMeter
 
 MS = 1e-3
 
 
-def decoding(
-    times: CadenceMeter, steps: int, ms: float, tokens: int = 1, start: float = 0.0
-) -> float:
+def decoding(times: CadenceMeter, steps: int, ms: float, start: float = 0.0) -> float:
     """`steps` steps one after the other; when the last one ended."""
     for _ in range(steps):
-        times.step(start, start + ms * MS, tokens)
+        times.step(start, start + ms * MS)
         start += ms * MS
     return start
 
 
 def test_an_engine_that_never_stepped_does_nothing() -> None:
-    assert CadenceMeter().cadence(1.0) == Cadence(0.0, 0.0, None)
+    assert CadenceMeter().cadence(1.0) == Cadence(0.0, 0.0)
 
 
 def test_a_busy_engine_says_where_in_its_step_it_is() -> None:
@@ -37,7 +35,7 @@ def test_a_busy_engine_says_where_in_its_step_it_is() -> None:
 def test_what_it_does_between_two_steps_counts() -> None:
     times = CadenceMeter()
     for number in range(200):
-        times.step(number * 0.012, number * 0.012 + 0.010, 1)
+        times.step(number * 0.012, number * 0.012 + 0.010)
     assert times.cadence(199 * 0.012 + 0.010).step_ms == pytest.approx(12.0)
 
 
@@ -54,28 +52,11 @@ def test_an_engine_that_rests_says_so() -> None:
     assert times.cadence(end + 31 * MS).step_ms == 0.0
 
 
-def test_what_a_token_more_costs_is_learned_from_steps_of_several_sizes() -> None:
-    times = CadenceMeter()
-    assert times.cadence(0.0).token_ms is None
-    decoding(times, 5, ms=10.0, tokens=1)
-    assert times.cadence(0.0).token_ms is None
-    decoding(times, 5, ms=12.0, tokens=5)
-    assert times.cadence(0.0).token_ms == pytest.approx(0.5)
-
-
-def test_long_prefills_tell_nothing_of_one_token_more() -> None:
-    times = CadenceMeter()
-    decoding(times, 5, ms=10.0, tokens=1)
-    decoding(times, 5, ms=900.0, tokens=MOST_TOKENS + 1)
-    assert times.cadence(0.0).token_ms is None
-
-
-@given(st.lists(st.tuples(st.floats(0.0, 1e3), st.integers(0, 200)), max_size=40))
-def test_no_step_makes_a_cadence_that_can_not_be(steps: list[tuple[float, int]]) -> None:
+@given(st.lists(st.floats(0.0, 1e3), max_size=40))
+def test_no_step_makes_a_cadence_that_can_not_be(steps: list[float]) -> None:
     times, end = CadenceMeter(), 0.0
-    for ms, tokens in steps:
-        end = decoding(times, 1, ms, tokens, start=end)
+    for ms in steps:
+        end = decoding(times, 1, ms, start=end)
     cadence = times.cadence(end)
     assert cadence.since_ms >= 0.0
     assert cadence.step_ms >= 0.0
-    assert cadence.token_ms is None or cadence.token_ms >= 0.0

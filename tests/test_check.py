@@ -220,7 +220,7 @@ def test_a_bad_option_is_one_clear_error(
     assert message in capsys.readouterr().err
 
 
-WALKED = Request("ab", Shape(tokens=3, stages=2, way="follow"), {"a": "b", "b": "a"})
+WALKED = Request("ab", Shape(tokens=3, stages=2), {"a": "b", "b": "a"})
 
 
 @settings(max_examples=100, deadline=None)

@@ -42,7 +42,7 @@ def test_the_transformers_engine_conforms() -> None:
 @pytest.mark.engine
 def test_the_vllm_engine_conforms() -> None:
     """Two engines in one process; aborts of this adapter: test_vllm_adapter."""
-    chosen = ("-k", "test_moves or test_follow or test_recompute or test_waiting")
+    chosen = ("-k", "test_moves or test_waiting")
     arguments = ("--engine", "kvmig.engines.vllm:factory", "-W", "ignore", *chosen)
     code, output = run_suite(*arguments, **ENVIRONMENT)
     assert code == 0, output

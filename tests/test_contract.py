@@ -16,11 +16,10 @@ from msgspec import structs
 from kvmig.embed.migrator import Migrator
 from kvmig.engines.base import Emitted, Export, Frame, Stage, Tail
 from kvmig.engines.checked import CheckedServingEngine
-from kvmig.engines.ledger import RULES, Ledger
+from kvmig.engines.ledger import RULES
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.engines.transformers.payload import Output
 from kvmig.ground.errors import ContractViolation
-from kvmig.ground.layout import KVLayout, Region
 from kvmig.kvtransfer.report import MigrationReport
 
 PROMPT, LENGTH = list(range(43)), 60
@@ -253,22 +252,6 @@ async def test_blocks_that_were_given_back_twice_are_noticed_when_two_requests_g
         await them.b.grow("one", 200)
         with pytest.raises(ContractViolation, match="own-blocks"):
             await them.b.grow("two", 128)
-
-
-@pytest.mark.parametrize(
-    ("rule", "tail"),
-    [
-        ("whole-tail", Tail([4, 5], 40, 8, b"")),
-        ("known-blocks", Tail([4, 5, 8], 40, 8, b"")),
-        ("growing-tokens", Tail([4, 5], 30, 0, b"")),
-    ],
-)
-def test_the_rest_that_a_fork_names_is_held_to_the_rules_of_a_tail(rule: str, tail: Tail) -> None:
-    ledger = Ledger(KVLayout((Region(0, 64, 64),), 8, 16, "m"))
-    ledger.exported("r", 40)
-    with pytest.raises(ContractViolation) as violation:
-        ledger.forked("r", 0, tail)
-    assert violation.value.rule == rule
 
 
 def test_the_documentation_lists_all_rules() -> None:

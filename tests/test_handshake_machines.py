@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvmig.engines import base
-from kvmig.engines.base import Pace, Stage, Tail
+from kvmig.engines.base import Stage, Tail
 from kvmig.ground.errors import InvalidTransition
 from kvmig.kvtransfer import destination_actions, source_actions
 from kvmig.kvtransfer import destination_machine as destination
@@ -22,7 +22,6 @@ from kvmig.kvtransfer.messages import (
     ChunkDone,
     Commit,
     Committed,
-    Follow,
     Message,
     Refused,
     Reserve,
@@ -274,14 +273,6 @@ def test_blocks_that_come_with_the_commit_count() -> None:
 def test_blocks_that_come_with_the_commit_must_fit(last: Chunk) -> None:
     machine = destination_at(destination.S.RECEIVING)
     machine.commit(Commit("m", "r", 1, TAIL, 3, last))
-    assert machine.state is destination.S.CANCELLED
-
-
-def test_a_follower_takes_no_blocks_with_the_commit() -> None:
-    machine = destination_at(destination.S.RECEIVING)
-    machine.follow(Follow("m", TAIL, 1))
-    machine.joined(Pace(0, 0), 0.0)
-    machine.commit(Commit("m", "r", 1, TAIL, 1, chunk(1, 1)))
     assert machine.state is destination.S.CANCELLED
 
 

@@ -1,4 +1,4 @@
-"""When a suspension is asked for, and what each way of ending a migration costs."""
+"""When a suspension is asked for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
 from kvmig.engines.step_hold import limit_s
-from kvmig.ground.config import Way
 from kvmig.kvtransfer.meeting import NEAR, PUT_OFF_STEPS, LeadTime, due_ms, put_off_ms
 from kvmig.kvtransfer.messages import Message, Reserve
-from kvmig.kvtransfer.pause_cost import MOST_TOKENS, CopyTimes, choose
 from tests.fake_cluster import Cluster, cluster, until
 from tests.fake_engine import BLOCK_TOKENS, FakeEngine
 
@@ -57,48 +55,6 @@ def test_the_time_on_the_way_is_learned_without_the_engines_part() -> None:
     for _ in range(40):
         lead.observe(answered_ms=9.0, commit_ms=5.0)
     assert lead.ms == pytest.approx(4.0, abs=0.01)
-
-
-def test_a_copy_costs_both_ends_and_what_came_on_top_of_it() -> None:
-    times = CopyTimes()
-    assert times.expected(1000, None) is None
-    assert times.expected(1000, 500.0) == pytest.approx(4.0)
-    times.observe(3.0, 1000, 500.0)
-    assert times.expected(2000, 500.0) == pytest.approx(1.0 + 8.0)
-
-
-EVERY: tuple[Way, ...] = ("copy", "recompute", "follow")
-
-
-@pytest.mark.parametrize(
-    ("copy_ms", "token_ms", "tokens", "open_ways", "way"),
-    [
-        (1.0, 0.5, 9, EVERY, "follow"),
-        (1.0, 1.5, 9, EVERY, "copy"),
-        (1.0, 1.0, 9, EVERY, "copy"),
-        (None, 0.5, 9, EVERY, "copy"),
-        (1.0, None, 9, EVERY, "copy"),
-        (3.0, 0.1, 20, ("copy", "recompute"), "recompute"),
-        (3.0, 0.2, 20, ("copy", "recompute"), "copy"),
-        (3.0, 0.1, 1, EVERY, "follow"),
-        (3.0, 0.0, 9, EVERY, "follow"),
-        (3.0, 0.1, 20, ("copy",), "copy"),
-        (30.0, 0.1, MOST_TOKENS + 1, ("copy", "recompute"), "copy"),
-    ],
-)
-def test_of_the_ways_that_are_open_the_shortest_is_taken(
-    copy_ms: float | None, token_ms: float | None, tokens: int, open_ways: tuple[Way, ...], way: Way
-) -> None:
-    cost = choose(copy_ms, token_ms, tokens, open_ways)
-    assert (cost.way, cost.copy_ms, cost.follow_ms) == (way, copy_ms, token_ms)
-    known = token_ms is not None and tokens <= MOST_TOKENS
-    assert cost.recompute_ms == (tokens * (token_ms or 0.0) if known else None)
-
-
-@given(st.sampled_from(EVERY), st.sets(st.sampled_from(EVERY)))
-def test_a_way_that_is_wished_for_is_taken_if_it_is_open(wish: Way, open_ways: set[Way]) -> None:
-    way = choose(1.0, 1.0, 9, {"copy", *open_ways}, wish).way
-    assert way == (wish if wish in open_ways else "copy")
 
 
 class Stepping(FakeEngine):
@@ -160,17 +116,6 @@ async def test_one_that_outgrows_its_destination_while_it_is_put_off_is_never_su
         decoding_on(them, tokens=2)
         report = await them.move()
         assert (report.reason, report.downtime_ms) == ("no_blocks", None)
-
-
-async def test_the_way_of_the_rest_is_chosen_by_what_it_is_after_the_wait() -> None:
-    source, destination = far_apart()
-    source.can_recompute = destination.can_recompute = True
-    async with cluster(source=source, destination=destination, rest="recompute") as them:
-        decoding_on(them, tokens=8)
-        report = await them.move()
-        assert report.state == "committed"
-        assert report.pause_cost is not None
-        assert report.pause_cost.way == "copy"  # more than are ever computed again
 
 
 async def test_a_client_that_leaves_meanwhile_ends_the_migration() -> None:

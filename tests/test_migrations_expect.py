@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kvmig.engines.base import Cadence
-from kvmig.ground.config import Rest
 from kvmig.kvtransfer.messages import Commit, Expect
 from tests.fake_cluster import cluster, dropping
 from tests.fake_engine import FakeEngine
 
 
-@pytest.mark.parametrize("rest", ["copy", "follow"])
-async def test_the_destination_hears_when_the_commit_comes(rest: Rest) -> None:
-    source = FakeEngine(num_blocks=1000, can_follow=True)
+async def test_the_destination_hears_when_the_commit_comes() -> None:
+    source = FakeEngine(num_blocks=1000)
     source.now = Cadence(4.0, 10.0)
-    destination = FakeEngine(num_blocks=1000, can_follow=True)
-    async with cluster(source=source, destination=destination, rest=rest) as them:
+    destination = FakeEngine(num_blocks=1000)
+    async with cluster(source=source, destination=destination) as them:
         assert (await them.move()).state == "committed"
         ((request_id, due_ms),) = destination.expected
         assert request_id == "r"

@@ -10,12 +10,12 @@ from kvmig.ground.config import MigrationConfig, Transport
 from kvmig.ground.layout import KVLayout
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
 
-CONFIG = MigrationConfig(transport="tcp", rest="follow", reply_timeout_ms=2000)
+CONFIG = MigrationConfig(transport="tcp", reply_timeout_ms=2000)
 
 
-@pytest.mark.parametrize("method", ["reserve", "follow", "extend"])
+@pytest.mark.parametrize("method", ["reserve", "grow", "scatter"])
 async def test_a_request_that_ends_while_it_moves_is_given_up_at_once(method: str) -> None:
-    engines = {name: FakeEngine(num_blocks=1000, can_follow=True) for name in "ab"}
+    engines = {name: FakeEngine(num_blocks=1000) for name in "ab"}
     engines["a"].start("r")
     async with kvmig.Migrator(engines, CONFIG) as migrator:
         heard = migrator.tap("a", lambda client, emitted, frames: None)

@@ -17,7 +17,7 @@ import pytest
 
 from kvmig.engines.base import Export, Tail
 from kvmig.engines.block_copies import BlockCopies
-from kvmig.ground.config import Rest, Transport
+from kvmig.ground.config import Transport
 from kvmig.ground.errors import MigrationRefused
 from kvmig.ground.layout import KVLayout, Region
 from kvmig.kvtransfer.compat import fingerprint
@@ -34,7 +34,7 @@ from kvmig.kvtransfer.messages import (
 )
 from kvmig.kvtransfer.transports import tcp
 from tests.fake_cluster import SECRET, cluster, failing
-from tests.fake_engine import BLOCK_BYTES, BLOCK_TOKENS, FakeEngine, Request, kv
+from tests.fake_engine import BLOCK_BYTES, BLOCK_TOKENS, FakeEngine, kv
 
 MOVED = "r"
 
@@ -65,10 +65,6 @@ class Neighbours(FakeEngine):
         self._given.update(blocks[self.hits :])
         return blocks
 
-    def _compute(self, request: Request, tokens: list[int]) -> None:
-        super()._compute(request, tokens)
-        self._given.update(request.blocks[self.hits :])
-
     async def scatter(
         self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
     ) -> list[int]:
@@ -92,17 +88,15 @@ ENDS: list[tuple[str, int, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rest", ["copy", "recompute", "follow"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize(("method", "after", "state"), ENDS)
 async def test_a_migration_however_it_ends_changes_no_block_but_its_own(
-    method: str, after: int, state: str, transport: Transport, rest: Rest
+    method: str, after: int, state: str, transport: Transport
 ) -> None:
-    there = Neighbours(hits=3, can_follow=True, can_recompute=True)
+    there = Neighbours(hits=3)
     there.before = failing(method, MigrationRefused("error", "as told"), after)
     async with cluster(
-        source=FakeEngine(can_follow=True), destination=there,
-        transport=transport, rest=rest, stages=3, chunks=2,
+        destination=there, transport=transport, stages=3, chunks=2,
     ) as them:  # fmt: skip
         report = await them.move()
         assert report.state == state

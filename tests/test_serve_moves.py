@@ -113,11 +113,7 @@ async def test_the_report_says_what_was_moved_and_what_the_pause_was_made_of(
         parts = report["downtime_ms"]
         assert all(parts[part] >= 0 for part in ("drain", "tail_copy", "commit", "first_token"))
         assert report["total_ms"] >= parts["drain"] + parts["tail_copy"] + parts["commit"]
-        cost, followed = report["pause_cost"], report["followed"] is not None
-        assert (report["tail_blocks"] >= 1, followed) == {
-            "copy": (True, False), "recompute": (False, False), "follow": (False, True),
-        }[cost["way"]]  # fmt: skip
-        assert cost.keys() == {"way", "copy_ms", "follow_ms", "recompute_ms"}
+        assert report["tail_blocks"] >= 1
     assert sum(stage["blocks"] for stage in there["stages"]) + there["hit_blocks"] >= 40
     assert back["hit_blocks"] >= 40, "what it left behind is found there again"
     newest = (await asyncio.to_thread(served.get, "migrations"))[:2]

@@ -89,22 +89,6 @@ async def test_a_stream_moved_twice_equals_the_one_left_alone(served: Served, ki
     moved.same_as(unmoved)
 
 
-@pytest.mark.long
-async def test_a_destination_that_follows_gives_the_same_tokens(tmp_path: Path) -> None:
-    flags = ["--engine=transformers", *PATIENT, NEVER_BY_ITSELF, "--rest=follow"]
-    with Served(flags, log=tmp_path / "log") as served:
-        for path, body in CALLS.values():
-            unmoved = await run_unmoved(served, path, body)
-
-            moved, reports = await run_moved(served, path, body)
-
-            assert [report["state"] for report in reports] == ["committed"] * 2, reports
-            assert all(report["followed"] is not None for report in reports), reports
-            moved.same_as(unmoved, within=LAST_DIGITS)
-        footprint = Footprint.of(served)
-    footprint.assert_gone()
-
-
 async def test_the_openai_package_gets_completions_and_chats_whole_and_streamed(
     client: openai.AsyncOpenAI,
 ) -> None:

@@ -138,19 +138,3 @@ async def test_no_pause_is_foretold_that_is_not_spread_or_that_nobody_feels(why:
         them.a.foretell = foretell
         assert (await them.move()).state == "committed"
         assert not told
-
-
-async def test_a_destination_that_follows_is_foretold_too() -> None:
-    told: list[str] = []
-
-    def foretell(request_id: str, pause_ms: float, stretch_ms: float) -> bool:
-        told.append(request_id)
-        return True
-
-    source = FakeEngine(num_blocks=1000, can_follow=True)
-    source.now = Cadence(0.0, 1000.0)
-    destination = FakeEngine(num_blocks=1000, can_follow=True)
-    async with cluster(source=source, destination=destination, rest="follow", spread=0.5) as them:
-        them.a.foretell = foretell
-        assert (await them.move()).state == "committed"
-        assert told == ["r"]

@@ -82,7 +82,7 @@ class Handled:
         monkeypatch.setattr(
             core.StepCore, "_handle_client_request", lambda core, kind, call: call()
         )
-        self.core.cadence_meter.step(-STEP_S, 0.0, 1)
+        self.core.cadence_meter.step(-STEP_S, 0.0)
 
     def put(self, name: str, then: Callable[[], None] = lambda: None) -> None:
         def call() -> None:

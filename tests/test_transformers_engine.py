@@ -7,31 +7,27 @@ way; all tests share two of them.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 from transformers.generation.continuous_batching.requests import RequestState as State
 
 from kvmig.embed.migrator import Migrator
-from kvmig.engines.base import Emitted, Frame, Pace, Tail
+from kvmig.engines.base import Emitted, Frame
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.load import engine_load
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
 from kvmig.engines.transformers.serving import ServingTransformers
 from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import MigrationRefused, RequestGone
 
 pytestmark = pytest.mark.engine
 
 PROMPT = list(b"101 102 103 104 105 106 107")
 OTHER = list(b"901 902 903 904 905 906 907")
 PATIENT = MigrationConfig(transport="tcp", reply_timeout_ms=20000, lease_ms=60000)
-FOLLOWED = replace(PATIENT, rest="follow")
 
 
 class Bench:
@@ -293,166 +289,5 @@ def test_a_destination_without_a_batch_slot_refuses(bench: Bench) -> None:
             )
             bench.engines["b"].abort(busy)
             await bench.finish(moves)
-
-    bench.runner.run(scenario())
-
-
-class Followed:
-    """A request of "a" that "b" follows; steps of "a" take their time, so that it doesn't end."""
-
-    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.a, self.b = bench.engines["a"], bench.engines["b"]
-        self.since: list[int] = []
-        """Output tokens from the `start`th on."""
-        self.start = 0
-        monkeypatch.setattr(self.a._loop, "after_step", lambda: time.sleep(0.01))
-
-    async def fork(self, request_id: str) -> Tail:
-        self.id = request_id
-        fork = await self.a.fork(request_id, 0, self.since.extend)
-        self.start = fork.num_output_tokens
-        return fork
-
-    async def follow(self, request_id: str) -> Pace:
-        a, b = self.a, self.b
-        await b.reserve(await a.export(request_id))
-        fork = await self.fork(request_id)
-        block_ids = await b.grow(request_id, fork.num_tokens)
-        fused = memoryview(bytearray(len(fork.block_ids) * a.layout.block_bytes))
-        await a.gather(fork.block_ids, fused)
-        await b.scatter(block_ids[: len(fork.block_ids)], fused)
-        return await b.follow(request_id, fork)
-
-    async def extend(self) -> Pace:
-        return await self.b.extend(self.id, self.start, list(self.since))
-
-    async def until_in_step(self) -> None:
-        async with asyncio.timeout(60):
-            while (await self.extend()).computing:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
-
-@pytest.fixture
-def followed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Followed:
-    return Followed(bench, monkeypatch)
-
-
-@pytest.mark.parametrize("fields", SCORED)
-def test_a_followed_request_gets_its_tokens_and_but_for_rounding_its_log_probabilities(
-    bench: Bench, followed: Followed, fields: dict[str, Any]
-) -> None:
-    """The destination computes several tokens in a step, the source one: other matrix products."""
-
-    async def scenario() -> None:
-        async with migrator(bench, FOLLOWED) as move:
-            stays = await bench.reach(bench.submit("b", 120, **fields), 120)
-            moves = bench.submit("a", 120, **fields)
-            await bench.reach(moves, 5)
-            report = await move.migrate(moves, "a", "b")
-            assert report.state == "committed"
-            assert report.followed is not None
-            got = await bench.reach(moves, 120)
-            assert [one.token_ids for one in got] == [one.token_ids for one in stays]
-            values = [[one.logprobs[0].value for one in outputs] for outputs in (got, stays)]
-            assert values[0] == pytest.approx(values[1], abs=1e-4)
-
-    bench.runner.run(scenario())
-
-
-def test_a_follower_gets_in_step_and_puts_nothing_out(bench: Bench, followed: Followed) -> None:
-    async def scenario() -> None:
-        async with migrator(bench):
-            a, b = followed.a, followed.b
-            expected = await bench.finish(bench.submit("a", 120))
-            moves = bench.submit("a", 120)
-            await bench.reach(moves, 5)
-            assert await followed.follow(moves) == Pace(0, 0), "nothing is left to compute"
-            await bench.reach(moves, followed.start + 4)
-            assert (await followed.extend()).computing >= 3
-            await followed.until_in_step()
-            assert await b.requests() == []
-            assert b.load().running == 0
-            with pytest.raises(RequestGone):
-                await b.export(moves)
-            tail = await a.suspend(moves, 1 << 20)
-            assert tail.block_ids == []
-            b.assign(moves, 1)
-            await b.commit(moves, tail)
-            await a.release(moves)
-            assert await bench.finish(moves) == expected
-
-    bench.runner.run(scenario())
-
-
-def test_a_source_that_contradicts_itself_is_refused_and_goes_on(
-    bench: Bench, followed: Followed
-) -> None:
-    async def scenario() -> None:
-        async with migrator(bench):
-            a, b = followed.a, followed.b
-            expected = await bench.finish(bench.submit("a", 60))
-            moves = bench.submit("a", 60)
-            await bench.reach(moves, 5)
-            await followed.follow(moves)
-            start = followed.start
-            with pytest.raises(MigrationRefused, match=f"token {start + 1} after {start}"):
-                await b.extend(moves, start + 1, [1])
-            await b.extend(moves, start, [1])
-            await bench.reach(moves, start + 2)
-            with pytest.raises(MigrationRefused, match="other tokens than it said"):
-                await b.commit(moves, await a.suspend(moves, 1 << 20))
-            await a.resume(moves)
-            assert await bench.finish(moves) == expected
-
-    bench.runner.run(scenario())
-
-
-def test_a_block_that_is_copied_for_a_follower_is_nobody_elses_meanwhile(
-    bench: Bench, followed: Followed
-) -> None:
-    """It comes full at the source, where another holds the same, and is given back."""
-
-    async def scenario() -> None:
-        async with migrator(bench):
-            blocks = followed.a._blocks
-
-            def take_all() -> list[int]:
-                blocks.hold("all", blocks.free_now() * blocks.tokens)
-                try:
-                    return blocks.of("all")
-                finally:
-                    blocks.free("all")
-
-            await bench.finish(bench.submit("a", 60))
-            moves = bench.submit("a", 120)
-            await bench.reach(moves, 7)
-            await followed.a.export(moves)
-            *full, last = (await followed.fork(moves)).block_ids
-            await bench.reach(moves, (len(full) + 1) * blocks.tokens - len(PROMPT) + 3)
-            assert blocks.of(moves)[len(full)] != last
-            assert last not in await followed.a._between(take_all)
-            await followed.a.resume(moves)
-            assert last in await followed.a._between(take_all)
-
-    bench.runner.run(scenario())
-
-
-def test_a_follower_gives_way_where_blocks_are_short(bench: Bench, followed: Followed) -> None:
-    async def scenario() -> None:
-        async with migrator(bench):
-            a, b = followed.a, followed.b
-            expected = await bench.finish(bench.submit("a", 120))
-            moves = bench.submit("a", 120)
-            await bench.reach(moves, 2)
-            await followed.follow(moves)
-            blocks = b._blocks
-            await b._between(lambda: blocks.hold("all", blocks.free_now() * blocks.tokens))
-            await bench.reach(moves, followed.start + 40)
-            with pytest.raises(MigrationRefused, match="does not follow here"):
-                await followed.until_in_step()
-            await b._between(lambda: blocks.free("all"))
-            await b.cancel(moves)
-            await a.resume(moves)
-            assert await bench.finish(moves) == expected
 
     bench.runner.run(scenario())

@@ -77,52 +77,6 @@ async def test_a_request_moved_there_and_back_equals_one_left_alone(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("params", "tokens"),
-    [
-        ({}, 10),
-        ({"temperature": 0.9, "seed": 7, "top_p": 0.9}, 29),  # a block is about to be full
-        ({"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5}, 20),
-        ({"temperature": 1.5, "seed": 5, "min_tokens": 40, "stop_token_ids": [60, 61, 62]}, 24),
-    ],
-    ids=str,
-)
-async def test_a_request_whose_rest_is_computed_again_equals_one_left_alone(
-    pair: Pair, params: dict[str, Any], tokens: int
-) -> None:
-    unmoved = await pair.unmoved(PROMPT, **params)
-    pair.submit(pair.a, "moved", PROMPT, **params)
-    await pair.step(pair.a, until=("moved", tokens))
-
-    await pair.move(pair.a, pair.b, "moved", recompute=True)
-    await pair.step(pair.b, until=("moved", tokens + 11))
-    await pair.move(pair.b, pair.a, "moved", recompute=True)
-
-    same(await pair.finish("moved"), unmoved)
-
-
-@pytest.mark.long
-async def test_the_rest_is_computed_in_the_step_that_gives_the_next_token(pair: Pair) -> None:
-    pair.submit(pair.b, "other", PROMPT[3:])
-    await pair.step(pair.b, until=("other", 5))
-    alone = await pair.unmoved(PROMPT)
-    pair.submit(pair.a, "moved", PROMPT)
-    await pair.step(pair.a, until=("moved", 20))
-
-    await pair.move(pair.a, pair.b, "moved", recompute=True)
-    before = len(pair.outputs["moved"].tokens)
-    while len(pair.outputs["moved"].tokens) == before:
-        assert pair.b.engine._scheduler.requests["moved"].num_computed_tokens in (
-            96, 100 + before,
-        )  # fmt: skip
-        pair.b.step()
-        await pair.settle()
-
-    assert (await pair.finish("moved")).tokens == alone.tokens
-    await pair.finish("other")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("missing", [-1, 4, 5])
 async def test_a_tail_that_lacks_more_than_there_is_is_refused(pair: Pair, missing: int) -> None:
     pair.submit(pair.a, "kept", PROMPT)
@@ -591,6 +545,37 @@ async def test_during_a_long_step_the_last_list_is_told_with_its_age(
     assert (old.request_id, old.tokens) == ("there", fresh.tokens)
     assert old.age_ms > 0.0
     await pair.finish("there")
+
+
+async def test_a_step_that_expects_a_commit_waits_for_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmoved = await pair.unmoved(PROMPT)
+    pair.submit(pair.b, "other", PROMPT[3:])
+    await pair.step(pair.b, until=("other", 5))
+    pair.submit(pair.a, "moved", PROMPT)
+    await pair.step(pair.a, until=("moved", 10))
+    export = await pair.done(pair.a.engine.export("moved"))
+    sent = await pair.done(pair.b.engine.reserve(export))
+    sent = await pair.copy_stage(pair.a, pair.b, "moved", sent)
+    tail = await pair.suspend(pair.a, "moved", sent)
+    blocks = await pair.done(pair.b.engine.grow("moved", tail.num_tokens))
+    await pair.copy(pair.a, pair.b, tail.block_ids, [blocks[place] for place in tail.places])
+    for module in ("step_hold", "vllm.core"):  # nothing but the commit may end the wait
+        monkeypatch.setattr(f"kvmig.engines.{module}.limit_s", lambda step_s: 60.0)
+    engine = pair.b.engine
+    engine.expect("moved", 0.0)
+    engine.assign("moved", 1)
+    commit = asyncio.ensure_future(engine.commit("moved", tail))
+    await pair.settle()
+
+    pair.b.core._process_engine_step()
+
+    assert not engine._destination.is_arriving("moved")
+    await pair.done(commit)
+    await pair.done(pair.a.engine.release("moved"))
+    assert (await pair.finish("moved")).tokens == unmoved.tokens
+    await pair.finish("other")
 
 
 async def test_an_unknown_request_is_refused(pair: Pair) -> None:

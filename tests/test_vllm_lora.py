@@ -81,39 +81,6 @@ async def test_a_lora_request_moved_there_and_back_equals_one_left_alone(
     assert moved.tokens != plain.tokens
 
 
-async def test_a_lora_request_moves_by_following(pair: Pair, one: LoRARequest) -> None:
-    unmoved = await pair.unmoved(PROMPT, lora=one, temperature=0.9, seed=4)
-    pair.submit(pair.a, "moved", PROMPT, lora=one, temperature=0.9, seed=4)
-    await pair.step(pair.a, until=("moved", 10))
-
-    await pair.move_following(pair.a, pair.b, "moved")
-
-    moved = await pair.finish("moved")
-    assert moved.tokens == unmoved.tokens
-    assert moved.logprobs == unmoved.logprobs
-
-
-async def test_a_slot_that_is_taken_from_a_follower_is_refused_at_the_switch(
-    pair: Pair, one: LoRARequest, two: LoRARequest
-) -> None:
-    unmoved = await pair.unmoved(PROMPT, lora=one)
-    pair.submit(pair.a, "kept", PROMPT, lora=one)
-    await pair.step(pair.a, until=("kept", 10))
-    said = await pair.fork(pair.a, pair.b, "kept")
-    pair.submit(pair.b, "busy", PROMPT, lora=two)
-    await pair.step(pair.b, until=("busy", 1))
-    await pair.step(pair.a, until=("kept", 15))
-    await pair.extend(pair.b, "kept", said)
-    pair.b.step()
-
-    with pytest.raises(MigrationRefused, match="no_batch_slot"):
-        await pair.switch(pair.a, pair.b, "kept")
-
-    await pair.done(pair.a.engine.resume("kept"))
-    assert (await pair.finish("kept")).tokens == unmoved.tokens
-    await pair.finish("busy")
-
-
 async def test_the_adapter_is_loaded_before_the_request_is_suspended(
     pair: Pair, one: LoRARequest
 ) -> None:

@@ -78,18 +78,6 @@ async def test_a_request_with_an_image_moved_there_and_back_equals_one_left_alon
     assert moved.logprobs != other.logprobs
 
 
-async def test_a_request_with_an_image_moves_by_following(pair: Pair) -> None:
-    unmoved = await pair.unmoved(**with_image(20))
-    pair.submit(pair.a, "moved", **with_image(20))
-    await pair.step(pair.a, until=("moved", 10))
-
-    await pair.move_following(pair.a, pair.b, "moved")
-
-    moved = await pair.finish("moved")
-    assert moved.tokens == unmoved.tokens
-    assert moved.logprobs == unmoved.logprobs
-
-
 @pytest.mark.parametrize("offset", [20, CHUNK - 2, CHUNK + 20])
 async def test_in_prefill_it_moves_before_in_and_after_its_image(pair: Pair, offset: int) -> None:
     unmoved = await pair.unmoved(**with_image(offset))

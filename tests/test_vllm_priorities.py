@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from kvmig.engines.base import Preempted
-from kvmig.ground.errors import MigrationRefused, RequestGone
+from kvmig.ground.errors import RequestGone
 from tests.vllm_pair import Output, Pair, Side
 
 pytestmark = pytest.mark.engine
@@ -107,30 +107,6 @@ async def test_a_moved_request_is_preempted_at_its_destination_and_ends_exactly(
 
     await pair.finish("high")
     assert (await pair.finish("moved")).tokens == unmoved.tokens
-
-
-async def test_a_follower_that_is_preempted_leaves_its_request_to_the_source(pair: Pair) -> None:
-    unmoved = await pair.unmoved(LONG)
-    pair.submit(pair.b, "high", OTHER, priority=HIGH)
-    pair.submit(pair.a, "follows", LONG)
-    await pair.step(pair.a, pair.b, until=("follows", 3))
-    said = await pair.fork(pair.a, pair.b, "follows")
-
-    async def follow_on() -> None:
-        for _ in range(60):
-            pair.a.step()
-            await pair.settle()
-            await pair.extend(pair.b, "follows", said)
-            pair.b.step()
-            await pair.settle()
-
-    with pytest.raises(MigrationRefused, match="preempted"):
-        await follow_on()
-
-    await pair.done(pair.b.engine.cancel("follows"))
-    await pair.done(pair.a.engine.resume("follows"))
-    await pair.finish("high")
-    assert (await pair.finish("follows")).logprobs == unmoved.logprobs
 
 
 async def test_a_queue_keeps_its_order_when_one_leaves_it_and_returns(pair: Pair) -> None:

@@ -56,12 +56,10 @@ def test_a_request_that_has_no_place_is_refused_and_nothing_is_kept(
     assert there.reserved() == 0
 
 
-def test_what_was_never_reserved_is_not_grown_followed_or_committed() -> None:
+def test_what_was_never_reserved_is_not_grown_or_committed() -> None:
     there = destination()
     for ask in (
         lambda: there.grow("r", 64),
-        lambda: there.follow("r", Progress([], 64, prefilled=False)),
-        lambda: there.extend("r", 0, [1]),
         lambda: there.commit("r", Progress([], 64, prefilled=False), None),
     ):
         with pytest.raises(MigrationRefused, match="r has no reservation here") as refusal:

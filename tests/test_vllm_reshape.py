@@ -108,23 +108,6 @@ async def test_a_prefix_is_found_in_larger_blocks(pair: Pair) -> None:
     same(await pair.finish("moved"), unmoved)
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 7}], ids=str)
-async def test_an_engine_of_another_shape_follows(pair: Pair, params: dict[str, Any]) -> None:
-    unmoved = await pair.unmoved(PROMPT, **params)
-    pair.submit(pair.a, "moved", PROMPT, **params)
-    await pair.step(pair.a, until=("moved", 10))
-
-    said = await pair.fork(pair.a, pair.b, "moved")
-    for _ in range(3):
-        pair.a.step()
-        await pair.settle()
-        await pair.extend(pair.b, "moved", said)
-        pair.b.step()
-    await pair.switch(pair.a, pair.b, "moved")
-
-    same(await pair.finish("moved"), unmoved)
-
-
 async def test_both_count_what_they_hold_in_units(pair: Pair) -> None:
     for side in (pair.a, pair.b):
         pair.submit(side, f"at {side.used_blocks}", PROMPT, max_tokens=4)

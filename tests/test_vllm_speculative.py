@@ -75,16 +75,6 @@ async def test_drafts_are_taken_with_their_own_requests_parameters(pair: Pair) -
     await pair.finish("beside")
 
 
-async def test_a_request_moves_by_following(pair: Pair) -> None:
-    unmoved = await pair.unmoved(PROMPT)
-    pair.submit(pair.a, "moved", PROMPT)
-    await pair.step(pair.a, until=("moved", 10))
-
-    await pair.move_following(pair.a, pair.b, "moved")
-
-    assert (await pair.finish("moved")).tokens == unmoved.tokens
-
-
 async def test_drafts_are_accepted_in_the_first_step_after_a_move(pair: Pair) -> None:
     pair.submit(pair.a, "moved", PROMPT)
     await pair.step(pair.a, until=("moved", 10))

@@ -10,9 +10,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from msgspec.structs import replace
-
-from kvmig.engines.base import CameBlocks, Pace, Tail
+from kvmig.engines.base import CameBlocks, Tail
 from kvmig.models import BUNDLED
 from tests.vllm_side import Output, Side, remembered
 
@@ -168,13 +166,10 @@ class Pair:
             side.step()
         raise AssertionError("the request is not let go")
 
-    async def move(
-        self, source: Side, to: Side, request_id: str, *, steps: int = 2, recompute: bool = False
-    ) -> int:
+    async def move(self, source: Side, to: Side, request_id: str, *, steps: int = 2) -> int:
         """A whole migration with the source stepping in between; how many blocks were a hit.
 
-        The tail is gathered when the request is suspended, and scattered by the commit, or left
-        out and computed again.
+        The tail is gathered when the request is suspended, and scattered by the commit.
         """
         export = await self.done(source.engine.export(request_id))
         sent = hit = await self.done(to.engine.reserve(export))
@@ -188,11 +183,7 @@ class Pair:
         buffer = memoryview(bytearray(source.engine.layout.block_bytes * MOST_TAIL))
         tail = await self.suspend(source, request_id, sent, buffer)
         last = None
-        if recompute:
-            await self.done(to.engine.grow(request_id, tail.num_tokens))
-            missing = len(tail.block_ids)
-            tail = replace(tail, block_ids=[], places=[], checksums=[], missing=missing)
-        elif tail.block_ids:
+        if tail.block_ids:
             assert len(tail.checksums) == len(tail.block_ids)
             blocks = await self.done(to.engine.grow(request_id, tail.num_tokens))
             into = [blocks[place] for place in tail.places]
@@ -202,44 +193,6 @@ class Pair:
         await self.done(to.engine.commit(request_id, tail, last))
         await self.done(source.engine.release(request_id))
         return hit
-
-    async def fork(self, source: Side, to: Side, request_id: str) -> list[int]:
-        """All of a migration up to following; what the source puts out from then on."""
-        export = await self.done(source.engine.export(request_id))
-        sent = await self.done(to.engine.reserve(export))
-        sent = await self.copy_stage(source, to, request_id, sent)
-        assert (await self.done(source.engine.stage(request_id, sent))).decoding
-        said: list[int] = []
-        fork = await self.done(source.engine.fork(request_id, sent, said.extend))
-        blocks = await self.done(to.engine.grow(request_id, fork.num_tokens))
-        await self.copy(source, to, fork.block_ids, [blocks[place] for place in fork.places])
-        await self.done(to.engine.follow(request_id, fork))
-        return said
-
-    async def extend(self, to: Side, request_id: str, said: list[int]) -> Pace:
-        """Hand over what was said since."""
-        start = len(self.outputs[request_id].tokens) - len(said)
-        pace = await self.done(to.engine.extend(request_id, start, said))
-        said.clear()
-        return pace
-
-    async def switch(self, source: Side, to: Side, request_id: str) -> None:
-        """From following to running there."""
-        tail = replace(await self.suspend(source, request_id, 10**6), block_ids=[], places=[])
-        to.engine.assign(request_id, 1)
-        await self.done(to.engine.commit(request_id, tail))
-        await self.done(source.engine.release(request_id))
-
-    async def move_following(self, source: Side, to: Side, request_id: str) -> None:
-        """A whole migration, with the destination computing along for four steps."""
-        said = await self.fork(source, to, request_id)
-        for _ in range(4):
-            source.step()
-            await self.settle()
-            await self.extend(to, request_id, said)
-            to.step()
-            await self.settle()
-        await self.switch(source, to, request_id)
 
     async def idle(self) -> None:
         """Step until neither engine has anything to do."""

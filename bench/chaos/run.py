@@ -43,13 +43,11 @@ class Load:
     @property
     def flags(self) -> list[str]:
         """kvmig.serve's. Whoever breaks everything on purpose wants nobody to give up; float32:
-        what is computed in another order then differs too little for another token. Odd seeds:
-        destinations always follow; even ones: as is cheaper, which here is mostly to copy."""
+        what is computed in another order then differs too little for another token."""
         words = [
             *SMALL, *model_flags(self.model), "--dtype=float32",
             f"--transport={self.transport}",
             f"--instances={self.instances}", f"--front-ends={self.front_ends}",
-            f"--rest={'follow' if self.seed % 2 else 'auto'}",
             "--max-restarts=100000", "--max-crashes=100000", "--drain-timeout=5",
             f"--start-timeout={START_TIMEOUT_S:g}",
         ]  # fmt: skip

@@ -16,8 +16,6 @@ from kvmig.engines.base import (
     Frame,
     OnCallDone,
     OnOutputs,
-    OnTokens,
-    Pace,
     RequestState,
     Stage,
     StepTime,
@@ -34,8 +32,6 @@ REQUEST_BLOCKS = 4
 class StubEngine:
     """Implements `ServingEngine`."""
 
-    can_follow = False
-    can_recompute = False
     can_hold = False
     unmovable = "it has no KV cache"
 
@@ -131,9 +127,6 @@ class StubEngine:
     async def stage(self, request_id: str, sent: int) -> Stage:
         raise MigrationRefused("unsupported", "a stub")
 
-    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
-        raise MigrationRefused("unsupported", "a stub")
-
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         raise MigrationRefused("unsupported", "a stub")
 
@@ -147,12 +140,6 @@ class StubEngine:
         raise MigrationRefused("unsupported", "a stub")
 
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:
-        raise MigrationRefused("unsupported", "a stub")
-
-    async def follow(self, request_id: str, fork: Tail) -> Pace:
-        raise MigrationRefused("unsupported", "a stub")
-
-    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
         raise MigrationRefused("unsupported", "a stub")
 
     async def prepare(self, request_id: str) -> None:

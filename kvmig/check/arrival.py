@@ -1,7 +1,7 @@
 """The destination's side of one migration: what `DestinationSession` does, without waiting.
 
 A session looks at its next message when the engine is done with the one before: so an
-engine's call belongs to the message that led to it. Only Extend isn't waited for.
+engine's call belongs to the message that led to it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvmig.check.part import Letter, Move, Violation
-from kvmig.engines.base import Pace
 from kvmig.ground.config import MigrationConfig
 from kvmig.kvtransfer import destination_actions as there
 from kvmig.kvtransfer.destination_machine import DestinationMachine
@@ -20,11 +19,9 @@ from kvmig.kvtransfer.messages import (
     Chunk,
     Commit,
     Committed,
-    Follow,
     Message,
     Refused,
     Reserve,
-    Tokens,
 )
 
 if TYPE_CHECKING:
@@ -36,11 +33,10 @@ LEASE_S = MigrationConfig().lease_ms / 1e3
 
 @dataclass
 class Arrival:
-    """extending: tokens on their way into the engine."""
+    """One migration that comes in."""
 
     opening: Reserve
     machine: DestinationMachine
-    extending: int = 0
 
     @property
     def attempt(self) -> tuple[str, int]:
@@ -50,10 +46,7 @@ class Arrival:
     def moves(self) -> list[Move]:
         """What it may do by itself."""
         mid = self.machine.key
-        moves = [Move(f"'s lease of {mid} ends", ("lease_ends", mid), "lease", LEASE_S)]
-        if self.extending:
-            moves.append(Move(f"'s engine takes a token of {mid}", ("extended", mid)))
-        return moves
+        return [Move(f"'s lease of {mid} ends", ("lease_ends", mid), "lease", LEASE_S)]
 
     def hear(self, site: Site, message: object) -> None:
         """A message of the source."""
@@ -63,19 +56,10 @@ class Arrival:
                 self.follow(site, machine.reserve(message))
             case Chunk():
                 self.follow(site, machine.chunk(message))
-            case Follow():
-                self.follow(site, machine.follow(message))
-            case Tokens():
-                self.follow(site, machine.tokens(message))
             case Commit():
                 self.follow(site, machine.commit(message))
             case Abort():
                 self.follow(site, machine.abort())
-
-    def extended(self, site: Site) -> None:
-        """Tokens reached the engine."""
-        self.extending -= 1
-        self.follow(site, self.machine.extended(Pace(0, 0), 0.0))
 
     def follow(self, site: Site, actions: list[there.Action]) -> None:
         """Perform them, and what they lead to."""
@@ -94,8 +78,6 @@ class Arrival:
                 site.answer(machine.key, message)
             case there.FreeBlocks():
                 site.engine.cancel(run)
-            case there.Extend():
-                self.extending += 1
             case there.ReserveBlocks(export) if export is not None:
                 return self._open(site, run, export.num_tokens > 0)
             case _ if site.fails():
@@ -106,9 +88,6 @@ class Arrival:
             case there.Scatter(chunk):
                 self._slot(site).write(chunk)
                 return machine.scattered(chunk, 0.0)
-            case there.RunBehind():
-                self._slot(site).state = "following"
-                return machine.joined(Pace(0, 0), 0.0)
             case there.RunRequest(tail, last):
                 if not site.front_known:
                     return machine.failed("incompatible")

@@ -1,6 +1,6 @@
 """The source's side of one migration: what `SourceSession` does, without waiting.
 
-Export, check and fork end before anything else of the session happens, so they belong to
+Export and check end before anything else of the session happens, so they belong to
 the message that led to them. Copies and the suspension take time: messages are heard
 meanwhile.
 """
@@ -24,13 +24,10 @@ from kvmig.kvtransfer.messages import (
     Chunk,
     Commit,
     Committed,
-    Follow,
-    Following,
     Message,
     Refused,
     Reserve,
     Reserved,
-    Tokens,
 )
 from kvmig.kvtransfer.source_machine import S, SourceMachine
 
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
 
 REPLY_S = MigrationConfig().reply_timeout_ms / 1e3
 
-_TAKES_TIME = (here.Copy, here.SendFork, here.Suspend, here.SendTail, here.AskArbiter)
+_TAKES_TIME = (here.Copy, here.Suspend, here.SendTail, here.AskArbiter)
 
 
 @dataclass
@@ -67,8 +64,6 @@ class Departure:
     @property
     def listens(self) -> bool:
         """Whether it looks into its mailbox now."""
-        if isinstance(self.doing, here.Suspend):
-            return not self.machine.forked_there
         return self.doing is None or isinstance(self.doing, _TAKES_TIME)
 
     def moves(self) -> list[Move]:
@@ -120,8 +115,6 @@ class Departure:
             case Reserved(stage=stage, hit_blocks=hit):
                 if machine.expects(stage):
                     self.hears(site, machine.reserved(hit))
-            case Following(pace=pace):
-                self.hears(site, machine.followed(pace, 0.0, 1.0))
             case Refused(reason=reason):
                 self.hears(site, machine.refused(reason))
             case Aborted():
@@ -133,11 +126,6 @@ class Departure:
             case Lost() if machine.state is not S.RESOLVING:
                 lost = machine.unreachable() if machine.beyond else machine.failed("peer_lost")
                 self.hears(site, lost)
-
-    def emitted(self, site: Site, start: int) -> None:
-        """The request got a token while the destination follows."""
-        if self.machine.forked_there and not self.machine.ended and self.commit is None:
-            self._say(site, Tokens(self.mid, start, [start]))
 
     # -- actions
 
@@ -185,13 +173,13 @@ class Departure:
                 question = Resolve(self.mid, self.run, self.epoch, self.destination)
                 site.tell_front(question)
                 self.doing = action
-            case here.Copy() | here.SendFork() | here.Suspend() | here.SendTail():
+            case here.Copy() | here.Suspend() | here.SendTail():
                 self.doing = action
-            case here.Export() | here.Check() | here.Fork():
+            case here.Export() | here.Check():
                 return self._look(site, action)
         return []
 
-    def _look(self, site: Site, action: here.Export | here.Check | here.Fork) -> list[here.Action]:
+    def _look(self, site: Site, action: here.Export | here.Check) -> list[here.Action]:
         slot = site.engine.active(self.run)
         if slot is None:
             return self._failed("finished")
@@ -204,9 +192,7 @@ class Departure:
                 if self.machine.stage and site.oracle.choose(("", 0), ("2 blocks more", 0)):
                     slot.full += 2
                 blocks = list(range(sent, slot.full))
-                return self.machine.checked(Stage(blocks, slot.full, decoding=True), site.shape.way)
-            case here.Fork(sent):
-                return self.machine.forked(slot.rest(sent))
+                return self.machine.checked(Stage(blocks, slot.full, decoding=True))
 
     def _done(self, site: Site, doing: here.Action | None) -> list[here.Action]:
         machine = self.machine
@@ -214,15 +200,6 @@ class Departure:
             case here.Copy(stage, first, block_ids):
                 self._say(site, _chunk(self.mid, stage, first, len(block_ids)))
                 return machine.copied()
-            case here.SendFork(first, fork):
-                self._say(site, _chunk(self.mid, machine.stage, first, len(fork.block_ids)))
-                self._say(site, Follow(self.mid, fork, first + len(fork.block_ids)))
-                actions = machine.fork_sent(len(fork.block_ids))
-                slot = site.engine.active(self.run)
-                if slot is not None:
-                    for token in range(fork.num_output_tokens, slot.tokens):
-                        self.emitted(site, token)
-                return actions
             case here.Suspend(sent):
                 slot = site.engine.active(self.run)
                 if slot is None:
@@ -252,7 +229,6 @@ class Departure:
 
 _LABELS: dict[type, str] = {
     here.Copy: "copies a stage",
-    here.SendFork: "sends the fork",
     here.Suspend: "suspends the request",
     here.SendTail: "sends the tail and Commit",
 }

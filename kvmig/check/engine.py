@@ -15,7 +15,7 @@ class Slot:
     """One run's. full: its full blocks; one more is part full. -1: it waits, and has none.
     tokens: those it put out."""
 
-    state: Literal["active", "suspended", "reserved", "following"]
+    state: Literal["active", "suspended", "reserved"]
     tokens: int = 0
     full: int = 2
     written: int = 0
@@ -29,7 +29,7 @@ class Slot:
         return self.state == "active" and self.full >= 0
 
     def rest(self, sent: int) -> Tail:
-        """As `Engine.suspend` and `Engine.fork` describe it. state: how many blocks it has."""
+        """As `Engine.suspend` describes it. state: how many blocks it has."""
         blocks = list(range(sent, self.full + 1))
         return Tail(blocks, self.full, self.tokens, bytes([self.full + 1]))
 
@@ -76,7 +76,7 @@ class Engine:
         slot = self.slots[run]
         if last is not None:
             slot.write(last)
-        blocks = tail.state[0] - tail.missing
-        if slot.state == "reserved" and slot.written != (1 << blocks) - 1:
+        blocks = tail.state[0]
+        if slot.written != (1 << blocks) - 1:
             raise Violation(f"a request decodes with blocks {slot.written:b} of {blocks}")
         slot.state, slot.tokens, slot.full = "active", tail.num_output_tokens, tail.state[0] - 1

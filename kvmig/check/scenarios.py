@@ -54,8 +54,6 @@ LONG = Shape(tokens=2, stages=3)
 SCENARIOS = (
     Scenario("three stages", LONG),
     Scenario("tail in Commit", Shape(tokens=2, stages=1, together=True)),
-    Scenario("rest is computed", Shape(tokens=2, stages=1, way="recompute")),
-    Scenario("destination follows", Shape(tokens=3, stages=1, way="follow"), cuts=False),
     Scenario("one that waits", Shape(tokens=1, stages=1, waits=True)),
     Scenario("two faults", SHORT, faults=2),
     Scenario("on to a third", SHORT, ("abc",), (("ab", "bc"),)),

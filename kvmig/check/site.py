@@ -23,7 +23,6 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted
-from kvmig.ground.config import Way
 from kvmig.kvtransfer.destination_actions import Action, Answer
 from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.epochs import Epochs
@@ -37,12 +36,11 @@ MIGRATIONS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What migrations look like. way: what becomes of the rest; together: a tail's blocks go
+    """What migrations look like. together: a tail's blocks go
     with Commit; waits: the request waits at first, and may begin to run at any time."""
 
     tokens: int
     stages: int
-    way: Way = "copy"
     together: bool = False
     waits: bool = False
 
@@ -188,9 +186,6 @@ class Site(Part):
         token = slot.tokens
         slot.tokens += 1
         finished = slot.tokens >= self.shape.tokens
-        out = self.out if self.out is not None and self.out.run == run else None
-        if out is not None:
-            out.emitted(self, token)
         if finished:
             del self.engine.slots[run]
         (span,) = self.tracking.spans([Emitted(run, 1, finished)])
@@ -218,10 +213,6 @@ class Site(Part):
         """Nothing was heard of the migration for long."""
         arrival = self.arrivals[mid]
         arrival.follow(self, arrival.machine.cancel("timeout"))
-
-    def extended(self, mid: str) -> None:
-        """See `Arrival`."""
-        self.arrivals[mid].extended(self)
 
     def front_gone(self) -> None:
         """As `_front_lost`, which goes from request to request."""

@@ -17,7 +17,6 @@ from kvmig.ground.config import (
     ENGINES,
     IN_THE_CLEAR,
     POLICIES,
-    RESTS,
     TRANSPORTS,
     ClusterConfig,
     MigrationConfig,
@@ -168,14 +167,6 @@ def parser() -> argparse.ArgumentParser:
         help="live copy stages at most; 0: suspend first, then copy everything",
     )
     group.add_argument(
-        "--rest",
-        choices=RESTS,
-        default=migration.rest,
-        help="a request's last tokens: their KV is copied in the pause, computed again in the"
-        " destination's first step, or computed along there before the switch; auto: whatever"
-        " costs each migration less",
-    )
-    group.add_argument(
         "--spread",
         type=float,
         default=migration.spread,
@@ -258,7 +249,6 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
                 chunk_bytes=flags.chunk_bytes,
                 staging_chunks=flags.staging_chunks,
                 max_stages=flags.max_stages,
-                rest=flags.rest,
                 spread=flags.spread,
                 transport=flags.transport,
                 trust_network=flags.trust_network,

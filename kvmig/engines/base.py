@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvmig.engines.handover import HOLE, CameBlocks, Export, Pace, Stage, Tail
+from kvmig.engines.handover import HOLE, CameBlocks, Export, Stage, Tail
 from kvmig.engines.load import ClassLoad, EngineLoad, GroupLoad, Preempted, RequestState, StepTime
 from kvmig.ground.layout import KVLayout
 
@@ -30,8 +30,6 @@ __all__ = [
     "GroupLoad",
     "OnCallDone",
     "OnOutputs",
-    "OnTokens",
-    "Pace",
     "Preempted",
     "RequestState",
     "ServingEngine",
@@ -48,12 +46,6 @@ class Cadence(msgspec.Struct, frozen=True):
     """Since the end of its last step."""
     step_ms: float
     """From the end of one step to the end of the next, lately; 0: it has nothing to do."""
-    token_ms: float | None = None
-    """What one token more adds to a step; None: not known."""
-
-
-OnTokens = Callable[[list[int]], None]
-"""What each step gave one request: one token id, or several."""
 
 
 class Engine(Protocol):
@@ -67,10 +59,6 @@ class Engine(Protocol):
     """
 
     layout: KVLayout
-    can_follow: bool
-    """Whether `follow` works here."""
-    can_recompute: bool
-    """Whether `commit` takes a tail without its last blocks (`Tail.missing`)."""
     can_hold: bool
     """Whether a step waits for a commit that it expects: see `expect`."""
     unmovable: str
@@ -100,14 +88,6 @@ class Engine(Protocol):
 
     async def stage(self, request_id: str, sent: int) -> Stage:
         """Post-check the request and name the full blocks after the first `sent`."""
-        ...
-
-    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
-        """Describe the rest of a decoding request, which runs on. Its KV doesn't change any more.
-
-        on_tokens: called on the event loop with what each later step gives it, until the
-        request is suspended, resumed or gone.
-        """
         ...
 
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
@@ -141,27 +121,12 @@ class Engine(Protocol):
         """
         ...
 
-    async def follow(self, request_id: str, fork: Tail) -> Pace:
-        """Compute the reserved request's KV behind the source from the next step on.
-
-        All blocks of `fork` are there. It is never sampled from: the last known token is
-        left uncomputed. It takes part in the engine's steps as a request that runs here.
-        """
-        ...
-
-    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
-        """More output tokens of a following request, the `start`th and on; some may be known.
-
-        Returns at a step boundary.
-        """
-        ...
-
     async def prepare(self, request_id: str) -> None:
         """The reserved request comes within some steps: make its first step a quick one."""
         ...
 
     def expect(self, request_id: str, ms: float) -> None:
-        """The reserved or following request is committed in about `ms`.
+        """The reserved request is committed in about `ms`.
 
         An engine that can holds the step that would begin shortly before, once, by at most
         `kvmig.engines.step_hold.limit_s`; another one, or one that doesn't know it, does nothing.
@@ -169,15 +134,14 @@ class Engine(Protocol):
         ...
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
-        """Run the reserved or following request from the tail's state at the next boundary.
+        """Run the reserved request from the tail's state at the next boundary.
 
-        last: blocks to scatter and to check first. The step computes the KV of blocks that are
-        missing, and the next token with them.
+        last: blocks to scatter and to check first.
         """
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """Free a reservation, or end its following. Unknown ids are ignored."""
+        """Free a reservation. Unknown ids are ignored."""
         ...
 
     # -- memory

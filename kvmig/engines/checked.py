@@ -23,8 +23,6 @@ from kvmig.engines.base import (
     Frame,
     OnCallDone,
     OnOutputs,
-    OnTokens,
-    Pace,
     RequestState,
     ServingEngine,
     Stage,
@@ -46,8 +44,6 @@ class CheckedEngine:
         self._engine = engine
         self._content = content
         self.layout = engine.layout
-        self.can_follow = engine.can_follow
-        self.can_recompute = engine.can_recompute
         self.can_hold = engine.can_hold
         self.unmovable = engine.unmovable
         self._ledger = Ledger(engine.layout)
@@ -84,13 +80,6 @@ class CheckedEngine:
             )
         return stage
 
-    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
-        fork = await self._call(
-            request_id, f"fork {sent}", self._engine.fork(request_id, sent, on_tokens)
-        )
-        self._check(self._ledger.forked, request_id, sent, fork)
-        return fork
-
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         tail = await self._call(
             request_id, f"suspend {sent}", self._engine.suspend(request_id, sent, out)
@@ -126,14 +115,6 @@ class CheckedEngine:
         )
         self._check(self._ledger.grown, request_id, num_tokens, block_ids)
         return block_ids
-
-    async def follow(self, request_id: str, fork: Tail) -> Pace:
-        return await self._call(request_id, "follow", self._engine.follow(request_id, fork))
-
-    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
-        return await self._call(
-            request_id, f"extend {start}", self._engine.extend(request_id, start, token_ids)
-        )
 
     async def prepare(self, request_id: str) -> None:
         await self._call(request_id, "prepare", self._engine.prepare(request_id))

@@ -37,7 +37,7 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class Tail(msgspec.Struct, frozen=True):
-    """The rest of a request, between two steps: of one that was suspended, or of a fork."""
+    """The rest of a suspended request."""
 
     block_ids: list[int]
     """The request's remaining blocks after the first `sent`, the last one usually part full."""
@@ -47,23 +47,8 @@ class Tail(msgspec.Struct, frozen=True):
     """The adapter's own: tokens since the export, sampling state."""
     checksums: list[int] = []
     """Of `block_ids`, where `suspend` has gathered them already."""
-    missing: int = 0
-    """Blocks at the end that don't come: where `can_recompute`, the first step computes them."""
     places: list[int] = []
     """As in `Stage`."""
-
-    def there(self, computed: int, block_tokens: int) -> int:
-        """Of `computed` tokens those whose KV is in the blocks that come.
-
-        Example: 70 tokens in blocks of 32, one of them missing: 64. Raises MigrationRefused if
-        blocks are missing that there can't be, or all.
-        """
-        if not self.missing:
-            return computed
-        blocks = -(-computed // block_tokens)
-        if not 0 < self.missing < blocks:
-            raise MigrationRefused("error", f"{self.missing} of {blocks} blocks can't be missing")
-        return (blocks - self.missing) * block_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +68,3 @@ class CameBlocks:
         for index, (sent, came) in enumerate(zip(self.checksums, checksums, strict=True)):
             if sent != came:
                 raise MigrationRefused("corrupt", f"block {self.first + index} came changed")
-
-
-class Pace(msgspec.Struct, frozen=True):
-    """What a following engine is about to do."""
-
-    computing: int
-    """Tokens of the request that the step which begins now computes; 0: none, it waits."""
-    others: int
-    """Requests that run beside it."""

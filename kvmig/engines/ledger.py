@@ -96,10 +96,6 @@ class Ledger:
                 f"{sent + len(stage.block_ids)} blocks of {stage.num_tokens} tokens",
             )
 
-    def forked(self, request_id: str, sent: int, tail: Tail) -> None:
-        """`fork` returned this."""
-        self._rest(request_id, sent, tail)
-
     def suspended(self, request_id: str, sent: int, tail: Tail) -> None:
         """`suspend` returned this."""
         self.entry(request_id).state = "suspended"

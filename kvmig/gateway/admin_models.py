@@ -10,7 +10,6 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvmig.gateway.inventory import InstanceRow, RequestRow
-from kvmig.ground.config import Way
 from kvmig.kvtransfer.report import MigrationReport
 
 MOST = 10_000
@@ -162,23 +161,6 @@ class DowntimeParts(BaseModel):
     first_token: float | None
 
 
-class PauseCost(BaseModel):
-    """What each way to end the migration was expected to add to the pause, milliseconds."""
-
-    way: Way = Field(
-        description="What was chosen (--rest): to copy the rest in the pause, to compute it again "
-        "in the destination's first step, or to have the destination compute it along before. "
-        "What doesn't decode yet is copied, as is the rest where an engine can do nothing else."
-    )
-    copy_ms: float | None = Field(description="null until anything was copied.")
-    follow_ms: float | None = Field(
-        description="What a token more adds to a step of the destination; null if not known."
-    )
-    recompute_ms: float | None = Field(
-        description="The same for all tokens of the rest; null if not known, or over 64 tokens."
-    )
-
-
 class Migration(BaseModel):
     """What one migration did."""
 
@@ -193,11 +175,6 @@ class Migration(BaseModel):
     transport: str
     hit_blocks: int = Field(description="Found in the destination's prefix cache, not sent.")
     stages: list[Stage]
-    pause_cost: PauseCost | None = Field(description="null when it ended before the choice.")
-    followed: int | None = Field(
-        description="Steps that the destination computed along before the switch; "
-        "null when the rest was copied in the pause."
-    )
     fused_chunks: int = Field(
         description="Chunks that shared a transfer with those of other migrations."
     )

@@ -24,14 +24,11 @@ PolicyName = Literal[
 ]
 EngineName = Literal["vllm", "transformers", "toy"]
 Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl", "gloo", "nccl"]
-Way = Literal["copy", "recompute", "follow"]
-Rest = Literal["auto", "copy", "recompute", "follow"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 ENGINES: tuple[str, ...] = get_args(EngineName)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 IN_THE_CLEAR = ("nixl", "gloo", "nccl")
 """Transports whose sockets are not ours: they don't encrypt, and don't ask who connects."""
-RESTS: tuple[str, ...] = get_args(Rest)
 
 
 class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,10 +42,6 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Staging buffers of one instance: bounds memory and what is on the wire."""
     max_stages: int = 8
     """Live copy stages before the last one is forced; 0: all is copied in the pause."""
-    rest: Rest = "auto"
-    """What becomes of a request's last tokens, where the engines can: their KV is copied in the
-    pause, computed again in the destination's first step, or computed along there before the
-    switch; auto: whatever costs each migration less."""
     spread: float = 0.1
     """By how much of a step each of the tokens before the pause may reach its client later than the
     one before, so that the pause is spread over them; 0: it isn't."""
@@ -182,7 +175,6 @@ def check(config: ClusterConfig) -> ClusterConfig:
             f"more than --reply-timeout-ms ({migration.reply_timeout_ms})",
         ),
         (0 <= migration.spread <= 1, "--spread", migration.spread, "0 to 1"),
-        (migration.rest in RESTS, "--rest", migration.rest, " or ".join(RESTS)),
         (
             migration.transport in TRANSPORTS,
             "--transport",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from kvmig.engines.base import Pace
 from kvmig.kvtransfer.messages import Message
 
 
@@ -23,19 +22,4 @@ class Fence:
     answer: asyncio.Future[bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Extended:
-    """Tokens reached the engine that follows."""
-
-    pace: Pace
-    ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class NotExtended:
-    """Tokens could not be handed over."""
-
-    error: Exception
-
-
-Event = Message | Cancel | Fence | Extended | NotExtended
+Event = Message | Cancel | Fence

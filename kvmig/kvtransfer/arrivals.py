@@ -20,10 +20,8 @@ from kvmig.kvtransfer.messages import (
     Chunk,
     Commit,
     Expect,
-    Follow,
     Message,
     Reserve,
-    Tokens,
 )
 from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.tombstones import Tombstones
@@ -83,7 +81,7 @@ class Arrivals:
                 if mid in self._live:
                     self._live[mid].expect(ms)
                 return
-            case Reserve() | Chunk() | Follow() | Tokens() | Commit() | Abort():
+            case Reserve() | Chunk() | Commit() | Abort():
                 mid = message.mid
             case _:
                 raise PeerError(f"{type(message).__name__} isn't for a migration's destination")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmig.engines.base import Export, Tail
-from kvmig.kvtransfer.messages import Chunk, Message, Tokens
+from kvmig.kvtransfer.messages import Chunk, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +24,6 @@ class Scatter:
     """Copy the chunk into the request's blocks and compare checksums."""
 
     chunk: Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class RunBehind:
-    """Let the engine follow the source."""
-
-    fork: Tail
-
-
-@dataclass(frozen=True, slots=True)
-class Extend:
-    """Hand tokens to the engine that follows; nobody waits for that."""
-
-    tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,4 +46,4 @@ class Answer:
     message: Message
 
 
-Action = ReserveBlocks | Scatter | RunBehind | Extend | RunRequest | FreeBlocks | Answer
+Action = ReserveBlocks | Scatter | RunRequest | FreeBlocks | Answer

@@ -1,9 +1,8 @@
 """The destination's half of the handshake: pure, messages and results in, actions out.
 
-It never runs a request before Commit and never gives one up after it; before, it may let
-the engine compute along with the source (Follow, Tokens). When it has
-ended it stays as a tombstone: it answers late and repeated messages the same way,
-so a lost answer can be asked for again, and a cancelled migration can't commit.
+It never runs a request before Commit and never gives one up after it. When it has ended it
+stays as a tombstone: it answers late and repeated messages the same way, so a lost answer can
+be asked for again, and a cancelled migration can't commit.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ from __future__ import annotations
 from enum import StrEnum, auto
 from typing import ClassVar
 
-from kvmig.engines.base import Pace
 from kvmig.kvtransfer.destination_actions import (
     Action,
     Answer,
-    Extend,
     FreeBlocks,
     ReserveBlocks,
-    RunBehind,
     RunRequest,
     Scatter,
 )
@@ -29,13 +25,10 @@ from kvmig.kvtransfer.messages import (
     ChunkDone,
     Commit,
     Committed,
-    Follow,
-    Following,
     Message,
     Refused,
     Reserve,
     Reserved,
-    Tokens,
 )
 
 
@@ -46,8 +39,6 @@ class S(StrEnum):
     RESERVING = auto()
     RECEIVING = auto()
     SCATTERING = auto()
-    JOINING = auto()
-    FOLLOWING = auto()
     COMMITTING = auto()
     COMMITTED = auto()
     CANCELLED = auto()
@@ -60,10 +51,6 @@ class E(StrEnum):
     RESERVED = auto()
     CHUNK = auto()
     SCATTERED = auto()
-    FOLLOW = auto()
-    JOINED = auto()
-    TOKENS = auto()
-    EXTENDED = auto()
     COMMIT = auto()
     COMMITTED = auto()
     FAILED = auto()
@@ -74,9 +61,7 @@ class E(StrEnum):
     """The lease ran out, the client left, or the instance stops."""
 
 
-_LATE = (
-    E.RESERVE, E.CHUNK, E.FOLLOW, E.TOKENS, E.EXTENDED, E.COMMIT, E.ABORT, E.FENCE, E.CANCEL,
-)  # fmt: skip
+_LATE = (E.RESERVE, E.CHUNK, E.COMMIT, E.ABORT, E.FENCE, E.CANCEL)
 """What may still come when the machine has ended."""
 
 
@@ -87,8 +72,6 @@ class DestinationMachine(Machine):
         S.NEW: {
             E.RESERVE: S.RESERVING,
             E.CHUNK: S.NEW,
-            E.FOLLOW: S.NEW,
-            E.TOKENS: S.NEW,
             E.COMMIT: S.CANCELLED,
             E.FAILED: S.CANCELLED,
             E.ABORT: S.CANCELLED,
@@ -99,7 +82,6 @@ class DestinationMachine(Machine):
         S.RECEIVING: {
             E.RESERVE: S.RESERVING,
             E.CHUNK: S.SCATTERING,
-            E.FOLLOW: S.JOINING,
             E.COMMIT: S.COMMITTING,
             E.FAILED: S.CANCELLED,
             E.ABORT: S.CANCELLED,
@@ -107,19 +89,6 @@ class DestinationMachine(Machine):
             E.CANCEL: S.CANCELLED,
         },
         S.SCATTERING: {E.SCATTERED: S.RECEIVING, E.FAILED: S.CANCELLED, E.CANCEL: S.CANCELLED},
-        S.JOINING: {E.JOINED: S.FOLLOWING, E.FAILED: S.CANCELLED, E.CANCEL: S.CANCELLED},
-        S.FOLLOWING: {
-            E.RESERVE: S.FOLLOWING,
-            E.CHUNK: S.FOLLOWING,
-            E.FOLLOW: S.FOLLOWING,
-            E.TOKENS: S.FOLLOWING,
-            E.EXTENDED: S.FOLLOWING,
-            E.COMMIT: S.COMMITTING,
-            E.FAILED: S.CANCELLED,
-            E.ABORT: S.CANCELLED,
-            E.FENCE: S.CANCELLED,
-            E.CANCEL: S.CANCELLED,
-        },
         S.COMMITTING: {E.COMMITTED: S.COMMITTED, E.FAILED: S.CANCELLED},
         S.COMMITTED: dict.fromkeys(_LATE, S.COMMITTED),
         S.CANCELLED: dict.fromkeys(_LATE, S.CANCELLED),
@@ -151,8 +120,6 @@ class DestinationMachine(Machine):
         self.go(E.RESERVE)
         if self.ended:
             return [Answer(self._answer)]
-        if self.state is S.FOLLOWING:
-            return []  # said twice
         self._stage = message.stage
         export = message.export if opening else None
         return [ReserveBlocks(export, message.num_tokens, message.last)]
@@ -164,24 +131,10 @@ class DestinationMachine(Machine):
         self.go(E.CHUNK)
         return [Scatter(message)] if self.state is S.SCATTERING else []
 
-    def follow(self, message: Follow) -> list[Action]:
-        """All is here but what the source computes from now on."""
-        if self.state is S.RECEIVING and message.blocks != self.received:
-            return self.failed("error", f"{self.received} of {message.blocks} blocks came")
-        self.go(E.FOLLOW)
-        return [RunBehind(message.fork)] if self.state is S.JOINING else []
-
-    def tokens(self, message: Tokens) -> list[Action]:
-        """What the source has put out since."""
-        if self.state is S.RECEIVING:
-            return self.failed("error", "tokens before Follow")
-        self.go(E.TOKENS)
-        return [Extend(message)] if self.state is S.FOLLOWING else []
-
     def commit(self, message: Commit) -> list[Action]:
         """Run the request, once; a repeated Commit gets the first one's answer."""
         came = self._come_with(message)
-        if self.state in (S.RECEIVING, S.FOLLOWING) and (came < 0 or message.blocks != came):
+        if self.state is S.RECEIVING and (came < 0 or message.blocks != came):
             return self.failed("error", f"{came} of {message.blocks} blocks came")
         unknown = self.state is S.NEW
         self.go(E.COMMIT)
@@ -221,16 +174,6 @@ class DestinationMachine(Machine):
         self.received = max(self.received, chunk.first + len(chunk.checksums))
         return [Answer(ChunkDone(self.key, chunk.slot, ms))]
 
-    def joined(self, pace: Pace, ms: float) -> list[Action]:
-        """The engine follows."""
-        self.go(E.JOINED)
-        return [Answer(Following(self.key, pace, ms))]
-
-    def extended(self, pace: Pace, ms: float) -> list[Action]:
-        """Tokens reached the engine."""
-        self.go(E.EXTENDED)
-        return [] if self.ended else [Answer(Following(self.key, pace, ms))]
-
     def committed(self, ms: float) -> list[Action]:
         """The engine has the request in its queue: this is never undone."""
         self.go(E.COMMITTED)
@@ -254,7 +197,7 @@ class DestinationMachine(Machine):
         last = message.last
         if last is None:
             return self.received
-        if self.state is S.FOLLOWING or not self._hit <= last.first <= self.received:
+        if not self._hit <= last.first <= self.received:
             return -1
         return max(self.received, last.first + len(last.checksums))
 

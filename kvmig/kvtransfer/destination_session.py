@@ -19,7 +19,7 @@ from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, TransportError
 from kvmig.kvtransfer import destination_actions as do
-from kvmig.kvtransfer.arrival_events import Cancel, Event, Extended, Fence, NotExtended
+from kvmig.kvtransfer.arrival_events import Cancel, Event, Fence
 from kvmig.kvtransfer.block_receiver import BlockReceiver
 from kvmig.kvtransfer.compat import fingerprint
 from kvmig.kvtransfer.copier import Send
@@ -30,11 +30,9 @@ from kvmig.kvtransfer.messages import (
     Chunk,
     Commit,
     FirstToken,
-    Follow,
     Message,
     Reserve,
     Reserved,
-    Tokens,
 )
 from kvmig.kvtransfer.transports.select import Inboxes
 
@@ -74,7 +72,6 @@ class DestinationSession:
         self._clock = clock
         self._events: asyncio.Queue[tuple[Event, list[memoryview]]] = asyncio.Queue()
         self._committed_at = 0.0
-        self._extending: set[asyncio.Task[None]] = set()
         self.deliver(reserve)
 
     @property
@@ -120,8 +117,6 @@ class DestinationSession:
             await self._rest()
 
     async def _rest(self) -> None:
-        if self._extending:
-            await asyncio.wait(self._extending)
         while not self._events.empty():
             event, payload = self._events.get_nowait()
             if self.machine.ended:
@@ -148,14 +143,6 @@ class DestinationSession:
                 return machine.reserve(event)
             case Chunk():
                 return machine.chunk(event)
-            case Follow():
-                return machine.follow(event)
-            case Tokens():
-                return machine.tokens(event)
-            case Extended(pace, ms):
-                return machine.extended(pace, ms)
-            case NotExtended(error):
-                return self._not_extended(error)
             case Commit():
                 return machine.commit(event)
             case Abort():
@@ -201,15 +188,6 @@ class DestinationSession:
                 began = self._clock()
                 await self._receiver.scatter(chunk, payload)
                 return self.machine.scattered(chunk, (self._clock() - began) * 1e3)
-            case do.RunBehind(fork):
-                began = self._clock()
-                pace = await self._receiver.bounded(self._engine.follow(self.request_id, fork))
-                return self.machine.joined(pace, (self._clock() - began) * 1e3)
-            case do.Extend(tokens):
-                # Not waited for: tokens that come during one step go into the next together.
-                task = asyncio.create_task(self._extend(tokens))
-                self._extending.add(task)
-                task.add_done_callback(self._extending.discard)
             case do.RunRequest(tail, last):
                 came = None if last is None else await self._receiver.came(last, payload)
                 return await self._commit(tail, came)
@@ -226,27 +204,6 @@ class DestinationSession:
         transport = await self._receiver.open(self.opening.offers)
         hit_blocks = await self._receiver.bounded(self._engine.reserve(export))
         return self.machine.reserved(hit_blocks, transport)
-
-    async def _extend(self, tokens: Tokens) -> None:
-        began = self._clock()
-        try:
-            pace = await self._receiver.bounded(
-                self._engine.extend(self.request_id, tokens.start, tokens.token_ids)
-            )
-        except (KvmigError, TimeoutError) as error:
-            self.deliver(NotExtended(error))
-        except Exception as error:
-            log.exception("%s: handing tokens over failed", self.machine.key)
-            self.deliver(NotExtended(error))
-        else:
-            self.deliver(Extended(pace, (self._clock() - began) * 1e3))
-
-    def _not_extended(self, error: Exception) -> list[Action]:
-        if self.machine.ended:
-            return []  # it was cancelled or committed meanwhile, which the engine did first
-        if isinstance(error, MigrationRefused):
-            return self.machine.failed(error.reason, error.detail)
-        return self.machine.failed("timeout" if isinstance(error, TimeoutError) else "error")
 
     async def _commit(self, tail: Tail, last: CameBlocks | None) -> list[Action]:
         began = self._clock()
@@ -266,8 +223,6 @@ class DestinationSession:
                 message,
                 token=self._receiver.token if message.stage == 0 else "",
                 cadence=self._engine.cadence(),
-                can_follow=self._engine.can_follow,
-                can_recompute=self._engine.can_recompute,
                 can_hold=self._engine.can_hold,
             )
         try:

@@ -21,7 +21,7 @@ from kvmig.kvtransfer.source_machine import SourceMachine
 
 INK, GREY = "#1f2933", "#52606d"
 BLUE, GREEN, AMBER = ("#e6f0fb", "#2f6db5"), ("#e5f5ea", "#2e8b57"), ("#fdf1dc", "#b7791f")
-WIDTH, HEIGHT, LINE = 1280, 1050, 15
+WIDTH, HEIGHT, LINE = 1280, 880, 15
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,21 @@ SOURCE: dict[StrEnum, Box] = {
     Here.RESERVING_STAGE: Box(460, 300, 170),
     Here.COPYING: Box(460, 390, 170),
     Here.RESERVING_TAIL: Box(190, 390, 160),
-    Here.FORKING: Box(460, 475, 170),
-    Here.SENDING_FORK: Box(460, 560, 170),
-    Here.FOLLOWED: Box(460, 650, 150),
-    Here.SUSPENDING: Box(190, 650, 160),
-    Here.SENDING_TAIL: Box(190, 735, 160),
-    Here.COMMITTING: Box(190, 840, 160),
-    Here.RESOLVING: Box(415, 840, 130),
-    Here.COMMITTED: Box(190, 1000, 160, colour=GREEN),
-    Here.ABORTED: Box(510, 1000, 230, colour=AMBER),
+    Here.SUSPENDING: Box(190, 480, 160),
+    Here.SENDING_TAIL: Box(190, 565, 160),
+    Here.COMMITTING: Box(190, 670, 160),
+    Here.RESOLVING: Box(415, 670, 130),
+    Here.COMMITTED: Box(190, 830, 160, colour=GREEN),
+    Here.ABORTED: Box(510, 830, 230, colour=AMBER),
 }
 DESTINATION: dict[StrEnum, Box] = {
     There.NEW: Box(890, 130),
     There.RESERVING: Box(890, 255),
     There.RECEIVING: Box(890, 400),
     There.SCATTERING: Box(745, 500),
-    There.JOINING: Box(960, 590, 120),
-    There.FOLLOWING: Box(960, 715, 120),
-    There.COMMITTING: Box(845, 840),
-    There.COMMITTED: Box(845, 1000, colour=GREEN),
-    There.CANCELLED: Box(1190, 515, 120, 810, colour=AMBER),
+    There.COMMITTING: Box(845, 670),
+    There.COMMITTED: Box(845, 830, colour=GREEN),
+    There.CANCELLED: Box(1190, 430, 120, 640, colour=AMBER),
 }
 FRAMED = list(Here)[: list(Here).index(Here.COMMITTING)]
 """States of the source whose ways to ABORTED are drawn as one."""
@@ -80,7 +75,6 @@ LABELS: dict[tuple[StrEnum, StrEnum], float] = {
     (Here.RESOLVING, Here.ABORTED): 0.35,
     (There.RECEIVING, There.COMMITTING): 0.45,
     (There.SCATTERING, There.CANCELLED): 0.86,
-    (There.JOINING, There.CANCELLED): 0.5,
 }
 """How far along its arrow a label stands, where it isn't the middle."""
 DETOURS: dict[tuple[StrEnum, StrEnum], float] = {(Here.CHECKING, Here.SUSPENDING): 86}
@@ -88,8 +82,6 @@ DETOURS: dict[tuple[StrEnum, StrEnum], float] = {(Here.CHECKING, Here.SUSPENDING
 LOOPS: dict[StrEnum, str] = {
     Here.COMMITTING: "left",
     Here.RESOLVING: "right",
-    Here.FOLLOWED: "right",
-    There.FOLLOWING: "left",
     There.COMMITTED: "left",
     There.CANCELLED: "below",
     There.NEW: "left",

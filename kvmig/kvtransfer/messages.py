@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvmig.engines.base import Cadence, Export, Pace, Tail
+from kvmig.engines.base import Cadence, Export, Tail
 from kvmig.kvtransfer.versions import Version
 
 
@@ -66,14 +66,10 @@ class Reserved(Message, frozen=True, tag=True):
     stage: int
     hit_blocks: int
     transport: str
-    can_follow: bool = False
-    """Whether the destination takes Follow."""
     token: str = ""
     """What the source needs to push into the destination's buffers (stage 0 only)."""
     cadence: Cadence = Cadence(0.0, 0.0)
     """Of the destination's engine, when it answered."""
-    can_recompute: bool = False
-    """Whether the destination takes a tail with blocks missing."""
     can_hold: bool = False
     """Whether the destination takes Expect."""
 
@@ -120,31 +116,6 @@ class ChunkDone(Message, frozen=True, tag=True):
     mid: str
     slot: int
     scatter_ms: float
-
-
-class Follow(Message, frozen=True, tag=True):
-    """Source: all blocks of the fork are sent; compute what comes after behind me."""
-
-    mid: str
-    fork: Tail
-    blocks: int
-    """As in Commit."""
-
-
-class Tokens(Message, frozen=True, tag=True):
-    """Source: the request's output tokens `start` and on."""
-
-    mid: str
-    start: int
-    token_ids: list[int]
-
-
-class Following(Message, frozen=True, tag=True):
-    """Destination: the tokens reached the engine, `wait_ms` after they came."""
-
-    mid: str
-    pace: Pace
-    wait_ms: float
 
 
 class Expect(Message, frozen=True, tag=True):
@@ -203,9 +174,6 @@ PeerMessage = (
     | Chunk
     | Bundle
     | ChunkDone
-    | Follow
-    | Tokens
-    | Following
     | Expect
     | Commit
     | Committed

@@ -30,7 +30,6 @@ from kvmig.kvtransfer.messages import (
     ChunkDone,
     Committed,
     FirstToken,
-    Following,
     Message,
     Refused,
     Reserve,
@@ -250,7 +249,7 @@ class Migrations:
         """A destination's answer. One for a migration that is over is dropped."""
         match message:
             case (
-                Reserved() | Refused() | ChunkDone() | Following() | Committed() | FirstToken()
+                Reserved() | Refused() | ChunkDone() | Committed() | FirstToken()
                 | Aborted()
             ) if message.mid in self._departures:  # fmt: skip
                 departure = self._departures[message.mid]

@@ -43,7 +43,6 @@ class Pause:
         self._step_ms = 0.0
         self._busy_there = False
         self._answered: tuple[float, float] | None = None
-        self._tail_bytes = 0
         self._commit: Commit | None = None
         self._payload: Sequence[Frame] = ()
 
@@ -85,7 +84,7 @@ class Pause:
             if stop := await self._wait_until(now + wait_ms / 1e3):
                 return stop
 
-    def foretell(self) -> int:
+    def _foretell(self) -> int:
         """Let the pause be spread over the tokens from now on; for how many steps that is."""
         errand = self._errand
         step_ms = errand.engine.cadence().step_ms
@@ -99,7 +98,7 @@ class Pause:
 
     async def _spread(self) -> list[Action]:
         step_s = self._errand.engine.cadence().step_ms / 1e3
-        if not (steps := self.foretell()):
+        if not (steps := self._foretell()):
             return []
         clock = self._errand.clock
         until = clock() + (steps - 1) * step_s
@@ -169,7 +168,6 @@ class Pause:
             return stop
         if stop := errand.mailbox.read():
             return stop
-        self._tail_bytes = len(tail.block_ids) * errand.engine.layout.block_bytes
         self._commit = Commit(
             errand.move.mid,
             errand.move.request_id,
@@ -193,12 +191,8 @@ class Pause:
         if downtime is None:
             return
         answered_ms = (self._errand.clock() - self._suspended_at) * 1e3
-        experience = self._experience
-        experience.lead.observe(answered_ms, answer.commit_ms)
+        self._experience.lead.observe(answered_ms, answer.commit_ms)
         self._answered = answered_ms, answer.commit_ms
-        if self._tail_bytes:
-            rate = experience.sizer.bytes_per_ms
-            experience.tails.observe(downtime.tail_copy, self._tail_bytes, rate)
 
     def first_token(self, ms: float) -> None:
         """Learn how long the client had to wait in all. ms: from the commit on."""

@@ -6,8 +6,6 @@ from typing import Literal
 
 import msgspec
 
-from kvmig.kvtransfer.pause_cost import PauseCost
-
 Reason = Literal[
     "",
     "finished",
@@ -87,10 +85,6 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     hit_blocks: int = 0
     """Blocks that the destination's prefix cache held: not sent."""
     stages: list[StageReport] = []
-    pause_cost: PauseCost | None = None
-    """What either way to end it was expected to cost; None: it ended before that."""
-    followed: int | None = None
-    """Steps that the destination computed along before the switch; None: it took the tail."""
     fused_chunks: int = 0
     """Chunks that shared a transfer with those of other migrations."""
     tail_blocks: int = 0

@@ -40,26 +40,6 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
-    """Describe the rest after the first `sent` blocks; the request runs on."""
-
-    sent: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendFork:
-    """Gather and send the rest, Follow right behind, and from then on each step's tokens."""
-
-    first: int
-    fork: Tail
-
-
-@dataclass(frozen=True, slots=True)
-class Listen:
-    """Wait for the next answer of the destination that follows."""
-
-
-@dataclass(frozen=True, slots=True)
 class Suspend:
     """Take the request out of the batch."""
 
@@ -102,6 +82,6 @@ class SendAbort:
 
 
 Action = (
-    Export | SendReserve | Check | Copy | Fork | SendFork | Listen | Suspend | SendTail
-    | SendCommit | AskArbiter | Resume | Release | SendAbort
+    Export | SendReserve | Check | Copy | Suspend | SendTail | SendCommit
+    | AskArbiter | Resume | Release | SendAbort
 )  # fmt: skip

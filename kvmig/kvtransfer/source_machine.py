@@ -1,9 +1,7 @@
 """The source's half of the handshake: pure, events in, actions out.
 
 Before each stage blocks are pre-allocated (Reserve), after each the request is
-checked again. The rest of the request then goes one of three ways (`Way`): it is copied in the
-pause, or left out and computed again there, or the destination follows: the rest is sent while
-the request runs on, and its tokens as they come, until both ends are in step.
+checked again. What is left then is copied in the pause, while nobody decodes the request.
 One that waits and holds nothing is suspended at once, and sent without any of that.
 Until Commit is sent every failure leaves the request running here.
 After it only the destination's word, or the arbiter's, decides.
@@ -14,10 +12,7 @@ from __future__ import annotations
 from enum import StrEnum, auto
 from typing import ClassVar
 
-from msgspec import structs
-
-from kvmig.engines.base import Pace, Stage, Tail
-from kvmig.ground.config import Way
+from kvmig.engines.base import Stage, Tail
 from kvmig.kvtransfer.machine import Machine, Table
 from kvmig.kvtransfer.source_actions import (
     Action,
@@ -25,18 +20,15 @@ from kvmig.kvtransfer.source_actions import (
     Check,
     Copy,
     Export,
-    Fork,
-    Listen,
     Release,
     Resume,
     SendAbort,
     SendCommit,
-    SendFork,
     SendReserve,
     SendTail,
     Suspend,
 )
-from kvmig.kvtransfer.stages import enough, in_step
+from kvmig.kvtransfer.stages import enough
 
 COMMIT_SENDS = 3
 """Times that Commit is sent before the arbiter is asked."""
@@ -51,9 +43,6 @@ class S(StrEnum):
     RESERVING_STAGE = auto()
     COPYING = auto()
     RESERVING_TAIL = auto()
-    FORKING = auto()
-    SENDING_FORK = auto()
-    FOLLOWED = auto()
     SUSPENDING = auto()
     SENDING_TAIL = auto()
     COMMITTING = auto()
@@ -74,13 +63,6 @@ class E(StrEnum):
     WAITS = auto()
     """The request waits and holds nothing: it needs no room, and there is nothing to copy."""
     COPIED = auto()
-    FORK = auto()
-    """The destination holds blocks for the rest, and can follow."""
-    FORKED = auto()
-    FORK_SENT = auto()
-    BEHIND = auto()
-    """The destination follows, but not in step yet."""
-    IN_STEP = auto()
     SUSPENDED = auto()
     COMMIT_SENT = auto()
     COMMITTED = auto()
@@ -115,10 +97,7 @@ class SourceMachine(Machine):
         },
         S.RESERVING_STAGE: _until_commit(E.RESERVED, S.COPYING),
         S.COPYING: _until_commit(E.COPIED, S.CHECKING),
-        S.RESERVING_TAIL: _until_commit(E.RESERVED, S.SUSPENDING) | {E.FORK: S.FORKING},
-        S.FORKING: _until_commit(E.FORKED, S.SENDING_FORK),
-        S.SENDING_FORK: _until_commit(E.FORK_SENT, S.FOLLOWED),
-        S.FOLLOWED: _until_commit(E.IN_STEP, S.SUSPENDING) | {E.BEHIND: S.FOLLOWED},
+        S.RESERVING_TAIL: _until_commit(E.RESERVED, S.SUSPENDING),
         S.SUSPENDING: _until_commit(E.SUSPENDED, S.SENDING_TAIL),
         S.SENDING_TAIL: _until_commit(E.COMMIT_SENT, S.COMMITTING),
         S.COMMITTING: {
@@ -146,17 +125,12 @@ class SourceMachine(Machine):
         """`max_stages`: live stages before the rest is forced."""
         super().__init__(key, S.EXPORTING)
         self._max_stages = max_stages
-        self._answers = 0
         self._commits = 0
         self._plan = Stage([], 0)
-        self.way: Way = "copy"
-        """What becomes of the rest."""
         self.stage = 0
         """The stage of the last Reserve."""
         self.sent = 0
         """Blocks that the destination has or was sent."""
-        self.forked_there = False
-        """Whether the destination was told to follow."""
         self.cancelled = ""
         """Why the client's side gave up, if it did."""
         self.fenced = False
@@ -195,9 +169,6 @@ class SourceMachine(Machine):
     def reserved(self, hit_blocks: int) -> list[Action]:
         """The destination holds blocks for `self.stage`; `hit_blocks` counts for stage 0."""
         before = self.state
-        if before is S.RESERVING_TAIL and self.way == "follow":
-            self.go(E.FORK)
-            return [Fork(self.sent)]
         self.go(E.RESERVED)
         if before is S.RESERVING:
             self.sent = hit_blocks
@@ -207,19 +178,16 @@ class SourceMachine(Machine):
             return [Copy(self.stage, self.sent, tuple(plan.block_ids), tuple(plan.places))]
         return [Suspend(self.sent)]
 
-    def checked(self, plan: Stage, way: Way = "copy") -> list[Action]:
-        """The request is as it was; `plan` names the blocks that are new.
-
-        way: what becomes of them, if they are the rest.
-        """
+    def checked(self, plan: Stage) -> list[Action]:
+        """The request is as it was; `plan` names the blocks that are new."""
         stop = enough(len(plan.block_ids), self.stage, self._max_stages)
         waits = not plan.num_tokens
         self.go(E.WAITS if waits else E.ENOUGH if stop else E.MORE)
-        self._plan, self.way = plan, way
+        self._plan = plan
         if waits:
             return [Suspend(self.sent)]
         self.stage += 1
-        return [SendReserve(self.stage, plan.num_tokens, stop and way != "follow")]
+        return [SendReserve(self.stage, plan.num_tokens, stop)]
 
     def copied(self) -> list[Action]:
         """All blocks of the stage are gathered and sent."""
@@ -227,38 +195,11 @@ class SourceMachine(Machine):
         self.sent += len(self._plan.block_ids)
         return [Check(self.sent)]
 
-    def forked(self, fork: Tail) -> list[Action]:
-        """The rest of the request, as it was just now."""
-        self.go(E.FORKED)
-        return [SendFork(self.sent, fork)]
-
-    def fork_sent(self, blocks: int) -> list[Action]:
-        """The rest and Follow are on their way."""
-        self.go(E.FORK_SENT)
-        self.sent += blocks
-        self.forked_there = True
-        return [Listen()]
-
-    def followed(self, pace: Pace, wait_ms: float, step_ms: float) -> list[Action]:
-        """The destination took tokens, see `stages.in_step`."""
-        if self.state is not S.FOLLOWED:
-            return []  # decided already
-        self._answers += 1
-        if in_step(self._answers, pace, wait_ms, step_ms):
-            self.go(E.IN_STEP)
-            return [Suspend(self.sent)]
-        self.go(E.BEHIND)
-        return [Listen()]
-
     def suspended(self, tail: Tail) -> list[Action]:
-        """The request runs nowhere from here on. What is computed there needn't be sent."""
+        """The request runs nowhere from here on."""
         if self.waits and tail.block_ids:
             return self.failed("started", "it waited, and began to run before it was suspended")
         self.go(E.SUSPENDED)
-        if self.way == "recompute":
-            tail = structs.replace(tail, block_ids=[], places=[], missing=len(tail.block_ids))
-        elif self.way == "follow":
-            tail = structs.replace(tail, block_ids=[], places=[])
         return [SendTail(self.sent, tail)]
 
     def commit_sent(self) -> list[Action]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from kvmig.engines import base
 from kvmig.engines.base import Engine
 from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.config import MigrationConfig, Way
+from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer import source_actions as do
 from kvmig.kvtransfer.arbitration import Resolve, ask_arbiter
@@ -30,15 +30,12 @@ from kvmig.kvtransfer.messages import (
     ChunkDone,
     Committed,
     FirstToken,
-    Following,
     Refused,
     Reserved,
 )
 from kvmig.kvtransfer.opening import Opening
 from kvmig.kvtransfer.pause import Pause
-from kvmig.kvtransfer.pursuit import Pursuit
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.rest import RestChoice
 from kvmig.kvtransfer.shuttle import Shuttle
 from kvmig.kvtransfer.source_actions import Action
 from kvmig.kvtransfer.source_machine import S, SourceMachine
@@ -96,10 +93,6 @@ class SourceSession:
         )
         self._opening = Opening(errand, stagings, experience, shuttle, throttle)
         self._pause = Pause(errand, experience, 0.0 if move.urgent else config.spread)
-        self._pursuit = Pursuit(errand)
-        self._rest = RestChoice(engine, config, experience)
-        self._there = Reserved(move.mid, 0, 0, "")
-        """The destination's newest answer."""
         self.over = False
         """Whether nothing is left here; it may still wait for the first token's time."""
 
@@ -143,9 +136,6 @@ class SourceSession:
                 self._timeline.bytes = self._sender.copier.bytes
                 self._timeline.fused_chunks = self._sender.copier.fused
                 self._sender.copier.close()
-            self._pursuit.tokens.end()
-            if self.machine.forked_there:
-                self._timeline.followed = self._pursuit.tokens.steps
             self.over = True
         machine, report = self.machine, self._timeline.report
         if machine.state is not S.COMMITTED:
@@ -217,18 +207,14 @@ class SourceSession:
                 return await self._answer()
             case do.Check(sent):
                 plan = await self._errand.bounded(engine.stage(request_id, sent))
-                way = self._choose_way(plan.num_tokens, sent, plan.decoding)
-                return self.machine.checked(plan, way)
+                return self.machine.checked(plan)
             case do.Copy():
                 blocks = self._blocks()
                 stop = await blocks.send_live(
                     action.stage, action.first, action.block_ids, action.places
                 )
                 return stop or self.machine.copied()
-            case do.Fork() | do.SendFork() | do.Listen():
-                return await self._catch_up(action)
             case do.Suspend(sent):
-                self._pursuit.tokens.end()
                 return await self._suspend(sent)
             case do.SendTail():
                 return await self._send_tail(action)
@@ -254,33 +240,14 @@ class SourceSession:
             case do.SendAbort(reason):
                 self._send(Abort(self.move.mid, reason), ())
 
-    async def _catch_up(self, action: do.Fork | do.SendFork | do.Listen) -> list[Action]:
-        match action:
-            case do.Fork(sent):
-                return self.machine.forked(await self._pursuit.fork(sent))
-            case do.SendFork(first, fork):
-                stage, blocks = self.machine.stage, self._blocks()
-                self._pause.foretell()
-                stop = await self._pursuit.send(stage, first, fork, blocks)
-                return stop or self.machine.fork_sent(len(fork.block_ids))
-            case do.Listen():
-                return await self._answer()
-
     async def _suspend(self, sent: int) -> list[Action]:
         if self.machine.waits:  # nothing is copied, and nobody expects a token
             return self.machine.suspended(await self._pause.suspend(sent, None, decoding=False))
-        way, blocks = self.machine.way, None
-        if way != "follow":
-            if stop := await self._pause.put_off(self.machine.decoding):
-                return stop
-            # It has grown meanwhile: what was cheap then needn't be so now.
-            decoding = self.machine.decoding
-            way = self._choose_way(self._pause.num_tokens, sent, decoding, may_follow=False)
-            self.machine.way = way
-        if way == "copy":
-            blocks = self._blocks()
-            if stop := await blocks.ready():
-                return stop
+        if stop := await self._pause.put_off(self.machine.decoding):
+            return stop
+        blocks = self._blocks()
+        if stop := await blocks.ready():
+            return stop
         return self.machine.suspended(
             await self._pause.suspend(sent, blocks, self.machine.decoding)
         )
@@ -308,7 +275,6 @@ class SourceSession:
         match event:
             case Reserved(stage=stage):
                 self._pause.hears(event)
-                self._there = event
                 if not machine.expects(stage):
                     return []  # answered once more
                 if stage == 0:
@@ -318,8 +284,6 @@ class SourceSession:
                 return machine.refused(reason, detail)
             case Aborted():
                 return machine.refused("superseded", "given up by the destination")
-            case Following(pace=pace, wait_ms=wait_ms):
-                return machine.followed(pace, wait_ms, self._pursuit.tokens.step_ms)
             case Committed():
                 self._pause.committed(event)
                 return machine.committed()
@@ -334,11 +298,6 @@ class SourceSession:
         raise PeerError(f"{type(event).__name__} isn't for the source of a migration")
 
     # -- helpers
-
-    def _choose_way(self, tokens: int, sent: int, decoding: bool, may_follow: bool = True) -> Way:
-        cost = self._rest.choose(tokens, sent, decoding, self._there, may_follow)
-        self._timeline.pause_cost = cost
-        return cost.way
 
     def _blocks(self) -> BlockSender:
         if self._sender is None:

@@ -9,7 +9,6 @@ from typing import Literal
 import msgspec
 
 from kvmig.ground.clock import Clock
-from kvmig.kvtransfer.pause_cost import PauseCost
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageParts, StageReport
 
 
@@ -37,8 +36,6 @@ class Timeline:
         self._pause: list[float] = []
         self.transport = ""
         self.hit_blocks = 0
-        self.pause_cost: PauseCost | None = None
-        self.followed: int | None = None
         self.tail_blocks = 0
         self.output_tokens: int | None = None
         self.bytes = 0
@@ -89,8 +86,6 @@ class Timeline:
             transport=self.transport,
             hit_blocks=self.hit_blocks,
             stages=self._stages,
-            pause_cost=self.pause_cost,
-            followed=self.followed,
             fused_chunks=self.fused_chunks,
             tail_blocks=self.tail_blocks,
             output_tokens=self.output_tokens,

@@ -12,12 +12,7 @@ from kvmig.testing.subject import EngineUnderTest
 
 SOURCE = ("export", "stage", "gather", "suspend")
 DESTINATION = ("reserve", "grow", "scatter", "commit")
-FOLLOWED = ("fork", "suspend")
-FOLLOWING = ("follow", "extend", "commit")
-"""Of a migration whose destination follows."""
-_METHODS = dict.fromkeys(
-    (*SOURCE, *DESTINATION, *FOLLOWED, *FOLLOWING, "resume", "release", "cancel")
-)
+_METHODS = (*SOURCE, *DESTINATION, "resume", "release", "cancel")
 
 
 async def nothing(method: str) -> None:

@@ -8,11 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from msgspec.structs import replace
-
 from kvmig.embed.migrator import Migrator
-from kvmig.engines.base import Emitted, Frame, OnOutputs
-from kvmig.ground.config import MigrationConfig, Rest
+from kvmig.engines.base import Emitted, Frame
+from kvmig.ground.config import MigrationConfig
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.testing.interposed import InterposedEngine, nothing
 from kvmig.testing.subject import EngineUnderTest, Factory
@@ -71,21 +69,10 @@ class Suite:
             reply_timeout_ms=TIMEOUT_S * 500,
             lease_ms=TIMEOUT_S * 1000,
         )
-        ways: tuple[Rest, ...] = ("copy", "recompute", "follow")
-        self._migrators = {
-            rest: Migrator(
-                self.engines,
-                replace(config, rest=rest),
-                on_commit=self._assign,
-                close_timeout_s=0.1,
-            )
-            for rest in ways
-        }
+        self._migrator = Migrator(self.engines, config, on_commit=self._assign, close_timeout_s=0.1)
         self._used = {name: engine.load().used_blocks for name, engine in self.engines.items()}
         for name, engine in self.engines.items():
-            heard: OnOutputs = partial(self._take, name)
-            for migrator in self._migrators.values():
-                heard = migrator.tap(name, heard)
+            heard = self._migrator.tap(name, partial(self._take, name))
             engine.connect(heard, lambda *done: None, self._exited)
             await engine.warm_up()
 
@@ -93,8 +80,7 @@ class Suite:
         """Close both engines."""
 
         async def close() -> None:
-            for migrator in self._migrators.values():
-                await migrator.close()
+            await self._migrator.close()
             await asyncio.gather(*(engine.close(TIMEOUT_S) for engine in self.engines.values()))
 
         try:
@@ -179,11 +165,9 @@ class Suite:
         """Which engine put out each token."""
         return self._heard[request_id].engines
 
-    async def move(
-        self, request_id: str, source: str = "a", to: str = "b", rest: Rest = "copy"
-    ) -> MigrationReport:
-        """Move a request; `rest`: what becomes of its last tokens, if both engines can."""
-        report = await self._migrators[rest].migrate(request_id, source, to)
+    async def move(self, request_id: str, source: str = "a", to: str = "b") -> MigrationReport:
+        """Move a request."""
+        report = await self._migrator.migrate(request_id, source, to)
         self._go_on()
         return report
 
@@ -196,8 +180,7 @@ class Suite:
         """As the request's client: wherever it is."""
         for engine in self.engines.values():
             engine.abort([request_id])
-        for migrator in self._migrators.values():
-            migrator.cancel(request_id)
+        self._migrator.cancel(request_id)
 
     async def until_moved(self, attempt: Callable[[], Awaitable[MigrationReport]]) -> None:
         """Try again with a new request while they end before they can move.
@@ -245,7 +228,7 @@ class Suite:
         """Nothing is held: no request, block, reservation or buffer; and no rule was broken."""
         left: list[str] = ["?"]
         for _ in range(1000):
-            left = [one for migrator in self._migrators.values() for one in migrator.held()]
+            left = [*self._migrator.held()]
             left += await self._left()
             if not left:
                 break

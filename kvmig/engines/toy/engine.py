@@ -23,8 +23,6 @@ from kvmig.engines.base import (
     Frame,
     OnCallDone,
     OnOutputs,
-    OnTokens,
-    Pace,
     Preempted,
     RequestState,
     Stage,
@@ -38,7 +36,6 @@ from kvmig.engines.toy.model import VOCABULARY
 from kvmig.engines.toy.script import ScriptFile
 from kvmig.engines.toy.sides import Destination, Source
 from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode, encode
-from kvmig.ground.errors import MigrationRefused
 
 STEP_MS = 1.0
 
@@ -46,8 +43,6 @@ STEP_MS = 1.0
 class ToyEngine:
     """A toy of 256 blocks of 8 tokens, and the port over it."""
 
-    can_follow = False
-    can_recompute = True
     can_hold = False
     unmovable = ""
 
@@ -309,17 +304,6 @@ class ToyEngine:
 
     async def cancel(self, request_id: str) -> None:
         self._destination.cancel(request_id)
-
-    # -- following: this engine doesn't
-
-    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
-        raise MigrationRefused("unsupported", "a toy can't be followed")
-
-    async def follow(self, request_id: str, fork: Tail) -> Pace:
-        raise MigrationRefused("unsupported", "a toy can't follow")
-
-    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
-        raise MigrationRefused("unsupported", "a toy can't follow")
 
     # -- memory
 

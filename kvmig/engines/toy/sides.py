@@ -129,7 +129,6 @@ class Destination:
         """From now on it runs here, and nowhere else."""
         arriving = self.known(request_id)
         request = _decode(request_id, [tail.state])
-        request.computed = tail.there(request.computed, self._cache.block_tokens)
         request.client, request.blocks = arriving.client, arriving.blocks
         request.owed = request.computed > 0
         if self._cache.needed(request.computed) > len(request.blocks):

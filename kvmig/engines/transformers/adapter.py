@@ -16,8 +16,6 @@ from kvmig.engines.base import (
     CameBlocks,
     EngineLoad,
     Export,
-    OnTokens,
-    Pace,
     RequestState,
     Stage,
     Tail,
@@ -41,8 +39,6 @@ _LOAD_PERIOD_S = 0.01
 class TransformersEngine:
     """One model behind a llumlet; implements `kvmig.engines.base.Engine`."""
 
-    can_follow = True
-    can_recompute = False
     can_hold = False
     unmovable = ""
 
@@ -80,8 +76,6 @@ class TransformersEngine:
         """On the engine's thread, after each step."""
 
     def _between_steps(self) -> None:
-        self._source.between_steps()
-        self._destination.between_steps()
         now = time.monotonic()
         # After its last step an idle engine takes none that would renew the snapshot.
         if now - self._load_at >= _LOAD_PERIOD_S or not self._requests.scheduler.active_requests:
@@ -105,14 +99,6 @@ class TransformersEngine:
 
     async def stage(self, request_id: str, sent: int) -> Stage:
         return await self._between(lambda: self._source.stage(request_id, sent))
-
-    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
-        events = asyncio.get_running_loop()
-
-        def tell(token_ids: list[int]) -> None:
-            events.call_soon_threadsafe(on_tokens, token_ids)
-
-        return await self._between(lambda: self._source.fork(request_id, sent, tell))
 
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         return await self._between(lambda: self._source.suspend(request_id, sent))
@@ -144,13 +130,6 @@ class TransformersEngine:
                 raise
 
         return await self._between(grow)
-
-    async def follow(self, request_id: str, fork: Tail) -> Pace:
-        progress = decode(fork.state, Progress)
-        return await self._between(lambda: self._destination.follow(request_id, progress))
-
-    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
-        return await self._between(lambda: self._destination.extend(request_id, start, token_ids))
 
     async def prepare(self, request_id: str) -> None:
         """Nothing: a step after a pause is like any other."""

@@ -77,18 +77,6 @@ class Blocks:
         if new and self._cache.use_prefix_sharing:
             self._cache.mark_complete_blocks(state, {self._name: new})
 
-    def pin(self, block_id: int) -> None:
-        """Keep this block from others until `unpin`, whatever becomes of the requests that have it.
-
-        One that comes full is given back at once if another block holds the same.
-        """
-        self._allocator.ledger.acquire(block_id)
-
-    def unpin(self, block_id: int) -> None:
-        """Undo `pin`."""
-        if self._allocator.ledger.release(block_id):
-            self._cache.pool.free_blocks(self._allocator.index, [block_id])
-
     def free(self, request_id: str) -> None:
         """Give back all that it holds; unknown ids are ignored."""
         self._cache.free_blocks(request_id)

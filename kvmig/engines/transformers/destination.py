@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers.generation.continuous_batching.requests import RequestState as State
 
-from kvmig.engines.base import Pace
-from kvmig.engines.transformers.follower import ENOUGH, Follower
 from kvmig.engines.transformers.payload import Progress, Submitted
-from kvmig.engines.transformers.requests import Held, Requests, decoding_state, make_state
+from kvmig.engines.transformers.requests import Held, Requests, make_state
 from kvmig.ground.errors import MigrationRefused
 
 
@@ -21,7 +18,6 @@ class Arriving:
     submitted: Submitted
     exported: Progress
     client: int = 0
-    follower: Follower | None = None
 
     @property
     def known_tokens(self) -> list[int]:
@@ -46,12 +42,8 @@ class Destination:
         return len(self._arriving)
 
     def to_come(self) -> int:
-        """Arriving requests that will run, and are not among the scheduler's."""
-        active = self._requests.scheduler.active_requests
-        return sum(
-            request_id not in active and bool(self._blocks.of(request_id))
-            for request_id in self._arriving
-        )
+        """Arriving requests that will run."""
+        return sum(bool(self._blocks.of(request_id)) for request_id in self._arriving)
 
     def reserve(self, request_id: str, submitted: Submitted, exported: Progress) -> int:
         """Take blocks for the request; returns how many hold its prefix already."""
@@ -90,9 +82,6 @@ class Destination:
     def commit(self, request_id: str, tail: Progress) -> None:
         """Run the request from here on; the blocks hold `tail.num_computed_tokens` tokens."""
         arriving = self._known(request_id)
-        if arriving.follower is not None:
-            self._switch(request_id, arriving, tail)
-            return
         computed = tail.num_computed_tokens
         self._check_holds(request_id, computed)
         outputs = [*arriving.exported.output_token_ids, *tail.output_token_ids]
@@ -101,77 +90,20 @@ class Destination:
         state = make_state(request_id, arriving.submitted, outputs, computed)
         self._start(request_id, arriving, state)
 
-    def follow(self, request_id: str, fork: Progress) -> Pace:
-        """Compute its KV from here on as tokens come; the blocks hold the fork's already."""
-        arriving, computed = self._known(request_id), fork.num_computed_tokens
-        self._check_holds(request_id, computed)
-        tokens = [*arriving.known_tokens, *fork.output_token_ids]
-        arriving.follower = follower = Follower(request_id, tokens, computed)
-        return self._schedule(follower)
-
-    def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
-        """More output tokens of a follower."""
-        arriving = self._known(request_id)
-        follower = self._following(request_id, arriving)
-        known = len(follower.initial_tokens) - len(arriving.submitted.prompt_token_ids)
-        if start > known:
-            raise MigrationRefused("error", f"token {start} after {known}")
-        follower.learn(token_ids[known - start :])
-        return self._schedule(follower)
-
-    def between_steps(self) -> None:
-        """Followers that have nothing to compute wait outside the batch."""
-        for arriving in self._arriving.values():
-            if arriving.follower is not None and not arriving.follower.lost:
-                self._schedule(arriving.follower)
-
     def assign(self, request_id: str, client: int) -> None:
         """The request's outputs go to this client."""
         self._known(request_id).client = client
 
     def cancel(self, request_id: str) -> None:
         """Free a reservation. Unknown ids are ignored."""
-        arriving = self._arriving.pop(request_id, None)
-        if arriving is not None:
-            if arriving.follower is not None:
-                self._requests.scheduler.active_requests.pop(request_id, None)
+        if self._arriving.pop(request_id, None) is not None:
             self._blocks.free(request_id)
-
-    def _switch(self, request_id: str, arriving: Arriving, tail: Progress) -> None:
-        """From following to running: the next step computes what is left, and samples."""
-        follower = self._following(request_id, arriving)
-        tokens = [*arriving.known_tokens, *tail.output_token_ids]
-        if follower.initial_tokens != tokens[: len(follower.initial_tokens)]:
-            raise MigrationRefused("error", "the source put out other tokens than it said")
-        outputs = tokens[len(arriving.submitted.prompt_token_ids) :]
-        computed = follower.current_len()
-        state = decoding_state(request_id, arriving.submitted, outputs, computed)
-        self._requests.scheduler.active_requests.pop(request_id, None)
-        self._start(request_id, arriving, state)
 
     def _start(self, request_id: str, arriving: Arriving, state: State) -> None:
         if state.current_len():
             self._blocks.computed(state)
         del self._arriving[request_id]
         self._requests.add(request_id, Held(arriving.submitted, arriving.client), state)
-
-    def _schedule(self, follower: Follower) -> Pace:
-        """Last in the batch, where preemption comes first, if a step is worth it."""
-        active, request_id = self._requests.scheduler.active_requests, follower.request_id
-        behind, others = follower.behind, len(active) - (request_id in active)
-        wanted = behind >= ENOUGH or (behind > 0 and others > 0)
-        if wanted:
-            active.setdefault(request_id, follower)
-        else:
-            active.pop(request_id, None)
-        return Pace(behind if wanted else 0, others)
-
-    def _following(self, request_id: str, arriving: Arriving) -> Follower:
-        follower = arriving.follower
-        if follower is None or follower.lost:
-            reason = "error" if follower is None else "no_blocks"
-            raise MigrationRefused(reason, f"{request_id} does not follow here")
-        return follower
 
     def _check_holds(self, request_id: str, computed: int) -> None:
         if len(self._blocks.of(request_id)) < self._blocks.needed(computed):

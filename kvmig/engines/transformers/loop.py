@@ -107,9 +107,7 @@ class StepLoop:
             self.after_step()
         finally:
             self.step_began = None
-        # No tokens: with an unknown `token_ms`, migrations that may choose copy. KV that is copied
-        # is the source's to the last bit; computed in another batch it may be rounded otherwise.
-        self.cadence_meter.step(began, time.monotonic(), tokens=0)
+        self.cadence_meter.step(began, time.monotonic())
         return True
 
     def _fail_calls(self) -> None:

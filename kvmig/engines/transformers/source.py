@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers.generation.continuous_batching.requests import RequestState as State
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from kvmig.engines.base import Export, OnTokens, Stage, Tail
+from kvmig.engines.base import Export, Stage, Tail
 from kvmig.engines.transformers.payload import Progress, encode
 from kvmig.engines.transformers.requests import Requests, all_tokens
 from kvmig.ground.errors import RequestGone
@@ -19,11 +19,6 @@ class Leaving:
 
     state: State
     exported_tokens: int
-    on_tokens: OnTokens | None = None
-    told: int = 0
-    """Output tokens that `on_tokens` heard of."""
-    pinned: int | None = None
-    """The last block of a fork: copied while steps write on in it."""
 
 
 class Source:
@@ -55,28 +50,9 @@ class Source:
             state.status == RequestStatus.DECODING,
         )
 
-    def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
-        """The rest of the request as it is now; `on_tokens` hears of what comes, on this thread."""
-        leaving = self._checked(request_id)
-        tail = self._tail(request_id, leaving, sent)
-        leaving.on_tokens, leaving.told = on_tokens, len(leaving.state.generated_tokens)
-        if tail.block_ids and leaving.pinned is None:
-            leaving.pinned = tail.block_ids[-1]
-            self._blocks.pin(leaving.pinned)
-        return tail
-
-    def between_steps(self) -> None:
-        """Tell of new tokens."""
-        for leaving in self._leaving.values():
-            tokens = leaving.state.generated_tokens
-            if leaving.on_tokens and len(tokens) > leaving.told:
-                leaving.on_tokens(tokens[leaving.told :])
-                leaving.told = len(tokens)
-
     def suspend(self, request_id: str, sent: int) -> Tail:
         """Take the request out of the scheduler; its rest."""
         leaving = self._checked(request_id)
-        leaving.on_tokens = None
         if not self._requests.held(request_id).suspended:
             self._requests.suspend(request_id)
         return self._tail(request_id, leaving, sent)
@@ -104,9 +80,7 @@ class Source:
         )
 
     def _forget(self, request_id: str) -> None:
-        leaving = self._leaving.pop(request_id, None)
-        if leaving is not None and leaving.pinned is not None:
-            self._blocks.unpin(leaving.pinned)
+        self._leaving.pop(request_id, None)
 
     def _checked(self, request_id: str) -> Leaving:
         """The post-check: exported, still alive, and not preempted since."""

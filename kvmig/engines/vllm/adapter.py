@@ -18,13 +18,10 @@ from kvmig.engines.base import (
     CameBlocks,
     EngineLoad,
     Export,
-    OnTokens,
-    Pace,
     RequestState,
     Stage,
     Tail,
 )
-from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.building import Builder
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.destination import Destination
@@ -80,10 +77,6 @@ class VllmEngine:
         self._listed: list[RequestState] = []
         self._listed_at = 0.0
         self.layout = self._memory.layout
-        # MLA computes several tokens by other products than one: they round differently.
-        again = self._memory.tables.plain and not core.vllm_config.model_config.use_mla
-        self.can_follow = runner.can_extend(core) and again
-        self.can_recompute = again
         self.can_hold = True
         core.after_step = self._memory.after_step
         core.between_steps = self.between_steps
@@ -95,7 +88,6 @@ class VllmEngine:
     def between_steps(self) -> None:
         """On the engine's thread, after each step and each call."""
         self._source.between_steps()
-        self._destination.between_steps()
         # vLLM admits new requests up to this many, and dies of more than --max-num-seqs: those
         # that come, and those that may come back, keep their places.
         kept = self._source.may_come_back() + self._destination.to_come()
@@ -151,14 +143,6 @@ class VllmEngine:
     async def stage(self, request_id: str, sent: int) -> Stage:
         return await self._on_engine(lambda: self._source.stage(request_id, sent))
 
-    async def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
-        loop = asyncio.get_running_loop()
-
-        def tell(token_ids: list[int]) -> None:
-            loop.call_soon_threadsafe(on_tokens, token_ids)
-
-        return await self._on_engine(lambda: self._source.fork(request_id, sent, tell))
-
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         loop = asyncio.get_running_loop()
         tail: asyncio.Future[Tail] = loop.create_future()
@@ -212,13 +196,6 @@ class VllmEngine:
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:
         return await self._on_engine(lambda: self._destination.grow(request_id, num_tokens))
 
-    async def follow(self, request_id: str, fork: Tail) -> Pace:
-        progress = decode_progress(fork.state)
-        return await self._on_engine(lambda: self._destination.follow(request_id, progress))
-
-    async def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
-        return await self._on_engine(lambda: self._destination.extend(request_id, start, token_ids))
-
     async def prepare(self, request_id: str) -> None:
         await self._on_engine(self._warm_step.run)
 
@@ -229,8 +206,6 @@ class VllmEngine:
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         progress = decode_progress(tail.state)
-        there = tail.there(progress.num_computed_tokens, self.layout.block_tokens)
-        progress = replace(progress, num_computed_tokens=there)
         if last is not None and self._memory.on_gpu:
             try:
                 last.check(await self._memory.scatter(last.block_ids, last.fused, urgent=True))

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.executor import Executor
@@ -65,7 +64,6 @@ class StepCore(EngineCoreProc):
         """When the present step began (time.monotonic); None between steps."""
         self.cadence_meter = CadenceMeter()
         self.hold = StepHold()
-        self._step_tokens = 0
         # What EngineCoreProc.__init__ sets besides sockets and threads.
         self.engine_index = 0
         self.engines_running = False
@@ -197,14 +195,13 @@ class StepCore(EngineCoreProc):
     def _process_engine_step(self) -> bool:
         self._await_arrivals()
         began = self.step_began = time.monotonic()
-        self._step_tokens = 0
         try:
             with self.stepping:
                 executed = super()._process_engine_step()
         finally:
             self.step_began = None
         if executed:
-            self.cadence_meter.step(began, time.monotonic(), self._step_tokens)
+            self.cadence_meter.step(began, time.monotonic())
         self.after_step()
         self.between_steps()
         return executed
@@ -213,11 +210,6 @@ class StepCore(EngineCoreProc):
         """vLLM's step of nothing."""
         with self.stepping:
             super().execute_dummy_batch()
-
-    def capture_iteration_details(self, scheduler_output: SchedulerOutput) -> Any:
-        """vLLM's, inside each step: here for what the step computes."""
-        self._step_tokens = scheduler_output.total_num_scheduled_tokens
-        return super().capture_iteration_details(scheduler_output)
 
     def _fail_pending_calls(self) -> None:
         while True:

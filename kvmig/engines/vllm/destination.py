@@ -12,8 +12,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 
-from kvmig.engines.base import Pace
-from kvmig.engines.vllm import follower, lora, runner
+from kvmig.engines.vllm import lora, runner
 from kvmig.engines.vllm.payload import Progress
 from kvmig.engines.vllm.tables import Tables
 from kvmig.ground.errors import MigrationRefused
@@ -28,9 +27,6 @@ class Arriving:
     has_blocks: bool = False
     hit_tokens: int = 0
     """Whose blocks the prefix cache here held already."""
-    following: bool = False
-    lost: str = ""
-    """Why it can't follow any more."""
 
 
 class Destination:
@@ -87,47 +83,9 @@ class Destination:
         block_ids = self._scheduler.kv_cache_manager.get_block_ids(request_id)
         return self._tables.by_place(block_ids, arriving.hit_tokens)
 
-    def follow(self, request_id: str, fork: Progress) -> Pace:
-        """Compute its KV from here on as tokens come; the blocks hold the fork's already."""
-        arriving = self._known(request_id)
-        scheduler, request = self._scheduler, arriving.request
-        self._append(request, fork.output_token_ids)
-        self._check_room(request_id, fork.num_computed_tokens)
-        self._enter(request, fork.num_computed_tokens)
-        arriving.following = True
-        block_ids = scheduler.kv_cache_manager.get_block_ids(request_id)
-        scheduler.kv_cache_manager.cache_blocks(request, fork.num_computed_tokens)
-        runner.register(self._core, request, block_ids, fork.generator)
-        request.status = RequestStatus.RUNNING
-        follower.hold_back(request)
-        return self._schedule(request)
-
-    def extend(self, request_id: str, start: int, token_ids: Sequence[int]) -> Pace:
-        """More output tokens of a follower."""
-        request = self._following(request_id).request
-        if start > request.num_output_tokens:
-            raise MigrationRefused("error", f"token {start} after {request.num_output_tokens}")
-        self._learn(request, token_ids[request.num_output_tokens - start :])
-        return self._schedule(request)
-
-    def between_steps(self) -> None:
-        """Followers that have nothing to compute wait outside the batch; look for lost ones."""
-        for request_id, arriving in self._arriving.items():
-            if not arriving.following:
-                continue
-            request = arriving.request
-            if request.is_finished() or request.status != RequestStatus.RUNNING:
-                arriving.lost = "finished" if request.is_finished() else "preempted"
-                self._leave(request_id, arriving)
-            else:
-                self._schedule(request)
-
     def commit(self, request_id: str, tail: Progress, generator: bytes | None) -> None:
         """Run the request from here on; the blocks hold `tail.num_computed_tokens` tokens."""
         arriving = self._known(request_id)
-        if arriving.following or arriving.lost:
-            self._switch(request_id, tail, generator)
-            return
         scheduler, request = self._scheduler, arriving.request
         computed = tail.num_computed_tokens
         self._append(request, tail.output_token_ids)
@@ -152,13 +110,9 @@ class Destination:
         self._known(request_id).request.client_index = client_index
 
     def cancel(self, request_id: str) -> None:
-        """Free a reservation, or end its following. Unknown ids are ignored."""
+        """Free a reservation. Unknown ids are ignored."""
         arriving = self._arriving.pop(request_id, None)
-        if arriving is None:
-            return
-        if arriving.following:
-            self._leave(request_id, arriving)
-        elif arriving.has_blocks:
+        if arriving is not None and arriving.has_blocks:
             self._scheduler.kv_cache_manager.free(arriving.request)
 
     def reserved(self) -> int:
@@ -166,9 +120,8 @@ class Destination:
         return len(self._arriving)
 
     def to_come(self) -> int:
-        """Arriving requests that will run, and are not among the running ones."""
-        running = set(self._scheduler.running) if self._arriving else set()
-        return sum(one.has_blocks and one.request not in running for one in self._arriving.values())
+        """Arriving requests that will run."""
+        return sum(one.has_blocks for one in self._arriving.values())
 
     def arriving(self) -> set[str]:
         """Requests that run elsewhere still."""
@@ -178,29 +131,9 @@ class Destination:
         """Whether the request runs elsewhere still."""
         return request_id in self._arriving
 
-    def _switch(self, request_id: str, tail: Progress, generator: bytes | None) -> None:
-        """From following to running: the next step computes what is left, and samples."""
-        arriving = self._following(request_id)
-        request = arriving.request
-        lora.check_slot(self._scheduler, request)
-        known = list(request.output_token_ids)[len(arriving.exported.output_token_ids) :]
-        if known != tail.output_token_ids[: len(known)]:
-            raise MigrationRefused("error", "the source put out other tokens than it said")
-        self._learn(request, tail.output_token_ids[len(known) :])
-        self._take_over(request, tail)
-        runner.set_generator(self._core, request, generator)
-        follower.let_go(request)
-        del self._arriving[request_id]
-        if request not in self._scheduler.running:
-            self._scheduler.running.insert(0, request)
-
     def _take_over(self, request: Request, tail: Progress) -> None:
         request.prefill_stats = _prefill_stats(request, tail)
         request.spec_token_ids = tail.draft_token_ids[: self._scheduler.num_spec_tokens]
-
-    def _learn(self, request: Request, token_ids: Sequence[int]) -> None:
-        self._append(request, token_ids)
-        runner.extend(self._core, request, token_ids)
 
     def _append(self, request: Request, token_ids: Sequence[int]) -> None:
         manager = self._core.structured_output_manager
@@ -230,32 +163,6 @@ class Destination:
         scheduler.prev_step_scheduled_req_ids.discard(request_id)
         request.num_computed_tokens = computed
         scheduler.requests[request_id] = request
-
-    def _schedule(self, request: Request) -> Pace:
-        """In front, where preemption comes last, if a step is worth it."""
-        running = self._scheduler.running
-        behind, runs = follower.behind(request), request in running
-        others = len(running) - runs
-        wanted = behind >= follower.ENOUGH or (behind > 0 and others > 0)
-        wanted = wanted and lora.has_slot(self._scheduler, request)
-        if wanted and not runs:
-            running.insert(0, request)
-        elif runs and not wanted:
-            running.remove(request)
-        return Pace(behind if wanted else 0, others)
-
-    def _leave(self, request_id: str, arriving: Arriving) -> None:
-        """Out of the scheduler, with the blocks."""
-        follower.let_go(arriving.request)
-        self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
-        arriving.following = arriving.has_blocks = False
-
-    def _following(self, request_id: str) -> Arriving:
-        arriving = self._known(request_id)
-        if not arriving.following:
-            lost = arriving.lost or "error"
-            raise MigrationRefused(lost, f"{request_id} does not follow here")
-        return arriving
 
     def _start(self, request: Request, generator: bytes | None) -> None:
         scheduler = self._scheduler

@@ -52,7 +52,7 @@ REFUSED: dict[str, str] = {
     "node_rank": _ONE_HOST,
     "ray_workers_use_nsight": _ONE_HOST,
     "scheduler_cls": "kvmig drives vLLM's own scheduler, leave it out",
-    "prefill_schedule_interval": "a request that follows its source is in prefill in every step",
+    "prefill_schedule_interval": "it is for data parallel engines, leave it out",
     "kv_offloading_backend": _CONNECTORS,
     "kv_offloading_size": _CONNECTORS,
     "kv_transfer_config": _CONNECTORS,

@@ -10,7 +10,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from kvmig.engines.base import ClassLoad, EngineLoad, RequestState
-from kvmig.engines.vllm.follower import Follower
 from kvmig.engines.vllm.movable import unmovable
 from kvmig.engines.vllm.preemptions import Preemptions
 from kvmig.engines.vllm.tables import Tables
@@ -115,12 +114,10 @@ class Holdings:
     def _left(self, request: Request) -> int:
         """Blocks whose KV a running request lacks before it decodes; steps in flight count as done.
 
-        One that decodes has its last token to compute, and no more; a follower decodes elsewhere.
+        One that decodes has its last token to compute, and no more.
         """
         tokens = request.num_tokens - request.num_computed_tokens
-        if tokens <= 1 or isinstance(request, Follower):
-            return 0
-        return self._tables.demand(tokens)
+        return 0 if tokens <= 1 else self._tables.demand(tokens)
 
     def _classes(self) -> tuple[ClassLoad, ...]:
         """By priority; none while all are 0. A block that requests share counts for each."""

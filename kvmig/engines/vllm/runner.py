@@ -9,7 +9,7 @@ All of this is called on the engine's thread; workers do it between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
@@ -25,11 +25,6 @@ WORKER_TIMEOUT_S = 60.0
 def uses_v2(core: EngineCore) -> bool:
     """Whether vLLM runs model runner V2."""
     return bool(core.vllm_config.use_v2_model_runner)
-
-
-def can_extend(core: EngineCore) -> bool:
-    """Whether `extend` works: runner V2 keeps tokens on the device."""
-    return not uses_v2(core)
 
 
 def generator_state(core: EngineCore, request_id: str) -> bytes | None:
@@ -57,19 +52,6 @@ def register(
         lora_request=request.lora_request,
     )
     _in_workers(core, worker_requests.register, state, generator)
-
-
-def extend(core: EngineCore, request: Request, token_ids: Sequence[int]) -> None:
-    """Tell runner V1 of output tokens that it did not sample; `request` has them already."""
-    tokens = list(token_ids)
-    _in_workers(core, worker_requests.extend, request.request_id, request.num_tokens, tokens)
-
-
-def set_generator(core: EngineCore, request: Request, state: bytes | None) -> None:
-    """Give a registered request the seeded generator's state; None: it has none."""
-    params = request.sampling_params
-    if params is not None and params.seed is not None:
-        _in_workers(core, worker_requests.set_generator, request.request_id, state)
 
 
 def repair_drafts_on_a_cpu(core: EngineCore) -> None:

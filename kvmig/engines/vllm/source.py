@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from kvmig.engines.base import OnTokens, Stage, Tail
+from kvmig.engines.base import Stage, Tail
 from kvmig.engines.vllm import lora, runner
 from kvmig.engines.vllm.movable import check_movable
 from kvmig.engines.vllm.payload import Progress, encode_progress
@@ -32,9 +32,6 @@ class Leaving:
     """Known from the first stage, or the tail, on."""
     suspended: bool = False
     on_drained: Callable[[], None] | None = None
-    on_tokens: OnTokens | None = None
-    told: int = 0
-    """Output tokens that `on_tokens` heard of."""
 
 
 class Source:
@@ -52,7 +49,7 @@ class Source:
         return scheduler
 
     def export(self, request_id: str) -> Progress:
-        """Start following the request; how far it is now."""
+        """Watch the request from now on; how far it is now."""
         request = self._live(request_id)
         check_movable(request, self._core.vllm_config)
         self._leaving[request_id] = Leaving(
@@ -71,19 +68,13 @@ class Source:
         num_tokens = request.num_tokens if self._tables.held(block_ids) else 0
         return Stage(ids, num_tokens, decoding, places)
 
-    def fork(self, request_id: str, sent: int, on_tokens: OnTokens) -> Tail:
-        """The rest of the request as it is now; `on_tokens` hears of what comes, on this thread."""
-        leaving = self._checked(request_id)
-        leaving.on_tokens, leaving.told = on_tokens, leaving.request.num_output_tokens
-        return self._tail(request_id, sent)
-
     def suspend(
         self, request_id: str, sent: int, gather: Gather, done: Callable[[Tail | Exception], None]
     ) -> None:
         """Take the request out of the batch; `done` gets its tail once no step holds it."""
         leaving = self._checked(request_id)
         request, scheduler = leaving.request, self._scheduler
-        leaving.suspended, leaving.on_tokens = True, None
+        leaving.suspended = True
         if request.status == RequestStatus.RUNNING:
             scheduler.running.remove(request)
         else:
@@ -102,18 +93,15 @@ class Source:
             leaving.on_drained = drained
 
     def between_steps(self) -> None:
-        """Tell of new tokens; finish suspensions whose last step has returned (async)."""
+        """Finish suspensions whose last step has returned (async)."""
         for leaving in list(self._leaving.values()):
             request = leaving.request
-            if leaving.on_tokens and request.num_output_tokens > leaving.told:
-                leaving.on_tokens(list(request.output_token_ids[leaving.told :]))
-                leaving.told = request.num_output_tokens
             if leaving.on_drained and (request.num_in_flight_tokens == 0 or request.is_finished()):
                 finish, leaving.on_drained = leaving.on_drained, None
                 finish()
 
     def resume(self, request_id: str) -> None:
-        """Put a suspended request back where it was; stop following it."""
+        """Put a suspended request back where it was; watch it no more."""
         leaving = self._leaving.pop(request_id, None)
         if leaving is None or not leaving.suspended or leaving.request.is_finished():
             return

@@ -6,7 +6,6 @@ remember the same, since each of them samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -34,30 +33,6 @@ def register(worker: Any, request: CachedRequestState, generator: bytes | None) 
         runner._init_mrope_positions(request)
     request.generator = _generator(runner.device, request, generator)
     runner.requests[request.req_id] = request
-
-
-def extend(worker: Any, request_id: str, end: int, token_ids: Sequence[int]) -> None:
-    """Learn output tokens that were not sampled here, the last ones of the request's `end`."""
-    runner = worker.model_runner
-    runner.requests[request_id].output_token_ids.extend(token_ids)
-    batch = runner.input_batch
-    row = batch.req_id_to_index.get(request_id)
-    if row is None:
-        return  # its row is made from what was extended
-    start = end - len(token_ids)
-    batch.token_ids_cpu[row, start:end] = token_ids
-    batch.is_token_ids[row, start:end] = True
-    batch.num_tokens_no_spec[row] = end
-
-
-def set_generator(worker: Any, request_id: str, state: bytes | None) -> None:
-    """Give a registered request the seeded generator's state; None: it starts anew."""
-    runner = worker.model_runner
-    request = runner.requests[request_id]
-    request.generator = _generator(runner.device, request, state)
-    row = runner.input_batch.req_id_to_index.get(request_id)
-    if row is not None and request.generator is not None:
-        runner.input_batch.generators[row] = request.generator
 
 
 def keep_cpu_generators_from_chunks(worker: Any) -> None:
