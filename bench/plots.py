@@ -11,12 +11,13 @@ from bench.report import Result
 _STYLES = {
     "recompute": ("abort and recompute", "#b3402e", "s"),
     "blocking": ("blocking copy", "#c98a1b", "^"),
+    "unspread": ("live, its pause not spread", "#7fb3dc", "v"),
     "live": ("live migration", "#1f6fb2", "o"),
 }
 
 
 def draw_downtime(result: Result, file: Path) -> None:
-    """Gaps over the prompt's length, a panel for each background; the least and most as bars."""
+    """Longest gaps over the prompt's length, a panel a background; least and most as bars."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -29,16 +30,16 @@ def draw_downtime(result: Result, file: Path) -> None:
     for axis, background in zip(axes[0], backgrounds, strict=True):
         here = [sample for sample in result.samples if sample["background"] == background]
         for mode, (label, colour, marker) in _STYLES.items():
-            _line(axis, [s for s in here if s["mode"] == mode], "gap_ms", label, colour, marker)
+            _line(axis, [s for s in here if s["mode"] == mode], "longest_ms", label, colour, marker)
         live = [s for s in here if s["mode"] == "live"]
-        _line(axis, live, "inter_token_ms", "between two tokens", "#777777", "")
+        _line(axis, live, "quiet_ms", "as long without a move", "#777777", "")
         axis.set(
             title=f"{background} more requests an instance",
             xlabel="prompt, tokens",
             yscale="log",
         )
         axis.grid(visible=True, which="major", alpha=0.3)
-    axes[0][0].set_ylabel("gap that the client sees, ms")
+    axes[0][0].set_ylabel("longest gap that the client sees, ms")
     axes[0][-1].legend(frameon=False, fontsize="small")
     figure.tight_layout()
     figure.savefig(file, dpi=120)

@@ -22,28 +22,48 @@ class Headline(NamedTuple):
 
 HEADLINES = (
     Headline(
-        "gap that a client sees at a live migration / time between two tokens, idle",
-        Source("downtime", "live_over_inter_token_background_0"),
+        "longest gap of a client around a live migration / in as long without one, idle, median",
+        Source("downtime", "live_worst_gap_over_quiet_background_0"),
         None,
     ),
     Headline(
-        "the same with 4 more requests an instance",
-        Source("downtime", "live_over_inter_token_background_4"),
+        "90th percentile of the same",
+        Source("downtime", "live_worst_gap_over_quiet_p90_background_0"),
         None,
     ),
     Headline(
-        "idle, engines that don't share cores (`device10ms`)",
-        Source("downtime-device10ms", "live_over_inter_token_background_0"),
+        "with 4 more requests an instance, median",
+        Source("downtime", "live_worst_gap_over_quiet_background_4"),
         None,
     ),
     Headline(
-        "the same with 4 more requests an instance",
-        Source("downtime-device10ms", "live_over_inter_token_background_4"),
+        "90th percentile of the same",
+        Source("downtime", "live_worst_gap_over_quiet_p90_background_4"),
         None,
     ),
     Headline(
-        "the pause itself, before it is spread over the tokens before it",
-        Source("downtime-device10ms", "live_pause_over_inter_token_background_4"),
+        "engines that don't share cores (`device10ms`), idle, median",
+        Source("downtime-device10ms", "live_worst_gap_over_quiet_background_0"),
+        None,
+    ),
+    Headline(
+        "90th percentile of the same",
+        Source("downtime-device10ms", "live_worst_gap_over_quiet_p90_background_0"),
+        None,
+    ),
+    Headline(
+        "the same engines with 4 more requests each, median",
+        Source("downtime-device10ms", "live_worst_gap_over_quiet_background_4"),
+        None,
+    ),
+    Headline(
+        "90th percentile of the same",
+        Source("downtime-device10ms", "live_worst_gap_over_quiet_p90_background_4"),
+        None,
+    ),
+    Headline(
+        "the same with a copy that stops the request, median",
+        Source("downtime-device10ms", "blocking_worst_gap_over_quiet_background_4"),
         None,
     ),
     Headline(
@@ -52,12 +72,12 @@ HEADLINES = (
         None,
     ),
     Headline(
-        "that gap at 3,500 tokens / at 128 tokens",
+        "gap at the switch, 3,500 tokens / 128 tokens",
         Source("downtime", "live_3500_over_128_background_0"),
         Source("gpu_downtime", "live_growth"),
     ),
     Headline(
-        "recompute elsewhere / live migration, 3,500 tokens",
+        "gap of recomputing elsewhere / at the switch of a live migration, 3,500 tokens",
         Source("downtime", "recompute_over_live_3500_background_0"),
         None,
     ),
@@ -109,6 +129,36 @@ HEADLINES = (
     Headline(
         "the same, `kvmig`",
         Source("serving", "kvmig.ttft_ms.p99"),
+        None,
+    ),
+    Headline(
+        "99th percentile of the time between two tokens, four real engines, `round-robin`, ms",
+        Source("serving", "round-robin.tpot_ms.p99"),
+        None,
+    ),
+    Headline(
+        "the same, `llumnix`",
+        Source("serving", "llumnix.tpot_ms.p99"),
+        None,
+    ),
+    Headline(
+        "the same, `kvmig`",
+        Source("serving", "kvmig.tpot_ms.p99"),
+        None,
+    ),
+    Headline(
+        "mean time of a whole answer, four real engines, `round-robin`, ms",
+        Source("serving", "round-robin.e2e_ms.mean"),
+        None,
+    ),
+    Headline(
+        "the same, `llumnix`",
+        Source("serving", "llumnix.e2e_ms.mean"),
+        None,
+    ),
+    Headline(
+        "the same, `kvmig`",
+        Source("serving", "kvmig.e2e_ms.mean"),
         None,
     ),
     Headline(

@@ -146,7 +146,7 @@ def sample(mode: str, prompt: int, background: int, gap: float) -> downtime.Samp
     if mode != "recompute":
         pause = {"drain": 5.0, "tail_copy": 1.0, "commit": 2.0, "first_token": None}
         migration = {"downtime_ms": pause, "tail_blocks": 1, "stages": [], "total_ms": 50.0}
-    return downtime.Sample(mode, prompt, background, 0, 10.0, gap, gap + 1, [10.0], migration)
+    return downtime.Sample(mode, prompt, background, 0, 10.0, gap, gap + 1, gap, [10.0], migration)
 
 
 SAMPLES = [
@@ -154,7 +154,8 @@ SAMPLES = [
     for background in (0, 4)
     for more in (-1.0, 0.0, 1.0)
     for mode, prompt, gap in (
-        ("live", 128, 12.0), ("live", 3500, 13.0), ("blocking", 128, 17.0),
+        ("live", 128, 12.0), ("live", 3500, 13.0), ("unspread", 128, 14.0),
+        ("unspread", 3500, 15.0), ("blocking", 128, 17.0),
         ("blocking", 3500, 60.0), ("recompute", 128, 200.0), ("recompute", 3500, 2600.0),
     )
 ]  # fmt: skip
@@ -164,6 +165,9 @@ def test_the_figures_of_downtime_are_ratios_of_medians() -> None:
     summary, targets = downtime.summarise(SAMPLES)
     assert summary["live_over_inter_token_background_4"] == pytest.approx(1.25)
     assert summary["live_3500_over_128_background_0"] == pytest.approx(13 / 12)
+    assert summary["live_worst_gap_over_quiet_background_4"] == pytest.approx(
+        (13 / 12 + 14 / 13) / 2
+    )
     assert summary["recompute_over_live_3500_background_0"] == pytest.approx(200)
     assert report.missed(summary, targets) == []
     assert len(downtime.tables(SAMPLES)) == 2
