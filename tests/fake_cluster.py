@@ -52,6 +52,7 @@ class Node:
             on_left=lambda request_id, endpoint: self.left.append((request_id, endpoint)),
             foretell=lambda *told: self.foretell(*told),
             on_no_memory=lambda error: self.on_no_memory(error),
+            has_front=lambda gateway: gateway in self.fronts,
         )
         engine.on_started = lambda request_id: self.migrations.stepped(request_id, 1)
         self.drop: Drop = lambda message: False
@@ -62,6 +63,7 @@ class Node:
         self.left: list[tuple[str, str]] = []
         self.asked: list[str] = []
         self.refuse_commit = False
+        self.fronts = {"g", ""}
         self.peers: dict[str, Node] = {}
         self.front_end_is_gone = False
         self._clients: dict[str, tuple[Client, asyncio.Task[None]]] = {}

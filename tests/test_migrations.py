@@ -253,6 +253,16 @@ async def test_a_commit_without_its_front_end_is_refused() -> None:
         assert report.downtime_ms is not None
 
 
+async def test_a_destination_without_the_front_end_refuses_before_anything_is_copied() -> None:
+    async with cluster() as them:
+        them.b.fronts.remove("g")
+        report = await them.move()
+        assert (report.reason, them.owners()) == ("incompatible", "a")
+        assert (report.stages, report.downtime_ms) == ([], None)
+        assert "suspend" not in them.a.engine.calls
+        assert "reserve" not in them.b.engine.calls
+
+
 async def test_a_changed_block_is_noticed_and_the_request_stays() -> None:
     async with cluster() as them:
         them.a.engine.corrupt = True

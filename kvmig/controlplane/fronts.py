@@ -45,7 +45,11 @@ class Fronts:
 
     def number_of(self, name: str) -> int | None:
         """The number of a front end that is connected now."""
-        return self._number[name] if name in self._identity else None
+        return self._number[name] if self.has(name) else None
+
+    def has(self, name: str) -> bool:
+        """Whether the front end is connected now."""
+        return name in self._identity
 
     def identity(self, name: str) -> bytes | None:
         """Where to send to it, if it is connected now."""

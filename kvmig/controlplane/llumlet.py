@@ -110,6 +110,7 @@ class Llumlet:
             on_left=self._on_left,
             on_no_memory=self._on_exit,
             refusals=self._server.refusals,
+            has_front=self._fronts.has,
         )
         self._pairing = Pairing(
             engine.requests,

@@ -42,9 +42,11 @@ class Arrivals:
         on_commit_failed: Callable[[str], None],
         on_broken: Callable[[Exception], None],
         refusals: Refusals,
+        has_front: Callable[[str], bool],
     ) -> None:
         """on_broken: a migration ended with an error that nothing was made for.
 
+        has_front: whether the front end of this name is connected here.
         refusals: counts strangers at the transports' own sockets.
         """
         self._engine = engine
@@ -52,6 +54,7 @@ class Arrivals:
         self._on_commit = on_commit
         self._on_commit_failed = on_commit_failed
         self._on_broken = on_broken
+        self._has_front = has_front
         self._inboxes = Inboxes(config.transport, site_of(config, refusals))
         self._live: dict[str, DestinationSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -170,6 +173,10 @@ class Arrivals:
             raise MigrationRefused(refusal)
         if self._engine.unmovable:
             raise MigrationRefused("unsupported", f"nothing can come: {self._engine.unmovable}")
+        if not self._has_front(message.gateway):
+            raise MigrationRefused(
+                "incompatible", f"front end {message.gateway} is not connected here"
+            )
         layout = self._engine.layout
         under_way = [
             kv_bytes(session.opening.num_tokens, layout)

@@ -75,6 +75,7 @@ class Migrations:
         foretell: Foretell = nothing_told,
         on_no_memory: Callable[[MemoryError], None] = lambda error: None,
         refusals: Refusals | None = None,
+        has_front: Callable[[str], bool] = lambda gateway: True,
     ) -> None:
         """stagings: by transport's name, the best first; whoever opened them closes them.
 
@@ -87,6 +88,8 @@ class Migrations:
         on_no_memory: a migration ended anywhere, maybe between a state and its actions: it may
         hold blocks still, and what it answers needn't be true.
         refusals: counts strangers at the transports' own sockets.
+        has_front: whether the front end of this name is connected here; a request of another is
+        refused before anything is copied.
         """
         self._instance = instance
         self._engine = engine
@@ -99,7 +102,13 @@ class Migrations:
         self._foretell = foretell
         self._on_no_memory = on_no_memory
         self._arrivals = Arrivals(
-            engine, config, on_commit, on_commit_failed, self._broken, refusals or Refusals()
+            engine,
+            config,
+            on_commit,
+            on_commit_failed,
+            self._broken,
+            refusals or Refusals(),
+            has_front,
         )
         self._experience = Experience(
             ChunkSizer(engine.layout.block_bytes, config.chunk_bytes, config.chunk_ms)
