@@ -66,6 +66,7 @@ class Node:
         self.fronts = {"g", ""}
         self.peers: dict[str, Node] = {}
         self.front_end_is_gone = False
+        self.front_end_is_stuck = False
         self._clients: dict[str, tuple[Client, asyncio.Task[None]]] = {}
         self._serving = asyncio.create_task(self._serve())
 
@@ -82,6 +83,8 @@ class Node:
         self.asked.append(request_id)
         if self.front_end_is_gone:
             raise TransportError("the front end is gone")
+        if self.front_end_is_stuck:
+            await asyncio.get_running_loop().create_future()
         return await self.peers[destination].migrations.fence(request_id, epoch)
 
     def _send_to(self, endpoint: str, message: Message, payload: Sequence[Frame] = ()) -> None:
@@ -186,8 +189,11 @@ class Cluster:
         return lose
 
     async def run_out(self, moving: asyncio.Task[MigrationReport]) -> MigrationReport:
-        """The end of a migration whose next answer will not come."""
+        """The end of a migration whose next answers will not come."""
+        deadline = time.monotonic() + PATIENCE_S
         while not moving.done():
+            if time.monotonic() > deadline:
+                raise TimeoutError
             self.skip_answer()
             await asyncio.sleep(0.001)
         return await moving

@@ -144,6 +144,20 @@ def test_an_unanswered_commit_is_sent_twice_more_and_then_the_arbiter_is_asked()
     assert machine.unanswered() == [source_actions.AskArbiter()]
 
 
+def test_a_request_whose_fate_nobody_tells_is_dropped_after_so_many_questions() -> None:
+    machine = SourceMachine("m", max_stages=0, questions=2)
+    machine.exported(30)
+    machine.reserved(0)
+    machine.checked(Stage([7], 32))
+    machine.reserved(0)
+    machine.suspended(TAIL)
+    machine.commit_sent()
+    assert machine.unreachable() == [source_actions.AskArbiter()]
+    assert machine.unreachable() == [source_actions.AskArbiter()]
+    assert machine.unreachable() == [Release()]
+    assert (machine.state, machine.reason) == (source.S.ABORTED, "orphaned")
+
+
 def test_the_arbiter_decides() -> None:
     assert source_at(source.S.RESOLVING).resolved(moved=True) == [Release()]
     assert source_at(source.S.RESOLVING).resolved(moved=False) == [Resume(), SendAbort("timeout")]

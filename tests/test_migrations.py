@@ -20,6 +20,7 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
+from kvmig.kvtransfer.source_machine import QUESTIONS
 from tests.fake_cluster import PATIENCE_S, Cluster, cluster, dropping, failing, until
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
 
@@ -354,6 +355,18 @@ async def test_without_a_front_end_the_request_runs_nowhere() -> None:
         report = await them.move()
         assert (report.state, report.reason, them.owners()) == ("aborted", "orphaned", "")
         assert "r" not in them.a.engine.running
+
+
+async def test_a_request_whose_front_end_never_answers_is_dropped_and_frees_everything() -> None:
+    async with cluster() as them:
+        them.a.front_end_is_stuck = True
+        them.a.drop = dropping(Refused, 99)  # when the lease ends
+        them.b.drop = them.in_vain(dropping(Commit, 99))
+        moving = asyncio.create_task(them.move())
+        await until(lambda: them.a.asked)
+        report = await them.run_out(moving)
+        assert (report.state, report.reason, them.owners()) == ("aborted", "orphaned", "")
+        assert them.a.asked == ["r"] * QUESTIONS
 
 
 METHODS_A = ["export", "stage", "gather", "suspend", "resume"]

@@ -27,7 +27,7 @@ from kvmig.kvtransfer.destination_actions import Action, Answer
 from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.epochs import Epochs
 from kvmig.kvtransfer.messages import ChunkDone, Message, Reserve
-from kvmig.kvtransfer.source_machine import SourceMachine
+from kvmig.kvtransfer.source_machine import QUESTIONS, SourceMachine
 from kvmig.kvtransfer.tombstones import Tombstones
 
 MIGRATIONS = 2
@@ -36,13 +36,15 @@ MIGRATIONS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What migrations look like. together: a tail's blocks go
-    with Commit; waits: the request waits at first, and may begin to run at any time."""
+    """What migrations look like. together: a tail's blocks go with Commit; waits: the request
+    waits at first, and may begin to run at any time; questions: to the front end that a source
+    asks before it drops the request."""
 
     tokens: int
     stages: int
     together: bool = False
     waits: bool = False
+    questions: int = QUESTIONS
 
 
 class Order(NamedTuple):
@@ -282,7 +284,7 @@ class Site(Part):
         epoch = self._epochs.after(run, before)
         self._begun += 1
         mid = f"{self.name}{self._begun}{self.request}"
-        machine = SourceMachine(mid, self.shape.stages)
+        machine = SourceMachine(mid, self.shape.stages, self.shape.questions)
         self.out = Departure(mid, run, epoch, before, self.name, destination, machine)
         self.out.start(self)
 

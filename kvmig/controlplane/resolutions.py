@@ -6,10 +6,6 @@ import asyncio
 from collections.abc import Callable
 
 from kvmig.controlplane.messages import Resolve, Resolved
-from kvmig.ground.errors import TransportError
-
-TRIES = 3
-TIMEOUT_S = 5.0
 
 
 class Resolutions:
@@ -21,18 +17,17 @@ class Resolutions:
         self._open: dict[str, asyncio.Future[bool]] = {}
 
     async def ask(self, front: bytes, question: Resolve) -> bool:
-        """Whether the request has moved. Raises TransportError if nobody says so."""
+        """Whether the request has moved; whoever asks knows how long to wait, and asks again.
+
+        Raises TransportError if the front end is gone.
+        """
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._open[question.mid] = answer
         try:
-            for _ in range(TRIES):
-                self._send(front, question)
-                done, _ = await asyncio.wait([answer], timeout=TIMEOUT_S)
-                if done:
-                    return answer.result()
+            self._send(front, question)
+            return await answer
         finally:
             del self._open[question.mid]
-        raise TransportError(f"the front end of {question.request_id} does not answer")
 
     def answer(self, message: Resolved) -> None:
         """The front end's word. One that nobody waits for any more is ignored."""

@@ -13,11 +13,15 @@ from kvmig.kvtransfer.source_machine import SourceMachine
 log = logging.getLogger(__name__)
 
 Resolve = Callable[[str, str, int, str], Awaitable[bool]]
-"""(mid, request_id, epoch, destination) -> whether it moved. Raises when nobody can say."""
+"""(mid, request_id, epoch, destination) -> whether it moved. Raises when nobody can say; may wait
+for ever: `ask_arbiter` gives each question a reply's time-out."""
 
 
 async def ask_arbiter(machine: SourceMachine, errand: Errand, resolve: Resolve) -> list[Action]:
-    """The arbiter's word, or a late answer of the destination: whichever comes first."""
+    """The arbiter's word, or a late answer of the destination: whichever comes first.
+
+    The machine says how many questions may stay unanswered.
+    """
     move = errand.move
     asking = asyncio.ensure_future(
         errand.bounded(resolve(move.mid, move.request_id, move.epoch, move.destination))

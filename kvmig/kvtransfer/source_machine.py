@@ -32,6 +32,8 @@ from kvmig.kvtransfer.stages import enough
 
 COMMIT_SENDS = 3
 """Times that Commit is sent before the arbiter is asked."""
+QUESTIONS = 8
+"""Questions to the arbiter that may stay unanswered, each for a reply's time-out."""
 
 
 class S(StrEnum):
@@ -77,7 +79,7 @@ class E(StrEnum):
     MOVED = auto()
     KEPT = auto()
     ORPHANED = auto()
-    """The arbiter is gone, and the client with it."""
+    """The arbiter is gone, and the client with it, or it answers none of its questions."""
 
 
 def _until_commit(event: E, after: S) -> dict[StrEnum, StrEnum]:
@@ -121,10 +123,11 @@ class SourceMachine(Machine):
         S.ABORTED: {},
     }
 
-    def __init__(self, key: str, max_stages: int) -> None:
-        """`max_stages`: live stages before the rest is forced."""
+    def __init__(self, key: str, max_stages: int, questions: int = QUESTIONS) -> None:
+        """`max_stages`: live stages before the rest is forced. questions: see `QUESTIONS`."""
         super().__init__(key, S.EXPORTING)
         self._max_stages = max_stages
+        self._questions = questions
         self._commits = 0
         self._plan = Stage([], 0)
         self.stage = 0
@@ -240,8 +243,11 @@ class SourceMachine(Machine):
         return self.unreachable()
 
     def unreachable(self) -> list[Action]:
-        """No answer can come any more."""
+        """No answer can come any more, or none came to a question."""
+        if not self._questions:
+            return self.orphaned()
         self.go(E.UNANSWERED)
+        self._questions -= 1
         return [AskArbiter()]
 
     def resolved(self, moved: bool) -> list[Action]:
