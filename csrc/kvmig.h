@@ -36,7 +36,7 @@ typedef unsigned long uint64_t;
 #endif
 
 /* Raised with every change of this file that a caller could notice. */
-#define KVMIG_ABI_VERSION 2
+#define KVMIG_ABI_VERSION 3
 
 #define KVMIG_OK 0
 #define KVMIG_BAD_ARGUMENT 1
@@ -82,45 +82,6 @@ int kvmig_copy_engine(const kvmig_region *src, const kvmig_region *dst, int64_t 
 /* checksums[k] of block ids[k] of `src`, for k in [0, n). */
 int kvmig_checksum(const kvmig_region *src, int64_t n_regions, const int64_t *ids, int64_t n,
                    uint64_t *checksums, void *stream, int32_t workers);
-
-/* One region as a grid of rows: token t of head h of block b is the row at
- * base + b * block_stride + t * token_stride + h * head_stride. */
-typedef struct {
-    void *base;
-    int64_t block_stride;
-    int64_t token_stride;
-    int64_t head_stride;
-} kvmig_grid;
-
-/* One end of a reshard. Token t of the sequence lies in block ids[t / block_tokens], at
- * t % block_tokens; head h of the model is head h - first_head here. */
-typedef struct {
-    const kvmig_grid *grids; /* [n_regions] */
-    const int64_t *ids;
-    int32_t block_tokens;
-    int32_t first_head;
-} kvmig_shard;
-
-/* Copies rows of `row` bytes of heads [first_head, first_head + n_heads) and tokens
- * [first_token, first_token + n_tokens), in every region, from `src` to `dst`. The ends may differ
- * in block size, in which heads they hold (tensor-parallel size), and in the order of heads
- * and tokens (NHD, HND): a rank of TP 2 takes from TP 1, or from two ranks of TP 3 by two calls. */
-int kvmig_reshard(const kvmig_shard *src, const kvmig_shard *dst, int64_t n_regions,
-                  int64_t first_token, int64_t n_tokens, int32_t first_head, int32_t n_heads,
-                  int64_t row, void *stream, int32_t workers);
-
-#define KVMIG_BF16 0
-#define KVMIG_FP16 1
-
-/* Rows of `width` 16-bit floats to float8 e4m3 (finite, round to nearest even, saturating),
- * each row divided by its scale = max|x| / 448 (1 for a row of zeros). src: [rows, width];
- * packed: [rows, width] bytes; scales: [rows]. Lossy. */
-int kvmig_pack_fp8(const void *src, int32_t dtype, int64_t rows, int64_t width, uint8_t *packed,
-                   float *scales, void *stream, int32_t workers);
-
-/* The way back: dst[r, i] = packed[r, i] * scales[r], rounded to nearest even. */
-int kvmig_unpack_fp8(const uint8_t *packed, const float *scales, int32_t dtype, int64_t rows,
-                     int64_t width, void *dst, void *stream, int32_t workers);
 
 /* Memory of another process on this host. KVMIG_UNSUPPORTED on the CPU.
  *

@@ -43,8 +43,6 @@ PAGES: dict[str, tuple[str, ...]] = {
     "data-plane": (
         "kvmig.kernels.copy",
         "kvmig.kernels.layouts",
-        "kvmig.kernels.reshard",
-        "kvmig.kernels.fp8",
         "kvmig.kernels.select:kernels",
         "kvmig.kernels.face",
     ),

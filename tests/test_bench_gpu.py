@@ -58,7 +58,7 @@ def test_the_ceilings_are_measured(tmp_path: Path) -> None:
 def test_the_checks_pass(tmp_path: Path) -> None:
     summary = result_of(correctness, tmp_path)["summary"]
     assert summary["wrong"] == 0
-    assert summary["checks"] > 15
+    assert summary["checks"] >= 15
 
 
 def forgetful(copy: Copy) -> Way:

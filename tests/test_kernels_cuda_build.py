@@ -21,7 +21,7 @@ from kvmig.ground.layout import Region
 from kvmig.kernels import abi, build, cuda, ipc, nvrtc
 
 KERNELS = sorted([*nvrtc.GEOMETRY, "kvmig_copy_tma_kernel"])
-VECTOR_KERNELS = ["kvmig_copy_kernel", "kvmig_copy_sum_kernel", "kvmig_reshard_kernel"]
+VECTOR_KERNELS = ["kvmig_copy_kernel", "kvmig_copy_sum_kernel"]
 TARGETS = pytest.mark.parametrize("target", build.CUDA_TARGETS)
 
 Code = dict[tuple[str, str], str]
@@ -143,10 +143,6 @@ def test_calls_without_a_gpu_say_so(bare: cuda.Library) -> None:
             call(8, 8, 1, 8, 8, 1, 0, 0, 0)
     with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
         bare.checksum(8, 1, 8, 1, 8, 0, 0)
-    with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
-        bare.reshard(8, 8, 16, 0, 8, 8, 16, 0, 1, 0, 1, 0, 1, 16, 0, 0)
-    with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
-        bare.pack_fp8(8, 0, 1, 1, 8, 8, 0, 0)
 
 
 def test_memory_cannot_be_shared_without_a_gpu(bare: cuda.Library) -> None:
@@ -287,11 +283,7 @@ def test_nvrtc_compiles_the_kernels(target: str) -> None:
 
 
 def test_nvrtc_launches_as_the_library_does() -> None:
-    assert {*nvrtc.constants()} == {
-        f"{family}{what}"
-        for family in ("Copy", "Reshard", "Fp8")
-        for what in ("Threads", "CtasPerSm")
-    }
+    assert {*nvrtc.constants()} == {"CopyThreads", "CopyCtasPerSm"}
 
 
 def test_a_changed_header_is_another_source_for_cupys_cache() -> None:

@@ -9,15 +9,11 @@ from hypothesis import strategies as st
 
 from kvmig.ground.layout import Region
 from kvmig.kernels.copy import start_copy
-from kvmig.kernels.face import Grid, Half, Kernels, Pending, Shard
+from kvmig.kernels.face import Kernels, Pending
 from kvmig.kernels.gpu import GpuKernels
-from kvmig.kernels.layouts import row_bytes
-from kvmig.kernels.reshard import start_reshard
 from tests.emulated_cuda import kernels
 from tests.kernel_backends import ORACLE
 from tests.poisoned import Cache, caches, make_cache
-from tests.test_kernels_fp8 import finite, pack, unpack
-from tests.test_kernels_reshard import Rank, cases
 
 WORKERS = st.sampled_from([0, 1, 3])
 
@@ -124,87 +120,6 @@ def test_the_ring_of_the_tma_copies_and_sums(
     assert sums == (wanted if checksums else [])
 
 
-@settings(deadline=None, max_examples=40)
-@given(case=cases(), workers=WORKERS)
-def test_a_reshard_writes_what_the_reference_writes(
-    emulated: GpuKernels, case: tuple[list[Rank], list[Rank], range], workers: int
-) -> None:
-    sources, targets, tokens = case
-    random = np.random.default_rng(1)
-    row = row_bytes(sources[0].group, split=True)
-    for source in sources:
-        source.memory[:] = random.integers(0, 256, source.memory.shape, np.uint8)
-        for target in targets:
-            heads = range(
-                max(source.heads.start, target.heads.start),
-                min(source.heads.stop, target.heads.stop),
-            )
-            if not heads:
-                continue
-            written = []
-            for by in (ORACLE, emulated):
-                target.memory[:] = 0x5A
-                start_reshard(
-                    by, source.shard, target.shard, tokens, heads, row,
-                    src_end=source.end, dst_end=target.end, workers=workers,
-                ).wait()  # fmt: skip
-                written.append(target.memory.copy())
-            assert np.array_equal(written[0], written[1])
-
-
-@pytest.mark.parametrize("row", [1152, 512, 40, 6])
-def test_rows_of_every_size_are_resharded(emulated: GpuKernels, row: int) -> None:
-    """More vectors than lanes, as many, some and a rest, and less than one."""
-    written = []
-    source = np.random.default_rng(1).integers(0, 256, 5 * 8 * 3 * row, np.uint8)
-    for by in (ORACLE, emulated):
-        target = np.full_like(source, 0x5A)
-        ids = np.array([4, 1, 2], np.int64)
-        nhd = Grid(source.ctypes.data, 24 * row, 3 * row, row)
-        hnd = Grid(target.ctypes.data, 24 * row, row, 8 * row)
-        by.reshard(
-            Shard([nhd], ids, 8), Shard([hnd], ids[::-1].copy(), 8), range(3, 22), range(3), row
-        ).wait()
-        written.append(target)
-    assert np.array_equal(written[0], written[1])
-
-
-@pytest.mark.parametrize("half", list(Half))
-@pytest.mark.parametrize("width", [1, 7, 64, 128, 576])
-def test_values_are_packed_and_unpacked_as_by_the_reference(
-    emulated: GpuKernels, half: Half, width: int
-) -> None:
-    any_bits = np.random.default_rng(width).integers(0, 1 << 16, 41 * width, np.uint16)
-    values = finite(any_bits, half).view(np.uint8)
-    wanted = pack(ORACLE, values, half, width)
-    packed = pack(emulated, values, half, width, 1)
-    assert [one.tolist() for one in packed] == [one.tolist() for one in wanted]
-    back = unpack(emulated, *packed, half, width)
-    assert np.array_equal(back, unpack(ORACLE, *wanted, half, width))
-
-
-@pytest.mark.parametrize("half", list(Half))
-def test_every_finite_half_is_rounded_as_by_the_reference(emulated: GpuKernels, half: Half) -> None:
-    """Beside 448, so that the scale is 1 for all that are not larger."""
-    most = np.uint16(0x43E0 if half is Half.BF16 else 0x5F00)
-    halves = finite(np.arange(1 << 16, dtype=np.uint32).astype(np.uint16), half)
-    rows = np.stack([halves, np.full_like(halves, most)], axis=1).copy()
-    values = rows.view(np.uint8).reshape(-1)
-    packed, scales = pack(emulated, values, half, 2)
-    wanted_packed, wanted_scales = pack(ORACLE, values, half, 2)
-    assert np.array_equal(packed, wanted_packed)
-    assert np.array_equal(scales, wanted_scales)
-
-
-@pytest.mark.parametrize("half", list(Half))
-def test_every_code_is_unpacked_as_by_the_reference(emulated: GpuKernels, half: Half) -> None:
-    codes = np.arange(256, dtype=np.uint8)
-    packed = codes[(codes & 0x7F) != 0x7F].copy()
-    scales = np.array([0.37], np.float32).view(np.uint8)
-    back = unpack(emulated, packed, scales, half, len(packed))
-    assert np.array_equal(back, unpack(ORACLE, packed, scales, half, len(packed)))
-
-
 def test_the_c_functions_refuse_what_makes_no_sense(emulated: GpuKernels) -> None:
     launcher = emulated._launcher
     with pytest.raises(ValueError, match="refused"):
@@ -213,7 +128,3 @@ def test_the_c_functions_refuse_what_makes_no_sense(emulated: GpuKernels) -> Non
         launcher.copy(0, 0, 1, 0, 0, 1, 0, 0, 0)
     with pytest.raises(ValueError, match="refused"):
         launcher.checksum(0, 0, 0, 1, 0, 0, 0)
-    with pytest.raises(ValueError, match="refused"):
-        launcher.reshard(8, 8, 0, 0, 8, 8, 16, 0, 1, 0, 1, 0, 1, 16, 0, 0)
-    with pytest.raises(ValueError, match="refused"):
-        launcher.pack_fp8(8, 2, 1, 1, 8, 8, 0, 0)

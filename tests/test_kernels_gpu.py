@@ -10,7 +10,7 @@ from kvmig.ground.errors import KernelUnavailable, KvmigError
 from kvmig.ground.layout import Region
 from kvmig.kernels import cuda, driver, ipc, nvrtc
 from kvmig.kernels.call_memory import SMALLEST
-from kvmig.kernels.face import Half, Pending
+from kvmig.kernels.face import Pending
 from kvmig.kernels.gpu import GpuKernels
 from tests.emulated_cuda import HostDevice
 
@@ -147,12 +147,6 @@ def test_empty_lists_launch_nothing() -> None:
     assert world.kernels.copy(REGIONS, REGIONS, none, none, checksums=True).wait() == []
     assert world.kernels.copy((), (), none, none, checksums=False).wait() == []
     assert world.kernels.checksum((), np.zeros(2, np.int64)).wait() == [0, 0]
-    world.assert_all_comes_back()
-
-
-def test_packing_takes_no_tables() -> None:
-    world = World()
-    assert world.kernels.pack_fp8(16, Half.BF16, 1, 8, 16, 16).wait() == []
     world.assert_all_comes_back()
 
 

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from kvmig.ground.errors import UnsupportedLayout
 from kvmig.ground.layout import Region, fused
 from kvmig.kernels.copy import copy_blocks
-from kvmig.kernels.face import Grid
-from kvmig.kernels.layouts import ORDERS, CacheGroup, grids, kv_layout, regions, row_bytes
+from kvmig.kernels.layouts import ORDERS, CacheGroup, kv_layout, regions
 from tests.poisoned import GUARD, POISON, make_paged, paged
 
 SHAPE = {
@@ -50,8 +49,6 @@ def at(memory: NDArray[np.uint8], address: int, nbytes: int) -> NDArray[np.uint8
 
 def test_the_example_of_the_docstring() -> None:
     assert regions(EXAMPLE) == (Region(4096, 16384, 16384), Region(4096 + 3 * 16384, 16384, 16384))
-    assert grids(EXAMPLE)[0] == Grid(4096, 16384, 256, 4096)
-    assert row_bytes(EXAMPLE) == 256
 
 
 @pytest.mark.parametrize(
@@ -83,30 +80,6 @@ def test_the_regions_of_a_block_are_its_bytes_and_no_others(
     assert np.array_equal(memory, expected)
 
 
-@given(groups(), st.booleans())
-def test_the_rows_of_a_grid_are_those_of_its_layer_token_and_head(
-    made: tuple[CacheGroup, NDArray[np.uint8]], split: bool
-) -> None:
-    group, memory = made
-    if split and group.head_size != group.head_size_v:
-        with pytest.raises(UnsupportedLayout, match="no common row"):
-            grids(group, split)
-        return
-    whole = paged(group, memory)
-    whole[...] = np.random.default_rng(0).integers(0, 256, whole.shape, np.uint8)
-    row = row_bytes(group, split)
-    layers, halves, _, _, _, content = whole.shape
-    parts = content // row
-    for number, grid in enumerate(grids(group, split)):
-        layer, part = divmod(number, halves * parts)
-        block, head, token = group.blocks - 1, group.heads - 1, group.block_tokens - 1
-        start = grid.base + block * grid.block_stride
-        start += token * grid.token_stride + head * grid.head_stride
-        wanted = whole[layer, :, block, head, token].reshape(-1, row)[part]
-        assert np.array_equal(at(memory, start, row), wanted)
-    assert number + 1 == layers * halves * parts
-
-
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 192, 256, 576])
 @pytest.mark.parametrize("itemsize", [1, 2])
 def test_head_sizes_and_types_of_models_are_taken(head_size: int, itemsize: int) -> None:
@@ -117,17 +90,12 @@ def test_head_sizes_and_types_of_models_are_taken(head_size: int, itemsize: int)
 def test_a_latent_is_one_head_without_a_value() -> None:
     latent = CacheGroup("LBNC", (4096,), 61, 10, 1, 16, 576, 0, 2)
     assert {region.run for region in regions(latent)} == {18432}
-    assert row_bytes(latent) == 1152
     assert kv_layout(latent).block_bytes == 61 * 18432
 
 
 def test_layers_may_each_have_memory_of_their_own() -> None:
     apart = replace(EXAMPLE, bases=(4096, 1 << 20))
     assert [region.base for region in regions(apart)] == [4096, 1 << 20]
-    assert [grid.base for grid in grids(replace(apart, order="2BNHC"))] == [
-        *(4096, 4096 + 24576),
-        *(1 << 20, (1 << 20) + 24576),
-    ]
 
 
 def test_groups_that_share_memory_are_copied_by_their_own_block_ids() -> None:

@@ -16,7 +16,6 @@ from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import Region
 from kvmig.kernels import build, nvrtc
 from kvmig.kernels.driver import Driver
-from kvmig.kernels.face import Grid, Half, Shard
 from kvmig.kernels.gpu import GpuKernels
 from tests.emulated_cuda import HostDevice
 
@@ -95,14 +94,10 @@ def parameters(kernel: str) -> list[Any]:
 
 def launch_all(world: World, workers: int) -> None:
     on = {"stream": 7, "workers": workers}
-    shard = Shard([Grid(4096, 64, 64, 64)], IDS, 16)
     by = world.kernels
     by.copy(REGIONS, REGIONS, IDS, IDS, checksums=False, **on)
     by.copy(REGIONS, REGIONS, IDS, IDS, checksums=True, **on)
     by.checksum(REGIONS, IDS, **on)
-    by.reshard(shard, shard, range(1), range(1), 64, **on)
-    by.pack_fp8(4096, Half.FP16, 1, 8, 4096, 4096, **on)
-    by.unpack_fp8(4096, 4096, Half.FP16, 1, 8, 4096, **on)
 
 
 def test_every_kernel_gets_what_its_header_declares(world: World) -> None:
@@ -120,7 +115,6 @@ def test_as_many_ctas_as_fit_the_device_unless_the_caller_says(world: World) -> 
     launch_all(world, 0)
     sizes = {name: (grid[0], block[0]) for name, grid, block, _, _ in world.cupy.launches}
     assert sizes["kvmig_copy_kernel"] == (2, 512)
-    assert sizes["kvmig_reshard_kernel"] == (8, 256)
 
 
 def test_checksums_start_at_zero(world: World) -> None:

@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 
 from kvmig.ground.errors import KernelUnavailable, KvmigError
 from kvmig.ground.layout import Region
-from kvmig.kernels.face import Grid, Half, Shard
 from kvmig.kernels.triton_kernels import TritonKernels
 from kvmig.kernels.triton_launch import Launcher, Queued, alignment, power_of_two
 from tests.triton_recorder import Recorder, recording
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-SHARED = ("test_kernels_copy.py", "test_kernels_reshard.py", "test_kernels_fp8.py")
+SHARED = ("test_kernels_copy.py",)
 """Tests that every implementation passes."""
 ADDRESS = 1 << 40
 THREADS = 8 * 32
@@ -42,8 +41,6 @@ def test_the_interpreted_kernels_pass_the_tests_of_every_implementation() -> Non
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-k", "triton", "-p", "no:cacheprovider"),
-            # numpy's word on a division of infinities
-            *("-W", "ignore:invalid value encountered:RuntimeWarning"),
             *(str(folder / name) for name in SHARED),
         ],
         cwd=folder.parent,
@@ -54,7 +51,7 @@ def test_the_interpreted_kernels_pass_the_tests_of_every_implementation() -> Non
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\d\d passed", done.stdout), done.stdout
+    assert re.search(r"[1-9] passed", done.stdout), done.stdout
     assert "skipped" not in done.stdout
 
 
@@ -115,47 +112,6 @@ def test_a_checksum_loads_vectors_and_stores_nothing(
     kernels, recorded = recorders
     kernels.checksum([Region(ADDRESS, 32 << 10, 32 << 10)], np.arange(3))
     assert vector_accesses(recorded["copy_kernel"].compiled(capability)) == (8, 0)
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("row", [2 * 128, 2 * 576], ids=["llama", "mla"])
-def test_a_reshard_moves_vectors(
-    recorders: tuple[TritonKernels, dict[str, Recorder]], capability: int, row: int
-) -> None:
-    kernels, recorded = recorders
-    hnd = Grid(ADDRESS, 8 * 16 * row, row, 16 * row)
-    nhd = Grid(2 * ADDRESS, 4 * 32 * row, 4 * row, row)
-    src = Shard([hnd], np.arange(8), 16)
-    dst = Shard([nhd], np.arange(4), 32, first_head=4)
-    kernels.reshard(src, dst, range(100), range(4, 8), row)
-    assert vector_accesses(recorded["reshard_kernel"].compiled(capability)) == (4, 4)
-
-
-@pytest.mark.parametrize(
-    ("capability", "width", "dtype"),
-    [(80, 64, Half.FP16), (80, 128, Half.BF16), (90, 128, Half.FP16), (90, 576, Half.BF16)],
-)
-def test_fp8_is_loaded_and_stored_in_vectors(
-    recorders: tuple[TritonKernels, dict[str, Recorder]],
-    capability: int,
-    width: int,
-    dtype: Half,
-) -> None:
-    kernels, recorded = recorders
-    kernels.pack_fp8(ADDRESS, dtype, 100, width, 2 * ADDRESS, 3 * ADDRESS)
-    kernels.unpack_fp8(2 * ADDRESS, 3 * ADDRESS, dtype, 100, width, ADDRESS)
-    assert vector_accesses(recorded["pack_kernel"].compiled(capability)) == (2, 1)
-    assert vector_accesses(recorded["unpack_kernel"].compiled(capability)) == (1, 2)
-
-
-def test_divisions_are_rounded_as_ieee_does(
-    recorders: tuple[TritonKernels, dict[str, Recorder]],
-) -> None:
-    kernels, recorded = recorders
-    kernels.pack_fp8(ADDRESS, Half.BF16, 100, 128, 2 * ADDRESS, 3 * ADDRESS)
-    ptx = recorded["pack_kernel"].compiled(90)["ptx"]
-    assert set(re.findall(r"\bdiv\.\S+", ptx)) == {"div.rn.f32"}
-    assert "ftz" not in ptx
 
 
 # -- launched

@@ -9,14 +9,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from kvmig.kernels import triton_copy, triton_fp8, triton_reshard
+from kvmig.kernels import triton_copy
 from kvmig.kernels.triton_kernels import TritonKernels
 
 KERNELS = {
     "copy_kernel": triton_copy,
-    "reshard_kernel": triton_reshard,
-    "pack_kernel": triton_fp8,
-    "unpack_kernel": triton_fp8,
 }
 
 

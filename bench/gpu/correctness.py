@@ -1,11 +1,11 @@
 """Every kernel against the reference on the host: blocks at random in poisoned memory, runs and
-gaps of all widths of access, resharding between all orders, packing; all bytes are compared."""
+gaps of all widths of access; all bytes are compared."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,8 +15,6 @@ from bench.gpu.device import POISON, Deadline, Site, Way, note_gpu, options_of
 from bench.report import begin, finish, say
 from kvmig.ground.errors import KernelUnavailable, KvmigError
 from kvmig.ground.layout import Region
-from kvmig.kernels.face import Half, Ids, Kernels, Shard
-from kvmig.kernels.layouts import ORDERS, CacheGroup, grids, row_bytes
 from kvmig.kernels.reference import Reference
 
 MOST_S = 48.0
@@ -85,61 +83,6 @@ def _compared(target: Memory, sums: list[int], wanted: list[int]) -> str:
     return " and ".join(wrong)
 
 
-def shard(order: str, block_tokens: int, ids: Ids) -> tuple[CacheGroup, Shard]:
-    """Two layers of four heads of 64 values of two bytes, at address 0."""
-    heads, halves = (4, 64) if "H" in order else (1, 0)
-    group = CacheGroup(
-        order, (0,), layers=2, blocks=len(ids) + 1, heads=heads, block_tokens=block_tokens,
-        head_size=64, head_size_v=halves, itemsize=2,
-    )  # fmt: skip
-    return group, Shard(grids(group, split=bool(halves)), ids, block_tokens)
-
-
-def moved(made: Shard, base: int) -> Shard:
-    """At an address."""
-    return replace(made, grids=[replace(grid, base=grid.base + base) for grid in made.grids])
-
-
-def check_reshard(site: Site, kernels: Kernels, order: str, to: str, workers: int) -> str:
-    src_group, src = shard(order, 16, np.array([2, 0, 3], np.int64))
-    dst_group, dst = shard(to, 8, np.array([0, 5, 2, 1, 4], np.int64))
-    source = memory(site, src_group.page_bytes * src_group.blocks * 2, poison=False)
-    target = memory(site, dst_group.page_bytes * dst_group.blocks * 2, poison=True)
-    row = row_bytes(src_group, split=bool(src_group.head_size_v))
-    tokens, heads = range(3, 38), range(int(src_group.heads > 1), src_group.heads)
-    starts = source.host.data_ptr() + GUARD, target.host.data_ptr() + GUARD
-    Reference("cpu").reshard(
-        moved(src, starts[0]), moved(dst, starts[1]), tokens, heads, row
-    ).wait()
-    site.settle()
-    ends = moved(src, starts[0] + source.shift), moved(dst, starts[1] + target.shift)
-    kernels.reshard(*ends, tokens, heads, row, stream=site.stream, workers=workers).wait()
-    return _compared(target, [], [])
-
-
-def check_fp8(site: Site, kernels: Kernels, half: Half, width: int, workers: int) -> str:
-    rows = 37
-    type_ = torch.bfloat16 if half is Half.BF16 else torch.float16
-    values = torch.randn(rows, width).mul(8).to(type_).to(site.device)
-    packed, back = memory(site, rows * width, poison=True), memory(site, 2 * rows * width, True)
-    scales = memory(site, 4 * rows, poison=True)
-    site.settle()
-    sides: list[tuple[Kernels, torch.Tensor, int]] = [
-        (Reference("cpu"), values.cpu(), 0),
-        (kernels, values, site.stream),
-    ]
-    for by, tensor, stream in sides:
-        codes, factors, wide = (
-            (one.device if by is kernels else one.host).data_ptr() + GUARD
-            for one in (packed, scales, back)
-        )
-        how = {"stream": stream, "workers": workers}
-        by.pack_fp8(tensor.data_ptr(), half, rows, width, codes, factors, **how).wait()
-        by.unpack_fp8(codes, factors, half, rows, width, wide, **how).wait()
-    names = {"codes": packed, "scales": scales, "values": back}
-    return " and ".join(name for name, one in names.items() if one.differ())
-
-
 Check = tuple[str, Callable[[], str]]
 """A name, and what says what is wrong."""
 
@@ -150,18 +93,6 @@ def copy_checks(site: Site, way: Way, quick: bool) -> Iterator[Check]:
             for workers in WORKERS[1:2] if quick else WORKERS:
                 name = f"copy of {runs[0]} x {len(runs)}, gap {gap}, workers {workers}"
                 yield name, partial(check_copy, site, way, runs, gap, workers)
-
-
-def other_checks(site: Site, kernels: Kernels, quick: bool) -> Iterator[Check]:
-    headed = [order for order in ORDERS if "H" in order]
-    pairs = [(a, b) for a in headed for b in headed] + [("LBNC", "BLNC"), ("BLNC", "LBNC")]
-    for order, to in pairs[:2] if quick else pairs:
-        name = f"reshard of {order} to {to}"
-        yield name, partial(check_reshard, site, kernels, order, to, 0)
-    for half in Half:
-        for width in (64, 65) if quick else (1, 64, 65, 128, 192, 576):
-            name = f"fp8 of {half.name}, width {width}"
-            yield name, partial(check_fp8, site, kernels, half, width, 0)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -190,13 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def all_checks(site: Site, quick: bool) -> Iterator[Check]:
     """Of all kernels and ways to copy, by name."""
-    found = site.kernels()
     for way in site.ways():
         for name, check in copy_checks(site, way, quick):
             yield f"{way.name}: {name}", check
-        if way.name in found:
-            for name, check in other_checks(site, found[way.name], quick):
-                yield f"{way.name}: {name}", check
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from kvmig.ground.errors import KernelUnavailable, KvmigError
 from kvmig.ground.layout import Region
-from kvmig.kernels.face import Device, Grid
+from kvmig.kernels.face import Device
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """KVMIG_ABI_VERSION of the header that these declarations were written for."""
 
 OK, BAD_ARGUMENT, UNSUPPORTED, CUDA_ERROR = 0, 1, 2, 1000
@@ -23,28 +23,6 @@ class CRegion(ctypes.Structure):
     _fields_ = (("base", c_void_p), ("block_stride", c_int64), ("run", c_int64))
 
 
-class CGrid(ctypes.Structure):
-    """kvmig_grid."""
-
-    _fields_ = (
-        ("base", c_void_p),
-        ("block_stride", c_int64),
-        ("token_stride", c_int64),
-        ("head_stride", c_int64),
-    )
-
-
-class CShard(ctypes.Structure):
-    """kvmig_shard; `grids` and `ids` are addresses."""
-
-    _fields_ = (
-        ("grids", c_void_p),
-        ("ids", c_void_p),
-        ("block_tokens", c_int32),
-        ("first_head", c_int32),
-    )
-
-
 _COPY = (*(c_void_p, c_void_p, c_int64), *(c_void_p, c_void_p, c_int64))
 _QUEUE = (c_void_p, c_int32)
 PROTOTYPES: dict[str, tuple[type, ...]] = {
@@ -52,12 +30,6 @@ PROTOTYPES: dict[str, tuple[type, ...]] = {
     "kvmig_copy_tma": (*_COPY, c_void_p, *_QUEUE),
     "kvmig_copy_engine": (*_COPY, c_void_p),
     "kvmig_checksum": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, *_QUEUE),
-    "kvmig_reshard": (
-        *(c_void_p, c_void_p, c_int64),
-        *(c_int64, c_int64, c_int32, c_int32, c_int64, *_QUEUE),
-    ),
-    "kvmig_pack_fp8": (c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p, *_QUEUE),
-    "kvmig_unpack_fp8": (c_void_p, c_void_p, c_int32, c_int64, c_int64, c_void_p, *_QUEUE),
     "kvmig_ipc_export": (c_void_p, c_void_p, c_void_p),
     "kvmig_ipc_import": (c_void_p, c_void_p),
     "kvmig_ipc_close": (c_void_p,),
@@ -100,9 +72,3 @@ def check(status: int) -> None:
 def region_table(regions: Sequence[Region]) -> ctypes.Array[CRegion]:
     """[n_regions] in host memory."""
     return (CRegion * len(regions))(*(CRegion(r.base, r.block_stride, r.run) for r in regions))
-
-
-def grid_table(grids: Sequence[Grid]) -> ctypes.Array[CGrid]:
-    """[n_regions] in host memory."""
-    rows = (CGrid(g.base, g.block_stride, g.token_stride, g.head_stride) for g in grids)
-    return (CGrid * len(grids))(*rows)

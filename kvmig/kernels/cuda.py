@@ -48,17 +48,6 @@ class Library:
     def checksum(self, *arguments: int) -> None:
         check(self._library.kvmig_checksum(*arguments))
 
-    def reshard(self, *arguments: int) -> None:
-        ends = (abi.CShard(*arguments[at : at + 4]) for at in (0, 4))
-        pointers = (ctypes.byref(end) for end in ends)
-        check(self._library.kvmig_reshard(*pointers, *arguments[8:]))
-
-    def pack_fp8(self, *arguments: int) -> None:
-        check(self._library.kvmig_pack_fp8(*arguments))
-
-    def unpack_fp8(self, *arguments: int) -> None:
-        check(self._library.kvmig_unpack_fp8(*arguments))
-
 
 def load(device: face.Device) -> GpuKernels:
     """The kernels on the calling thread's GPU (else the first). Raises KernelUnavailable."""

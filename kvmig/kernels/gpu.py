@@ -15,7 +15,7 @@ from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import Region
 from kvmig.kernels import abi, call_memory, face
 from kvmig.kernels.call_memory import CallMemoryPool
-from kvmig.kernels.face import Finished, Grid, Half, Ids, Pending, Shard
+from kvmig.kernels.face import Finished, Ids, Pending
 
 _SUM_BYTES = 8
 
@@ -27,8 +27,7 @@ class Device(call_memory.Device, Protocol):
 
 
 class Launcher(Protocol):
-    """The functions of csrc/kvmig.h that launch, with their arguments as integers; a shard of
-    `reshard` is four (grids, ids, block_tokens, first_head).
+    """The functions of csrc/kvmig.h that launch, with their arguments as integers.
 
     They raise ValueError, KernelUnavailable or KvmigError, as `abi.check` does.
     """
@@ -38,9 +37,6 @@ class Launcher(Protocol):
     def copy(self, *arguments: int) -> None: ...
     def copy_tma(self, *arguments: int) -> None: ...
     def checksum(self, *arguments: int) -> None: ...
-    def reshard(self, *arguments: int) -> None: ...
-    def pack_fp8(self, *arguments: int) -> None: ...
-    def unpack_fp8(self, *arguments: int) -> None: ...
 
 
 class GpuKernels:
@@ -104,62 +100,6 @@ class GpuKernels:
             return Finished([0] * n)
         return self._queue([_regions(tuple(src)), ids.tobytes()], n, stream, launch)
 
-    def reshard(
-        self,
-        src: Shard,
-        dst: Shard,
-        tokens: range,
-        heads: range,
-        row: int,
-        *,
-        stream: int = 0,
-        workers: int = 0,
-    ) -> Pending:
-        def launch(*addresses: int) -> None:
-            src_grids, src_ids, dst_grids, dst_ids, _ = addresses
-            self._launcher.reshard(
-                *(src_grids, src_ids, src.block_tokens, src.first_head),
-                *(dst_grids, dst_ids, dst.block_tokens, dst.first_head),
-                *(len(src.grids), tokens.start, len(tokens), heads.start, len(heads)),
-                *(row, stream, workers),
-            )
-
-        if not (src.grids and tokens and heads and row):
-            return Finished([])
-        ends = [_grids(tuple(src.grids)), src.ids.tobytes()]
-        ends += [_grids(tuple(dst.grids)), dst.ids.tobytes()]
-        return self._queue(ends, 0, stream, launch)
-
-    def pack_fp8(
-        self,
-        src: int,
-        dtype: Half,
-        rows: int,
-        width: int,
-        packed: int,
-        scales: int,
-        *,
-        stream: int = 0,
-        workers: int = 0,
-    ) -> Pending:
-        arguments = src, dtype, rows, width, packed, scales, stream, workers
-        return self._queue([], 0, stream, lambda _: self._launcher.pack_fp8(*arguments))
-
-    def unpack_fp8(
-        self,
-        packed: int,
-        scales: int,
-        dtype: Half,
-        rows: int,
-        width: int,
-        dst: int,
-        *,
-        stream: int = 0,
-        workers: int = 0,
-    ) -> Pending:
-        arguments = packed, scales, dtype, rows, width, dst, stream, workers
-        return self._queue([], 0, stream, lambda _: self._launcher.unpack_fp8(*arguments))
-
     def close(self) -> None:
         """Free the memory of calls that are done. Raises KvmigError."""
         self._pool.close()
@@ -213,8 +153,3 @@ class GpuKernels:
 @functools.lru_cache(maxsize=256)
 def _regions(regions: tuple[Region, ...]) -> bytes:
     return bytes(abi.region_table(regions))
-
-
-@functools.lru_cache(maxsize=256)
-def _grids(grids: tuple[Grid, ...]) -> bytes:
-    return bytes(abi.grid_table(grids))

@@ -1,4 +1,4 @@
-"""Where an engine's KV cache lies, from the name of its order: regions to copy, grids to reshard.
+"""Where an engine's KV cache lies, from the name of its order: regions to copy.
 
 Logical shape: [L, B, H, N, C]: layers, blocks, heads, tokens a block, content. vLLM 0.32 packs
 key and value of a head and token into one content (`vllm/v1/kv_cache_layout.py`); engines before
@@ -10,7 +10,6 @@ Example: 2 layers, 3 blocks, 4 heads, 16 tokens, key and value of 64 values of 2
 
     group = CacheGroup("LBHNC", (base,), 2, 3, 4, 16, 64, 64, 2)
     regions(group)  # 2 of 16384 bytes, at base and at base + 3 * 16384
-    grids(group)    # 2, whose rows of 256 bytes are 256 apart by token and 4096 by head
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from itertools import product
 
 from kvmig.ground.errors import UnsupportedLayout
 from kvmig.ground.layout import KVLayout, Region
-from kvmig.kernels.face import Grid
 
 ORDERS = {
     "LBHNC": "LBHNC",
@@ -145,33 +143,3 @@ def regions(group: CacheGroup) -> tuple[Region, ...]:
 def kv_layout(group: CacheGroup, model: str = "") -> KVLayout:
     """All that a transfer of the group's blocks needs."""
     return KVLayout(regions(group), group.blocks, group.block_tokens, model)
-
-
-def grids(group: CacheGroup, split: bool = False) -> tuple[Grid, ...]:
-    """The cache as rows, for a reshard: a grid a layer, whose rows are `row_bytes`.
-
-    Keys and values that lie apart are two grids a layer, one after the other; `split` makes
-    two of packed ones as well, so that the one kind can be copied to the other.
-    Raises UnsupportedLayout if packed keys and values of different size should be split.
-    """
-    strides = group.strides()
-    row = row_bytes(group, split)
-    parts = [0, row] if split and not group.halves else [0]
-    starts = group.places("LK" if group.halves else "L")
-    return tuple(
-        Grid(start + part, strides["B"], strides["N"], strides["H"])
-        for start in starts
-        for part in parts
-    )
-
-
-def row_bytes(group: CacheGroup, split: bool = False) -> int:
-    """Bytes of one row of `grids`."""
-    content = group.sizes()["C"]
-    if not split or group.halves:
-        return content
-    if group.head_size != group.head_size_v:
-        raise UnsupportedLayout(
-            f"keys of {group.head_size} and values of {group.head_size_v} have no common row"
-        )
-    return content // 2

@@ -16,17 +16,13 @@ import numpy as np
 from kvmig.ground.errors import KernelUnavailable
 from kvmig.kernels import build, face
 from kvmig.kernels.driver import Driver, current_device, version
-from kvmig.kernels.face import Half
 from kvmig.kernels.gpu import GpuKernels
 
-HEADERS = ("copy.cuh", "reshard.cuh", "fp8.cuh")
+HEADERS = ("copy.cuh",)
 GEOMETRY = {
     "kvmig_copy_kernel": "Copy",
     "kvmig_copy_sum_kernel": "Copy",
     "kvmig_checksum_kernel": "Copy",
-    "kvmig_reshard_kernel": "Reshard",
-    "kvmig_pack_fp8_kernel": "Fp8",
-    "kvmig_unpack_fp8_kernel": "Fp8",
 }
 """Kernels, and the constants k...Threads and k...CtasPerSm by which they are launched."""
 _SUM_BYTES = 8
@@ -83,22 +79,6 @@ class Cupy:
         *tables, n, checksums, stream, workers = arguments
         self._clear(checksums, n, stream)
         self._launch("kvmig_checksum_kernel", stream, workers, *_wide(*tables, n, checksums))
-
-    def reshard(self, *arguments: int) -> None:
-        *flat, stream, workers = arguments
-        pointers = (0, 1, 4, 5, 8)  # and the number of regions; the rest are int32
-        given = [np.int64(v) if at in pointers else np.int32(v) for at, v in enumerate(flat)]
-        self._launch("kvmig_reshard_kernel", stream, workers, *given)
-
-    def pack_fp8(self, *arguments: int) -> None:
-        src, dtype, rows, width, packed, scales, stream, workers = arguments
-        given = _wide(src), np.int32(Half(dtype)), _wide(rows, width, packed, scales)
-        self._launch("kvmig_pack_fp8_kernel", stream, workers, *given[0], given[1], *given[2])
-
-    def unpack_fp8(self, *arguments: int) -> None:
-        packed, scales, dtype, rows, width, dst, stream, workers = arguments
-        given = _wide(packed, scales), np.int32(Half(dtype)), _wide(rows, width, dst)
-        self._launch("kvmig_unpack_fp8_kernel", stream, workers, *given[0], given[1], *given[2])
 
     def _clear(self, checksums: int, n: int, stream: int) -> None:
         if checksums:

@@ -13,14 +13,11 @@ import torch
 
 from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import Region
-from kvmig.kernels.face import Device, Finished, Grid, Half, Ids, Shard
+from kvmig.kernels.face import Device, Finished, Ids
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
-_MAX = 448.0
-"""Largest float8 e4m3."""
-_DTYPES = {Half.BF16: torch.bfloat16, Half.FP16: torch.float16}
 
 
 class Reference:
@@ -55,65 +52,6 @@ class Reference:
         with self._queue(stream):
             return Finished(self._sums(src, ids))
 
-    def reshard(
-        self,
-        src: Shard,
-        dst: Shard,
-        tokens: range,
-        heads: range,
-        row: int,
-        *,
-        stream: int = 0,
-        workers: int = 0,
-    ) -> Finished:
-        with self._queue(stream):
-            for one, other in zip(src.grids, dst.grids, strict=True):
-                for token in tokens:
-                    rows = self._rows(one, src, token, heads, row)
-                    self._rows(other, dst, token, heads, row).copy_(rows)
-            return Finished([])
-
-    def pack_fp8(
-        self,
-        src: int,
-        dtype: Half,
-        rows: int,
-        width: int,
-        packed: int,
-        scales: int,
-        *,
-        stream: int = 0,
-        workers: int = 0,
-    ) -> Finished:
-        with self._queue(stream):
-            values = self._halves(src, dtype, rows, width).float()
-            most = values.abs().amax(1, keepdim=True) if width else values.new_zeros(rows, 1)
-            by = torch.where(most == 0, 1.0, most / _MAX)
-            bounded = (values / by).clamp(-_MAX, _MAX)
-            codes = bounded.to(torch.float8_e4m3fn).view(torch.uint8)
-            self._bytes(packed, rows * width).view(rows, width).copy_(codes)
-            self._bytes(scales, rows * 4).view(torch.float32).copy_(by[:, 0])
-            return Finished([])
-
-    def unpack_fp8(
-        self,
-        packed: int,
-        scales: int,
-        dtype: Half,
-        rows: int,
-        width: int,
-        dst: int,
-        *,
-        stream: int = 0,
-        workers: int = 0,
-    ) -> Finished:
-        with self._queue(stream):
-            codes = self._bytes(packed, rows * width).view(rows, width).view(torch.float8_e4m3fn)
-            by = self._bytes(scales, rows * 4).view(torch.float32)
-            values = (codes.float() * by[:, None]).to(_DTYPES[dtype])
-            self._halves(dst, dtype, rows, width).copy_(values)
-            return Finished([])
-
     def _sums(self, regions: Sequence[Region], ids: Ids) -> list[int]:
         """Checksums [n] as csrc/kvmig.h defines them; int64 wraps as uint64 does."""
         total = torch.zeros(len(ids), dtype=torch.int64, device=self.device)
@@ -137,18 +75,6 @@ class Reference:
             return torch.zeros((blocks, region.run), dtype=torch.uint8, device=self.device)
         memory = self._bytes(region.base, (blocks - 1) * region.block_stride + region.run)
         return memory.as_strided((blocks, region.run), (region.block_stride, 1))
-
-    def _rows(self, grid: Grid, shard: Shard, token: int, heads: range, row: int) -> torch.Tensor:
-        """The rows [heads, row] of one token, not a copy."""
-        block, place = divmod(token, shard.block_tokens)
-        offset = int(shard.ids[block]) * grid.block_stride + place * grid.token_stride
-        first = (heads.start - shard.first_head) * grid.head_stride
-        size = (len(heads) - 1) * grid.head_stride + row if heads and row else 0
-        memory = self._bytes(grid.base + offset + first, size)
-        return memory.as_strided((len(heads), row), (grid.head_stride, 1))
-
-    def _halves(self, address: int, dtype: Half, rows: int, width: int) -> torch.Tensor:
-        return self._bytes(address, rows * width * 2).view(_DTYPES[dtype]).view(rows, width)
 
     def _bytes(self, address: int, nbytes: int) -> torch.Tensor:
         """Memory as uint8 [nbytes], not a copy."""

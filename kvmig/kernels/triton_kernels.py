@@ -6,7 +6,6 @@ Nothing else imports this module before it is chosen: it loads torch and Triton.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import Region
-from kvmig.kernels import triton_copy, triton_fp8, triton_reshard
-from kvmig.kernels.face import Device, Finished, Half, Ids, Pending, Shard
+from kvmig.kernels import triton_copy
+from kvmig.kernels.face import Device, Finished, Ids, Pending
 from kvmig.kernels.triton_launch import Launcher, alignment, power_of_two
 
 COPY_TILE = 32 << 10
@@ -26,8 +25,6 @@ SMALL_TILE = 4096
 """For shorter runs; between the two, so that a run is one tile: few kernels are compiled."""
 LANES = 4096
 """Most elements of a tile, where they are narrower than 8 bytes."""
-RESHARD_LANES = 2048
-FP8_LANES = 4096
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 """No multiplication and addition in one rounding: the results are defined bit by bit."""
 UNITS = {16: tl.uint64, 8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
@@ -107,114 +104,6 @@ class TritonKernels:
                 **OPTIONS,
             )
             return self._launcher.pending(sums if checksums else None)
-
-    def reshard(
-        self,
-        src: Shard,
-        dst: Shard,
-        tokens: range,
-        heads: range,
-        row: int,
-        *,
-        stream: int = 0,
-        workers: int = 0,
-    ) -> Pending:
-        """See `face.Kernels`."""
-        if not (src.grids and len(tokens) and len(heads) and row):
-            return Finished([])
-        table = np.array(
-            [
-                [end.base, end.block_stride, end.token_stride, end.head_stride]
-                for pair in zip(src.grids, dst.grids, strict=True)
-                for end in pair
-            ],
-            np.int64,
-        )
-        aligned = alignment([row, *table.ravel().tolist()])
-        unit = UNITS[aligned]
-        piece = min(row & -row, RESHARD_LANES * _size(unit))
-        rows = RESHARD_LANES * _size(unit) // piece
-        tiles = -(-len(tokens) * (row // piece) // rows)
-        items = len(src.grids) * len(heads) * tiles
-        with self._launcher.on(stream):
-            triton_reshard.reshard_kernel[self._launcher.grid(workers, items)](
-                self._launcher.upload(table, src.ids, dst.ids),
-                *(items, len(src.grids), len(heads), tiles, len(src.ids)),
-                *(tokens.start, len(tokens)),
-                *(heads.start - src.first_head, heads.start - dst.first_head),
-                src_block_tokens=src.block_tokens,
-                dst_block_tokens=dst.block_tokens,
-                pieces=row // piece,
-                piece=piece,
-                rows=rows,
-                unit=unit,
-                align=aligned,
-                **OPTIONS,
-            )
-            return self._launcher.pending()
-
-    def pack_fp8(
-        self,
-        src: int,
-        dtype: Half,
-        rows: int,
-        width: int,
-        packed: int,
-        scales: int,
-        *,
-        stream: int = 0,
-        workers: int = 0,
-    ) -> Pending:
-        """See `face.Kernels`."""
-        return self._fp8(
-            triton_fp8.pack_kernel, src, packed, scales, dtype, rows, width, stream, workers
-        )
-
-    def unpack_fp8(
-        self,
-        packed: int,
-        scales: int,
-        dtype: Half,
-        rows: int,
-        width: int,
-        dst: int,
-        *,
-        stream: int = 0,
-        workers: int = 0,
-    ) -> Pending:
-        """See `face.Kernels`."""
-        return self._fp8(
-            triton_fp8.unpack_kernel, dst, packed, scales, dtype, rows, width, stream, workers
-        )
-
-    def _fp8(
-        self,
-        kernel: Any,
-        halves: int,
-        packed: int,
-        scales: int,
-        dtype: Half,
-        rows: int,
-        width: int,
-        stream: int,
-        workers: int,
-    ) -> Pending:
-        if not rows:
-            return Finished([])
-        columns = power_of_two(width)
-        tile = max(FP8_LANES // columns, 1)
-        with self._launcher.on(stream):
-            kernel[self._launcher.grid(workers, -(-rows // tile))](
-                *(halves, packed, scales, rows),
-                width=width,
-                columns=columns,
-                tile=tile,
-                bf16=dtype == Half.BF16,
-                half_align=alignment((halves, 2 * width)),
-                packed_align=alignment((packed, width)),
-                **OPTIONS,
-            )
-            return self._launcher.pending()
 
 
 def _region_table(src: Sequence[Region], dst: Sequence[Region]) -> NDArray[np.int64]:
