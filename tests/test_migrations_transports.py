@@ -11,7 +11,7 @@ from kvmig.kvtransfer.messages import Chunk
 from tests.fake_cluster import Drop, cluster, until
 from tests.test_transports_processes import needs_nixl
 
-pytestmark = pytest.mark.parametrize("transport", [pytest.param("nixl", marks=needs_nixl), "gloo"])
+pytestmark = pytest.mark.parametrize("transport", [pytest.param("nixl", marks=needs_nixl)])
 
 
 def losing(kind: type[Chunk]) -> Drop:

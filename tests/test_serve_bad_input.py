@@ -84,7 +84,7 @@ REFUSED = [
     ([MODEL, "--front-ends", "0"], "--front-ends is 0, must be 1 or more"),
     ([MODEL, "--policy", "best"], "--policy is best, must be kvmig or"),
     ([MODEL, "--transport", "ftp"], "--transport is ftp, must be auto or shm or tcp"),
-    ([MODEL, "--transport", "gloo"], "or be given with --trust-network"),
+    ([MODEL, "--transport", "nixl"], "or be given with --trust-network"),
     ([MODEL, "--max-body", "9B"], "--max-body is 9, must be 1024 or more"),
     ([MODEL, "--silent-after", "0"], "--silent-after is 0.0, must be more seconds than"),
     ([MODEL, "--max-crashes", "0"], "--max-crashes is 0, must be 1 or more"),

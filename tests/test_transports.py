@@ -372,7 +372,7 @@ def test_a_pool_of_private_memory_leaves_no_file() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("transport", ["cuda-ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["cuda-ipc"])
 def test_what_needs_a_gpu_says_so_at_the_door(transport: Transport) -> None:
     with pytest.raises(TransportError, match="needs an NVIDIA GPU, and torch sees none"):
         open_staging(transport, CLUSTER, "a", 1, SIZE)
@@ -403,7 +403,7 @@ def test_nixl_is_offered_where_there_is_rdma_and_only_there(
 @pytest.mark.parametrize(
     "token", ["no json", '{"slots":0,"slot_bytes":8}', '{"slots":1000000,"slot_bytes":1000000}']
 )
-@pytest.mark.parametrize("transport", ["nixl", "gloo"])
+@pytest.mark.parametrize("transport", ["nixl"])
 def test_an_offer_of_buffers_that_cannot_be_is_refused(transport: str, token: str) -> None:
     with pytest.raises(TransportError, match=f"{transport}: (not a token|the source offers)"):
         open_offer([Offer(transport, token)])

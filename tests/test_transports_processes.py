@@ -28,7 +28,7 @@ def _nixl_is_there() -> bool:
 
 
 needs_nixl = pytest.mark.skipif(not _nixl_is_there(), reason="needs the extra kvmig[nixl]")
-TRANSPORTS = ["shm", "tcp", pytest.param("nixl", marks=needs_nixl), "gloo", "mapped"]
+TRANSPORTS = ["shm", "tcp", pytest.param("nixl", marks=needs_nixl), "mapped"]
 
 
 @pytest.fixture(params=TRANSPORTS)

@@ -252,7 +252,6 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
                 spread=flags.spread,
                 transport=flags.transport,
                 trust_network=flags.trust_network,
-                data_host=flags.control_host,
                 max_bandwidth=flags.max_bandwidth,
                 max_pair_bandwidth=flags.max_pair_bandwidth,
                 max_migrations=flags.max_migrations,

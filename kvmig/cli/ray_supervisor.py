@@ -124,8 +124,7 @@ def node_environment(order: Order, own: Mapping[str, str]) -> dict[str, str]:
 
 def bound_to(config: ClusterConfig, address: str) -> ClusterConfig:
     """`config` for a node that others reach at `address`."""
-    migration = msgspec.structs.replace(config.migration, data_host=address)
-    return msgspec.structs.replace(config, control_host=address, migration=migration)
+    return msgspec.structs.replace(config, control_host=address)
 
 
 def _gpus(environment: Mapping[str, str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Copies between a KV cache in a GPU's memory and buffers of fused blocks, there or on the host.
 
-A buffer in a GPU's memory (cuda-ipc, nccl) is what the kernels write and read. One on the host
+A buffer in a GPU's memory (cuda-ipc) is what the kernels write and read. One on the host
 (shm, tcp) they reach by scratch memory of the GPU, from which the copy engine goes over PCIe to
 the buffer; or, where the buffer's pages can't be pinned, to pinned scratch and then by the CPU.
 """

@@ -23,11 +23,11 @@ PolicyName = Literal[
     "round-robin",
 ]
 EngineName = Literal["vllm", "transformers", "toy"]
-Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl", "gloo", "nccl"]
+Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 ENGINES: tuple[str, ...] = get_args(EngineName)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
-IN_THE_CLEAR = ("nixl", "gloo", "nccl")
+IN_THE_CLEAR = ("nixl",)
 """Transports whose sockets are not ours: they don't encrypt, and don't ask who connects."""
 
 
@@ -51,8 +51,6 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: Transport = "auto"
     trust_network: bool = False
     """Whether KV blocks may go over sockets that are neither encrypted nor authenticated."""
-    data_host: str = "127.0.0.1"
-    """Address that sockets of a transport's own (Gloo, NCCL) bind to, and peers find them by."""
     max_bandwidth: float = 0.0
     """Bytes a second of KV cache out of an instance; 0: no cap."""
     max_pair_bandwidth: float = 0.0

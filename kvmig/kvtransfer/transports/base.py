@@ -4,7 +4,7 @@ The source gathers a chunk into a slot, and a channel brings it to one destinati
 
 - the destination sees the slot's memory (shared memory), or
 - the bytes travel with the chunk's message (TCP): `Chunk.slot` is then PAYLOAD_SLOT, or
-- they are pushed into the slot of the same number in the inbox (NIXL, Gloo, NCCL, CUDA IPC).
+- they are pushed into the slot of the same number in the inbox (NIXL, CUDA IPC).
   `Inbox.token` says where that is; `Chunk.number` tells one push from another.
 
 The slot stays the chunk's until `ChunkDone`, or until the migration is given up: a

@@ -13,7 +13,7 @@ from kvmig.ground.config import IN_THE_CLEAR, MigrationConfig, Transport
 from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.refusals import Refusals
-from kvmig.kvtransfer.transports import collective, cuda_ipc, nixl, shm, tcp
+from kvmig.kvtransfer.transports import cuda_ipc, nixl, shm, tcp
 from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging
 
 log = logging.getLogger(__name__)
@@ -25,8 +25,6 @@ class Site:
 
     folder: Path = shm.FOLDER
     """Of shared memory."""
-    host: str = "127.0.0.1"
-    """Address that sockets of a transport's own bind to, and by which peers find them."""
     trusted: bool = True
     """Whether `auto` may take what is IN_THE_CLEAR."""
     refusals: Refusals = field(default_factory=Refusals)
@@ -44,7 +42,7 @@ HERE = Site()
 
 def site_of(config: MigrationConfig, refusals: Refusals) -> Site:
     """Of an instance."""
-    return Site(host=config.data_host, trusted=config.trust_network, refusals=refusals)
+    return Site(trusted=config.trust_network, refusals=refusals)
 
 
 _INBOXES: Mapping[str, Callable[[Offer, Site], Inbox]] = {
@@ -52,8 +50,6 @@ _INBOXES: Mapping[str, Callable[[Offer, Site], Inbox]] = {
     tcp.NAME: lambda offer, site: tcp.TcpInbox(),
     nixl.NAME: lambda offer, site: nixl.NixlInbox(offer),
     cuda_ipc.NAME: lambda offer, site: cuda_ipc.open_inbox(offer, site.refusals),
-    "gloo": lambda offer, site: collective.GroupInbox(offer, site.host),
-    "nccl": lambda offer, site: collective.GroupInbox(offer, site.host),
 }
 
 
@@ -81,8 +77,6 @@ def open_staging(
                 return nixl.NixlStaging(slots, slot_bytes)
             case cuda_ipc.NAME:
                 return cuda_ipc.open_staging(slots, slot_bytes, site.refusals)
-            case "gloo" | "nccl":
-                return collective.GroupStaging(name, slots, slot_bytes, site.host)
         return tcp.TcpStaging(slots, slot_bytes)
 
     if allowed != "auto":
