@@ -26,7 +26,7 @@ launch = json.loads(sys.stdin.readline())
 life = pathlib.Path(__file__).with_name("life").read_text()
 os.setpgid(0, 0)
 if life == "never ready":
-    os.write(int(sys.argv[1]), b'{"failed": "no such model"}')
+    os.write(int(sys.argv[1]), b'{"failed": "no such model"}' + bytes([10]))
     sys.exit(1)
 os.write(int(sys.argv[1]), b'{"endpoint": "shared"}' + bytes([10]))
 if life == "dies":
