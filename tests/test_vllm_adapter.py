@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -138,8 +139,14 @@ async def test_a_request_that_returns_at_once_forgets_its_first_stay(pair: Pair)
     same(await pair.finish("moved"), unmoved)
 
 
+def in_queue(output: Output) -> float:
+    stats = output.stats
+    return float(stats.scheduled_ts - stats.queued_ts)
+
+
 async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
     unmoved = await pair.unmoved(LONG)
+    began = time.monotonic()
     pair.submit(pair.a, "moved", LONG)
     pair.a.step()
     pair.a.step()
@@ -148,7 +155,10 @@ async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
 
     await pair.move(pair.a, pair.b, "moved", steps=1)
 
-    same(await pair.finish("moved"), unmoved)
+    moved = await pair.finish("moved")
+    same(moved, unmoved)
+    took = time.monotonic() - began
+    assert 0 <= in_queue(moved) < moved.stats.first_token_ts - moved.stats.queued_ts < took
 
 
 async def test_a_waiting_request_moves_queue(pair: Pair) -> None:
@@ -156,12 +166,18 @@ async def test_a_waiting_request_moves_queue(pair: Pair) -> None:
     for number in range(4):
         pair.submit(pair.a, f"busy {number}", PROMPT, max_tokens=40)
         await pair.step(pair.a, until=(f"busy {number}", 1))
+    began = time.monotonic()
     pair.submit(pair.a, "moved", PROMPT)
     pair.a.step()
+    waits = time.monotonic()
 
     await pair.move(pair.a, pair.b, "moved", steps=0)
 
-    same(await pair.finish("moved"), unmoved)
+    moved = await pair.finish("moved")
+    same(moved, unmoved)
+    now = time.monotonic()
+    assert waits - began < in_queue(moved) < now - began
+    assert 0 < moved.stats.first_token_ts - moved.stats.scheduled_ts < now - waits
     for number in range(4):
         await pair.finish(f"busy {number}")
 

@@ -13,7 +13,14 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import PoolingRequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from kvmig.engines.base import Frame
@@ -174,3 +181,18 @@ async def test_an_error_in_what_hands_out_outputs_ends_no_stream() -> None:
 async def test_the_sources_of_kv_events_are_none_as_with_vllm() -> None:
     async with front(Cluster(), Outlet()) as llm:
         assert llm.get_kv_event_sources() == {}
+
+
+def test_what_instances_of_other_machines_tell_is_on_the_front_ends_clock() -> None:
+    now = [50.0]
+    outlet = Outlet(clock=lambda: now[0])
+    event = EngineCoreEvent(EngineCoreEventType.QUEUED, 999_998.0)
+    first = EngineCoreOutput("r", [1], events=[event])
+    outlet.deliver(0, [first], EngineCoreOutputs(timestamp=1_000_000.0))
+    now[0] = 50.1
+    outlet.deliver(1, [EngineCoreOutput("r", [2])], EngineCoreOutputs(timestamp=7.0))
+    now[0] = 50.2
+    outlet.deliver(1, [EngineCoreOutput("r", [3])], None)
+    times = [outlet.queue.get_nowait().timestamp for _ in range(3)]
+    assert times == pytest.approx([50.0, 50.1, 50.2])
+    assert event.timestamp == pytest.approx(48.0)

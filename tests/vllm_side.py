@@ -37,6 +37,8 @@ class Output:
     logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
     finish_reason: Any = None
+    stats: Any = None
+    """`RequestStateStats`, as vLLM's front end keeps them."""
 
 
 def remembered(worker: Any) -> list[str]:
@@ -82,11 +84,19 @@ class Side:
         self.core.process_input_queue_block = False
 
     def listen(self, outputs: dict[str, Output]) -> None:
+        from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStateStats
+
         from kvmig.engines.vllm.front import decode_outputs
 
         def on_outputs(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
-            for one in decode_outputs(frames).outputs:
+            batch = decode_outputs(frames)
+            for one in batch.outputs:
                 output = outputs.setdefault(one.request_id, Output())
+                first = output.stats is None
+                output.stats = output.stats or RequestStateStats()
+                IterationStats().update_from_output(
+                    one, batch.timestamp, first, output.stats, LoRARequestStates(), None
+                )
                 output.tokens += one.new_token_ids
                 if one.new_logprobs is not None:
                     output.logprobs += one.new_logprobs.logprobs.tolist()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
@@ -133,6 +135,11 @@ class Destination:
 
     def _take_over(self, request: Request, tail: Progress) -> None:
         request.prefill_stats = _prefill_stats(request, tail)
+        now = time.monotonic()
+        request.events = [
+            EngineCoreEvent.new_event(EngineCoreEventType(kind), now - age)
+            for kind, age in tail.events
+        ]
         request.spec_token_ids = tail.draft_token_ids[: self._scheduler.num_spec_tokens]
 
     def _append(self, request: Request, token_ids: Sequence[int]) -> None:

@@ -39,7 +39,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import failures
+from kvmig.engines.vllm.engine_clocks import EngineClocks
 from kvmig.engines.vllm.outputs import CarefulOutputs
+from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.errors import NoInstance
 
 logger = logging.getLogger(__name__)
@@ -102,10 +104,22 @@ class Outlet:
     """Where the router puts what AsyncLLM is to see; one for the whole front end."""
 
     queue: asyncio.Queue[EngineCoreOutputs] = field(default_factory=asyncio.Queue)
+    clock: Clock = monotonic
+    _clocks: EngineClocks = field(default_factory=EngineClocks)
 
     def deliver(self, index: int, items: Sequence[Any], meta: object) -> None:
-        """Outputs of one step of one instance, in the order of their streams."""
-        outputs = meta if isinstance(meta, EngineCoreOutputs) else EngineCoreOutputs()
+        """Outputs of one step of one instance, in the order of their streams.
+
+        Their times are on our clock then, whatever machine the instance runs on.
+        """
+        if isinstance(meta, EngineCoreOutputs):
+            outputs = meta
+            outputs.timestamp = self._clocks.step(index, outputs.timestamp, self.clock())
+        else:
+            outputs = EngineCoreOutputs(timestamp=self.clock())
+        for item in items:
+            for event in item.events or ():
+                event.timestamp = self._clocks.here(index, event.timestamp)
         outputs.outputs = list(items)
         outputs.engine_index = index
         if outputs.outputs or outputs.scheduler_stats:

@@ -22,6 +22,9 @@ class Progress(msgspec.Struct, frozen=True):
     """State of the seeded torch.Generator (model runner V1; V2 seeds are stateless)."""
     draft_token_ids: list[int] = []
     """What the speculative method proposes for the next step."""
+    events: list[tuple[int, float]] = []
+    """What its first output will tell of its queue (`EngineCoreEventType`, seconds ago); empty
+    once that was sent. Ages, since each machine has a clock of its own."""
 
 
 _encode = msgspec.msgpack.Encoder().encode

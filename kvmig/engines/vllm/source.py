@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -166,7 +167,7 @@ class Source:
         return leaving.sent
 
     def _progress(self, request: Request, since: int) -> Progress:
-        stats = request.prefill_stats
+        stats, now = request.prefill_stats, time.monotonic()
         return Progress(
             output_token_ids=list(request.output_token_ids[since:]),
             num_computed_tokens=_computed(request),
@@ -174,6 +175,7 @@ class Source:
             cached_tokens=0 if stats is None else stats.num_cached_tokens,
             generator=runner.generator_state(self._core, request.request_id),
             draft_token_ids=list(request.spec_token_ids),
+            events=[(int(one.type), now - one.timestamp) for one in request.events],
         )
 
     def _live(self, request_id: str) -> Request:
