@@ -110,6 +110,19 @@ async def test_who_waits_for_no_first_token_gives_its_place_to_the_next(how: str
             assert (await them.move("s")).state == "committed"
 
 
+async def test_who_waits_for_a_first_token_keeps_nobody_from_going() -> None:
+    async with cluster(timeout_ms=FAR_LONGER, max_migrations=1) as them:
+        them.b.engine.on_started = lambda request_id: None  # no token comes
+        moving = asyncio.create_task(them.move())
+        await until(them.moved)
+        them.b.engine.on_started = lambda request_id: them.b.migrations.stepped(request_id, 1)
+        them.a.engine.start("s")
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await them.move("s")).state == "committed"
+        lose_first_token(them, "aborted")
+        assert (await moving).state == "committed"
+
+
 @pytest.mark.parametrize("how", ["aborted", "peer lost"])
 async def test_who_learns_of_no_first_token_before_it_waits_does_not_wait(how: str) -> None:
     async with cluster(timeout_ms=FAR_LONGER) as them:

@@ -186,6 +186,7 @@ class Migrations:
             partial(self._send_to, endpoint),
             self._resolve,
             lambda move: self._on_left(move.request_id, endpoint),
+            self._free.release,
             throttle=self._throttle,
             admit=self._admit,
             foretell=self._foretell,
@@ -245,7 +246,8 @@ class Migrations:
         session = self._departures.pop(mid).session
         if session.machine.fenced:
             self._epochs.fenced(session.move.request_id, session.move.epoch)
-        self._free.release()
+        if not session.over:  # it has never begun
+            self._free.release()
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._broken(error)
 

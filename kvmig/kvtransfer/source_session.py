@@ -62,6 +62,7 @@ class SourceSession:
         send: Send,
         resolve: Resolve,
         on_moved: Callable[[Move], None],
+        on_over: Callable[[], None] = lambda: None,
         clock: Clock = monotonic,
         throttle: Throttle = UNLIMITED,
         admit: Callable[[str, int], None] = lambda mid, num_tokens: None,
@@ -71,6 +72,7 @@ class SourceSession:
 
         shuttle: of all migrations to this destination.
         on_moved: called at the moment that the request is the destination's.
+        on_over: called once nothing is left here.
         throttle: when the next chunk may go; admit: (mid, tokens), once the request's size
         is known, raises MigrationRefused if it must not move now.
         """
@@ -81,6 +83,7 @@ class SourceSession:
         self._send = send
         self._resolve = resolve
         self._on_moved = on_moved
+        self._on_over = on_over
         self._admit = admit
         self._mailbox = Mailbox(self._feed)
         self._undone: list[Action] = []
@@ -137,6 +140,7 @@ class SourceSession:
                 self._timeline.fused_chunks = self._sender.copier.fused
                 self._sender.copier.close()
             self.over = True
+            self._on_over()
         machine, report = self.machine, self._timeline.report
         if machine.state is not S.COMMITTED:
             return report(self.move, "aborted", (machine.reason, machine.detail))
