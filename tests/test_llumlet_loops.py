@@ -113,6 +113,17 @@ async def test_an_abort_of_many_ends_all_though_one_has_left_for_an_instance_tha
         assert await front.requests() == set()
 
 
+async def test_a_front_end_that_connects_again_has_no_runs_of_before() -> None:
+    engine = Toy()
+    async with llumlet(engine) as it, front_end(it) as before:
+        before.client.send(Submit("r"), engine.encode_request([1, 2, 3], 100))
+        assert await before.requests() == {"r"}
+        async with front_end(it) as again:
+            assert await again.requests() == set()
+            again.client.send(Submit("s"), engine.encode_request([1, 2, 3], 100))
+            assert await again.requests() == {"s"}
+
+
 async def test_a_llumlet_that_can_not_take_messages_any_more_has_failed() -> None:
     class Broken(ToyEngine):
         def abort(self, request_ids: Sequence[str]) -> None:

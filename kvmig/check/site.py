@@ -226,7 +226,9 @@ class Site(Part):
         self.front_up = False
 
     def front_back(self) -> None:
-        """The front end has connected again."""
+        """The front end has connected again: of its runs before that it wants none."""
+        if self.front_known:
+            self.front_gone()
         self.front_known = self.front_up = True
 
     def peer_cut(self, mid: str) -> None:

@@ -220,6 +220,8 @@ class Llumlet:
 
     def _greet(self, sender: bytes, hello: Hello) -> None:
         if hello.role == "gateway":
+            if self._fronts.has(hello.name):  # that its old connection is lost shows only now
+                self._front_lost(sender)
             self._fronts.join(hello.name, sender)
             welcome = Welcome(VERSION.major, self.instance, self._engine.describe(), VERSION.minor)
             self._server.send(sender, welcome)
