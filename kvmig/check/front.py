@@ -179,7 +179,8 @@ class Front(Part):
     def _act(self, entry: Entry, action: Action) -> None:
         match action:
             case Stale(instance, epoch):
-                self._endings.tell(instance, Discard(entry.run_id, epoch))
+                if self._endings.tell(instance, Discard(entry.run_id, epoch)):
+                    entry.splicer.told(action)
             case Switched(epoch=epoch):
                 entry.reached(epoch)
             case Broken(reason):
@@ -187,9 +188,10 @@ class Front(Part):
 
     def _stray(self, instance: str, span: Span, last: bool) -> None:
         key = (instance, span.request_id, span.epoch)
-        if not last and key not in self._strays:
+        if last or key in self._strays:
+            return
+        if self._endings.tell(instance, Discard(span.request_id, span.epoch)):
             self._strays.add(key)
-            self._endings.tell(instance, Discard(span.request_id, span.epoch))
 
     # -- a fleet
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -21,10 +20,16 @@ class Endings:
         self._fleet = fleet
         self._sink = sink
 
-    def tell(self, instance: str, message: Message) -> None:
-        """Send what a lost instance needn't know: its requests are gone with it."""
-        with contextlib.suppress(InstanceLost):
+    def tell(self, instance: str, message: Message) -> bool:
+        """Send what a lost instance needn't know: its requests are gone with it.
+
+        Whether it could be sent.
+        """
+        try:
             self._fleet.send(instance, message)
+        except InstanceLost:
+            return False
+        return True
 
     def abort(self, entries: Iterable[Entry]) -> None:
         """End the present run of each, wherever it may be."""

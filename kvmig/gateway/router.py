@@ -343,7 +343,8 @@ class Router:
     def _act(self, entry: Entry, action: Action) -> None:
         match action:
             case Stale(instance, epoch):
-                self._endings.tell(instance, Discard(entry.run_id, epoch))
+                if self._endings.tell(instance, Discard(entry.run_id, epoch)):
+                    entry.splicer.told(action)
             case Switched(_, _, epoch, gap_s):
                 entry.reached(epoch)
                 self._observer.switched(gap_s)

@@ -122,6 +122,10 @@ class Splicer:
             self._drain(now, fed)
         return fed
 
+    def told(self, stale: Stale) -> None:
+        """The instance was told of it: once is enough."""
+        self._told.add(stale)
+
     def waits_since(self, then: float) -> bool:
         """Whether items have waited for the old owner's tokens since before `then`."""
         return bool(self._held) and self._held[0].at < then
@@ -185,8 +189,7 @@ class Splicer:
 
     def _stale(self, instance: str, epoch: int, fed: Fed) -> None:
         action = Stale(instance, epoch)
-        if action not in self._told:
-            self._told.add(action)
+        if action not in self._told and action not in fed.actions:
             fed.actions.append(action)
 
     def _break(self, reason: str, fed: Fed) -> None:

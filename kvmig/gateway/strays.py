@@ -13,9 +13,9 @@ REMEMBERED = 4096
 
 
 class Strays:
-    """tell: (instance, message)."""
+    """tell: (instance, message) -> whether it could be sent."""
 
-    def __init__(self, tell: Callable[[str, Message], None]) -> None:
+    def __init__(self, tell: Callable[[str, Message], bool]) -> None:
         self._tell = tell
         self._told: OrderedDict[tuple[str, str, int], None] = OrderedDict()
 
@@ -24,7 +24,7 @@ class Strays:
         key = (instance, span.request_id, span.epoch)
         if last or key in self._told:
             return
-        self._told[key] = None
-        if len(self._told) > REMEMBERED:
-            self._told.popitem(last=False)
-        self._tell(instance, Discard(span.request_id, span.epoch))
+        if self._tell(instance, Discard(span.request_id, span.epoch)):
+            self._told[key] = None
+            if len(self._told) > REMEMBERED:
+                self._told.popitem(last=False)
