@@ -160,7 +160,17 @@ class Server:
         self._args = args
         self._sock = sock
         self._engine_argv = engine_argv
-        self._cluster = Cluster(name, config, secret, engine_argv, shapes, launcher, say)
+        kind = kind_of(config.engine)
+        self._cluster = Cluster(
+            name,
+            config,
+            secret,
+            engine_argv,
+            shapes,
+            launcher,
+            say,
+            lambda argv: kind.weights(kind.parse(argv)),
+        )
         self._control: Control | None = None
         self._front: FrontEnd | FrontEnds | None = None
         self._scheduler: asyncio.Task[None] | None = None

@@ -71,6 +71,7 @@ class FakeEngine:
         self.layout = KVLayout(
             (Region(0, BLOCK_BYTES, BLOCK_BYTES),), num_blocks, BLOCK_TOKENS, "m"
         )
+        self.numerics = "n"
         self.memory = bytearray(num_blocks * BLOCK_BYTES)
         self.free = list(range(num_blocks))
         self.running: dict[str, Request] = {}

@@ -147,6 +147,7 @@ class Told:
     def __init__(self) -> None:
         self.members: list[Member] = []
         self.evacuated: list[str] = []
+        self.ended: list[bool] = []
         self.history: list[dict[str, str]] = []
         self.refusals: dict[str, dict[str, int]] = {}
 
@@ -154,8 +155,9 @@ class Told:
         self.members = members.members
         self.history.append(self.states())
 
-    def evacuate(self, instance: str) -> None:
-        self.evacuated.append(instance)
+    def evacuate(self, told: Evacuate) -> None:
+        self.evacuated.append(told.instance)
+        self.ended.append(told.ends)
 
     def messages_refused(self, told: MessagesRefused) -> None:
         self.refusals[told.process] = told.counts

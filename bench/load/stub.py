@@ -32,6 +32,7 @@ REQUEST_BLOCKS = 4
 class StubEngine:
     """Implements `ServingEngine`."""
 
+    numerics = ""
     can_hold = False
     unmovable = "it has no KV cache"
 

@@ -15,7 +15,7 @@ from kvmig.controlplane.messages import Discard, Fence, Fenced, Resolve, Resolve
 from kvmig.gateway.arbiter import FENCE_TIMEOUT_S
 from kvmig.gateway.endings import Endings
 from kvmig.gateway.errors import InstanceLost
-from kvmig.gateway.ports import Batch, Item, Unobserved
+from kvmig.gateway.ports import NOT_BEGUN, Arithmetic, Batch, Item, Unobserved
 from kvmig.gateway.recovery import Recovery
 from kvmig.gateway.requests import Entry, RequestTable
 from kvmig.gateway.router import HOLD_S, TICK_S
@@ -203,7 +203,7 @@ class Front(Part):
         """Whether one is connected."""
         return bool(self.alive)
 
-    def others_serve(self, instance: str) -> bool:
+    def others_serve(self, instance: str, weights: str = "") -> bool:
         """Whether another one is connected."""
         return any(one != instance for one in self.alive)
 
@@ -225,6 +225,7 @@ class Front(Part):
         payload: Sequence[Frame],
         *,
         fit: bool = False,
+        begun: Arithmetic = NOT_BEGUN,
     ) -> str:
         """To the first that is connected."""
         if not self.alive:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from kvmig.cli.instance import Instance
+from kvmig.cli.instance import Deadline, Instance
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.launcher import Handle, Launcher
 from kvmig.cli.refusal_board import RefusalBoard
@@ -16,6 +16,7 @@ from kvmig.controlplane.messages import Member
 from kvmig.controlplane.orders import (
     AddInstances,
     DrainInstance,
+    Evacuate,
     OrderRefused,
     RestartInstances,
     Scale,
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 class Cluster:
     """Make it inside a running event loop; `stop` ends all instances.
 
-    on_change: called after every change, with all members. on_evacuate: called with the
-    instance whose requests shall run again elsewhere.
+    on_change: called after every change, with all members. on_evacuate: called when an
+    instance's requests shall run again elsewhere.
     """
 
     def __init__(
@@ -44,10 +45,17 @@ class Cluster:
         shapes: Shapes,
         launcher: Launcher,
         say: Callable[[str], None],
+        weights_of: Callable[[list[str]], str] = lambda argv: "",
     ) -> None:
-        """name: of its shared memory. engine_argv: MODEL and vLLM's flags for all instances."""
+        """name: of its shared memory. engine_argv: MODEL and vLLM's flags for all instances.
+
+        weights_of: the identity of what an instance with these flags would load now; empty: it
+        isn't known.
+        """
+        self.preferred_weights = ""
+        """Under which new requests had better begin."""
         self.on_change: list[Callable[[list[Member]], None]] = []
-        self.on_evacuate: list[Callable[[str], None]] = []
+        self.on_evacuate: list[Callable[[Evacuate], None]] = []
         self.say = say
         self.refusals = RefusalBoard()
         self._name = name
@@ -56,6 +64,7 @@ class Cluster:
         self._engine_argv = list(engine_argv)
         self._shapes = shapes
         self._launcher = launcher
+        self._weights_of = weights_of
         self._instances: dict[str, Instance] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Being ended; their names are taken still."""
@@ -120,19 +129,19 @@ class Cluster:
     def drain(self, order: DrainInstance) -> tuple[str, ...]:
         """Drain one, or end it; its name. Raises OrderRefused."""
         instance = self._find(order.instance)
-        deadline_s = self._deadline_s(order)
+        deadline = self._deadline(order)
         if order.leave and instance.state in ("serving", "draining"):
             if not self.others_serve(instance):
                 raise OrderRefused(
                     "conflict", f"instance {instance.name} is the only one that serves"
                 )
             if not order.now:
-                instance.drain(deadline_s, leave=True)
+                instance.drain(deadline, leave=True)
                 return (instance.name,)
         if order.leave:  # at once: nothing runs there, or it shall go on elsewhere
             self.left(instance)
         else:
-            instance.drain(deadline_s, leave=False)
+            instance.drain(deadline, leave=False)
         return (instance.name,)
 
     def stop_drain(self, order: StopDrain) -> tuple[str, ...]:
@@ -143,16 +152,19 @@ class Cluster:
     def restart(self, order: RestartInstances) -> tuple[str, ...]:
         """Start some again, one after the other; their names. Raises OrderRefused."""
         self._rolling.check()
-        deadline_s = self._deadline_s(order)
+        deadline = self._deadline(order)
         serving = [one for one in self._instances.values() if one.state == "serving"]
-        if len(serving) < 2:
-            raise OrderRefused("conflict", f"{len(serving)} instances serve, must be 2 or more")
         wanted = [self._find(name) for name in dict.fromkeys(order.instances)] or serving
+        coming = self._weights_of([*self._engine_argv])
+        if len(serving) < 2:
+            few = f"{len(serving)} instances serve, must be 2 or more"
+            raise OrderRefused("conflict", f"{few}{_no_room(serving, coming)}")
         try:
             self._launcher.renew()
         except StartupError as error:
             raise OrderRefused("conflict", str(error)) from error
-        self._rolling.begin(wanted, deadline_s)
+        self._rolling.begin(wanted, deadline)
+        self.preferred_weights = coming
         return tuple(one.name for one in wanted)
 
     def scale(self, decision: Scale) -> None:
@@ -193,11 +205,10 @@ class Cluster:
             one.state == "serving" and one is not instance for one in self._instances.values()
         )
 
-    def evacuate(self, instance: Instance) -> None:
+    def evacuate(self, instance: Instance, *, ends: bool) -> None:
         """Tell everybody who has requests there."""
-        self.say(f"instance {instance.name}: what is left goes on elsewhere by recompute")
         for tell in self.on_evacuate:
-            tell(instance.name)
+            tell(Evacuate(instance.name, ends))
 
     # -- small things
 
@@ -221,15 +232,26 @@ class Cluster:
         self._instances[name] = instance
         return instance
 
-    def _deadline_s(self, order: DrainInstance | RestartInstances) -> float:
+    def _deadline(self, order: DrainInstance | RestartInstances) -> Deadline:
         usual = self._config.lifecycle.drain_deadline_s
         deadline_s = usual if order.deadline_s is None else order.deadline_s
         if deadline_s < 0:
             raise OrderRefused("invalid", f"deadline_s is {deadline_s:g}, must be 0 or more")
-        return deadline_s
+        return Deadline(deadline_s, ends=order.deadline_s is not None)
 
     def _find(self, name: str) -> Instance:
         if name not in self._instances:
             known = ", ".join(self._instances)
             raise OrderRefused("unknown", f"there is no instance {name}, only {known}")
         return self._instances[name]
+
+
+def _no_room(serving: Sequence[Instance], coming: str) -> str:
+    """What to say besides where the only one that serves would come back with other weights."""
+    for one in serving:
+        if coming and one.weights and coming != one.weights:
+            return (
+                f": instance {one.name} runs weights {one.weights}, those on disk are {coming}, and"
+                " there is no room for both; add an instance first (POST /kvmig/v1/instances)"
+            )
+    return ""

@@ -13,7 +13,6 @@ from kvmig.controlplane.messages import ClusterMessage, Member, Members
 from kvmig.controlplane.orders import (
     AddInstances,
     DrainInstance,
-    Evacuate,
     OrderDone,
     OrderRefused,
     RestartInstances,
@@ -58,7 +57,7 @@ class Control:
             asyncio.create_task(self._tell_refusals(), name="what was refused"),
         ]
         cluster.on_change.append(self._members)
-        cluster.on_evacuate.append(lambda instance: self._tell(Evacuate(instance)))
+        cluster.on_evacuate.append(self._tell)
 
     @property
     def endpoint(self) -> str:
@@ -128,7 +127,7 @@ class Control:
 
     def _members(self, members: Sequence[Member]) -> None:
         if self._open:
-            self._tell(Members(list(members)))
+            self._tell(Members(list(members), self._cluster.preferred_weights))
 
     def _tell(self, message: Message) -> None:
         for sender in list(self._fronts):

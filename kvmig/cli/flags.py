@@ -105,6 +105,12 @@ def parser() -> argparse.ArgumentParser:
         help="never move a request (the admin API refuses, too)",
     )
     group.add_argument(
+        "--inexact-moves",
+        action="store_true",
+        help="requests may also move between instances whose logits round differently (other"
+        " tensor-parallel sizes, devices, thread counts): their tokens may differ from then on",
+    )
+    group.add_argument(
         "--round-ms", type=float, default=scheduler.round_ms, help="time between two rounds"
     )
     group.add_argument(
@@ -239,6 +245,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
             scheduler=SchedulerConfig(
                 policy=flags.policy,
                 migration=not flags.no_migration,
+                inexact_moves=flags.inexact_moves,
                 round_ms=flags.round_ms,
                 source_below=flags.migrate_below,
                 destination_above=flags.migrate_above,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from kvmig.cli.launcher import Handle
 from kvmig.cli.llumlet_link import LlumletLink
@@ -23,6 +23,14 @@ POLL_S = 0.05
 RENEWED = "it was told to start again"
 EVACUATE_S = 2.0
 """Between two calls to run again elsewhere what a drain hasn't moved by its deadline."""
+
+
+class Deadline(NamedTuple):
+    """Of a drain."""
+
+    seconds: float
+    ends: bool = False
+    """Whether what could go on nowhere, for no other instance has its weights, ends then."""
 
 
 class Surroundings(Protocol):
@@ -46,8 +54,11 @@ class Surroundings(Protocol):
         """Whether there is another one that its requests can go to."""
         ...
 
-    def evacuate(self, instance: Instance) -> None:
-        """Its deadline is over: its requests shall go on elsewhere."""
+    def evacuate(self, instance: Instance, *, ends: bool) -> None:
+        """Its deadline is over: its requests shall go on elsewhere.
+
+        ends: those that no other instance has the weights of end with an error.
+        """
         ...
 
 
@@ -82,7 +93,7 @@ class Instance:
         """Who waits for a process of its own that is new; empty, or why there is none."""
         self._empty = asyncio.Event()
         """Its process shall end now, and start again."""
-        self._deadline = 0.0
+        self._deadline, self._ends = 0.0, False
         self._draining: asyncio.Task[None] | None = None
         self._closing = False
         self._task = asyncio.create_task(self._run(), name=f"instance {name}")
@@ -102,7 +113,13 @@ class Instance:
         self._renewed("it was taken out")
         await asyncio.wait([self._task])
 
-    def drain(self, deadline_s: float, leave: bool) -> None:
+    @property
+    def weights(self) -> str:
+        """Identity of those that its process has told of; empty before."""
+        report = None if self._link is None else self._link.report
+        return "" if report is None else report.weights
+
+    def drain(self, deadline: Deadline, leave: bool) -> None:
         """Let its requests go elsewhere; called again: with this deadline.
 
         leave: then take it out of the cluster. Raises OrderRefused.
@@ -110,17 +127,17 @@ class Instance:
         if self.state not in ("serving", "draining"):
             raise OrderRefused("conflict", f"instance {self.name} is {self.state}")
         self._leaving = self._leaving or leave
-        self._deadline = _now() + deadline_s
+        self._deadline, self._ends = _now() + deadline.seconds, deadline.ends
         self._want("draining", "ends when it is empty" if self._leaving else "")
         if self._draining is None or self._draining.done():
             self._draining = asyncio.create_task(self._drain(), name=f"drain of {self.name}")
 
-    def restart(self, deadline_s: float) -> asyncio.Future[str]:
+    def restart(self, deadline: Deadline) -> asyncio.Future[str]:
         """Let its requests go elsewhere, then start it again; "" once it serves, or why not.
 
         Raises OrderRefused.
         """
-        self.drain(deadline_s, leave=False)
+        self.drain(deadline, leave=False)
         self._renewed("it was told so again")
         self._renewing = asyncio.get_running_loop().create_future()
         self._want("draining", "starts again when it is empty")
@@ -214,10 +231,18 @@ class Instance:
     # -- draining
 
     async def _drain(self) -> None:
+        said = False
         while not self._may_rest():
             late = _now() >= self._deadline and self._says("draining")
             if late and self._around.others_serve(self):
-                self._around.evacuate(self)
+                if not said:
+                    left = "or ends with an error" if self._ends else "or stays until it ends"
+                    self._around.say(
+                        f"instance {self.name}: what is left goes on elsewhere by recompute, {left}"
+                        " where no other instance has its weights"
+                    )
+                said = True
+                self._around.evacuate(self, ends=self._ends)
                 self._deadline = _now() + EVACUATE_S
             await asyncio.sleep(POLL_S)
         if self._leaving:

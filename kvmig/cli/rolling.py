@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvmig.cli.instance import Instance
+from kvmig.cli.instance import Deadline, Instance
 from kvmig.controlplane.orders import OrderRefused
 
 
@@ -21,14 +21,14 @@ class Rolling:
         if self._task is not None and not self._task.done():
             raise OrderRefused("conflict", "a rolling restart is under way")
 
-    def begin(self, instances: Sequence[Instance], deadline_s: float) -> None:
-        """deadline_s: of each drain. Raises OrderRefused."""
+    def begin(self, instances: Sequence[Instance], deadline: Deadline) -> None:
+        """deadline: of each drain. Raises OrderRefused."""
         self.check()
         if idle := [one.name for one in instances if one.state != "serving"]:
             raise OrderRefused("conflict", f"instance {idle[0]} doesn't serve")
         first, *others = instances
-        renewed = first.restart(deadline_s)
-        self._task = asyncio.create_task(self._run(first, renewed, others, deadline_s))
+        renewed = first.restart(deadline)
+        self._task = asyncio.create_task(self._run(first, renewed, others, deadline))
 
     async def close(self) -> None:
         """Stop; the one that is being drained stays as it is."""
@@ -41,7 +41,7 @@ class Rolling:
         instance: Instance,
         renewed: asyncio.Future[str],
         others: Sequence[Instance],
-        deadline_s: float,
+        deadline: Deadline,
     ) -> None:
         for following in (*others, None):
             if failed := await renewed:  # it may take as long as a drain and a start
@@ -51,7 +51,7 @@ class Rolling:
                 break
             instance = following
             try:
-                renewed = instance.restart(deadline_s)
+                renewed = instance.restart(deadline)
             except OrderRefused as refused:
                 self._say(f"rolling restart: stopped ({refused})")
                 return

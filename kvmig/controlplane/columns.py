@@ -32,6 +32,8 @@ FIELDS = (
     "lower",
     "preempted",
     "movable",
+    "weights",
+    "numerics",
     "state",
     "fresh_until",
     "open_until",
@@ -40,11 +42,17 @@ SERVING, STARTING, DRAINING = 0.0, 1.0, 2.0
 
 
 class Columns:
-    """Rows in a fixed order; sizes in KV blocks, see `InstanceView`. Read-only outside."""
+    """Rows in a fixed order; sizes in KV blocks, see `InstanceView`. Read-only outside.
+
+    weights, numerics: numbers that are equal where requests can move, and where they do so exactly.
+    """
 
     def __init__(self, rows: Iterable[tuple[float, ...]] = ()) -> None:
         table = np.array(list(rows), dtype=np.float64).reshape(-1, len(FIELDS))
-        self._table: Column = np.ascontiguousarray(table.T)
+        self._take(np.ascontiguousarray(table.T))
+
+    def _take(self, table: Column) -> None:
+        self._table = table
         (
             self.total,
             self.free,
@@ -63,10 +71,18 @@ class Columns:
             self.lower,
             self.preempted,
             self.movable,
+            self.weights,
+            self.numerics,
             self.state,
             self.fresh_until,
             self.open_until,
         ) = (_read_only(column) for column in self._table)
+
+    def only(self, rows: Mask) -> Columns:
+        """A copy of these rows."""
+        some = Columns()
+        some._take(np.ascontiguousarray(self._table[:, rows]))
+        return some
 
     def __len__(self) -> int:
         return len(self.total)

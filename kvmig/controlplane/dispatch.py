@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvmig.controlplane.columns import Column, Columns, Mask
 from kvmig.controlplane.freeness import Queued, batch_sizes, free_blocks_of
-from kvmig.controlplane.view import ClusterView, InstanceView
+from kvmig.controlplane.view import ClusterView, InstanceView, number_of
 from kvmig.ground.errors import NoInstance
 
 _IDLE = 1e12
@@ -28,6 +28,12 @@ class NewRequest(msgspec.Struct, frozen=True):
     """KV blocks of its prompt and first token."""
     priority: int = 0
     """vLLM's: the smaller one runs first."""
+    weights: str = ""
+    """It has begun under these, and goes on under no others; empty: it has not begun."""
+    numerics: str = ""
+    """The class that it has begun in: it goes on there, if anybody of that class serves."""
+    preferred: str = ""
+    """Weights under which it had better begin, where there is room for it."""
 
 
 class Dispatch(Protocol):
@@ -49,6 +55,22 @@ def candidates(view: ClusterView, demand_blocks: float) -> Mask:
         return good
     kinds = (columns.fresh_until < view.now) * 100 + columns.state * 10 + ~fits
     return np.asarray(kinds == kinds.min())
+
+
+def allowed(view: ClusterView, request: NewRequest) -> ClusterView:
+    """The instances that the request may run on, maybe none: a policy picks among these."""
+    columns = view.columns
+    if request.weights:
+        alike: Mask = columns.weights == number_of(request.weights)
+        kind = number_of(f"{request.weights} {request.numerics}")
+        exact = alike & (columns.numerics == kind) & (columns.open_until >= view.now)
+        rows = exact if exact.any() else alike
+        return view if rows.all() else view.only(rows)
+    if request.preferred:
+        roomy = (columns.open_until >= view.now) & (columns.room >= request.demand_blocks)
+        rows = roomy & (columns.weights == number_of(request.preferred))
+        return view.only(rows) if rows.any() and not rows.all() else view
+    return view
 
 
 class Rotation:

@@ -26,7 +26,10 @@ def pair_extremes(ledger: Ledger) -> None:
     sources = ledger.worst(movable & (short | (freeness < rounds.source_below)), freeness)
     roomy = ledger.serving & ~short & (freeness > rounds.destination_above)
     destinations = ledger.best(roomy, freeness)
-    for source, destination in zip(sources, destinations, strict=False):
-        if source != destination:
-            why: Why = "drain" if ledger.draining[source] else "balance"
-            ledger.pair(source, destination, 0, 0, budget=math.inf, room=math.inf, why=why)
+    for kind in dict.fromkeys(ledger.kinds[sources].tolist()):
+        able = [row for row in destinations if ledger.kinds[row] == kind]
+        give = [row for row in sources if ledger.kinds[row] == kind]
+        for source, destination in zip(give, able, strict=False):
+            if source != destination:
+                why: Why = "drain" if ledger.draining[source] else "balance"
+                ledger.pair(source, destination, 0, 0, budget=math.inf, room=math.inf, why=why)

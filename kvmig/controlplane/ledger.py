@@ -40,6 +40,8 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     preempted_give: bool = False
     """Whether an instance where a preempted request waits is a source whatever its freeness, and
     never a destination (`extremes`)."""
+    inexact: bool = False
+    """Whether requests move between numerics classes, if they have the same weights."""
     longest_move_s: float = 5.0
     """A source that needs longer for an average request, by the bandwidth it measured, does
     not balance: nobody knows whether the request lasts so long."""
@@ -79,6 +81,8 @@ class Ledger:
         self.free[columns.state == DRAINING] = -np.inf
         self.batch: Column = batch_sizes(columns, rounds.queued).copy()
         self.floor = max(rounds.destination_above, 0.0)
+        self.kinds: Column = columns.weights if rounds.inexact else columns.numerics
+        """Requests move between equal ones only."""
         self._before = {(pair.source, pair.destination) for pair in last}
         self._pairs: dict[tuple[int, int], Pairing] = {}
         self._gives: set[int] = set()
@@ -123,6 +127,7 @@ class Ledger:
         names = self.view.instances
         return (
             source != destination
+            and self.kinds[source] == self.kinds[destination]
             and destination not in self._gives
             and source not in self._takes
             and (source, destination) not in self._pairs
@@ -167,28 +172,33 @@ class Takers:
         """by: what orders them now; value: the same of one row, as predicted later."""
         self._ledger = ledger
         self._value = value
-        best = ledger.best(rows, by)
-        self._heap = [(-value(row), row) for row in best]
-        heapq.heapify(self._heap)
+        self._heaps: dict[float, list[tuple[float, int]]] = {}
+        """By what `Ledger.kinds` says."""
+        for kind in np.unique(ledger.kinds[rows]).tolist():
+            best = ledger.best(rows & (ledger.kinds == kind), by)
+            self._heaps[kind] = heap = [(-value(row), row) for row in best]
+            heapq.heapify(heap)
 
     def take(self, source: int) -> list[int]:
         """The best that may be paired with it, at most MAX_DESTINATIONS; to be put back."""
+        heap = self._heaps.get(float(self._ledger.kinds[source]), [])
         taken: list[int] = []
         passed: list[tuple[float, int]] = []
-        while self._heap and len(taken) < MAX_DESTINATIONS and len(passed) < MAX_DESTINATIONS:
-            entry = heapq.heappop(self._heap)
+        while heap and len(taken) < MAX_DESTINATIONS and len(passed) < MAX_DESTINATIONS:
+            entry = heapq.heappop(heap)
             if self._ledger.may_pair(source, entry[1]):
                 taken.append(entry[1])
             else:
                 passed.append(entry)
         for entry in passed:
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(heap, entry)
         return taken
 
     def put_back(self, rows: Iterable[int]) -> None:
         """After the pairs with them, if any, were decided."""
         for row in rows:
-            heapq.heappush(self._heap, (-self._value(row), row))
+            heap = self._heaps[float(self._ledger.kinds[row])]
+            heapq.heappush(heap, (-self._value(row), row))
 
 
 def _first(rows: Mask, by: Column) -> list[int]:

@@ -122,6 +122,7 @@ class Llumlet:
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._headroom: dict[int, float] = {}
+        self._told_weights = engine.layout.weights
         self._reporter = Reporter(config.report_ms, config.faults.hung_after_s, monotonic())
 
     @property
@@ -223,8 +224,10 @@ class Llumlet:
             if self._fronts.has(hello.name):  # that its old connection is lost shows only now
                 self._front_lost(sender)
             self._fronts.join(hello.name, sender)
-            welcome = Welcome(VERSION.major, self.instance, self._engine.describe(), VERSION.minor)
-            self._server.send(sender, welcome)
+            weights, described = self._engine.layout.weights, self._engine.describe()
+            self._server.send(
+                sender, Welcome(VERSION.major, self.instance, described, VERSION.minor, weights)
+            )
         elif hello.role in ("scheduler", "launcher"):
             self._fronts.listen(sender)
 
@@ -273,7 +276,7 @@ class Llumlet:
 
     async def _migrate_for_front(self, sender: bytes, message: Migrate) -> None:
         ended = await self._migrate(
-            message.request_id, message.destination, message.endpoint, "by-hand"
+            message.request_id, message.destination, message.endpoint, "by-hand", message.inexact
         )
         self._send(sender, msgspec.structs.replace(ended, call_id=message.call_id))
         self._tell(ended, but=sender)
@@ -284,7 +287,7 @@ class Llumlet:
         return ended.report
 
     async def _migrate(
-        self, request_id: str, destination: str, endpoint: str, why: str
+        self, request_id: str, destination: str, endpoint: str, why: str, inexact: bool = False
     ) -> Migrated:
         track = self._tracking.get(request_id)
         gateway = track.gateway if track else ""
@@ -296,6 +299,7 @@ class Llumlet:
             gateway=gateway,
             epoch=epoch,
             urgent=why in URGENT,
+            inexact=inexact or self._config.scheduler.inexact_moves,
         )
         self._bandwidth.take(report)
         return Migrated(0, msgspec.structs.replace(report, why=why), gateway, epoch)
@@ -330,6 +334,8 @@ class Llumlet:
             self._migrations.stepped(entry.request_id, entry.tokens)
             if entry.finished:
                 self._migrations.cancel_request(entry.request_id, "finished")
+        if self._engine.layout.weights != self._told_weights:
+            self._report_if_due()  # who gets the first tokens of new weights knows by whom they are
         if sender is not None:
             self._send(sender, Outputs(spans), frames)
 
@@ -348,28 +354,35 @@ class Llumlet:
 
     async def _report(self) -> None:
         while True:
-            now, step_s = monotonic(), self._engine.step_s()
-            state = self._reporter.state(now, step_s, self._failed.done())
-            if state == "failed":  # if it hangs for good: the launcher starts another one
-                self._on_exit(TimeoutError(f"a step has been running for {step_s:.0f} s"))
-            load = self._engine.load()
-            moving = (self._migrations.incoming, self._migrations.outgoing)
-            if self._reporter.due(now, state, load, *moving):
-                report = LoadReport(
-                    self.instance,
-                    self._reporter.seq,
-                    load,
-                    *moving,
-                    state=state,
-                    staging_used=self._migrations.staging_used,
-                    bandwidth=self._bandwidth.blocks_s,
-                    headroom=self._headroom,
-                    refused=self._server.refusals.told(),
-                    unmovable=self._engine.unmovable,
-                )
-                for sender in self._fronts.listeners():
-                    self._send(sender, report)
+            self._report_if_due()
             await asyncio.sleep(min(CHANGE_PERIOD_S, self._config.report_ms / 1000))
+
+    def _report_if_due(self) -> None:
+        now, step_s = monotonic(), self._engine.step_s()
+        state = self._reporter.state(now, step_s, self._failed.done())
+        if state == "failed":  # if it hangs for good: the launcher starts another one
+            self._on_exit(TimeoutError(f"a step has been running for {step_s:.0f} s"))
+        load, weights = self._engine.load(), self._engine.layout.weights
+        moving = (self._migrations.incoming, self._migrations.outgoing)
+        if not self._reporter.due(now, state, load, *moving, weights):
+            return
+        self._told_weights = weights
+        report = LoadReport(
+            self.instance,
+            self._reporter.seq,
+            load,
+            *moving,
+            state=state,
+            staging_used=self._migrations.staging_used,
+            bandwidth=self._bandwidth.blocks_s,
+            headroom=self._headroom,
+            refused=self._server.refusals.told(),
+            unmovable=self._engine.unmovable,
+            weights=weights,
+            numerics=self._engine.numerics,
+        )
+        for sender in self._fronts.listeners():
+            self._send(sender, report)
 
     # -- helpers
 

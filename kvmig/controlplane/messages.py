@@ -22,6 +22,8 @@ class Welcome(Message, frozen=True, tag=True):
     instance: str
     engine: bytes = b""
     minor: int = 0
+    weights: str = ""
+    """Identity of its weights; load reports tell when they are updated."""
 
     @property
     def version(self) -> Version:
@@ -52,6 +54,10 @@ class LoadReport(Message, frozen=True, tag=True):
     """Messages that it has refused, by reason (`kvmig.ground.errors.PeerError`)."""
     unmovable: str = ""
     """Why no request can be moved from it or to it; empty when they can."""
+    weights: str = ""
+    """Identity of its weights: a stream that has begun goes on nowhere else."""
+    numerics: str = ""
+    """Its numerics class: nothing moves to another one unless somebody has said so."""
 
 
 # -- front end to llumlet
@@ -118,6 +124,8 @@ class Migrate(Message, frozen=True, tag=True):
     request_id: str
     destination: str
     endpoint: str
+    inexact: bool = False
+    """Also to an instance of another numerics class."""
 
 
 class Migrated(Message, frozen=True, tag=True):
@@ -209,6 +217,8 @@ class Members(Message, frozen=True, tag=True):
     """Launcher to the scheduler and to front ends: these instances are the cluster."""
 
     members: list[Member]
+    weights: str = ""
+    """Where both run, new requests had better go to instances with these; empty: no matter."""
 
 
 class MessagesRefused(Message, frozen=True, tag=True):

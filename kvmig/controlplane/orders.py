@@ -31,7 +31,8 @@ class AddInstances(Message, frozen=True, tag=True):
 class DrainInstance(Message, frozen=True, tag=True):
     """Front end to the launcher: let its requests go elsewhere.
 
-    deadline_s: after so long by recompute; None: the launcher's --drain-deadline.
+    deadline_s: after so long by recompute, or with an error where no other instance has the
+    request's weights; None: the launcher's --drain-deadline, and no such error.
     leave: end it when it is empty. now: end it at once.
     """
 
@@ -73,6 +74,8 @@ class Evacuate(Message, frozen=True, tag=True):
     """Launcher to front ends: run what is still on this instance again elsewhere."""
 
     instance: str
+    ends: bool = False
+    """What could go on nowhere, for nobody else has its weights, ends with an error."""
 
 
 class SetState(Message, frozen=True, tag=True):

@@ -82,10 +82,12 @@ def policy_of(config: SchedulerConfig) -> Policy:
     if not config.migration:
         return msgspec.structs.replace(policy, rounds=None)
     if policy.rounds is None:  # what an operator wants moved is moved, whatever the policy
-        return msgspec.structs.replace(policy, rounds=Rounds(rules=(drain,)))
-    given = {
+        drains = Rounds(rules=(drain,), inexact=config.inexact_moves)
+        return msgspec.structs.replace(policy, rounds=drains)
+    given: dict[str, object] = {
         field: value
         for field in ("source_below", "destination_above", "min_gain")
         if (value := getattr(config, field)) is not None
     }
-    return msgspec.structs.replace(policy, rounds=msgspec.structs.replace(policy.rounds, **given))
+    rounds = msgspec.structs.replace(policy.rounds, inexact=config.inexact_moves, **given)
+    return msgspec.structs.replace(policy, rounds=rounds)

@@ -28,14 +28,14 @@ class Reporter:
             return "failed"
         return ailment or self.wanted
 
-    def due(self, now: float, state: str, load: EngineLoad, *moving: int) -> bool:
+    def due(self, now: float, state: str, load: EngineLoad, *news: object) -> bool:
         """Whether to report now; it is taken for done.
 
-        Blocks grow with every few steps; only who is there is news at once.
+        Blocks grow with every few steps; only who is there, and `news`, is told at once.
         """
-        news = (state, load.running, load.waiting, *moving)
-        if now - self._reported_at < self._report_s and news == self._reported:
+        told = (state, load.running, load.waiting, *news)
+        if now - self._reported_at < self._report_s and told == self._reported:
             return False
-        self._reported, self._reported_at = news, now
+        self._reported, self._reported_at = told, now
         self.seq += 1
         return True

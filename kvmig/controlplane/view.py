@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
 
 import msgspec
+import numpy as np
 
-from kvmig.controlplane.columns import DRAINING, SERVING, STARTING, Columns
+from kvmig.controlplane.columns import DRAINING, SERVING, STARTING, Columns, Mask
 from kvmig.engines.base import EngineLoad
 
 NO_LOAD = EngineLoad(0, 0, 0, 0, 0, 0)
 _STATES = {"serving": SERVING, "starting": STARTING, "draining": DRAINING}
 _OTHER = 3.0
+
+
+@lru_cache(maxsize=1024)
+def number_of(words: str) -> float:
+    """One that stands for these words in a column; others have another one."""
+    return float(int.from_bytes(blake2b(words.encode(), digest_size=6).digest()))
 
 
 class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +54,10 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     pending_requests: int = 0
     unmovable: str = ""
     """Why no request can be moved from it or to it; empty when they can."""
+    weights: str = ""
+    """Identity of its weights; empty until it is heard of."""
+    numerics: str = ""
+    """Its numerics class."""
 
     @property
     def requests(self) -> int:
@@ -76,6 +89,8 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
             self.lower_blocks,
             load.preempted_waiting,
             not self.unmovable,
+            number_of(self.weights),
+            number_of(f"{self.weights} {self.numerics}"),
             state,
             heard,
             heard if state == SERVING else -math.inf,
@@ -110,6 +125,11 @@ class ClusterView:
         if self._columns is None:
             self._columns = Columns(one.row(self.stale_after_s) for one in self.instances)
         return self._columns
+
+    def only(self, rows: Mask) -> ClusterView:
+        """The same moment, with these instances alone."""
+        kept = [self.instances[row] for row in np.flatnonzero(rows)]
+        return ClusterView(self.now, kept, self.stale_after_s, self.columns.only(rows))
 
     def stale(self, one: InstanceView) -> bool:
         """Whether nothing was heard of it for so long that its load says little."""

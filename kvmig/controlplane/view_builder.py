@@ -107,6 +107,8 @@ class ViewBuilder:
                 pending_blocks=sum(blocks for _, blocks in entry.pending),
                 pending_requests=len(entry.pending),
                 unmovable=report.unmovable,
+                weights=report.weights,
+                numerics=report.numerics,
             ),
         )
 

@@ -52,17 +52,22 @@ class Migrator:
                 node.free()
             raise
 
-    async def migrate(self, request_id: str, source: str, destination: str) -> MigrationReport:
+    async def migrate(
+        self, request_id: str, source: str, destination: str, *, inexact: bool = False
+    ) -> MigrationReport:
         """Move a request, and say how it ended: "committed", or "aborted" with the reason.
 
         Whatever happens, exactly one engine runs the request afterwards. Cancelling the wait
-        doesn't stop a migration that has begun; `cancel` does. Raises ConfigError for a name
+        doesn't stop a migration that has begun; `cancel` does. inexact: it may also go to an engine
+        of another numerics class, where its tokens may differ. Raises ConfigError for a name
         that is no engine's.
         """
         node, _ = self._node("source", source), self._node("destination", destination)
         if source == destination:
             raise ConfigError(f"destination is {destination!r}, must be another than the source")
-        report = await node.migrations.migrate(request_id, destination, destination)
+        report = await node.migrations.migrate(
+            request_id, destination, destination, inexact=inexact
+        )
         if destination not in self._tapped and report.downtime_ms is not None:
             return replace(report, downtime_ms=replace(report.downtime_ms, first_token=None))
         return report

@@ -59,6 +59,9 @@ class Engine(Protocol):
     """
 
     layout: KVLayout
+    """Another one, with other `weights`, once these have been updated."""
+    numerics: str
+    """Its class (`kvmig.engines.numerics`): engines with equal weights and classes round alike."""
     can_hold: bool
     """Whether a step waits for a commit that it expects: see `expect`."""
     unmovable: str

@@ -44,6 +44,7 @@ class CheckedEngine:
         self._engine = engine
         self._content = content
         self.layout = engine.layout
+        self.numerics = engine.numerics
         self.can_hold = engine.can_hold
         self.unmovable = engine.unmovable
         self._ledger = Ledger(engine.layout)
@@ -171,7 +172,8 @@ class CheckedEngine:
             violation = self._ledger.broken("known-errors", request_id, f"{what}: {error!r}")
             self._found(violation)
             raise violation from error
-        self._check(self._ledger.layout_is, self._engine.layout)
+        self.layout = self._engine.layout
+        self._check(self._ledger.layout_is, self.layout)
         return result
 
     def _check(self, rule: Callable[..., None], *args: Any) -> None:

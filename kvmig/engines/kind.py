@@ -59,6 +59,10 @@ class EngineKind(Protocol):
         """LD_PRELOAD of an instance on a CPU. present: as it is."""
         ...
 
+    def weights(self, args: Namespace) -> str:
+        """The identity of the weights that an instance would have that is started now."""
+        ...
+
     def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
         """The engine, loaded. Raises StartupError or ConfigError with one sentence.
 

@@ -58,7 +58,9 @@ def admin_api(
 
         404 or 409 if it could not begin; the request's stream is untouched then.
         """
-        return Migration.of(await router.migrate(body.request_id, body.destination))
+        return Migration.of(
+            await router.migrate(body.request_id, body.destination, inexact=body.inexact)
+        )
 
     @api.get("/migrations", responses={400: {"model": ErrorBody}})
     async def migrations(

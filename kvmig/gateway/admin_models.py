@@ -53,6 +53,8 @@ class Instance(BaseModel):
     unmovable: str = Field(
         description="Why no request can be moved from it or to it; empty when they can."
     )
+    weights: str = Field(description="Identity of its weights; a stream goes on under no others.")
+    numerics: str = Field(description="Its numerics class: instances of one round alike.")
 
     @classmethod
     def of(cls, row: InstanceRow, model: str) -> Instance:
@@ -96,6 +98,10 @@ class MigrationBody(BaseModel):
         description="x-request-id of the call, or a sequence's own id (GET /kvmig/v1/requests).",
     )
     destination: str = Field(min_length=1, description="Id of an instance.")
+    inexact: bool = Field(
+        default=False,
+        description="Also to an instance of another numerics class, where its tokens may differ.",
+    )
 
 
 class AddBody(BaseModel):
@@ -116,8 +122,9 @@ class DrainBody(BaseModel):
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="What is still there then goes on elsewhere by recompute; null: "
-        "--drain-deadline.",
+        description="What is still there then goes on elsewhere by recompute, or ends with an "
+        "error where no other instance has its weights; null: --drain-deadline, and such requests "
+        "stay until they end.",
     )
 
 
@@ -129,9 +136,7 @@ class RestartBody(BaseModel):
     instances: list[str] = Field(
         default=[], max_length=MOST, description="Their ids; none: all that serve."
     )
-    deadline_s: float | None = Field(
-        default=None, ge=0, description="Of each drain; null: --drain-deadline."
-    )
+    deadline_s: float | None = Field(default=None, ge=0, description="Of each drain, as there.")
 
 
 class StageParts(BaseModel):
@@ -172,6 +177,10 @@ class Migration(BaseModel):
     reason: str = Field(description="One word; empty when it committed.")
     detail: str
     why: str = Field(description="What it was for: the scheduler's word, or by-hand.")
+    exact: bool | None = Field(
+        description="Whether both instances are of one numerics class, so that the move changed no "
+        "token; null when the destination wasn't asked."
+    )
     transport: str
     hit_blocks: int = Field(description="Found in the destination's prefix cache, not sent.")
     stages: list[Stage]

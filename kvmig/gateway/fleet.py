@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from kvmig.controlplane.dispatch import NewRequest
+from kvmig.controlplane.dispatch import NewRequest, allowed
 from kvmig.controlplane.messages import LoadReport, Member
 from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.view import InstanceView
@@ -16,6 +16,7 @@ from kvmig.gateway.errors import InstanceLost, UnknownInstance
 from kvmig.gateway.health import Health
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.links import Link, Listener
+from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.ground.clock import Clock
 from kvmig.ground.errors import NoInstance
 from kvmig.kvtransfer.messages import Message
@@ -45,6 +46,8 @@ class Fleet:
     ) -> None:
         self.block_tokens = 16
         """Tokens a KV block."""
+        self.preferred = ""
+        """Weights under which new requests had better begin; empty: no matter which."""
         self._name = name
         self._secret = secret
         self._clock = clock
@@ -54,6 +57,8 @@ class Fleet:
         self._view = ViewBuilder(headroom=policy.headroom)
         self._links: dict[str, Link] = {}
         self._indexes: dict[str, int] = {}
+        self._arithmetic: dict[str, Arithmetic] = {}
+        """As last reported."""
         self._health = Health(silent_after_s, tick_s, clock())
         """Of the instances in the view."""
 
@@ -104,10 +109,21 @@ class Fleet:
         known = link is not None and link.alive and instance in self._health
         return known and not self._health.ailment(instance)
 
-    def others_serve(self, instance: str) -> bool:
-        """Whether another one that is fit takes requests."""
-        others = (one for one in self._links if one != instance and self.fit(one))
-        return any(self._health.state(one) == "serving" for one in others)
+    def others_serve(self, instance: str, weights: str = "") -> bool:
+        """Whether another one that is fit takes requests, of those that have begun under `weights`
+        if these are given.
+        """
+        return any(
+            self._health.state(one) == "serving" and weights in ("", self.arithmetic(one).weights)
+            for one in self._links
+            if one != instance and self.fit(one)
+        )
+
+    def arithmetic(self, instance: str) -> Arithmetic:
+        """By what it computes, as last told."""
+        link = self._links.get(instance)
+        welcomed = "" if link is None or link.welcome is None else link.welcome.weights
+        return self._arithmetic.get(instance) or Arithmetic(welcomed)
 
     def any_fit(self) -> bool:
         """Whether there is one that is fit."""
@@ -154,17 +170,19 @@ class Fleet:
         payload: Sequence[Frame],
         *,
         fit: bool = False,
+        begun: Arithmetic = NOT_BEGUN,
     ) -> str:
         """Send a request of so many tokens where the policy wants it. Raises NoInstance.
 
-        fit: if that one isn't, there is none.
+        fit: if that one isn't, there is none. begun: by what its tokens so far were computed.
         """
         now = self._clock()
         demand_blocks = math.ceil((tokens + 1) / self.block_tokens)
         while True:
             try:
-                request = NewRequest(demand_blocks, priority)
-                instance = self._dispatch.pick(self._view.view(now), request).instance
+                request = NewRequest(demand_blocks, priority, *begun, preferred=self.preferred)
+                able = allowed(self._view.view(now), request)
+                instance = self._dispatch.pick(able, request).instance
                 if fit and not self.fit(instance):
                     raise NoInstance(f"instance {instance} is not fit")
                 self.send(instance, message, payload)
@@ -183,6 +201,7 @@ class Fleet:
             return
         if report.instance not in self._health:
             self._join(report.instance)
+        self._arithmetic[report.instance] = Arithmetic(report.weights, report.numerics)
         self._health.said(report.instance, report.state)
         self._view.report(report, self._clock())
 
@@ -196,6 +215,7 @@ class Fleet:
 
     def forget(self, instance: str) -> None:
         """Dispatch nothing there until its next report."""
+        self._arithmetic.pop(instance, None)
         self._health.leave(instance)
         self._view.leave(instance)
 

@@ -40,6 +40,10 @@ class InstanceRow:
     """Priority -> KV blocks kept free for it."""
     unmovable: str = ""
     """Why no request can be moved from it or to it; empty when they can."""
+    weights: str = ""
+    """Identity of its weights."""
+    numerics: str = ""
+    """Its numerics class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ def instance_row(index: int, view: InstanceView, ailment: str) -> InstanceRow:
         preempted=view.load.preempted,
         headroom=view.headroom,
         unmovable=view.unmovable,
+        weights=view.weights,
+        numerics=view.numerics,
     )
 
 

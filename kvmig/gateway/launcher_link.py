@@ -30,8 +30,8 @@ class Hearer(Protocol):
         """These are the instances now."""
         ...
 
-    def evacuate(self, instance: str) -> None:
-        """Its requests shall run again elsewhere."""
+    def evacuate(self, told: Evacuate) -> None:
+        """An instance's requests shall run again elsewhere."""
         ...
 
     def messages_refused(self, told: MessagesRefused) -> None:
@@ -117,7 +117,7 @@ class LauncherLink:
                 case Members():
                     self._hearer.take(message)
                 case Evacuate():
-                    self._hearer.evacuate(message.instance)
+                    self._hearer.evacuate(message)
                 case MessagesRefused():
                     self._hearer.messages_refused(message)
                 case OrderDone():

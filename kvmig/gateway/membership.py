@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from kvmig.controlplane.messages import Member, Members, MessagesRefused
+from kvmig.controlplane.orders import Evacuate
 from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import PeerError, StartupError
@@ -58,6 +59,7 @@ class Membership:
     def take(self, members: Members) -> None:
         """See `Hearer`. A new endpoint is a new start, which knows nothing of the one before."""
         self.members = members.members
+        self._router.prefer(members.weights)
         if self.members and all(one.state == "failed" for one in self.members):
             self._router.give_up("no instance is left")
         wanted = {one.instance: one.endpoint for one in members.members if one.endpoint}
@@ -77,9 +79,9 @@ class Membership:
                 self._following[name] = (endpoint, task)
         self._changed.set()
 
-    def evacuate(self, instance: str) -> None:
+    def evacuate(self, told: Evacuate) -> None:
         """See `Hearer`."""
-        self._router.evacuate(instance)
+        self._router.evacuate(told.instance, ends=told.ends)
 
     def messages_refused(self, told: MessagesRefused) -> None:
         """See `Hearer`."""

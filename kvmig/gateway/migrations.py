@@ -48,14 +48,16 @@ class Migrations:
         self._enabled = enabled
         self._own = own
 
-    async def migrate(self, any_id: str, destination: str, timeout_s: float) -> MigrationReport:
+    async def migrate(
+        self, any_id: str, destination: str, timeout_s: float, inexact: bool = False
+    ) -> MigrationReport:
         """See `Router.migrate`."""
         entry, source, endpoint = self._check(any_id, destination)
 
         run_id = entry.run_id
 
         def send(call_id: int) -> None:
-            self._fleet.send(source, Migrate(call_id, run_id, destination, endpoint))
+            self._fleet.send(source, Migrate(call_id, run_id, destination, endpoint, inexact))
 
         entry.destination = destination
         try:
@@ -71,14 +73,15 @@ class Migrations:
         return report
 
     async def migrate_foreign(
-        self, found: Foreign, destination: str, timeout_s: float
+        self, found: Foreign, destination: str, timeout_s: float, inexact: bool = False
     ) -> MigrationReport:
         """Move a request of another front end, which hears of it from the instances."""
         source = found.row.instance
         endpoint = self._place(found.row.id, source, destination)
 
         def send(call_id: int) -> None:
-            self._fleet.send(source, Migrate(call_id, found.run_id, destination, endpoint))
+            order = Migrate(call_id, found.run_id, destination, endpoint, inexact)
+            self._fleet.send(source, order)
 
         answer, _ = await self._calls.ask(source, send, Migrated, timeout_s, "Migrate")
         if answer.report.reason == "already_migrating":

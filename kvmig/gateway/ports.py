@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
@@ -48,6 +48,17 @@ class Decode(Protocol):
         ...
 
 
+class Arithmetic(NamedTuple):
+    """By what an instance computes: what a stream that has begun there goes on with."""
+
+    weights: str = ""
+    """Their identity; empty: nothing has been computed, or it isn't known by what."""
+    numerics: str = ""
+
+
+NOT_BEGUN = Arithmetic()
+
+
 class Instances(Protocol):
     """What decides about requests needs to know of instances: see `kvmig.gateway.fleet.Fleet`."""
 
@@ -64,8 +75,10 @@ class Instances(Protocol):
         """Whether there is one that is fit."""
         ...
 
-    def others_serve(self, instance: str) -> bool:
-        """Whether another one that is fit takes requests."""
+    def others_serve(self, instance: str, weights: str = "") -> bool:
+        """Whether another one that is fit takes requests, of those that have begun under `weights`
+        if these are given.
+        """
         ...
 
     def ailing(self) -> dict[str, str]:
@@ -84,6 +97,7 @@ class Instances(Protocol):
         payload: Sequence[Frame],
         *,
         fit: bool = False,
+        begun: Arithmetic = NOT_BEGUN,
     ) -> str:
         """Send a request of so many tokens somewhere. Raises NoInstance."""
         ...

@@ -73,15 +73,21 @@ class Recovery:
                 entry.crashes.returned(instance)
         self.place()
 
-    def evacuate(self, instance: str) -> None:
+    def evacuate(self, instance: str, *, ends: bool = False) -> None:
         """It serves, but shall be empty: a drain has taken too long.
 
-        The launcher says so again and again: nothing is done while no other one serves.
+        The launcher says so again and again: nothing is done while no other one serves, nor with
+        a request that could go on nowhere else, but that `ends` ends it.
         """
         if not self._fleet.others_serve(instance):
             return
         for entry in self._running(instance):
-            self._displace(entry, f"instance {instance} drains")
+            if self._fleet.others_serve(instance, entry.begun.weights):
+                self._displace(entry, f"instance {instance} drains")
+            elif ends:
+                late = f"instance {instance} had to be empty by now (deadline_s)"
+                reason = f"{late}, and no other one has {_its_weights(entry)}"
+                self._endings.give_up([entry], reason)
         self.place()
 
     def tick(self) -> None:
@@ -193,9 +199,8 @@ class Recovery:
             waited = now - (entry.unplaced_since or now)
             if waited <= self._config.instance_wait_s:
                 return False
-            self._endings.give_up(
-                [entry], f"{reason}, and no other one was there for {waited:.0f} s"
-            )
+            other = f"instance with {_its_weights(entry)}" if entry.begun.weights else "other one"
+            self._endings.give_up([entry], f"{reason}, and no {other} was there for {waited:.0f} s")
         return True
 
     def _run(self, entry: Entry) -> None:
@@ -207,8 +212,13 @@ class Recovery:
             Submit(entry.run_id, tuple(known)),
             entry.payload,
             fit=True,
+            begun=entry.begun,
         )
         entry.unplaced_since = None
         entry.splicer.restart(instance)
         self._observer.ran_again(tokens)
         log.warning("request %s runs again on %s from token %d", entry.run_id, instance, len(known))
+
+
+def _its_weights(entry: Entry) -> str:
+    return f"the weights that the request began with ({entry.begun.weights})"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kvmig.gateway.caller import Caller
 from kvmig.gateway.crashes import Crashes
 from kvmig.gateway.errors import AmbiguousRequest, RequestFinished, UnknownRequest
+from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.gateway.splice import Splicer
 from kvmig.kvtransfer.wire import Frame
 
@@ -53,6 +54,8 @@ class Entry:
     """Who is known to run it now, though none of its tokens has come yet."""
     bequeathed: int = -1
     """Under which epoch it ran at the instance that it went to the heir from."""
+    begun: Arithmetic = NOT_BEGUN
+    """By what its first token was computed: it goes on under no other weights."""
     output_token_ids: list[int] = field(default_factory=list)
     """What the client has got: from there it runs again when its instance is lost."""
     run: int = 0

@@ -115,6 +115,7 @@ class Router:
             self._act,
             self._strays.stop,
             self._observer,
+            self._fleet.arithmetic,
         )
         self._refusals = Refusals()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -164,9 +165,16 @@ class Router:
         """Requests in instances' queues, of any front end, that aren't after this priority."""
         return self._fleet.waiting(priority)
 
-    def evacuate(self, instance: str) -> None:
-        """What still runs there shall go on elsewhere, by recompute."""
-        self._recovery.evacuate(instance)
+    def evacuate(self, instance: str, *, ends: bool = False) -> None:
+        """What still runs there shall go on elsewhere, by recompute.
+
+        ends: what no other instance has the weights of ends with an error.
+        """
+        self._recovery.evacuate(instance, ends=ends)
+
+    def prefer(self, weights: str) -> None:
+        """New requests had better begin under these; empty: no matter which."""
+        self._fleet.preferred = weights
 
     def instances(self) -> list[InstanceRow]:
         """All instances as last heard of, in the order in which they were added."""
@@ -252,20 +260,26 @@ class Router:
         return [*ours, *(one.row for one in foreign_requests(told, self._name))]
 
     async def migrate(
-        self, request_id: str, destination: str, timeout_s: float = 120.0
+        self,
+        request_id: str,
+        destination: str,
+        timeout_s: float = 120.0,
+        *,
+        inexact: bool = False,
     ) -> MigrationReport:
         """Move a request, named by its own id or its call's, and wait for the report.
 
-        Raises what `kvmig.gateway.errors` names when it can't start.
+        inexact: also to an instance where its tokens may differ. Raises what
+        `kvmig.gateway.errors` names when it can't start.
         """
         try:
-            return await self._migrations.migrate(request_id, destination, timeout_s)
+            return await self._migrations.migrate(request_id, destination, timeout_s, inexact)
         except UnknownRequest:
             told = foreign_requests(await self._questions.requests(), self._name)
             found = find_foreign(told, request_id)
             if found is None:
                 raise
-            return await self._migrations.migrate_foreign(found, destination, timeout_s)
+            return await self._migrations.migrate_foreign(found, destination, timeout_s, inexact)
 
     @property
     def reports(self) -> deque[MigrationReport]:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from kvmig.controlplane.messages import Outputs, Span
-from kvmig.gateway.ports import Batch, Decode, Item, Observer, Sink
+from kvmig.gateway.ports import NOT_BEGUN, Arithmetic, Batch, Decode, Item, Observer, Sink
 from kvmig.gateway.requests import Entry, RequestTable
 from kvmig.gateway.splice import Action, Fed
 from kvmig.ground.errors import PeerError
@@ -21,7 +21,7 @@ class Streams:
 
     index_of: an instance's engine index. act: does what a splicer asks for. stray: told
     of every output of a request that isn't in the table (instance, span, whether last).
-    observer: hears of first and last tokens.
+    observer: hears of first and last tokens. arithmetic_of: by what an instance computes.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Streams:
         act: Callable[[Entry, Action], None],
         stray: Callable[[str, Span, bool], None],
         observer: Observer,
+        arithmetic_of: Callable[[str], Arithmetic] = lambda instance: NOT_BEGUN,
     ) -> None:
         self._table = table
         self._sink = sink
@@ -41,6 +42,7 @@ class Streams:
         self._act = act
         self._stray = stray
         self._observer = observer
+        self._arithmetic_of = arithmetic_of
 
     def take(
         self, instance: str, outputs: Outputs, payload: Sequence[memoryview], now: float
@@ -67,7 +69,7 @@ class Streams:
                 continue
             _keep(entry, item)
             if entry.first_at is None:
-                self._began(entry, now)
+                self._began(entry, instance, now)
             if item.finished:
                 ended.append(entry)
         for entry in ended:
@@ -106,9 +108,10 @@ class Streams:
                 splicer.next,
             )
 
-    def _began(self, entry: Entry, now: float) -> None:
+    def _began(self, entry: Entry, instance: str, now: float) -> None:
         if entry.splicer.next:
             entry.first_at = now
+            entry.begun = self._arithmetic_of(instance)
             if entry.caller is not None:
                 entry.caller.began(entry.request_id)
             self._observer.began(entry.priority, now - entry.arrived)
@@ -119,8 +122,8 @@ class Streams:
         for owner, pairs in itertools.groupby(fed.deliver, key=lambda pair: pair[0]):
             items: list[Item] = [item for _, item in pairs]
             self._sink.deliver(self._index_of(owner), items, None)
-        if entry.first_at is None:
-            self._began(entry, now)
+        if entry.first_at is None and fed.deliver:
+            self._began(entry, fed.deliver[0][0], now)
         if fed.deliver and fed.deliver[-1][1].finished:
             self.ended(entry)
         for action in fed.actions:

@@ -74,6 +74,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName = "kvmig"
     migration: bool = True
     round_ms: float = 200.0
+    inexact_moves: bool = False
+    """Whether policies move requests between numerics classes, where tokens may differ."""
     source_below: float | None = None
     """An instance whose freeness is under this is a source of migrations."""
     destination_above: float | None = None

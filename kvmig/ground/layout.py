@@ -28,7 +28,8 @@ class KVLayout:
 
     num_blocks: blocks a region; block_tokens: tokens a block; model: a fingerprint
     of everything that must agree for two caches to be exchanged (see `matches`); tables:
-    block tables of a request, where some layers keep other tokens than others.
+    block tables of a request, where some layers keep other tokens than others; weights: the
+    identity of those that the cache is computed with (`kvmig.engines.weights`).
     """
 
     regions: tuple[Region, ...]
@@ -36,6 +37,7 @@ class KVLayout:
     block_tokens: int
     model: str = ""
     tables: int = 1
+    weights: str = ""
 
     @property
     def block_bytes(self) -> int:
@@ -48,6 +50,7 @@ class KVLayout:
             self.block_tokens == other.block_tokens
             and self.model == other.model
             and self.tables == other.tables
+            and self.weights == other.weights
             and tuple(r.run for r in self.regions) == tuple(r.run for r in other.regions)
         )
 

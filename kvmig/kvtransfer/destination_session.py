@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from kvmig.engines.base import CameBlocks, Engine, Export, Tail
+from kvmig.engines.numerics import difference
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, TransportError
@@ -78,6 +79,10 @@ class DestinationSession:
     def request_id(self) -> str:
         """Of the request that comes."""
         return self.opening.request_id
+
+    @property
+    def _exact(self) -> bool:
+        return self.opening.numerics == self._engine.numerics
 
     @property
     def attempt(self) -> tuple[str, int]:
@@ -201,6 +206,9 @@ class DestinationSession:
         ours = fingerprint(self._engine.layout)
         if self.opening.model != ours:
             raise MigrationRefused("incompatible", f"{self.opening.model}; here: {ours}")
+        if not (self.opening.inexact or self._exact):
+            differs = difference(self._engine.numerics, self.opening.numerics)
+            raise MigrationRefused("incompatible", f"its logits round differently: {differs}")
         transport = await self._receiver.open(self.opening.offers)
         hit_blocks = await self._receiver.bounded(self._engine.reserve(export))
         return self.machine.reserved(hit_blocks, transport)
@@ -224,6 +232,7 @@ class DestinationSession:
                 token=self._receiver.token if message.stage == 0 else "",
                 cadence=self._engine.cadence(),
                 can_hold=self._engine.can_hold,
+                exact=self._exact,
             )
         try:
             self._send(message, ())

@@ -54,6 +54,10 @@ class Reserve(Message, frozen=True, tag=True):
     output_tokens: int = 0
     model: str = ""
     """The source's layout fingerprint, block tokens and runs: must agree."""
+    numerics: str = ""
+    """The source's numerics class: must agree, too, unless `inexact`."""
+    inexact: bool = False
+    """Somebody has said that it may go on where logits round differently."""
     offers: list[Offer] = []
     last: bool = False
     """The pause comes next: be ready."""
@@ -72,6 +76,8 @@ class Reserved(Message, frozen=True, tag=True):
     """Of the destination's engine, when it answered."""
     can_hold: bool = False
     """Whether the destination takes Expect."""
+    exact: bool = True
+    """Whether its numerics class is the source's (stage 0 only)."""
 
 
 class Refused(Message, frozen=True, tag=True):

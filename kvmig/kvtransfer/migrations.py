@@ -156,11 +156,12 @@ class Migrations:
         epoch: int = 0,
         output_tokens: int = 0,
         urgent: bool = False,
+        inexact: bool = False,
     ) -> MigrationReport:
         """Move a request to the llumlet `destination` at `endpoint`; says how it ended.
 
-        epoch: under which it runs here; urgent: see `Move`. Waits while `max_migrations` others
-        go; once it has begun, cancelling the wait doesn't stop the migration.
+        epoch: under which it runs here; urgent, inexact: see `Move`. Waits while `max_migrations`
+        others go; once it has begun, cancelling the wait doesn't stop the migration.
         """
         move = Move(
             mid=f"{self._instance}-{secrets.token_hex(8)}",
@@ -171,6 +172,7 @@ class Migrations:
             gateway=gateway,
             output_tokens=output_tokens,
             urgent=urgent,
+            inexact=inexact,
         )
         try:
             await self._take_turn(request_id)

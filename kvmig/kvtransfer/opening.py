@@ -53,6 +53,8 @@ class Opening:
             gateway=move.gateway,
             output_tokens=move.output_tokens,
             model=fingerprint(self._errand.engine.layout),
+            numerics=self._errand.engine.numerics,
+            inexact=move.inexact,
             offers=[staging.offer() for staging in self._stagings.values()],
         )
 
@@ -61,6 +63,7 @@ class Opening:
         errand, staging = self._errand, self._stagings.get(answer.transport)
         if staging is None:
             raise PeerError(f"the destination wants transport {answer.transport!r}")
+        errand.timeline.exact = answer.exact
         errand.timeline.hit_blocks = answer.hit_blocks
         errand.timeline.transport = answer.transport
         copier = Copier(

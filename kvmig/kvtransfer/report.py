@@ -81,6 +81,8 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     why: str = ""
     """What it was for: the scheduler's word (`Pair.why`), or by-hand."""
+    exact: bool | None = None
+    """Whether both engines are of one numerics class; None: the destination wasn't asked."""
     transport: str = ""
     hit_blocks: int = 0
     """Blocks that the destination's prefix cache held: not sent."""

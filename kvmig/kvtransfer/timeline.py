@@ -24,6 +24,8 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 0
     urgent: bool = False
     """Somebody waits for its end: its pause isn't spread over the steps before it."""
+    inexact: bool = False
+    """It may go to an engine of another numerics class."""
 
 
 class Timeline:
@@ -35,6 +37,7 @@ class Timeline:
         self._stages: list[StageReport] = []
         self._pause: list[float] = []
         self.transport = ""
+        self.exact: bool | None = None
         self.hit_blocks = 0
         self.tail_blocks = 0
         self.output_tokens: int | None = None
@@ -83,6 +86,7 @@ class Timeline:
             epoch=move.epoch,
             reason=why[0],
             detail=why[1],
+            exact=self.exact,
             transport=self.transport,
             hit_blocks=self.hit_blocks,
             stages=self._stages,

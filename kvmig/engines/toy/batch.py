@@ -60,8 +60,9 @@ def _held(request: Request, hold: int | None, prefill: int | None) -> bool:
 class Batch:
     """Who runs and who waits."""
 
-    def __init__(self, cache: Cache, max_running: int) -> None:
+    def __init__(self, cache: Cache, max_running: int, counts_by: int = 1) -> None:
         self._cache = cache
+        self._counts_by = counts_by
         self._arrivals = itertools.count()
         self.max_running = max_running
         self.running: list[Request] = []
@@ -131,7 +132,8 @@ class Batch:
             return False
         cache, asked = self._cache.read(request.blocks, last), request.asked
         request.owed = False
-        request.tokens.append(sample(cache, tokens, asked.seed if asked.temperature else None))
+        seed = asked.seed if asked.temperature else None
+        request.tokens.append(sample(cache, tokens, seed, self._counts_by))
         return True
 
     def _preempt(self, request: Request) -> None:

@@ -12,7 +12,8 @@ from kvmig.ground.layout import KVLayout, Region
 class Cache:
     """`num_blocks` blocks of `block_tokens` tokens, which requests have lists of."""
 
-    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_tokens: int, weights: str = "") -> None:
+        """weights: identity of those that its content is computed with."""
         self.block_tokens = block_tokens
         self.free = list(range(num_blocks))
         # Axes: key or value, block, token.
@@ -24,6 +25,7 @@ class Cache:
             num_blocks,
             block_tokens,
             model="toy 2",
+            weights=weights,
         )
 
     def needed(self, num_tokens: int) -> int:

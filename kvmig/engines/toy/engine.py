@@ -30,6 +30,7 @@ from kvmig.engines.base import (
     Tail,
 )
 from kvmig.engines.block_copies import BlockCopies
+from kvmig.engines.numerics import numerics_class
 from kvmig.engines.toy.batch import Batch, Request
 from kvmig.engines.toy.cache import Cache
 from kvmig.engines.toy.model import VOCABULARY
@@ -53,17 +54,20 @@ class ToyEngine:
         max_running: int = 16,
         step_ms: float = STEP_MS,
         script: ScriptFile | None = None,
+        numerics: str = "toy",
     ) -> None:
         """step_ms: from one step to the next. script: what it does beside that."""
-        self._cache = Cache(num_blocks, block_tokens)
-        self._batch = Batch(self._cache, max_running)
+        self._script = script or ScriptFile(None)
+        weights = self._script.read()
+        self._cache = Cache(num_blocks, block_tokens, weights.weights)
+        self._batch = Batch(self._cache, max_running, weights.counts_by)
+        self.numerics = numerics_class(engine=numerics)
         self._source = Source(self._batch, self._cache)
         self._destination = Destination(self._batch, self._cache)
         self.layout = self._cache.layout
         # Copies run on a thread of their own, so that no step waits for one.
         self._copies = BlockCopies(self.layout)
         self._step_ms = step_ms
-        self._script = script or ScriptFile(None)
         self._hangs_since: float | None = None
         self._work = asyncio.Event()
         self._stepping: asyncio.Task[None] | None = None

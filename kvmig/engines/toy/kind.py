@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--num-blocks", type=int, default=600, help="KV blocks of an instance")
     root.add_argument("--max-num-seqs", type=int, default=16, help="requests a step")
     root.add_argument("--step-ms", type=float, default=STEP_MS, help="from one step to the next")
+    root.add_argument("--numerics", default="toy", help="name of the class that it rounds like")
     root.add_argument("--script", help="file with what it shall do, see kvmig.engines.toy.script")
     return root
 
@@ -82,9 +83,19 @@ class ToyKind:
     def preloaded(self, present: str) -> str:
         return present
 
+    def weights(self, args: Namespace) -> str:
+        return ScriptFile(args.script).read().weights
+
     def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
         args = self.parse(argv)
         script = ScriptFile(args.script)
         while not script.read().load:
             time.sleep(WAIT_S)
-        return ToyEngine(args.num_blocks, args.block_size, args.max_num_seqs, args.step_ms, script)
+        return ToyEngine(
+            args.num_blocks,
+            args.block_size,
+            args.max_num_seqs,
+            args.step_ms,
+            script,
+            args.numerics,
+        )

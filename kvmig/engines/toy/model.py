@@ -31,7 +31,7 @@ def compute(tokens: bytes, first: int) -> NDArray[np.uint64]:
     return mixed[:, None] * _ODD
 
 
-def sample(cache: NDArray[np.uint64], tokens: bytes, seed: int | None) -> int:
+def sample(cache: NDArray[np.uint64], tokens: bytes, seed: int | None, counts_by: int = 1) -> int:
     """The next token of a request: counts on without a seed, drawn with one.
 
     cache: keys and values [tokens, 2] as they are in the request's blocks.
@@ -39,17 +39,17 @@ def sample(cache: NDArray[np.uint64], tokens: bytes, seed: int | None) -> int:
     if not np.array_equal(cache, compute(tokens, 0)):
         return LOST
     if seed is None:
-        return _counted(tokens[-16:])
+        return _counted(tokens[-16:], counts_by)
     digest = blake2b(b"%d %d %d" % (seed, len(tokens), tokens[-1]), digest_size=8).digest()
     return ord(" ") + int.from_bytes(digest, "little") % 95
 
 
-def _counted(text: bytes) -> int:
+def _counted(text: bytes, by: int) -> int:
     """The next digit of the number after the last one, or the space before it.
 
     After a line's end the last number is said again.
     """
     if (found := _NUMBER.search(text)) is None:
         return ord(" ") if re.search(rb"\d{4}$", text) else ord("0")
-    number = (int(found[1]) + (found[2] == b" ")) % 10_000
+    number = (int(found[1]) + by * (found[2] == b" ")) % 10_000
     return (b"%04d" % number)[len(found[3])]

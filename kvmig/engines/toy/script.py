@@ -14,6 +14,8 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     load: bool = True
     """False: an engine that is made waits."""
+    counts_by: int = 1
+    """What the weights on disk make of a model that is loaded now."""
     hold: int | None = None
     """A request that has put out so many tokens gets no more, but for one wherever it comes to."""
     prefill: int | None = None
@@ -24,6 +26,11 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     """The step after which a request would have one more takes `hang_s`; the first engine that
     comes to it takes this out of the file."""
     hang_s: float = 0.0
+
+    @property
+    def weights(self) -> str:
+        """Their identity."""
+        return f"counts-by-{self.counts_by}"
 
 
 class ScriptFile:

@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
+import torch
+import transformers
 
 from kvmig.engines import device_copies
 from kvmig.engines.base import (
@@ -21,8 +23,9 @@ from kvmig.engines.base import (
     Tail,
 )
 from kvmig.engines.block_copies import BlockCopies
+from kvmig.engines.numerics import numerics_class
 from kvmig.engines.transformers.blocks import Blocks
-from kvmig.engines.transformers.config import EngineConfig
+from kvmig.engines.transformers.config import EngineConfig, identify
 from kvmig.engines.transformers.destination import Destination
 from kvmig.engines.transformers.load import engine_load, request_states
 from kvmig.engines.transformers.loop import StepLoop
@@ -30,6 +33,7 @@ from kvmig.engines.transformers.model import make_manager
 from kvmig.engines.transformers.payload import Progress, Submitted, decode
 from kvmig.engines.transformers.requests import Requests
 from kvmig.engines.transformers.source import Source
+from kvmig.engines.weights import check_unchanged
 from kvmig.ground.errors import MigrationRefused
 
 T = TypeVar("T")
@@ -45,11 +49,11 @@ class TransformersEngine:
     def __init__(self, config: EngineConfig) -> None:
         """Load the model and take the KV cache: seconds. Raises KvmigError."""
         self.config = config
+        weights = identify(config)
         manager, logprobs = make_manager(config)
+        check_unchanged(config.model, weights, identify(config))
         processor = manager.batch_processor
-        weights = config.weights_seed if config.random_weights else ""
-        words = f"{manager.model.config.to_json_string()}\0{weights}"
-        self._blocks = Blocks(processor.cache, words)
+        self._blocks = Blocks(processor.cache, manager.model.config.to_json_string(), weights)
         self.max_request_tokens = self._blocks.total * self._blocks.tokens
         """Of one request, prompt and outputs: more could never be computed here."""
         self._requests = Requests(processor.scheduler, self._blocks, logprobs)
@@ -61,6 +65,7 @@ class TransformersEngine:
         self._loop = StepLoop(manager, self._stepped)
         self._loop.between_steps = self._between_steps
         self.layout = self._blocks.layout
+        self.numerics = _numerics(config)
         self._device_copies = self._on_gpu() if config.device == "cuda" else None
         self._copies = BlockCopies(self.layout, self._device_copies)
         self._load = engine_load(self._requests)
@@ -182,3 +187,19 @@ class TransformersEngine:
         future: Future[T] = self._loop.call(function)
         # Shielded: what runs there can't be taken back half-way.
         return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def _numerics(config: EngineConfig) -> str:
+    """The class of an engine with this configuration in this process."""
+    on_cpu = config.device == "cpu"
+    return numerics_class(
+        engine="transformers-" + ".".join(transformers.__version__.split(".")[:2]),
+        torch=".".join(torch.__version__.split(".")[:2]),
+        dtype=config.dtype,
+        device=(
+            f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+            if on_cpu
+            else torch.cuda.get_device_name()
+        ),
+        threads=torch.get_num_threads() if on_cpu else 0,
+    )

@@ -14,8 +14,10 @@ from kvmig.ground.layout import KVLayout, Region
 class Blocks:
     """transformers' paged cache with one group of layers; a block is one run of bytes in it."""
 
-    def __init__(self, cache: Any, model_words: str) -> None:
-        """model_words: of the model, all that must agree for blocks to be exchanged."""
+    def __init__(self, cache: Any, model_words: str, weights: str) -> None:
+        """model_words: of the model, what must agree for blocks to be exchanged beside `weights`,
+        which is the identity of these.
+        """
         self._cache = cache
         ((self._name, self._allocator),) = cache.cache_allocators.items()
         allocator = self._allocator
@@ -29,6 +31,7 @@ class Blocks:
             cache.cache_tensor.numel() // stride,
             self.tokens,
             hashlib.blake2b(words.encode(), digest_size=16).hexdigest(),
+            weights=weights,
         )
 
     def needed(self, num_tokens: int) -> int:

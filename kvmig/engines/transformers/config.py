@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from kvmig.engines.weights import identity_of
 from kvmig.ground.errors import ConfigError
 from kvmig.models import BUNDLED
 
@@ -30,6 +31,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests in one step."""
     share_prefixes: bool = True
     """Whether requests that begin alike share KV blocks."""
+
+
+def identify(config: EngineConfig) -> str:
+    """The identity of the weights that an engine would have that is made now."""
+    drawn = config.weights_seed if config.random_weights else ""
+    return identity_of(config.model, (drawn,))
 
 
 def parse(fields: Mapping[str, Any]) -> EngineConfig:

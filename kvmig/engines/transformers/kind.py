@@ -50,6 +50,11 @@ class TransformersKind:
     def preloaded(self, present: str) -> str:
         return present
 
+    def weights(self, args: Namespace) -> str:
+        from kvmig.engines.transformers.config import identify, parse
+
+        return identify(parse(flags.engine_fields(args)))
+
     def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
         args = flags.parse(argv)
         try:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace as replace_fields
 from typing import TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ from kvmig.engines.base import (
 from kvmig.engines.vllm.building import Builder
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.destination import Destination
+from kvmig.engines.vllm.identity import numerics_of
 from kvmig.engines.vllm.load import Holdings, Listing
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.movable import unmovable_engine
@@ -52,8 +54,8 @@ class VllmEngine:
     Made before the core runs.
     """
 
-    def __init__(self, core: StepCore, unit_tokens: int = 0) -> None:
-        """unit_tokens: see `BlockMemory`."""
+    def __init__(self, core: StepCore, unit_tokens: int = 0, weights: str = "") -> None:
+        """unit_tokens: see `BlockMemory`; weights: the identity of those that are loaded."""
         scheduler = core.scheduler
         assert isinstance(scheduler, Scheduler)
         self._core = core
@@ -70,16 +72,27 @@ class VllmEngine:
         self._warm_step = WarmStep(core)
         self._seats = scheduler.max_num_active_reqs
         self._submitted: dict[str, list[bytes]] = {}
+        self._begun_before: set[str] = set()
+        """Requests that were here when the weights were last updated."""
         self._builder = Builder(core)
         self._holdings = Holdings(scheduler, self._memory.tables, self.unmovable)
         self._load = self._holdings.load()
         self._load_at = 0.0
         self._listed: list[RequestState] = []
         self._listed_at = 0.0
-        self.layout = self._memory.layout
+        self.layout = replace_fields(self._memory.layout, weights=weights)
+        self.numerics = numerics_of(core)
         self.can_hold = True
         core.after_step = self._memory.after_step
         core.between_steps = self.between_steps
+
+    def reweigh(self, weights: str) -> None:
+        """The weights were updated: they have this identity now.
+
+        A request that is here has begun with those before: nobody else has such any more.
+        """
+        self.layout = replace_fields(self.layout, weights=weights)
+        self._begun_before = set(self._submitted)
 
     def assign(self, request_id: str, client: int) -> None:
         """A reserved request's outputs will go to this client."""
@@ -131,6 +144,9 @@ class VllmEngine:
         frames = self._submitted.get(request_id)
         if frames is None or self._destination.is_arriving(request_id):
             raise MigrationRefused("unknown_request", f"request {request_id} is not here")
+        if request_id in self._begun_before:
+            why = "the weights were updated after it had begun"
+            raise MigrationRefused("incompatible", why)
         progress = await self._on_engine(lambda: self._source.export(request_id))
         request = decode_request(frames)
         prompt = len(request.prompt_token_ids or ())

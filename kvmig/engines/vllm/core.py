@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -57,6 +57,8 @@ class StepCore(EngineCoreProc):
         """Called on the engine's thread after each step and each request or call."""
         self.after_step: Callable[[], None] = lambda: None
         """Called on the engine's thread after each step, before that."""
+        self.called: Callable[[str, Sequence[Any]], None] = lambda method, args: None
+        """Called on the engine's thread after each call of a client's: (method, arguments)."""
         self.stepping: AbstractContextManager[object] = nullcontext()
         """Held while the model computes."""
         self.failed: BaseException | None = None
@@ -166,6 +168,8 @@ class StepCore(EngineCoreProc):
                 self._run_call(*request)
             else:
                 super()._handle_client_request(request_type, request)
+            if request_type is EngineCoreRequestType.UTILITY:
+                self.called(*request[2:])
         finally:
             self.between_steps()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.vllm import flags
@@ -48,16 +49,24 @@ class VllmKind:
     def preloaded(self, present: str) -> str:
         return preloaded(present)
 
+    def weights(self, args: Namespace) -> str:
+        from kvmig.engines.vllm.identity import identity_of_args
+
+        return identity_of_args(args)
+
     def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
         from kvmig.engines.vllm.config import engine_config, first_sentence
         from kvmig.engines.vllm.eager import compile_nothing
+        from kvmig.engines.vllm.identity import identity_of_args
         from kvmig.engines.vllm.serving import ServingVllm
 
         args = flags.parse(argv)
         if args.enforce_eager:
             compile_nothing()
         try:
-            return ServingVllm(engine_config(args), unit_tokens=unit_tokens)
+            config = engine_config(args)
+            identify = partial(identity_of_args, args)
+            return ServingVllm(config, unit_tokens=unit_tokens, identify=identify)
         except KvmigError:
             raise
         except Exception as error:

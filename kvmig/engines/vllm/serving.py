@@ -19,9 +19,11 @@ from kvmig.engines.base import Emitted, Frame, OnCallDone, OnOutputs, StepTime
 from kvmig.engines.vllm import profiles, rerun
 from kvmig.engines.vllm.adapter import VllmEngine
 from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.identity import Identify, after_call, identity_of_config
 from kvmig.engines.vllm.payload import encode_request
 from kvmig.engines.vllm.step_times import StepTimes
 from kvmig.engines.vllm.warmup import warm_up_requests
+from kvmig.engines.weights import check_unchanged
 from kvmig.ground.errors import MigrationRefused
 
 _WARM_UP_TIMEOUT_S = 300.0
@@ -30,17 +32,31 @@ _WARM_UP_TIMEOUT_S = 300.0
 class ServingVllm(VllmEngine):
     """Implements `kvmig.engines.base.ServingEngine`."""
 
-    def __init__(self, config: VllmConfig, log_stats: bool = True, unit_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        log_stats: bool = True,
+        unit_tokens: int = 0,
+        identify: Identify | None = None,
+    ) -> None:
         """Load the model and take the KV cache: minutes. vLLM's own errors pass through.
 
         unit_tokens: of what is exchanged with other instances; 0: an engine's own block.
+        identify: the weights; None: by `config`. Raises StartupError if they change meanwhile.
         """
+        identify = identify or partial(identity_of_config, config)
+        weights = identify()
         core = StepCore(config, Executor.get_class(config), log_stats, self._deliver)
         try:
-            super().__init__(core, unit_tokens)
+            check_unchanged(config.model_config.model, weights, identify())
+            super().__init__(core, unit_tokens, weights)
         except BaseException:
             core.shutdown()  # workers are processes of their own
             raise
+        self._identify = identify
+        self._weights = weights
+        """Their identity, on the engine's thread."""
+        core.called = self._called
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_outputs: OnOutputs = lambda client, emitted, frames: None
         self._on_call_done: OnCallDone = lambda client, call_id, error, frames: None
@@ -201,6 +217,13 @@ class ServingVllm(VllmEngine):
     def _deliver(self, client: int, outputs: EngineCoreOutputs) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._hand_out, client, outputs)
+
+    def _called(self, method: str, args: Sequence[Any]) -> None:
+        """In its order among the outputs: those after it are of the new weights."""
+        weights = after_call(self._weights, method, args, self._identify)
+        if weights != self._weights and self._loop is not None and not self._loop.is_closed():
+            self._weights = weights
+            self._loop.call_soon_threadsafe(self.reweigh, weights)
 
     # -- on the event loop
 

@@ -1,0 +1,121 @@
+"""The identity of a model's weights: equal where a request may go on, whatever folder they are in.
+
+It is made of the checkpoint's files, not of what an engine has loaded: so it can be known before
+an instance is started, and is the same however many workers share the tensors. Of each tensor its
+name, dtype, shape and some bytes count; a few MB are read of any model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+from kvmig.ground.errors import StartupError
+
+MOST_BYTES = 4 << 20
+"""That are read of all tensors together, beyond LEAST_BYTES of each."""
+LEAST_BYTES = 64
+PIECES = 4
+"""Of a tensor: its first bytes, its last ones, and some between."""
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+"""Of weights without a header that we read: each file counts as one tensor."""
+SETTINGS = ("config.json", "hf_quant_config.json", "adapter_config.json")
+"""Files that say how the tensors are computed with."""
+
+
+class Tensor:
+    """One tensor (or file) as it lies on disk: `size` bytes from `offset` on."""
+
+    def __init__(self, name: str, path: Path, offset: int, size: int) -> None:
+        """name: with its dtype and shape."""
+        self.name, self.path, self.offset, self.size = name, path, offset, size
+
+    def pieces(self, most: int) -> Iterator[tuple[int, int]]:
+        """(first byte, bytes) of what counts: all of it if that is at most `most` bytes."""
+        if self.size <= most:
+            yield self.offset, self.size
+            return
+        length = max(1, most // PIECES)
+        for piece in range(PIECES):
+            yield self.offset + (self.size - length) * piece // (PIECES - 1), length
+
+
+def identity_of(model: str, words: Sequence[object] = ()) -> str:
+    """Of the weights in a folder (or file) at this moment; of a name elsewhere, the name's.
+
+    words: whatever else makes other weights of the same files, such as quantisation.
+    """
+    digest = blake2b(repr([str(word) for word in words]).encode(), digest_size=8)
+    path = Path(model)
+    if not path.exists():
+        digest.update(model.encode())
+        return digest.hexdigest()
+    for name in SETTINGS:
+        if (path / name).is_file():
+            digest.update(b"\0" + name.encode() + b"\0" + (path / name).read_bytes())
+    tensors = sorted(tensors_of(path), key=lambda one: one.name)
+    most = max(LEAST_BYTES, MOST_BYTES // max(1, len(tensors)))
+    files: dict[Path, BinaryIO] = {}
+    try:
+        for tensor in tensors:
+            file = files.get(tensor.path) or files.setdefault(tensor.path, tensor.path.open("rb"))
+            digest.update(f"\0{tensor.name} {tensor.size}\0".encode())
+            for first, length in tensor.pieces(most):
+                file.seek(first)
+                digest.update(file.read(length))
+    finally:
+        for file in files.values():
+            file.close()
+    return digest.hexdigest()
+
+
+def updated(identity: str, *words: object) -> str:
+    """The identity after an update that `words` describe: equal after equal ones, in their order.
+
+    An update's tensors come from a trainer, to all instances alike; nothing here can read them.
+    """
+    return blake2b(repr([identity, *map(str, words)]).encode(), digest_size=8).hexdigest()
+
+
+def check_unchanged(model: str, before: str, after: str) -> None:
+    """Raise StartupError if what was on disk before the weights were loaded isn't there after."""
+    if before != after:
+        raise StartupError(
+            f"the weights in {model} were replaced while they were loaded"
+            f" (identity {before} before, {after} after): start it again"
+        )
+
+
+def tensors_of(path: Path) -> list[Tensor]:
+    """All tensors of a checkpoint's folder, or of one file."""
+    if path.is_file():
+        return _tensors_of_file(path)
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        files = sorted(file for kind in OTHER_FORMATS for file in path.glob(kind))
+    return [tensor for file in files for tensor in _tensors_of_file(file)]
+
+
+def _tensors_of_file(path: Path) -> list[Tensor]:
+    size = path.stat().st_size
+    if path.suffix == ".safetensors":
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(length) if 8 + length <= size else b""
+        try:
+            return [
+                Tensor(
+                    f"{name} {one['dtype']} {one['shape']}",
+                    path,
+                    8 + length + one["data_offsets"][0],
+                    one["data_offsets"][1] - one["data_offsets"][0],
+                )
+                for name, one in json.loads(header).items()
+                if name != "__metadata__"
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            pass  # broken, which whoever loads it will say: it counts as it is
+    return [Tensor(path.name, path, 0, size)]
