@@ -176,10 +176,10 @@ def count_from(number: int, tokens: int, **fields: Any) -> dict[str, Any]:
     return {**body, **fields}
 
 
-def counted(answer: Answer, number: int) -> None:
-    """Assert that it did, whatever moved it meanwhile."""
+def counted(answer: Answer, number: int, by: int = 1) -> None:
+    """Assert that it did, whatever moved it meanwhile. by: what the weights count by."""
     text = answer.choices[0].text
-    numbers = range(number + 2, number + 3 + len(text) // 5)
+    numbers = [number + 1 + by * (one + 1) for one in range(1 + len(text) // 5)]
     assert text == "".join(f" {one % 10_000:04d}" for one in numbers)[: len(text)]
 
 

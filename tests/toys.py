@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from kvmig.cli.served import Served
 from kvmig.engines.toy.script import Script, ScriptFile
 
@@ -29,16 +31,22 @@ class Toys(Served):
             log=folder / "log",
         )
         self._script = ScriptFile(str(path))
+        self._usual = Script()
 
     def play(self, script: Script) -> None:
         """All engines do so from their next step on."""
         self._script.write(script)
 
+    def replace_weights(self, counts_by: int) -> None:
+        """Whoever starts from now on counts by so much."""
+        self._usual = Script(counts_by=counts_by)
+        self.play(self._usual)
+
     @contextmanager
     def held(self, tokens: int) -> Iterator[None]:
         """Inside the block no request gets more output tokens, but for one wherever it moves to."""
-        self.play(Script(hold=tokens))
+        self.play(msgspec.structs.replace(self._usual, hold=tokens))
         try:
             yield
         finally:
-            self.play(Script())
+            self.play(self._usual)
