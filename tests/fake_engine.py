@@ -67,9 +67,10 @@ class FakeEngine:
         steps: int = 1,
         hits: int = 0,
         at_once: bool = True,
+        weights: str = "",
     ) -> None:
         self.layout = KVLayout(
-            (Region(0, BLOCK_BYTES, BLOCK_BYTES),), num_blocks, BLOCK_TOKENS, "m"
+            (Region(0, BLOCK_BYTES, BLOCK_BYTES),), num_blocks, BLOCK_TOKENS, "m", weights=weights
         )
         self.numerics = "n"
         self.memory = bytearray(num_blocks * BLOCK_BYTES)

@@ -68,7 +68,7 @@ def report(
 class FakeLlumlet:
     """Answers Hello; everything else as `on` says. `heard`: all messages but Hello."""
 
-    def __init__(self, instance: str) -> None:
+    def __init__(self, instance: str, weights: str = "") -> None:
         self.instance = instance
         self.server = Server(SECRET, "llumlet", instance, ClusterMessage)
         self.endpoint = self.server.endpoint
@@ -82,6 +82,8 @@ class FakeLlumlet:
         self._seq = 0
         self._reported = LOAD, "serving"
         self.silent = False
+        self.weights = weights
+        self.numerics = "n"
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._report())]
 
     async def _run(self) -> None:
@@ -90,7 +92,10 @@ class FakeLlumlet:
             self.payload = [bytes(frame) for frame in payload] or self.payload
             if isinstance(message, Hello):
                 self._gateway = sender
-                self.send(Welcome(VERSION.major, self.instance, b"engine", VERSION.minor))
+                told = Welcome(
+                    VERSION.major, self.instance, b"engine", VERSION.minor, weights=self.weights
+                )
+                self.send(told)
                 self.report()
                 continue
             answer = self.on[type(message)](message) if type(message) in self.on else None
@@ -110,7 +115,17 @@ class FakeLlumlet:
     def report(self, load: EngineLoad = LOAD, state: str = "serving") -> None:
         self._seq += 1
         self._reported = load, state
-        self.send(LoadReport(self.instance, self._seq, load, 0, 0, state))
+        told = LoadReport(
+            self.instance,
+            self._seq,
+            load,
+            0,
+            0,
+            state,
+            weights=self.weights,
+            numerics=self.numerics,
+        )
+        self.send(told)
 
     def step(self, *spans: tuple[str, int, int, list[int]], last: Sequence[str] = ()) -> None:
         """Outputs: (request, epoch, start, tokens) each; `last`: requests that end."""
@@ -212,10 +227,15 @@ async def cluster(
     lost_after_s: float = 10.0,
     fence_timeout_s: float = 0.1,
     instances: int = 2,
+    weights: Sequence[str] = (),
 ) -> AsyncIterator[Cluster]:
-    """Instances "0", "1", ... that are alive; everything is closed at the end."""
+    """Instances "0", "1", ... that are alive; everything is closed at the end.
+
+    weights: of each, in place of `instances`.
+    """
     front = Front()
-    llumlets = [FakeLlumlet(str(number)) for number in range(instances)]
+    each = weights or [""] * instances
+    llumlets = [FakeLlumlet(str(number), one) for number, one in enumerate(each)]
     router = Router(
         "front", SECRET, config or ClusterConfig(), front, decode,
         clock=clock, lost_after_s=lost_after_s, fence_timeout_s=fence_timeout_s,

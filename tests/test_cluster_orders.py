@@ -56,13 +56,14 @@ BUSY = EngineLoad(100, 20, 2, 0, 0, 0)
 class Process:
     """A `Handle`: a llumlet's socket that reports `load`, in the state that it is told."""
 
-    def __init__(self, launch: LlumletLaunch, broken: str) -> None:
+    def __init__(self, launch: LlumletLaunch, broken: str, weights: str) -> None:
         self.launch = launch
         self.load = IDLE
         self.state = "serving"
         self.silent = False
         self.stopped = False
         self.stop_s = 0.0
+        self.weights = weights
         self._broken = broken
         self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._server = Server(SECRET, "llumlet", launch.instance, ClusterMessage)
@@ -85,7 +86,9 @@ class Process:
                 continue
             with suppress(TransportError):
                 name = self.launch.instance
-                report = LoadReport(name, seq, self.load, 0, 0, state=self.state)
+                report = LoadReport(
+                    name, seq, self.load, 0, 0, state=self.state, weights=self.weights
+                )
                 self._server.send(listener, report)
 
     async def send(self, data: bytes) -> None:
@@ -120,6 +123,8 @@ class FakeLauncher:
         self.bug: Exception | None = None
         self.closed = False
         self.renewed = 0
+        self.weights = "old"
+        """On disk."""
 
     def renew(self) -> None:
         self.renewed += 1
@@ -130,7 +135,7 @@ class FakeLauncher:
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
         if self.bug is not None:
             raise self.bug
-        self.starts.append(Process(launch, self.broken))
+        self.starts.append(Process(launch, self.broken, self.weights))
         return self.starts[-1]
 
     async def close(self) -> None:
@@ -148,11 +153,12 @@ class Told:
         self.members: list[Member] = []
         self.evacuated: list[str] = []
         self.ended: list[bool] = []
+        self.preferred = ""
         self.history: list[dict[str, str]] = []
         self.refusals: dict[str, dict[str, int]] = {}
 
     def take(self, members: Members) -> None:
-        self.members = members.members
+        self.members, self.preferred = members.members, members.weights
         self.history.append(self.states())
 
     def evacuate(self, told: Evacuate) -> None:
@@ -186,7 +192,14 @@ class World:
         config = ClusterConfig(lifecycle=lifecycle)
         shapes = Shapes(["MODEL"], {}, [InstanceShape()] * 2, 0, parse)
         self.cluster = Cluster(
-            "test", config, SECRET, ["MODEL"], shapes, self.launcher, self.said.append
+            "test",
+            config,
+            SECRET,
+            ["MODEL"],
+            shapes,
+            self.launcher,
+            self.said.append,
+            lambda argv: self.launcher.weights,
         )
         self.control = Control(self.cluster, SECRET, "127.0.0.1")
         self.front = Told()

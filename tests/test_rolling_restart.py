@@ -91,3 +91,37 @@ async def test_the_only_one_that_serves_is_not_restarted() -> None:
         await it.link.order(drain("i1"))
         with pytest.raises(OrderFailed, match="1 instances serve, must be 2 or more"):
             await restart(it)
+
+
+async def test_new_requests_had_better_begin_under_the_weights_that_come() -> None:
+    async with world() as it:
+        assert it.front.preferred == ""
+        it.launcher.weights = "new"
+        it.launcher.process("i0").load = BUSY
+        await restart(it)
+        await it.until(lambda: it.front.preferred == "new")
+        it.launcher.process("i0").load = IDLE
+        await it.until(lambda: "rolling restart: done" in it.said)
+
+
+@pytest.mark.parametrize(("deadline_s", "ends"), [(None, False), (0.0, True)])
+async def test_only_a_deadline_that_was_given_ends_what_could_go_on_nowhere(
+    deadline_s: float | None, ends: bool
+) -> None:
+    async with world(drain_deadline_s=0.0) as it:
+        it.launcher.process("i0").load = BUSY
+        await restart(it, "i0", deadline_s=deadline_s)
+        await it.until(lambda: it.front.ended == [ends])
+        left = "or ends with an error" if ends else "or stays until it ends"
+        assert any(left in said for said in it.said)
+
+
+async def test_the_only_one_is_not_restarted_onto_other_weights_and_they_are_named() -> None:
+    async with world() as it:
+        await it.link.order(drain("i1"))
+        await it.until(lambda: it.cluster._instances["i0"].weights)
+        it.launcher.weights = "new"
+        words = "i0 runs weights old, those on disk are new, and there is no room for both"
+        with pytest.raises(OrderFailed, match=words):
+            await restart(it)
+        assert it.front.states() == {"i0": "serving", "i1": "draining"}

@@ -16,7 +16,7 @@ from kvmig.models import BUNDLED
 from tests import count_down
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
-from tests.streams import Stream, StreamFailed, count_from, counted, row_of
+from tests.streams import Stream, StreamFailed, count_from, counted
 
 pytestmark = pytest.mark.server
 

@@ -165,6 +165,7 @@ class Cluster:
             raise OrderRefused("conflict", str(error)) from error
         self._rolling.begin(wanted, deadline)
         self.preferred_weights = coming
+        self.changed()
         return tuple(one.name for one in wanted)
 
     def scale(self, decision: Scale) -> None:
