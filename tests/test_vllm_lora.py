@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from kvmig.ground.errors import MigrationRefused
@@ -184,3 +188,75 @@ async def test_a_resumed_request_whose_slot_was_taken_waits_for_it(
     assert states == {"kept": "waiting", "busy": "running"}
     assert (await pair.finish("kept")).tokens == unmoved.tokens
     await pair.finish("busy")
+
+
+async def test_an_adapter_that_is_another_one_at_the_destination_is_refused(
+    pair: Pair, tmp_path: Path
+) -> None:
+    there = adapter(tmp_path, 4)
+    pair.submit(pair.b, "before", PROMPT, lora=there)
+    await pair.finish("before")
+    replace(there, tmp_path)
+    pair.submit(pair.a, "kept", PROMPT, lora=there)
+    await pair.step(pair.a, until=("kept", 10))
+    export = await pair.done(pair.a.engine.export("kept"))
+
+    with pytest.raises(MigrationRefused, match="adapter 4 was replaced after it was loaded"):
+        await pair.done(pair.b.engine.reserve(export))
+
+    await pair.done(pair.a.engine.resume("kept"))
+    await pair.finish("kept")
+
+
+async def test_an_adapter_that_was_replaced_after_it_was_loaded_is_moved_by_nobody(
+    pair: Pair, tmp_path: Path
+) -> None:
+    here = adapter(tmp_path, 5)
+    pair.submit(pair.a, "kept", PROMPT, lora=here)
+    await pair.step(pair.a, until=("kept", 10))
+    replace(here, tmp_path)
+
+    with pytest.raises(MigrationRefused, match="adapter 5 was replaced after it was loaded"):
+        await pair.done(pair.a.engine.export("kept"))
+
+    await pair.finish("kept")
+
+
+async def test_after_a_load_in_place_requests_with_the_new_adapter_move(
+    pair: Pair, tmp_path: Path
+) -> None:
+    here = adapter(tmp_path, 6)
+    pair.submit(pair.a, "before", PROMPT, lora=here)
+    await pair.finish("before")
+    replace(here, tmp_path)
+    anew = msgspec.to_builtins(msgspec.structs.replace(here, load_inplace=True))
+    pair.a.core.utility(1, 1, "add_lora", (anew,))
+    pair.a.take_calls()
+    await asyncio.sleep(0)
+    pair.submit(pair.a, "moved", PROMPT, lora=here)
+    await pair.step(pair.a, until=("moved", 10))
+
+    await pair.move(pair.a, pair.b, "moved")
+
+    await pair.finish("moved")
+
+
+async def test_a_request_runs_again_only_with_the_adapter_that_it_began_with(
+    pair: Pair, tmp_path: Path
+) -> None:
+    used = adapter(tmp_path, 7)
+    pair.submit(pair.a, "first", PROMPT, lora=used)
+    first = await pair.finish("first")
+    pair.submit(pair.b, "again", PROMPT, lora=used, again=first.tokens[:10])
+    later = time.time() + 60
+    os.utime(Path(used.lora_path) / "adapter_model.safetensors", (later, later))
+    await pair.b.entered()
+
+    assert str((await pair.finish("again")).finish_reason) == "error"
+
+
+def replace(used: LoRARequest, folder: Path) -> None:
+    """Another adapter lies where this one lay."""
+    shutil.copytree(
+        tiny_lora.make(folder, used.lora_int_id + 100), used.lora_path, dirs_exist_ok=True
+    )

@@ -28,6 +28,7 @@ from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.destination import Destination
 from kvmig.engines.vllm.identity import numerics_of
 from kvmig.engines.vllm.load import Holdings, Listing
+from kvmig.engines.vllm.lora import Adapters
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.movable import unmovable_engine
 from kvmig.engines.vllm.no_memory import NoMemory
@@ -72,6 +73,7 @@ class VllmEngine:
         self._warm_step = WarmStep(core)
         self._seats = scheduler.max_num_active_reqs
         self._submitted: dict[str, list[bytes]] = {}
+        self._adapters = Adapters()
         self._begun_before: set[str] = set()
         """Requests that were here when the weights were last updated."""
         self._builder = Builder(core)
@@ -147,8 +149,10 @@ class VllmEngine:
         if request_id in self._begun_before:
             why = "the weights were updated after it had begun"
             raise MigrationRefused("incompatible", why)
-        progress = await self._on_engine(lambda: self._source.export(request_id))
         request = decode_request(frames)
+        adapter = await asyncio.to_thread(self._adapters.identity, request.lora_request)
+        progress = await self._on_engine(lambda: self._source.export(request_id))
+        progress = replace(progress, adapter=adapter)
         prompt = len(request.prompt_token_ids or ())
         return Export(
             request_id=request_id,
@@ -202,6 +206,10 @@ class VllmEngine:
             submitted = decode_request(export.payload[1:])
         except (msgspec.MsgspecError, IndexError) as error:
             raise MigrationRefused("incompatible", f"export of another kind: {error}") from error
+        adapter = submitted.lora_request
+        if await asyncio.to_thread(self._adapters.identity, adapter) != progress.adapter:
+            name = "" if adapter is None else adapter.lora_name
+            raise MigrationRefused("incompatible", f"LoRA adapter {name} is another one here")
         known = progress.output_token_ids
         waits = not known and not progress.num_computed_tokens
         request = await self._builder.build(submitted, known, waits=waits)

@@ -6,9 +6,11 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from vllm import __version__
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 
@@ -60,6 +62,16 @@ def after_call(weights: str, method: str, args: Sequence[Any], identify: Identif
 
 def _has_content(one: object) -> bool:
     return bool(one) and one not in ({"is_checkpoint_format": True}, [{}], ())
+
+
+def replaced_adapter(method: str, args: Sequence[Any]) -> int | None:
+    """The number of the LoRA adapter that a client's call has removed, or loaded in place."""
+    if method == "remove_lora" and args:
+        return int(args[0])
+    if method == "add_lora" and args:
+        adapter = msgspec.convert(args[0], LoRARequest)
+        return adapter.lora_int_id if adapter.load_inplace else None
+    return None
 
 
 def numerics_of(core: EngineCore) -> str:

@@ -6,11 +6,49 @@ whoever puts a request among them asks here first.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
+from kvmig.engines.weights import identity_of
 from kvmig.ground.errors import MigrationRefused
+
+
+class Adapters:
+    """The identities of the adapters that an engine has loaded, by vLLM's numbers."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[int, str] = {}
+
+    def identity(self, adapter: LoRARequest | None) -> str:
+        """Of what is, or is about to be, loaded; empty for none.
+
+        Raises MigrationRefused where another one is on disk by now: nobody knows whether vLLM,
+        which forgets adapters when it has too many, has the former still.
+        """
+        if adapter is None:
+            return ""
+        found = identity_of(adapter.lora_path)
+        if self._loaded.setdefault(adapter.lora_int_id, found) != found:
+            raise MigrationRefused(
+                "incompatible", f"LoRA adapter {adapter.lora_name} was replaced after it was loaded"
+            )
+        return found
+
+    def forget(self, number: int) -> None:
+        """It is loaded anew the next time."""
+        self._loaded.pop(number, None)
+
+
+def replaced_since(adapter: LoRARequest | None, began: float) -> bool:
+    """Whether an adapter's files were written after a request with it came (in Unix time)."""
+    folder = Path("/" if adapter is None else adapter.lora_path)
+    if adapter is None or not folder.is_dir():
+        return False
+    return any(file.stat().st_mtime > began for file in folder.glob("adapter_*"))
 
 
 def load_adapter(core: EngineCore, request: Request) -> None:

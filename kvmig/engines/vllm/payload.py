@@ -20,6 +20,8 @@ class Progress(msgspec.Struct, frozen=True):
     """Prompt tokens that the first prefix cache held, for the usage statistics."""
     generator: bytes | None = None
     """State of the seeded torch.Generator (model runner V1; V2 seeds are stateless)."""
+    adapter: str = ""
+    """Identity of its LoRA adapter; empty without one."""
     draft_token_ids: list[int] = []
     """What the speculative method proposes for the next step."""
     events: list[tuple[int, float]] = []

@@ -14,6 +14,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from kvmig.engines.vllm import runner
+from kvmig.engines.vllm.lora import replaced_since
 
 
 def not_again(request: EngineCoreRequest, config: VllmConfig) -> str:
@@ -26,6 +27,8 @@ def not_again(request: EngineCoreRequest, config: VllmConfig) -> str:
     if params.thinking_token_budget is not None:
         # vLLM counts along while the request is in the batch, and miscounts when it returns.
         return "thinking token budget"
+    if replaced_since(request.lora_request, request.arrival_time):
+        return "LoRA adapter that was replaced after the request had begun"
     if config.aux_output_config.enabled:
         return "routed experts, which are gathered until the end"
     if config.speculative_config is not None and params.sampling_type == SamplingType.RANDOM_SEED:

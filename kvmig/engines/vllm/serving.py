@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,12 @@ from kvmig.engines.base import Emitted, Frame, OnCallDone, OnOutputs, StepTime
 from kvmig.engines.vllm import profiles, rerun
 from kvmig.engines.vllm.adapter import VllmEngine
 from kvmig.engines.vllm.core import StepCore
-from kvmig.engines.vllm.identity import Identify, after_call, identity_of_config
+from kvmig.engines.vllm.identity import (
+    Identify,
+    after_call,
+    identity_of_config,
+    replaced_adapter,
+)
 from kvmig.engines.vllm.payload import encode_request
 from kvmig.engines.vllm.step_times import StepTimes
 from kvmig.engines.vllm.warmup import warm_up_requests
@@ -178,9 +184,15 @@ class ServingVllm(VllmEngine):
 
     def _add(self, request: EngineCoreRequest) -> None:
         try:
+            self._note(request)
             self._core.add(request)
         except Exception:  # noqa: BLE001 - reported there
             self._refuse(request)
+
+    def _note(self, request: EngineCoreRequest) -> None:
+        """Of its LoRA adapter, what vLLM is about to load if it hasn't yet."""
+        with contextlib.suppress(MigrationRefused):  # that matters where it is to move
+            self._adapters.identity(request.lora_request)
 
     async def _go_on(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         """It ran elsewhere. Cancelled before its end it never enters."""
@@ -188,6 +200,7 @@ class ServingVllm(VllmEngine):
             reason = rerun.not_again(request, self._core.vllm_config)
             if reason:
                 raise MigrationRefused("unsupported", reason)
+            await asyncio.to_thread(self._note, request)
             rerun.without_what_was_sent(request)
             built = await self._builder.build(request, output_token_ids, waits=False)
             generator = await self._builder.generator_after(
@@ -221,7 +234,14 @@ class ServingVllm(VllmEngine):
     def _called(self, method: str, args: Sequence[Any]) -> None:
         """In its order among the outputs: those after it are of the new weights."""
         weights = after_call(self._weights, method, args, self._identify)
-        if weights != self._weights and self._loop is not None and not self._loop.is_closed():
+        loaded_anew = replaced_adapter(method, args)
+        if loaded_anew is not None:
+            self._adapters.forget(loaded_anew)
+        if (
+            (weights != self._weights or loaded_anew is not None)
+            and self._loop is not None
+            and not self._loop.is_closed()
+        ):
             self._weights = weights
             self._loop.call_soon_threadsafe(self.reweigh, weights)
 
