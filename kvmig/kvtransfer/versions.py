@@ -24,5 +24,5 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-VERSION = Version(3, 1)
+VERSION = Version(3, 0)
 """Of this code. Its messages are recorded under tests/corpus: see `scripts/corpus.py`."""
