@@ -34,6 +34,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     before = names()
     log = tmp_path_factory.mktemp("mixed") / "log"
     flags = [*SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, OTHER, "--drain-timeout=5"]
+    flags.append("--inexact-moves")
     with Served(flags, log=log) as served:
         yield served
         footprint = Footprint.of(served)
@@ -54,6 +55,7 @@ async def test_a_call_moves_between_shapes_as_if_there_were_one(mixed: Served) -
     moved, reports = await run_moved(mixed, PATH, body, at=(100, 250, 400))
 
     assert [report["state"] for report in reports] == ["committed"] * 3, reports
+    assert [report["exact"] for report in reports] == [False] * 3
     assert moved.choices[0].text == unmoved.choices[0].text
     counted(moved, 17)
     assert_server_is_empty(mixed)

@@ -237,12 +237,10 @@ class ServingVllm(VllmEngine):
         loaded_anew = replaced_adapter(method, args)
         if loaded_anew is not None:
             self._adapters.forget(loaded_anew)
-        if (
-            (weights != self._weights or loaded_anew is not None)
-            and self._loop is not None
-            and not self._loop.is_closed()
-        ):
-            self._weights = weights
+        if weights == self._weights and loaded_anew is None:
+            return
+        self._weights = weights
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.reweigh, weights)
 
     # -- on the event loop
