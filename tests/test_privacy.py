@@ -153,7 +153,8 @@ async def test_a_forged_chunk_writes_to_no_block_of_others(name: str, with_commi
                 peer.send(
                     Reserve(
                         "m", MOVED, 1, 0, PROMPT, Export(MOVED, len(tokens), payload),
-                        model=fingerprint(there.layout), offers=[Offer(tcp.NAME)],
+                        model=fingerprint(there.layout), numerics=there.numerics,
+                        offers=[Offer(tcp.NAME)],
                     )
                 )  # fmt: skip
                 reserved, _ = await peer.recv()

@@ -16,6 +16,11 @@ from kvmig.gateway.splice import Action, Fed
 from kvmig.ground.errors import PeerError
 
 
+def not_known(instance: str) -> Arithmetic:
+    """Where nothing is told of what instances compute by."""
+    return NOT_BEGUN
+
+
 class Streams:
     """All streams of one front end.
 
@@ -33,7 +38,7 @@ class Streams:
         act: Callable[[Entry, Action], None],
         stray: Callable[[str, Span, bool], None],
         observer: Observer,
-        arithmetic_of: Callable[[str], Arithmetic] = lambda instance: NOT_BEGUN,
+        arithmetic_of: Callable[[str], Arithmetic] = not_known,
     ) -> None:
         self._table = table
         self._sink = sink
