@@ -13,8 +13,8 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.ground.errors import PeerError, TransportError
-from kvmig.kvtransfer import keys
+from kvmig.ground.errors import PeerBehind, PeerError, TransportError
+from kvmig.kvtransfer import keys, link
 from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.messages import Abort, Aborted, Hello, PeerMessage
 from kvmig.kvtransfer.versions import VERSION, Version
@@ -48,6 +48,22 @@ async def test_hello_comes_first_then_messages_go_both_ways_with_their_payload()
         server.send(sender, Aborted("m"), [b"three"])
         answer, parts = await client.recv()
         assert (answer, [bytes(part) for part in parts]) == (Aborted("m"), [b"three"])
+
+
+async def test_who_does_not_read_is_told_from_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "HIGH_WATER", 2)
+    async with linked() as (server, client):
+        sender, *_ = await server.recv()
+
+        def fill() -> None:
+            for _ in range(1000):
+                server.send(sender, Aborted("m"), [bytes(1 << 20)])
+
+        with pytest.raises(PeerBehind, match="has not read 2 messages"):
+            fill()
+        client.close()
+        with pytest.raises(TransportError, match="can't send to b'nobody'"):
+            server.send(b"nobody", Aborted("m"))
 
 
 async def test_a_client_with_another_secret_is_never_heard_and_is_told() -> None:

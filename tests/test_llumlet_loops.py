@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import get_args
+from typing import Any, get_args
+from unittest import mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from kvmig.controlplane.messages import (
     ListRequests,
     LoadReport,
     Migrate,
+    Overrun,
     Pair,
     Requests,
     Submit,
@@ -28,11 +30,12 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import TransportError
+from kvmig.ground.errors import PeerBehind, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports import shm
+from tests.fake_cluster import until
 
 SECRET = b"a secret of 16 b"
 
@@ -122,6 +125,46 @@ async def test_a_front_end_that_connects_again_has_no_runs_of_before() -> None:
             assert await again.requests() == set()
             again.client.send(Submit("s"), engine.encode_request([1, 2, 3], 100))
             assert await again.requests() == {"s"}
+
+
+async def test_a_front_end_that_reads_too_slowly_is_told_that_its_requests_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, behind = Toy(), [True]
+    async with llumlet(engine) as it, front_end(it) as front:
+        front.client.send(Submit("r"), engine.encode_request([1, 2, 3], 100))
+        assert await front.requests() == {"r"}
+        send = it._server.send
+
+        def full(identity: bytes, *message: Any) -> None:
+            if behind[0]:
+                raise PeerBehind("it has not read so many messages")
+            send(identity, *message)
+
+        monkeypatch.setattr(it._server, "send", full)
+        await until(lambda: not it._tracking.gateways())
+        behind[0] = False
+        await front.hear(Overrun)
+    assert it._overrun == set()
+
+
+async def test_a_scheduler_that_reads_too_slowly_gets_later_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with llumlet(Toy()) as it:
+        scheduler = Client(it.endpoint, SECRET, "scheduler", "s", ClusterMessage)
+        try:
+            await scheduler.recv()
+            with monkeypatch.context() as full:
+                behind = mock.Mock(side_effect=PeerBehind("it has not read so many messages"))
+                full.setattr(it._server, "send", behind)
+                await until(lambda: behind.called)
+            async with asyncio.timeout(10):
+                while not isinstance((await scheduler.recv())[0], LoadReport):
+                    pass
+            assert it._fronts.listeners() == [b"s"]
+        finally:
+            scheduler.close()
 
 
 async def test_a_llumlet_that_can_not_take_messages_any_more_has_failed() -> None:

@@ -16,6 +16,7 @@ from kvmig.controlplane.messages import (
     Migrate,
     Migrated,
     Outputs,
+    Overrun,
     Requests,
     Resolve,
     Resolved,
@@ -80,6 +81,14 @@ async def test_a_lost_instances_requests_run_again_from_the_tokens_that_are_know
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11, 12, 13, 14])
         assert it.front.failed == {}
         assert it.router.live() == []
+
+
+async def test_requests_of_an_instance_that_could_not_say_more_run_again() -> None:
+    async with cluster() as it:
+        a = await running(it, 10, 11)
+        (b,) = others(it, a)
+        a.send(Overrun())
+        assert await b.hear() == Submit("r+1", (10, 11))
 
 
 async def test_one_without_a_token_is_submitted_anew() -> None:

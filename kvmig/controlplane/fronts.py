@@ -51,6 +51,10 @@ class Fronts:
         """Whether the front end is connected now."""
         return name in self._identity
 
+    def is_gateway(self, identity: bytes) -> bool:
+        """Whether a connected front end is behind this identity."""
+        return identity in self._name
+
     def identity(self, name: str) -> bytes | None:
         """Where to send to it, if it is connected now."""
         return self._identity.get(name)

@@ -27,6 +27,7 @@ from kvmig.controlplane.messages import (
     Migrate,
     Migrated,
     Outputs,
+    Overrun,
     Pair,
     Pairs,
     Requests,
@@ -45,7 +46,13 @@ from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
 from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import MigrationRefused, PeerError, StartupError, TransportError
+from kvmig.ground.errors import (
+    MigrationRefused,
+    PeerBehind,
+    PeerError,
+    StartupError,
+    TransportError,
+)
 from kvmig.kvtransfer.chunks import slot_bytes
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello, Message, PeerMessage
@@ -80,6 +87,8 @@ class Llumlet:
             secret, "llumlet", instance, ClusterMessage | PeerMessage, host=config.control_host
         )
         self._fronts = Fronts()
+        self._overrun: set[bytes] = set()
+        """Front ends that were too slow, and don't know yet what it cost them."""
         self._tracking = Tracking()
         self._stagings: dict[str, Staging] = {}
         if not engine.unmovable:
@@ -223,6 +232,7 @@ class Llumlet:
         if hello.role == "gateway":
             if self._fronts.has(hello.name):  # that its old connection is lost shows only now
                 self._front_lost(sender)
+            self._overrun.discard(sender)
             self._fronts.join(hello.name, sender)
             weights, described = self._engine.layout.weights, self._engine.describe()
             self._server.send(
@@ -355,6 +365,7 @@ class Llumlet:
     async def _report(self) -> None:
         while True:
             self._report_if_due()
+            self._tell_overrun()
             await asyncio.sleep(min(CHANGE_PERIOD_S, self._config.report_ms / 1000))
 
     def _report_if_due(self) -> None:
@@ -395,9 +406,25 @@ class Llumlet:
         """Send to a front end or the scheduler; one that is gone is forgotten."""
         try:
             self._server.send(sender, message, frames)
+        except PeerBehind as error:
+            if self._fronts.is_gateway(sender):  # to others the next report says the same
+                log.warning("%s", error)
+                self._overrun.add(sender)
+                self._front_lost(sender)
         except TransportError as error:
             log.info("%s", error)
             self._front_lost(sender)
+
+    def _tell_overrun(self) -> None:
+        """It may read again: what it lacks now, it won't get over this connection."""
+        for sender in list(self._overrun):
+            try:
+                self._server.send(sender, Overrun())
+            except PeerBehind:
+                continue
+            except TransportError as error:
+                log.info("%s", error)
+            self._overrun.discard(sender)
 
     def _front_lost(self, sender: bytes) -> None:
         gateway = self._fronts.leave(sender)

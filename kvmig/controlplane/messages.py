@@ -60,6 +60,10 @@ class LoadReport(Message, frozen=True, tag=True):
     """Its numerics class: nothing moves to another one unless somebody has said so."""
 
 
+class Overrun(Message, frozen=True, tag=True):
+    """Llumlet: you have not read so much that your requests here are over: connect again."""
+
+
 # -- front end to llumlet
 
 
@@ -281,6 +285,7 @@ ClusterMessage = (
     | Outputs
     | Fence
     | Fenced
+    | Overrun
     | PauseAhead
     | Resolve
     | Resolved

@@ -14,6 +14,7 @@ from kvmig.controlplane.messages import (
     LoadReport,
     Migrated,
     Outputs,
+    Overrun,
     PauseAhead,
     Requests,
     Resolve,
@@ -305,6 +306,8 @@ class Router:
                 self._migrated(message, payload)
             case PauseAhead():
                 self._spread(link.instance, message)
+            case Overrun():
+                link.drop(f"instance {link.instance} had more to say than was read here")
             case Resolve():
                 self._start(self._resolve(link.instance, message))
             case _:

@@ -43,6 +43,10 @@ class TransportError(KvmigError):
     """The data path failed: lost peer, time-out, or a block whose checksum differs."""
 
 
+class PeerBehind(TransportError):
+    """The other side is there, and has not read so much that no more can be sent to it."""
+
+
 class PeerError(KvmigError):
     """The other side broke the protocol: unknown message, wrong version, bad order.
 

@@ -17,7 +17,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from kvmig.ground.errors import PeerError, TransportError
+from kvmig.ground.errors import PeerBehind, PeerError, TransportError
 from kvmig.kvtransfer.doorkeeper import Doorkeeper
 from kvmig.kvtransfer.handshakes import HANDSHAKE_S
 from kvmig.kvtransfer.keys import KeyPair, Keys, derive
@@ -65,6 +65,8 @@ def _send(socket: zmq.asyncio.Socket, frames: list[Frame], peer: str) -> None:
         asyncio.ensure_future(
             socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
         ).result()
+    except zmq.Again as error:
+        raise PeerBehind(f"{peer} has not read {HIGH_WATER} messages") from error
     except zmq.ZMQError as error:
         raise TransportError(f"can't send to {peer}: {error}") from error
 
@@ -155,7 +157,8 @@ class Server:
             )
 
     def send(self, identity: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
-        """Queue a message, at once. Raises TransportError if the peer is gone or too slow."""
+        """Queue a message, at once. Raises TransportError if the peer is gone, PeerBehind if
+        it is too slow."""
         frames = [identity, *self._codec.encode(message, payload)]
         _send(self._socket, frames, repr(identity))
 
@@ -248,7 +251,8 @@ class Client:
         return message, payload
 
     def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
-        """Queue a message, at once. Raises TransportError if the peer is gone or too slow."""
+        """Queue a message, at once. Raises TransportError if the peer is gone, PeerBehind if
+        it is too slow."""
         if self._lost.done():
             raise TransportError(f"{self.endpoint}: connection lost or refused")
         _send(self._socket, self._codec.encode(message, payload), self.endpoint)
