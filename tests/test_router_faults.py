@@ -215,6 +215,19 @@ async def test_a_late_drain_is_none_while_no_other_instance_serves(state: str) -
         assert await b.hear() == Submit("r+1", (10, 11))
 
 
+@pytest.mark.parametrize("able", ["0", "1"])
+async def test_what_runs_again_goes_to_any_instance_that_is_fit(
+    able: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster() as it:
+        fleet = it.router._fleet
+        monkeypatch.setattr(fleet, "fit", lambda instance: instance == able)
+        assert fleet.dispatch(3, 0, Submit("r"), [b"payload"], fit=True) == able
+        monkeypatch.setattr(fleet, "fit", lambda instance: False)
+        with pytest.raises(NoInstance):
+            fleet.dispatch(3, 0, Submit("r"), [b"payload"], fit=True)
+
+
 async def test_without_a_better_instance_requests_stay_with_a_silent_one() -> None:
     async with cluster(QUICK, instances=1) as it:
         a = await running(it, 10)

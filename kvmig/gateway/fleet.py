@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvmig.controlplane.dispatch import NewRequest, allowed
 from kvmig.controlplane.messages import LoadReport, Member
 from kvmig.controlplane.policy import Policy
-from kvmig.controlplane.view import InstanceView
+from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.controlplane.view_builder import ViewBuilder
 from kvmig.gateway.errors import InstanceLost, UnknownInstance
 from kvmig.gateway.health import Health
@@ -174,17 +174,18 @@ class Fleet:
     ) -> str:
         """Send a request of so many tokens where the policy wants it. Raises NoInstance.
 
-        fit: if that one isn't, there is none. begun: by what its tokens so far were computed.
+        fit: only to one that is. begun: by what its tokens so far were computed.
         """
         now = self._clock()
         demand_blocks = math.ceil((tokens + 1) / self.block_tokens)
         while True:
             try:
                 request = NewRequest(demand_blocks, priority, *begun, preferred=self.preferred)
-                able = allowed(self._view.view(now), request)
-                instance = self._dispatch.pick(able, request).instance
-                if fit and not self.fit(instance):
-                    raise NoInstance(f"instance {instance} is not fit")
+                view = self._view.view(now)
+                if fit:
+                    well = [one for one in view.instances if self.fit(one.instance)]
+                    view = ClusterView(now, well, view.stale_after_s)
+                instance = self._dispatch.pick(allowed(view, request), request).instance
                 self.send(instance, message, payload)
             except NoInstance:
                 raise NoInstance("no instance is connected that could take the request") from None
