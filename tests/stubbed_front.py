@@ -19,7 +19,6 @@ from bench.load.words import TransformersWords
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.gateway.access import access
 from kvmig.gateway.app import MIDDLEWARE, Front
-from kvmig.gateway.connection import Connection
 from kvmig.gateway.gate import GateState
 from kvmig.gateway.launcher_link import LauncherLink
 from kvmig.gateway.membership import Membership
@@ -115,7 +114,6 @@ async def stubbed_front(
     rules = access(api_keys, "", "127.0.0.1")
     engines = Engines(router, outlet, cast("Tokenizer", Bytes()))
     app.include_router(openai_api(engines, ["bytes"], TOKENS, rules.openai))
-    before = vars(Connection).copy()
     front.attach(app, router, membership, launcher, "bytes", rules)
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
@@ -130,5 +128,3 @@ async def stubbed_front(
         await membership.close()
         await router.close()
         await llumlet.close(2.0)
-        for name in ("read_timeout_s", "readers", "on_refusal"):
-            setattr(Connection, name, before[name])

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from kvmig.gateway.body import BodyMiddleware, Intake
 from kvmig.gateway.connection import Connection
+from kvmig.gateway.readers import Readers
 from kvmig.gateway.refusals import RefusalMiddleware, Refusals
 from kvmig.gateway.request_id import RequestIdMiddleware
 from kvmig.gateway.shown import shown
@@ -67,6 +68,7 @@ async def front(limits: HttpConfig = SMALL) -> AsyncIterator[Front]:
         app.add_middleware(layer)
     app.state.intake = intake = Intake(limits)
     app.state.refusals = refusals = Refusals(registry)
+    app.state.connection = Connection.limited(limits.read_timeout_s, Readers(0), refusals.count)
 
     @app.post("/")
     async def size(request: Request) -> int:
@@ -74,15 +76,12 @@ async def front(limits: HttpConfig = SMALL) -> AsyncIterator[Front]:
 
     sock = socket.create_server(("127.0.0.1", 0))
     server = UvicornServer(app, sock, access_log=False)
-    before = Connection.on_refusal
-    Connection.on_refusal = refusals.count
     await server.start()
     try:
         yield Front(sock.getsockname()[1], intake, registry)
         assert intake.pending == 0
     finally:
         await server.stop(2.0)
-        Connection.on_refusal = before
 
 
 def head(*lines: str) -> bytes:
@@ -171,6 +170,12 @@ async def test_headers_without_an_end_are_431() -> None:
         assert answer.startswith(b"HTTP/1.1 431 ") or answer == b""
         assert one.refused(431) == 1
         assert (await one.echo(b"x")).json() == 1
+
+
+async def test_each_front_end_of_a_process_counts_its_own() -> None:
+    async with front() as one, front() as other:
+        await one.say(head("content-length: no number"))
+        assert (one.refused(400), other.refused(400)) == (1, 0)
 
 
 async def test_headers_that_come_too_slowly_are_408(monkeypatch: pytest.MonkeyPatch) -> None:

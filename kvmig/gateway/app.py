@@ -59,8 +59,7 @@ class Front:
         self._intake = Intake(http)
         self._refusals = Refusals(registry)
         self._door = Door(Overload(http.max_waiting), refused=self.metrics.refused)
-        Connection.on_refusal = self._refusals.count
-        Connection.read_timeout_s = http.read_timeout_s
+        self._read_timeout_s = http.read_timeout_s
 
     def attach(
         self,
@@ -89,7 +88,9 @@ class Front:
         app.router.routes.insert(0, Route("/metrics", metrics))
         self._gate.vacant = router.vacant
         self._door.in_queues = router.waiting
-        Connection.readers = router.readers
+        app.state.connection = Connection.limited(
+            self._read_timeout_s, router.readers, self._refusals.count
+        )
         app.state.access = access
         app.state.door = self._door
         app.state.gate = self._gate

@@ -21,7 +21,9 @@ REQUEST_TIMEOUT, HEADERS_TOO_LARGE = 408, 431
 
 
 class Connection(HttpToolsProtocol):
-    """`on_refusal` hears of what is answered before there is a call, `readers` of clients that
+    """One without limits of its own; a front end serves with a class that has them, see `limited`.
+
+    `on_refusal` hears of what is answered before there is a call, `readers` of clients that
     don't read.
     """
 
@@ -36,6 +38,18 @@ class Connection(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _reader: Caller | None = None
+
+    @classmethod
+    def limited(
+        cls, read_timeout_s: float, readers: Readers, on_refusal: Callable[[int], None]
+    ) -> type[Connection]:
+        """The connections of one front end: uvicorn makes them, and gives them nothing else."""
+        own = {
+            "read_timeout_s": read_timeout_s,
+            "readers": readers,
+            "on_refusal": staticmethod(on_refusal),
+        }
+        return type(cls.__name__, (cls,), own)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

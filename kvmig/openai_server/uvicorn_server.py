@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from kvmig.gateway.connection import Connection
 from kvmig.ground.http import KEEP_ALIVE_S
 from kvmig.openai_server.http_task import HttpTask
 
@@ -26,10 +25,10 @@ class UvicornServer(HttpTask):
     """Serves `app`: `start`, then `stop`."""
 
     def __init__(self, app: FastAPI, sock: socket.socket, *, access_log: bool) -> None:
-        """sock: listening; it is closed at the end."""
+        """sock: listening; it is closed at the end. app.state.connection: uvicorn's protocol."""
         config = uvicorn.Config(
             app,
-            http=Connection,
+            http=app.state.connection,
             log_level="warning",
             access_log=access_log,
             lifespan="off",

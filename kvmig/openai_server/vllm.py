@@ -14,7 +14,6 @@ from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.front import Outlet, RoutedLLM, apply_ready, decode_outputs
 from kvmig.gateway.app import MIDDLEWARE
-from kvmig.gateway.connection import Connection
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
 from kvmig.openai_server.vllm_app import ApiServer
@@ -63,7 +62,7 @@ class VllmServer:
             log_stats=not args.disable_log_stats,
         )
         middleware = [f"{one.__module__}.{one.__name__}" for one in MIDDLEWARE]
-        self._http = ApiServer(self._llm, args, self._sock, middleware, prepare, Connection)
+        self._http = ApiServer(self._llm, args, self._sock, middleware, prepare)
         await self._http.start()
 
     async def ended(self) -> None:

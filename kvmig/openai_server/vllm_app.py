@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import socket
 from argparse import Namespace
@@ -25,7 +24,8 @@ from kvmig.openai_server.http_task import HttpTask
 class ApiServer(HttpTask):
     """The HTTP side of the front end: vLLM's app on `llm`, changed by `prepare`.
 
-    middleware: import paths of ASGI classes, innermost first. connection: uvicorn's protocol.
+    middleware: import paths of ASGI classes, innermost first. prepare: sets
+    app.state.connection, too, uvicorn's protocol.
     """
 
     def __init__(
@@ -35,13 +35,11 @@ class ApiServer(HttpTask):
         sock: socket.socket,
         middleware: Sequence[str],
         prepare: Callable[[FastAPI], None],
-        connection: type[asyncio.Protocol],
     ) -> None:
         self._llm = llm
         self._args = args
         args.middleware = [*args.middleware, *middleware]
         self._prepare = prepare
-        self._connection = connection
         self._app: FastAPI | None = None
         super().__init__(sock, self._started)
 
@@ -64,7 +62,7 @@ class ApiServer(HttpTask):
         return await serve_http(
             app,
             sock=self.sock,
-            http=self._connection,
+            http=app.state.connection,
             enable_ssl_refresh=args.enable_ssl_refresh,
             host=args.host,
             port=args.port,
