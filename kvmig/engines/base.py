@@ -1,9 +1,10 @@
 """The Engine port: what an engine does for a llumlet, and in what words.
 
 Every coroutine is called on the llumlet's event loop. What touches the engine's
-scheduler runs on the engine's thread between two steps; copies run on a copy
-thread of their own, so a step never waits for one. `request_id` is the id under
-which the request was submitted.
+scheduler runs on the engine's thread between two steps; copies of live stages run
+on a copy thread of their own, so no step waits for them. An engine may gather and
+scatter the few blocks of a tail between two steps. `request_id` is the id under which
+the request was submitted.
 """
 
 from __future__ import annotations
