@@ -213,7 +213,8 @@ class ServingEngine(Engine, Protocol):
         ...
 
     def step_s(self) -> float:
-        """For how many seconds the present step has been running; 0 between steps."""
+        """For how many seconds the present step has been running, or what is done between two;
+        0 while the engine has nothing to do."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -63,7 +63,8 @@ class StepCore(EngineCoreProc):
         """Held while the model computes."""
         self.failed: BaseException | None = None
         self.step_began: float | None = None
-        """When the present step began (time.monotonic); None between steps."""
+        """When the present step began, or the present request or call between two steps
+        (time.monotonic); None while there is nothing to do."""
         self.cadence_meter = CadenceMeter()
         self.hold = StepHold()
         # What EngineCoreProc.__init__ sets besides sockets and threads.
@@ -163,6 +164,7 @@ class StepCore(EngineCoreProc):
     # -- on the engine's thread
 
     def _handle_client_request(self, request_type: Any, request: Any) -> None:
+        self.step_began = time.monotonic()
         try:
             if request_type is _CALL:
                 self._run_call(*request)
@@ -172,6 +174,7 @@ class StepCore(EngineCoreProc):
                 self.called(*request[2:])
         finally:
             self.between_steps()
+            self.step_began = None
 
     def _run_call(self, function: Callable[[], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -202,12 +205,12 @@ class StepCore(EngineCoreProc):
         try:
             with self.stepping:
                 executed = super()._process_engine_step()
+            if executed:
+                self.cadence_meter.step(began, time.monotonic())
+            self.after_step()
+            self.between_steps()
         finally:
             self.step_began = None
-        if executed:
-            self.cadence_meter.step(began, time.monotonic())
-        self.after_step()
-        self.between_steps()
         return executed
 
     def execute_dummy_batch(self) -> None:
