@@ -47,6 +47,10 @@ def test_a_cache_larger_than_the_machine_is_refused() -> None:
         on_cpu(VLLM_CPU_KVCACHE_SPACE="100")
 
 
+def test_a_small_cache_is_no_lack_of_memory() -> None:
+    assert on_cpu(kv_bytes=32 << 20) == []
+
+
 def test_instances_on_one_gpu_share_it() -> None:
     assert memory_flags([], None, [1, 1], 1, 0, {}, 0) == ["--gpu-memory-utilization", "0.450"]
     assert memory_flags([], None, [1, 1], 2, 0, {}, 0) == []

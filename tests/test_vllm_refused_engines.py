@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvmig.engines.vllm import lora
 from kvmig.engines.vllm.cache_shape import LayerCache, RankCache
-from kvmig.engines.vllm.config import refuse_workers
+from kvmig.engines.vllm.config import refuse_workers, why_not
 from kvmig.engines.vllm.units import UnitMap, Units
 from kvmig.ground.errors import ConfigError, MigrationRefused, UnsupportedLayout
 
@@ -20,6 +22,20 @@ def test_several_workers_are_refused_where_their_memory_cannot_be_mapped() -> No
     refuse_workers("cuda", 1)
     with pytest.raises(ConfigError, match="--tensor-parallel-size is 2, must be 1 on cuda for now"):
         refuse_workers("cuda", 2)
+
+
+def test_a_cache_that_holds_no_request_is_refused_by_its_flag() -> None:
+    args = Namespace(kv_cache_memory_bytes=32 << 20, max_model_len=None)
+    with pytest.raises(ValueError, match="at least one request") as caught:
+        _check_enough_kv_cache_memory(32 << 20, lambda: 64 << 20, 1216, lambda free: 600)
+    assert why_not(caught.value, args) == (
+        "--kv-cache-memory-bytes 33554432 holds no request of --max-model-len 1216:"
+        " raise the one or lower the other"
+    )
+    with pytest.raises(ValueError, match="No available memory") as caught:
+        _check_enough_kv_cache_memory(0, lambda: 64 << 20, 1216, lambda free: 0)
+    assert "holds no block of this model's cache" in why_not(caught.value, args)
+    assert why_not(ValueError("no such model"), args) == "no such model"
 
 
 def cache(shape: tuple[int, ...] = (4, 2, 32, 64), **other: Any) -> RankCache:

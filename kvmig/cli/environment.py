@@ -125,8 +125,9 @@ def memory_flags(
         flags = ["--kv-cache-memory-bytes", str(kv)]
     else:
         flags = []
-    if kv < CPU_KV_LEAST or sum(fixed) + total * kv > available:
-        need = max(fixed) + max(workers) * max(kv, CPU_KV_LEAST)
+    least = CPU_KV_LEAST if flags else 0  # what a given size holds the engine knows
+    if kv < least or sum(fixed) + total * kv > available:
+        need = max(fixed) + max(workers) * max(kv, least)
         raise ConfigError(
             f"not enough memory for {len(workers)} instances: each needs {need / GIB:.1f} GiB and "
             f"{available / GIB:.1f} GiB are available, lower --instances or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 
 from vllm.config import VllmConfig
@@ -79,3 +80,17 @@ def first_sentence(error: BaseException) -> str:
         lines = [line for line in lines[1:] if not line.startswith("For further")]
     text = " ".join(lines) or type(error).__name__
     return text.split(" [type=")[0].removeprefix("Value error, ")
+
+
+def why_not(error: BaseException, args: Namespace) -> str:
+    """Why vLLM can't make an engine of these flags; a cache that is too small by its own flag."""
+    said, given = first_sentence(error), args.kv_cache_memory_bytes
+    if given is not None and "No available memory" in said:
+        return f"--kv-cache-memory-bytes {given} holds no block of this model's cache: raise it"
+    if given is None or "KV cache is needed" not in said:
+        return said
+    length = re.search(r"max seq len \((\d+)\)", said)
+    return (
+        f"--kv-cache-memory-bytes {given} holds no request of --max-model-len"
+        f" {length[1] if length else args.max_model_len}: raise the one or lower the other"
+    )

@@ -55,7 +55,7 @@ class VllmKind:
         return identity_of_args(args)
 
     def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
-        from kvmig.engines.vllm.config import engine_config, first_sentence
+        from kvmig.engines.vllm.config import engine_config, why_not
         from kvmig.engines.vllm.eager import compile_nothing
         from kvmig.engines.vllm.identity import identity_of_args
         from kvmig.engines.vllm.serving import ServingVllm
@@ -71,4 +71,4 @@ class VllmKind:
             raise
         except Exception as error:
             # Whatever vLLM says about the model or the machine: the launcher prints it.
-            raise StartupError(f"can't serve {args.model}: {first_sentence(error)}") from error
+            raise StartupError(f"can't serve {args.model}: {why_not(error, args)}") from error
