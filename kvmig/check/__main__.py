@@ -14,7 +14,8 @@ from kvmig.check.scenarios import SCENARIOS, Scenario, explore
 
 INVARIANTS = """\
 Invariants, in every state:
-  at most one side decodes a request whose tokens the client gets
+  at most one side decodes a request under an epoch whose tokens the client takes: one that is
+    fenced, or whose run was given up, may decode beside it until it is told
   the client gets every token, none twice, in order
   a request that decodes has all its blocks
   a commit is carried out once, and never undone
