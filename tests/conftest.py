@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from tests.toys import Toys
 
 # On a busy machine an example takes its time, too.
 settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
+# The same examples each time, and fewer.
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
+settings.load_profile(os.environ.get("KVMIG_HYPOTHESIS", "patient"))
 
 NEVER_BY_ITSELF = "--policy=freeness"
 """The scheduler moves nothing, so that a test decides what moves."""

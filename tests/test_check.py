@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmig.check.__main__ import main
+from kvmig.check.__main__ import _chosen, main
 from kvmig.check.explore import Result
 from kvmig.check.freeze import freeze
 from kvmig.check.request import Request
-from kvmig.check.scenarios import SHORT, Scenario, explore
+from kvmig.check.scenarios import SCENARIOS, SHORT, Scenario, explore
 from kvmig.check.site import Shape
 from kvmig.engines.base import Tail
 from kvmig.gateway.recovery import Recovery
@@ -206,6 +206,16 @@ def test_what_was_explored_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "a commit is carried out once, and never undone" in told
     assert "All invariants hold." in told
+
+
+def test_long_scenarios_are_explored_only_when_asked_for() -> None:
+    def names(*arguments: str) -> list[str]:
+        return [one.name for one in _chosen(arguments)]
+
+    assert "two long, one way" not in names()
+    assert "two, one way" in names()
+    assert {*names("--long")} == {*names("--whole")} == {one.name for one in SCENARIOS}
+    assert names("--only=two long, one way") == ["two long, one way"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,23 +86,106 @@ def test_the_pictures_of_a_migration_are_current() -> None:
 # -- the closing words of `make test`
 
 
-def test_skipped_tests_are_told_with_their_reasons(tmp_path: Path) -> None:
+REPORT = (
+    '<testsuites><testsuite><testcase classname="tests.a" name="good" time="0.5"/>'
+    '<testcase classname="tests.a" name="bad" time="2"><failure message="no"/></testcase>'
+    '<testcase classname="tests.b" name="late"><skipped message="needs a GPU"/></testcase>'
+    "</testsuite></testsuites>"
+)
+
+
+def test_skipped_tests_are_told_with_their_reasons_and_slow_ones_with_their_times(
+    tmp_path: Path,
+) -> None:
     report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase classname="tests.a" name="good"/>'
-        '<testcase classname="tests.a" name="bad"><failure message="no"/></testcase>'
-        '<testcase classname="tests.b" name="late"><skipped message="needs a GPU"/></testcase>'
-        "</testsuite></testsuites>"
+    report.write_text(REPORT)
+    cases = [*check.cases_of(report), *check.cases_of(tmp_path / "never-written.xml")]
+    told = check.closing([check.Outcome("tests", False, 3.0, cases)], 4.0).splitlines()
+    assert "  tests.b::late: needs a GPU" in told
+    assert told[told.index("Slowest tests:") + 1] == "      2.0 s  tests.a::bad"
+    assert told[-1] == "FAILED: tests; tests: 1 passed, 1 failed, 1 skipped; 4 s."
+
+
+def cases(how: str, *names: str) -> list[check.Case]:
+    return [check.Case(name, how, 1.0) for name in names]
+
+
+STEADY = cases("passed", *(f"t{number}" for number in range(49)))
+
+
+def test_one_that_passes_when_run_again_is_flaky_and_told() -> None:
+    outcome = check.after_retry(
+        "tests", 9.0, [*STEADY, *cases("failed", "x")], cases("passed", "x")
     )
-    counts, skips = check.tally([report, tmp_path / "never-written.xml"])
-    assert counts == Counter(passed=1, failed=1, skipped=1)
-    assert skips == ["tests.b::late: needs a GPU"]
+    assert (outcome.passed, outcome.flaky) == (True, ["x"])
+    told = check.closing([outcome], 9.0).splitlines()
+    assert told[-2:] == [
+        "flaky: x failed, then passed",
+        "All checks passed; tests: 50 passed, 0 failed, 0 skipped; 9 s.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failed", "again"),
+    [
+        (["x"], cases("failed", "x")),
+        (["x"], [*cases("passed", "x"), *cases("failed", "x")]),
+        (["x"], []),
+        (["x"], cases("skipped", "x")),
+        (["x", "y", "z"], cases("passed", "x", "y", "z")),
+    ],
+    ids=["fails again", "fails in its teardown", "is not run again", "is skipped", "too many"],
+)
+def test_a_check_fails_whose_failures_are_more_than_a_hiccup(
+    failed: list[str], again: list[check.Case]
+) -> None:
+    outcome = check.after_retry("tests", 9.0, [*STEADY, *cases("failed", *failed)], again)
+    assert not outcome.passed
+
+
+def run_tests(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> check.Outcome:
+    """One check over one file of tests."""
+    (folder / "test_some.py").write_text(body)
+    monkeypatch.setattr(check, "ROOT", folder)
+    left = folder / "left"
+    left.mkdir()
+    command = ("pytest", "-q", "-p", "no:schemathesis", "test_some.py")
+    return check.Runner(left, {}).run(check.Check("some tests", command, "not slow"))
+
+
+FLAKY = """
+import pathlib
+def test_hiccup():
+    been = pathlib.Path("been")
+    first = not been.exists()
+    been.touch()
+    assert not first, "the first failure"
+def test_good():
+    pass
+"""
+
+
+def test_failed_tests_are_run_again_and_the_first_failure_stays_to_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    outcome = run_tests(tmp_path, monkeypatch, FLAKY)
+    assert (outcome.passed, outcome.flaky) == (True, ["test_some::test_hiccup"])
+    said = capfdbinary.readouterr().out
+    assert b"AssertionError: the first failure" in said
+    assert b"1 passed" in said, "the second time alone"
+
+
+def test_one_that_fails_twice_fails_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = run_tests(tmp_path, monkeypatch, "def test_bad():\n    assert False\n")
+    assert (outcome.passed, list(outcome.flaky)) == (False, [])
 
 
 def test_the_closing_line_names_what_failed() -> None:
     outcomes = [check.Outcome("mypy", False, 3.0), check.Outcome("ruff", True, 1.0)]
-    last = check.closing(outcomes, Counter(passed=2), []).splitlines()[-1]
-    assert last == "FAILED: mypy; tests: 2 passed, 0 failed, 0 skipped; 4 s."
+    last = check.closing(outcomes, 3.0).splitlines()[-1]
+    assert last == "FAILED: mypy; tests: 0 passed, 0 failed, 0 skipped; 3 s."
 
 
 # -- set-up

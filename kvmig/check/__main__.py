@@ -69,8 +69,14 @@ def _chosen(arguments: Sequence[str] | None) -> list[Scenario]:
     parser.add_argument(
         "--whole", action="store_true", help="compare two requests of three stages with faults, too"
     )
+    parser.add_argument("--long", action="store_true", help="two requests of three stages, too")
     options = parser.parse_args(arguments)
-    chosen = [one for one in SCENARIOS if options.only in (None, one.name)]
+    long = options.long or options.whole
+    chosen = [
+        one
+        for one in SCENARIOS
+        if options.only == one.name or (options.only is None and (long or not one.long))
+    ]
     if options.faults is not None:
         chosen = [one.with_faults(options.faults) for one in chosen]
     return [one.whole() for one in chosen] if options.whole else chosen

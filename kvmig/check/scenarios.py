@@ -20,7 +20,7 @@ class Scenario:
 
     orders: the scheduler's for each request, as "ab" for a move from a to b. faults: how many at
     most. cuts: whether a fault may break a connection of the front end. compared: of two requests,
-    how many faults each may have had while they are compared with each alone.
+    how many faults each may have had while they are compared with each alone. long: takes minutes.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Scenario:
     faults: int = 1
     cuts: bool = True
     compared: int = 1
+    long: bool = False
 
     def with_faults(self, faults: int) -> Scenario:
         """The same with more or fewer."""
@@ -61,8 +62,8 @@ SCENARIOS = (
     Scenario("there and back", SHORT, ("ab",), (("ab", "ba"),)),
     Scenario("two, one way", SHORT, ("ab", "ab"), (("ab",), ("ab",))),
     Scenario("two, both ways", SHORT, ("ab", "ba"), (("ab",), ("ba",))),
-    Scenario("two long, one way", LONG, ("ab", "ab"), (("ab",), ("ab",)), compared=0),
-    Scenario("two long, both ways", LONG, ("ab", "ba"), (("ab",), ("ba",)), compared=0),
+    Scenario("two long, one way", LONG, ("ab", "ab"), (("ab",), ("ab",)), compared=0, long=True),
+    Scenario("two long, both ways", LONG, ("ab", "ba"), (("ab",), ("ba",)), compared=0, long=True),
 )
 
 
