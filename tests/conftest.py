@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from kvmig.cli.served import SMALL, Served
 from tests.leaks import Footprint, assert_server_is_empty
+from tests.retries import SESSION
 from tests.toys import Toys
 
 # On a busy machine an example takes its time, too.
@@ -23,6 +24,17 @@ NEVER_BY_ITSELF = "--policy=freeness"
 """The scheduler moves nothing, so that a test decides what moves."""
 PATIENT = ("--reply-timeout-ms=20000", "--lease-ms=60000")
 """On a busy machine a migration takes its time, and a test is about how it ends."""
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if SESSION.too_many and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if SESSION.over:
+        verdict = "FAILED, too many: " if SESSION.too_many else ""
+        terminalreporter.write_line(f"{verdict}{SESSION}")
 
 
 @pytest.fixture(scope="session")

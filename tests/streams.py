@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import uuid
 from dataclasses import dataclass, field
@@ -12,9 +11,9 @@ from typing import Any
 import httpx
 
 from kvmig.cli.served import Served
+from tests.retries import SESSION, EndedEarly, until_moved
 
 TIMEOUT_S = 120.0
-TRIES = 5
 
 
 @dataclass
@@ -100,11 +99,6 @@ def chosen(entry: Any) -> tuple[str, float]:
 
 class StreamFailed(Exception):
     """The server has ended the stream with an error object."""
-
-
-class EndedEarly(AssertionError):
-    """The call was over before the test could move it (the client gets less of a busy machine
-    than the server)."""
 
 
 class Stream:
@@ -247,10 +241,7 @@ async def run_moved(
     served: Served, path: str, body: dict[str, Any], at: tuple[int, ...] = (40, 120)
 ) -> tuple[Answer, list[dict[str, Any]]]:
     """The call, moved to the other instance whenever it has grown to `at` tokens."""
-    for _ in range(TRIES):
-        with contextlib.suppress(EndedEarly):
-            return await _moved(served, path, body, at)
-    raise EndedEarly(f"{TRIES} times")
+    return await until_moved(lambda: _moved(served, path, body, at), SESSION)
 
 
 async def _moved(
@@ -281,10 +272,7 @@ async def run_whole_moved(
     served: Served, path: str, body: dict[str, Any], at: tuple[int, ...] = (40, 120)
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The call without streaming; all its sequences are moved at `at` output tokens."""
-    for _ in range(TRIES):
-        with contextlib.suppress(EndedEarly):
-            return await _whole_moved(served, path, body, at)
-    raise EndedEarly(f"{TRIES} times")
+    return await until_moved(lambda: _whole_moved(served, path, body, at), SESSION)
 
 
 async def _whole_moved(

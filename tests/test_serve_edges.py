@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.leaks import assert_server_is_empty
+from tests.retries import EndedEarly
 from tests.streams import (
-    EndedEarly,
     Stream,
     ask,
     count_from,

@@ -18,7 +18,8 @@ from kvmig.cli.served import SMALL, Served
 from tests import tiny_blip2, tiny_lora
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
-from tests.streams import EndedEarly, Stream, move_one, row_of, run_moved, run_unmoved
+from tests.retries import EndedEarly
+from tests.streams import Stream, move_one, row_of, run_moved, run_unmoved
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 

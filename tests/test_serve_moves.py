@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import pytest
 
 from kvmig.cli.served import Served
+from tests.retries import SESSION, may_end_early
 from tests.streams import (
-    EndedEarly,
     Stream,
     count_from,
     counted,
@@ -124,7 +123,7 @@ async def test_the_report_says_what_was_moved_and_what_the_pause_was_made_of(
 async def test_calls_that_move_the_same_way_at_once_share_transfers(served: Served) -> None:
     fused = 0
     for first in (1000, 3000, 5000, 7000):  # which chunks meet is a matter of time
-        with contextlib.suppress(EndedEarly):
+        async with may_end_early(SESSION):
             fused += await move_together(served, [first + 400 * call for call in range(AT_ONCE)])
         if fused:
             break
