@@ -31,7 +31,7 @@ from tests.streams import (
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from tests.ray_nodes import RayHosts
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 PATH = "/v1/completions"
 DELAY_S = 0.02

@@ -27,6 +27,8 @@ from tests.streams import Stream, count_from, counted, place, run_moved, run_unm
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from ray.cluster_utils import Cluster
 
+from tests.ray_nodes import RAYS_OWN
+
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
@@ -40,7 +42,7 @@ STREAMS = 4
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head without GPUs, and two nodes with one each."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.update(RAYS_OWN)
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES,
             "_system_config": QUICK_TO_NOTICE}  # fmt: skip
     made = Cluster(initialize_head=True, head_node_args=head)

@@ -28,6 +28,10 @@ from tests.toys import Toys
 
 pytestmark = pytest.mark.server
 
+SEEDS = pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))]
+)
+
 PATH = "/v1/completions"
 TOKENS = 60
 HELD = 20
@@ -111,7 +115,7 @@ async def test_a_storm_of_moves_changes_no_stream(toys: Toys) -> None:
 # -- the end comes first
 
 
-@pytest.mark.parametrize("seed", range(4))
+@SEEDS
 async def test_one_that_ends_while_it_moves_ends_right(toys: Toys, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(10):
@@ -151,7 +155,7 @@ async def test_a_client_that_left_before_leaves_nothing_to_move(toys: Toys) -> N
     assert error_of(answer)["param"] == "request_id"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@SEEDS
 async def test_a_client_may_leave_while_its_request_moves(toys: Toys, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(4):
