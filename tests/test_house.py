@@ -98,6 +98,7 @@ START = "\n".join(
 )
 
 
+@pytest.mark.long
 def test_the_start_from_the_root_works_with_the_registrys_kernels(tmp_path: Path) -> None:
     registrys = tmp_path / "kernels" / "__init__.py"
     registrys.parent.mkdir()
@@ -113,6 +114,7 @@ def test_the_start_from_the_root_works_without_the_registrys_kernels() -> None:
     assert python(START).strip() == "None"
 
 
+@pytest.mark.long  # servers start there, too
 def test_vllm_starts_from_the_root() -> None:
     python("import vllm.v1.engine.core")
 
