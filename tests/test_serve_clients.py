@@ -173,6 +173,7 @@ async def test_a_tool_choice_without_a_tool_parser_is_vllms_own_error(
 # -- vLLM's load generator
 
 
+@pytest.mark.long
 async def test_vllms_bench_serve_fails_no_request_while_they_move(
     served: Served, tmp_path: Path
 ) -> None:
