@@ -83,6 +83,8 @@ class Ledger:
         self.floor = max(rounds.destination_above, 0.0)
         self.kinds: Column = columns.weights if rounds.inexact else columns.numerics
         """Requests move between equal ones only."""
+        alike = bool((self.kinds == self.kinds[:1]).all())
+        self.each_kind: list[float] = (self.kinds[:1] if alike else np.unique(self.kinds)).tolist()
         self._before = {(pair.source, pair.destination) for pair in last}
         self._pairs: dict[tuple[int, int], Pairing] = {}
         self._gives: set[int] = set()
@@ -174,8 +176,9 @@ class Takers:
         self._value = value
         self._heaps: dict[float, list[tuple[float, int]]] = {}
         """By what `Ledger.kinds` says."""
-        for kind in np.unique(ledger.kinds[rows]).tolist():
-            best = ledger.best(rows & (ledger.kinds == kind), by)
+        alike = len(ledger.each_kind) == 1
+        for kind in ledger.each_kind:
+            best = ledger.best(rows if alike else rows & (ledger.kinds == kind), by)
             self._heaps[kind] = heap = [(-value(row), row) for row in best]
             heapq.heapify(heap)
 
