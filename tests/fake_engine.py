@@ -80,6 +80,8 @@ class FakeEngine:
         self.leaving: set[str] = set()
         self.can_hold = True
         self.unmovable = ""
+        self.ballast: list[bytes] = []
+        """What a request was submitted with beside its tokens."""
         self.expected: list[tuple[str, float]] = []
         self.now = Cadence(0.0, 0.0)
         self.steps = steps
@@ -154,7 +156,7 @@ class FakeEngine:
         request = self._live(request_id)
         self.leaving.add(request_id)
         payload = msgspec.msgpack.encode((request.tokens, request.prompt))
-        return Export(request_id, len(request.tokens), [payload])
+        return Export(request_id, len(request.tokens), [payload, *self.ballast])
 
     async def stage(self, request_id: str, sent: int) -> Stage:
         await self._enter("stage")

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvmig.engines import handover
 from kvmig.ground.config import Transport
 from kvmig.ground.errors import MigrationRefused, RequestGone
 from kvmig.kvtransfer.messages import (
@@ -265,6 +266,39 @@ async def test_a_commit_without_its_front_end_is_refused() -> None:
         report = await them.move()
         assert (report.reason, them.owners()) == ("incompatible", "a")
         assert report.downtime_ms is not None
+
+
+async def test_the_request_itself_travels_beside_the_message() -> None:
+    async with cluster() as them:
+        assert (await them.move()).state == "committed"
+        (opening, *_) = [one for one in them.b.heard if isinstance(one, Reserve)]
+        assert opening.export is not None
+        assert opening.export.payload == []
+
+
+async def test_a_request_of_a_hundred_megabytes_moves() -> None:
+    async with cluster() as them:
+        them.a.engine.ballast = [bytes(100 << 20)]
+        assert (await them.move()).state == "committed"
+
+
+@pytest.mark.parametrize(
+    ("most", "ballast", "sentence"),
+    [
+        ("MOST_BYTES", [bytes(5000)], "bytes with its images, allowed are 4096"),
+        ("MOST_FRAMES", [b""] * 4096, "a request in 4097 pieces, allowed are 4096"),
+    ],
+)
+async def test_a_request_too_large_to_move_is_refused_by_name_at_once(
+    most: str, ballast: list[bytes], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, most, 4096)
+    async with cluster() as them:
+        them.a.engine.ballast = ballast
+        report = await them.move()
+        assert (report.reason, them.owners()) == ("unsupported", "a")
+        assert sentence in report.detail
+        assert not them.b.heard
 
 
 async def test_a_destination_without_the_front_end_refuses_before_anything_is_copied() -> None:

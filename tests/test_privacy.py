@@ -152,10 +152,11 @@ async def test_a_forged_chunk_writes_to_no_block_of_others(name: str, with_commi
             async with asyncio.timeout(10):
                 peer.send(
                     Reserve(
-                        "m", MOVED, 1, 0, PROMPT, Export(MOVED, len(tokens), payload),
-                        model=fingerprint(there.layout), numerics=there.numerics,
-                        offers=[Offer(tcp.NAME)],
-                    )
+                        "m", MOVED, 1, 0, PROMPT, Export(MOVED, len(tokens), []),
+                        model=fingerprint(there.layout), offers=[Offer(tcp.NAME)],
+                        numerics=there.numerics,
+                    ),
+                    payload,
                 )  # fmt: skip
                 reserved, _ = await peer.recv()
                 assert isinstance(reserved, Reserved)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kvmig.engines import handover
 from kvmig.engines.base import CameBlocks
 from kvmig.ground.errors import MigrationRefused, RequestGone
 from tests.vllm_pair import Output, Pair, Side
@@ -592,6 +593,19 @@ async def test_a_step_that_expects_a_commit_waits_for_it(
     await pair.done(pair.a.engine.release("moved"))
     assert (await pair.finish("moved")).tokens == unmoved.tokens
     await pair.finish("other")
+
+
+async def test_a_request_too_large_to_move_says_so_before_anybody_asks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.submit(pair.a, "large", PROMPT)
+    await pair.step(pair.a, until=("large", 1))
+    monkeypatch.setattr(handover, "MOST_BYTES", 100)
+    (state,) = await pair.done(pair.a.engine.requests())
+    assert "with its images, allowed are 100" in state.unmovable
+    with pytest.raises(MigrationRefused, match="unsupported: a request of"):
+        await pair.done(pair.a.engine.export("large"))
+    await pair.finish("large")
 
 
 async def test_an_unknown_request_is_refused(pair: Pair) -> None:

@@ -13,8 +13,28 @@ HOLE = -1
 """In place of a block id: the engine keeps no block there, as before a window."""
 
 
+MOST_BYTES = 256 << 20
+"""Of a request as it was submitted: what is larger stays where it is. In a second or two a
+connection carries so much, and as long a destination is waited for."""
+MOST_FRAMES = 4000
+"""Pieces of it, such as images."""
+
+
+def too_large(payload: Sequence[bytes]) -> str:
+    """Why a request that was submitted like this can't be moved; empty when it can."""
+    size = sum(map(len, payload))
+    if size > MOST_BYTES:
+        return f"a request of {size} bytes with its images, allowed are {MOST_BYTES}"
+    if len(payload) > MOST_FRAMES:
+        return f"a request in {len(payload)} pieces, allowed are {MOST_FRAMES}"
+    return ""
+
+
 class Export(msgspec.Struct, frozen=True):
-    """A request as another engine needs it to take it over. `payload` is the adapter's own."""
+    """A request as another engine needs it to take it over. `payload` is the adapter's own.
+
+    Between two llumlets the payload travels beside the message, each of its parts as a frame.
+    """
 
     request_id: str
     num_tokens: int

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from kvmig.engines.base import Engine, Tail
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import MigrationRefused, PeerError
@@ -95,7 +97,8 @@ class Arrivals:
             and message.export is not None
             and not self._tombstones.knows(mid)
         ):
-            self._begin(message, send, refusal)
+            request = replace(message.export, payload=[bytes(frame) for frame in payload])
+            self._begin(replace(message, export=request), send, refusal)
         else:
             _answer(self._tombstones.answer(mid, message), send)
 

@@ -41,7 +41,8 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Reserve(Message, frozen=True, tag=True):
-    """Source: take blocks before stage `stage`. Stage 0 brings the request and the offers."""
+    """Source: take blocks before stage `stage`. Stage 0 brings the offers and the request, whose
+    `Export.payload` is the message's payload, not in here."""
 
     mid: str
     request_id: str

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec import structs
+
 from kvmig.engines import base
 from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.block_sender import BlockSender
@@ -37,7 +39,7 @@ class Opening:
         self._throttle = throttle
 
     def reserve(self, asked: SendReserve, export: base.Export | None) -> Reserve:
-        """The message; stage 0 brings the request and the offers."""
+        """The message; stage 0 brings the offers and, in its payload, the request."""
         move, stage, num_tokens = self._errand.move, asked.stage, asked.num_tokens
         if stage:
             return Reserve(
@@ -49,7 +51,7 @@ class Opening:
             move.epoch,
             stage,
             num_tokens,
-            export=export,
+            export=export and structs.replace(export, payload=[]),
             gateway=move.gateway,
             output_tokens=move.output_tokens,
             model=fingerprint(self._errand.engine.layout),

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from kvmig.engines import base
 from kvmig.engines.base import Engine
+from kvmig.engines.handover import too_large
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
@@ -202,12 +203,15 @@ class SourceSession:
         match action:
             case do.Export():
                 self._export = await self._errand.bounded(engine.export(request_id))
+                if size := too_large(self._export.payload):
+                    raise MigrationRefused("unsupported", size)
                 self._admit(self.move.mid, self._export.num_tokens)
                 return self.machine.exported(self._export.num_tokens)
             case do.SendReserve():
                 message = self._opening.reserve(action, self._export)
                 self._pause.asks(message)
-                self._send(message, ())
+                opening = self._export if message.export else None
+                self._send(message, opening.payload if opening else ())
                 return await self._answer()
             case do.Check(sent):
                 plan = await self._errand.bounded(engine.stage(request_id, sent))

@@ -19,7 +19,7 @@ Frame = bytes | bytearray | memoryview
 MAX_FRAMES = 4096
 """Frames of one message, header included."""
 MAX_HEADER = 64 << 20
-"""Bytes of a header: an export of a million tokens takes a tenth of it."""
+"""Bytes of a header: a million tokens take a tenth of it."""
 MAX_FRAME = 1 << 30
 """Bytes of any frame; the sockets drop a peer that sends more."""
 

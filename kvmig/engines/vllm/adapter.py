@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
 from kvmig.engines.base import (
     Cadence,
@@ -23,6 +24,7 @@ from kvmig.engines.base import (
     Stage,
     Tail,
 )
+from kvmig.engines.handover import too_large
 from kvmig.engines.vllm.building import Builder
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.destination import Destination
@@ -33,6 +35,7 @@ from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.movable import unmovable_engine
 from kvmig.engines.vllm.no_memory import NoMemory
 from kvmig.engines.vllm.payload import (
+    Progress,
     decode_progress,
     decode_request,
     encode_progress,
@@ -132,13 +135,19 @@ class VllmEngine:
         except TimeoutError:
             age_ms = (time.monotonic() - self._listed_at) * 1e3
             return [replace(state, age_ms=age_ms) for state in self._listed]
-        at, states = time.monotonic(), listing.states
+        at, states = time.monotonic(), [self._sized(state) for state in listing.states]
         waiting = self._holdings.in_order(listing)
         for first in range(0, len(waiting), _LISTED_AT_ONCE):
-            states += self._holdings.waiting_states(waiting[first : first + _LISTED_AT_ONCE])
+            some = self._holdings.waiting_states(waiting[first : first + _LISTED_AT_ONCE])
+            states += [self._sized(state) for state in some]
             await asyncio.sleep(0)
         self._listed, self._listed_at = states, at
         return states
+
+    def _sized(self, state: RequestState) -> RequestState:
+        """With the word that it is too large to be moved, if it is."""
+        size = too_large(self._submitted.get(state.request_id, ()))
+        return replace(state, unmovable=size) if size and not state.unmovable else state
 
     # -- source
 
@@ -149,15 +158,18 @@ class VllmEngine:
         if request_id in self._begun_before:
             why = "the weights were updated after it had begun"
             raise MigrationRefused("incompatible", why)
-        request = decode_request(frames)
+        if size := too_large(frames):
+            raise MigrationRefused("unsupported", size)
+
+        def look() -> tuple[Progress, Request]:
+            return self._source.export(request_id), self._scheduler.requests[request_id]
+
+        progress, request = await self._on_engine(look)
         adapter = await asyncio.to_thread(self._adapters.identity, request.lora_request)
-        progress = await self._on_engine(lambda: self._source.export(request_id))
-        progress = replace(progress, adapter=adapter)
-        prompt = len(request.prompt_token_ids or ())
         return Export(
             request_id=request_id,
-            num_tokens=prompt + len(progress.output_token_ids),
-            payload=[encode_progress(progress), *frames],
+            num_tokens=request.num_prompt_tokens + len(progress.output_token_ids),
+            payload=[encode_progress(replace(progress, adapter=adapter)), *frames],
         )
 
     async def stage(self, request_id: str, sent: int) -> Stage:
