@@ -62,7 +62,7 @@ NEITHER = "not engine and not server"
 HEAVY = (
     Check("tests on servers", marks="server and not long and not alone"),
     # By then the other lane is through, mostly.
-    Check("tests on engines", marks="engine and not long", at_once=2),
+    Check("tests on engines", marks="engine and not long and not alone", at_once=2),
 )
 LIGHT = (Check("tests without engines", marks=f"{NEITHER} and not long and not alone"),)
 ALONE = (Check("tests that measure", marks="alone and not long"),)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 from packaging.requirements import Requirement
 
 from scripts import check, draw_migration, draw_processes, figures, setup_env
@@ -182,6 +183,24 @@ def test_one_that_fails_twice_fails_its_check(
 ) -> None:
     outcome = run_tests(tmp_path, monkeypatch, "def test_bad():\n    assert False\n")
     assert (outcome.passed, list(outcome.flaky)) == (False, [])
+
+
+def picks(one: check.Check, marks: dict[str, bool]) -> bool:
+    return Expression.compile(one.marks).evaluate(lambda name, /, **_: marks[name])
+
+
+def test_every_test_is_picked_by_one_check() -> None:
+    kinds = [
+        {"engine": engine, "server": server, "long": long, "alone": alone}
+        for engine, server in ((True, False), (False, True), (False, False))
+        for long in (True, False)
+        for alone in (True, False)
+    ]
+    for marks in kinds:
+        every = (*check.HEAVY, *check.LIGHT, *check.ALONE, *check.LONG)
+        picking = [one.name for one in every if picks(one, marks)]
+        assert len(picking) == 1, (marks, picking)
+        assert (picking[0] in {one.name for one in check.LONG}) == marks["long"]
 
 
 def test_the_closing_line_names_what_failed() -> None:

@@ -25,7 +25,8 @@ from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, StreamFailed, ask, count_from, counted
 from tests.toys import Toys
 
-pytestmark = pytest.mark.server
+# A second without an answer is a death here.
+pytestmark = [pytest.mark.server, pytest.mark.alone]
 
 PATH = "/v1/completions"
 PATIENCE_S = 60.0
