@@ -8,7 +8,7 @@ import pytest
 
 from kvmig.controlplane.messages import AbortRequests, Submit
 from kvmig.engines.base import EngineLoad
-from kvmig.ground.config import ClusterConfig
+from kvmig.ground.config import ClusterConfig, SchedulerConfig
 from kvmig.ground.faults import FaultConfig
 from tests.fake_llumlet import LOAD, Cluster, FakeLlumlet, cluster, eventually
 
@@ -141,6 +141,27 @@ async def test_at_a_drains_deadline_it_goes_on_where_its_weights_are() -> None:
         await eventually(lambda: it.state(a) == "draining")
         it.router.evacuate("0", ends=True)
         assert await c.hear() == Submit("r+1", (10,))
+        assert it.front.failed == {}
+
+
+@pytest.mark.parametrize(("inexact", "ends"), [(False, False), (True, False), (False, True)])
+async def test_a_late_drain_crosses_classes_only_by_somebodys_word(
+    inexact: bool, ends: bool
+) -> None:
+    config = ClusterConfig(scheduler=SchedulerConfig(inexact_moves=inexact))
+    async with cluster(config, weights=["w", "w"]) as it:
+        a, b = it.llumlets
+        b.numerics = "other"
+        await begin(it, a, 10)
+        a.report(LOAD, "draining")
+        await eventually(lambda: it.state(a) == "draining")
+        it.router.evacuate("0", ends=ends)
+        if inexact or ends:
+            assert await b.hear() == Submit("r+1", (10,))
+        else:
+            a.step(("r", 0, 1, [11]))
+            await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
+            assert b.heard.empty()
         assert it.front.failed == {}
 
 

@@ -203,7 +203,7 @@ class Front(Part):
         """Whether one is connected."""
         return bool(self.alive)
 
-    def others_serve(self, instance: str, weights: str = "") -> bool:
+    def others_serve(self, instance: str, begun: Arithmetic = NOT_BEGUN) -> bool:
         """Whether another one is connected."""
         return any(one != instance for one in self.alive)
 

@@ -109,12 +109,10 @@ class Fleet:
         known = link is not None and link.alive and instance in self._health
         return known and not self._health.ailment(instance)
 
-    def others_serve(self, instance: str, weights: str = "") -> bool:
-        """Whether another one that is fit takes requests, of those that have begun under `weights`
-        if these are given.
-        """
+    def others_serve(self, instance: str, begun: Arithmetic = NOT_BEGUN) -> bool:
+        """Whether another one that is fit takes requests, also those that have begun so."""
         return any(
-            self._health.state(one) == "serving" and weights in ("", self.arithmetic(one).weights)
+            self._health.state(one) == "serving" and begun.goes_on(self.arithmetic(one))
             for one in self._links
             if one != instance and self.fit(one)
         )

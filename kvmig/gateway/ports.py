@@ -54,6 +54,11 @@ class Arithmetic(NamedTuple):
     weights: str = ""
     """Their identity; empty: nothing has been computed, or it isn't known by what."""
     numerics: str = ""
+    """The class; empty: no matter which."""
+
+    def goes_on(self, there: Arithmetic) -> bool:
+        """Whether what has begun so may go on there."""
+        return self.weights in ("", there.weights) and self.numerics in ("", there.numerics)
 
 
 NOT_BEGUN = Arithmetic()
@@ -75,10 +80,8 @@ class Instances(Protocol):
         """Whether there is one that is fit."""
         ...
 
-    def others_serve(self, instance: str, weights: str = "") -> bool:
-        """Whether another one that is fit takes requests, of those that have begun under `weights`
-        if these are given.
-        """
+    def others_serve(self, instance: str, begun: Arithmetic = NOT_BEGUN) -> bool:
+        """Whether another one that is fit takes requests, also those that have begun so."""
         ...
 
     def ailing(self) -> dict[str, str]:

@@ -37,7 +37,10 @@ class Recovery:
         observer: Observer,
         clock: Clock,
         config: FaultConfig,
+        inexact: bool = False,
     ) -> None:
+        """inexact: drains may cross numerics classes (`SchedulerConfig.inexact_moves`)."""
+        self._inexact = inexact
         self._table = table
         self._fleet = fleet
         self._endings = endings
@@ -77,12 +80,16 @@ class Recovery:
         """It serves, but shall be empty: a drain has taken too long.
 
         The launcher says so again and again: nothing is done while no other one serves, nor with
-        a request that could go on nowhere else, but that `ends` ends it.
+        a request that could go on nowhere else. ends: then it goes on in another numerics class,
+        and ends where nobody else has its weights.
         """
         if not self._fleet.others_serve(instance):
             return
         for entry in self._running(instance):
-            if self._fleet.others_serve(instance, entry.begun.weights):
+            begun = entry.begun
+            if self._inexact or ends:
+                begun = begun._replace(numerics="")
+            if self._fleet.others_serve(instance, begun):
                 self._displace(entry, f"instance {instance} drains")
             elif ends:
                 late = f"instance {instance} had to be empty by now (deadline_s)"

@@ -99,7 +99,13 @@ class Router:
         self._endings = Endings(self._table, self._fleet, self._spreading)
         self._strays = Strays(self._endings.tell)
         self._recovery = Recovery(
-            self._table, self._fleet, self._endings, self._observer, clock, config.faults
+            self._table,
+            self._fleet,
+            self._endings,
+            self._observer,
+            clock,
+            config.faults,
+            config.scheduler.inexact_moves,
         )
         self._questions = Questions(self._calls, self._fleet)
         self._arbiter = Arbiter(
