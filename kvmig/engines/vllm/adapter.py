@@ -164,8 +164,11 @@ class VllmEngine:
         def look() -> tuple[Progress, Request]:
             return self._source.export(request_id), self._scheduler.requests[request_id]
 
+        entered = self._scheduler.requests.get(request_id)
+        lora = None if entered is None else entered.lora_request
+        # Before the source takes note of anything: this may refuse.
+        adapter = await asyncio.to_thread(self._adapters.identity, lora)
         progress, request = await self._on_engine(look)
-        adapter = await asyncio.to_thread(self._adapters.identity, request.lora_request)
         return Export(
             request_id=request_id,
             num_tokens=request.num_prompt_tokens + len(progress.output_token_ids),

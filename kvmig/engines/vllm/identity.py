@@ -21,14 +21,11 @@ from kvmig.engines.weights import identity_of, updated
 Identify = Callable[[], str]
 """The identity of what is on disk now."""
 
-UPDATES = frozenset(
-    {"reload_weights", "start_weight_update", "update_weights", "finish_weight_update"}
-)
-"""Methods of vLLM's workers, called over `collective_rpc`, that change the weights. One that isn't
-vLLM's counts as one, too: trainers bring such."""
 HARMLESS = frozenset(
     {"init_weight_transfer_engine", "check_health", "profile", "reset_mm_cache", "get_model"}
 )
+"""Methods of vLLM's workers that leave the weights alone. Any other one that is called over
+`collective_rpc` counts as an update: trainers bring their own."""
 
 
 def identity_of_args(args: Namespace) -> str:
@@ -54,14 +51,10 @@ def after_call(weights: str, method: str, args: Sequence[Any], identify: Identif
         return updated(weights, "discarded")
     if method != "collective_rpc" or not args or args[0] in HARMLESS:
         return weights
-    called, rest = str(args[0]), [one for one in args[2:] if one]
-    if called == "reload_weights" and not any(map(_has_content, rest)):
+    called, more = str(args[0]), [one for one in args[2:] if one]
+    if called == "reload_weights" and not more:
         return identify()
-    return updated(weights, called, *rest)
-
-
-def _has_content(one: object) -> bool:
-    return bool(one) and one not in ({"is_checkpoint_format": True}, [{}], ())
+    return updated(weights, called, *more)
 
 
 def replaced_adapter(method: str, args: Sequence[Any]) -> int | None:
