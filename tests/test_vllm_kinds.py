@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 PROMPT = [40 + number * number % 90 for number in range(100)]
 LONG = [40 + number * number % 90 for number in range(600)]
+TIMEOUT_S = 60.0
 FLAGS = (
     '--reasoning-config={"reasoning_start_str": "<", "reasoning_end_str": ">"}',
     "--scheduling-policy=priority",
@@ -198,8 +199,10 @@ async def test_a_pooling_request_stays() -> None:
 
 
 async def answer(side: Side, call: Awaitable[T]) -> T:
-    """Await a call of a side that is in no pair."""
+    """Await a call of a side that is in no pair; it may come to the engine by another thread."""
     task = asyncio.ensure_future(call)
-    await asyncio.sleep(0)
-    side.take_calls()
-    return await task
+    async with asyncio.timeout(TIMEOUT_S):
+        while not task.done():
+            await asyncio.sleep(0.001)
+            side.take_calls()
+        return await task
