@@ -188,7 +188,7 @@ class Runner:
         self, command: Sequence[str], folder: Path, environment: dict[str, str] | None = None
     ) -> int:
         with (folder / "output").open("ab") as output:
-            output.write(f"\n=== {' '.join(command)}\n".encode())
+            output.write(f"\n=== {folder.name}: {' '.join(command)}\n".encode())
             output.flush()
             return subprocess.run(
                 [str(BIN / command[0]), *command[1:]],
