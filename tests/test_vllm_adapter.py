@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from kvmig.engines import handover
 from kvmig.engines.base import CameBlocks
@@ -76,57 +75,6 @@ async def test_a_request_moved_there_and_back_equals_one_left_alone(
     await pair.move(pair.b, pair.a, "moved")
 
     same(await pair.finish("moved"), unmoved)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("missing", [-1, 4, 5])
-async def test_a_tail_that_lacks_more_than_there_is_is_refused(pair: Pair, missing: int) -> None:
-    pair.submit(pair.a, "kept", PROMPT)
-    await pair.step(pair.a, until=("kept", 10))
-    export = await pair.done(pair.a.engine.export("kept"))
-    await pair.done(pair.b.engine.reserve(export))
-    tail = await pair.suspend(pair.a, "kept", 0)
-
-    with pytest.raises(MigrationRefused, match="can't be missing"):
-        await pair.done(pair.b.engine.commit("kept", replace(tail, missing=missing)))
-
-    await pair.done(pair.b.engine.cancel("kept"))
-    await pair.done(pair.a.engine.resume("kept"))
-    await pair.finish("kept")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("engines", ["sync"], indirect=True)
-async def test_model_runner_v2_gets_a_rest_to_compute_with_the_requests_tokens(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It needs a GPU: what the scheduler would tell it is looked at, and not carried out."""
-    from vllm.v1.request import RequestStatus
-
-    from kvmig.engines.vllm import runner
-
-    monkeypatch.setattr(runner, "uses_v2", lambda core: True)
-    unmoved = await pair.unmoved(PROMPT)
-    pair.submit(pair.a, "kept", PROMPT)
-    await pair.step(pair.a, until=("kept", 10))
-    export = await pair.done(pair.a.engine.export("kept"))
-    await pair.done(pair.b.engine.reserve(export))
-    tail = await pair.suspend(pair.a, "kept", 3)
-    pair.b.engine.assign("kept", 1)
-    await pair.done(pair.b.engine.commit("kept", replace(tail, missing=len(tail.block_ids))))
-
-    scheduler = pair.b.engine._scheduler
-    monkeypatch.setattr(scheduler, "use_v2_model_runner", True)
-    told = scheduler.schedule()
-
-    (request,) = told.scheduled_new_reqs
-    assert request.prefill_token_ids == [*PROMPT, *pair.outputs["kept"].tokens]
-    assert request.num_computed_tokens == 96
-    assert told.num_scheduled_tokens == {"kept": len(request.prefill_token_ids) - 96}
-    scheduler.finish_requests("kept", RequestStatus.FINISHED_ABORTED)
-    await pair.done(pair.b.engine.cancel("kept"))
-    await pair.done(pair.a.engine.resume("kept"))
-    same(await pair.finish("kept"), unmoved)
 
 
 async def test_a_request_that_returns_at_once_forgets_its_first_stay(pair: Pair) -> None:
