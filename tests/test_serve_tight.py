@@ -206,7 +206,7 @@ async def test_requests_that_are_preempted_move_all_the_same(tight: Toys) -> Non
     """Eight streams, one a place, grow to more blocks than both instances have."""
     before = preemptions(tight)
     chance = random.Random(5)
-    bodies = [count_on(1500 + 1000 * n, 350, 300) for n in range(2 * SLOTS)]
+    bodies = [count_on(1500 + 1000 * n, 350, 900) for n in range(2 * SLOTS)]
     streams = [Stream(tight, PATH, body) for body in bodies]
     reports = []
     while live := [stream for stream in streams if not stream.task.done()]:
