@@ -26,7 +26,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "nemotron-h": (SMALL_STEPS,),
     "paddleocr-vl": ('--limit-mm-per-prompt={"image": 0}',),
 }
-ALWAYS = ("gemma3", "qwen3-next", "deepseek-v2")
+ALWAYS = ("qwen3-next", "deepseek-v2")
 TOKENS = {"mamba2": 1000}
 """Of a stream that moves there and back, where 200 are over before."""
 PATH = "/v1/completions"

@@ -102,6 +102,30 @@ async def test_a_destination_keeps_its_reservation_however_long_the_pause_is_spr
         assert len(again) >= 3
 
 
+async def test_a_request_is_not_suspended_while_the_destination_prepares_for_it() -> None:
+    """Commit would wait behind that, and the client for Commit."""
+    preparing, prepared = asyncio.Event(), asyncio.Event()
+    prepares = 0
+
+    async def before(method: str) -> None:
+        nonlocal prepares
+        prepares += method == "prepare"
+        if method == "prepare" and prepares == 2:  # the first one answers the stage before
+            preparing.set()
+            await prepared.wait()
+
+    async with cluster(spread=0.5) as them:
+        them.a.foretell = lambda request_id, pause_ms, stretch_ms: True
+        them.a.engine.now = Cadence(0.0, 50.0)
+        them.b.engine.before = before
+        moving = asyncio.create_task(them.move())
+        await preparing.wait()
+        await asyncio.sleep(0.2)
+        assert "suspend" not in them.a.engine.calls
+        prepared.set()
+        assert ((await moving).state, them.owners()) == ("committed", "b")
+
+
 async def test_the_pause_of_an_urgent_move_is_not_spread() -> None:
     told: list[str] = []
 

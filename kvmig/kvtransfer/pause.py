@@ -38,6 +38,8 @@ class Pause:
         self._can_hold = False
         self._heard_at = 0.0
         self._asked = Reserve("", "", 0, 0, 0)
+        self._unanswered = 0
+        """Questions to the destination that are on their way, or in its engine."""
         self._grown = 0
         self._suspended_at = 0.0
         self._step_ms = 0.0
@@ -48,7 +50,7 @@ class Pause:
 
     def asks(self, message: Reserve) -> None:
         """What Reserved will answer."""
-        self._asked, self._grown = message, 0
+        self._asked, self._grown, self._unanswered = message, 0, 1
 
     def grew(self, tokens: int) -> None:
         """The request has so many tokens more."""
@@ -63,11 +65,13 @@ class Pause:
         """Where the destination is in its steps."""
         self._there, self._heard_at = answer.cadence, self._errand.clock()
         self._can_hold = answer.can_hold
+        self._unanswered = max(0, self._unanswered - 1)
 
     async def put_off(self, decoding: bool) -> list[Action]:
         """Let the request decode on until its way meets a step of the destination.
 
-        decoding: before that, for as long as the pause is spread.
+        Commit would wait there behind an unanswered question, and miss its step: so the answers
+        are awaited, too. decoding: before that, for as long as the pause is spread.
         """
         clock, engine = self._errand.clock, self._errand.engine
         if decoding and (stop := await self._spread()):
@@ -78,8 +82,12 @@ class Pause:
             gone_ms = (now - self._heard_at) * 1e3
             there = replace(self._there, since_ms=self._there.since_ms + gone_ms)
             wait_ms = put_off_ms(here, there, self._experience.lead.ms, self._can_hold)
-            if wait_ms == 0.0 or now >= until:
+            if now >= until or (wait_ms == 0.0 and not self._unanswered):
                 return []
+            if wait_ms == 0.0:
+                if stop := await self._errand.mailbox.wait(until - now):
+                    return stop
+                continue
             self._ask()
             if stop := await self._wait_until(now + wait_ms / 1e3):
                 return stop
@@ -118,6 +126,7 @@ class Pause:
         """
         last = self._asked.last and again
         self._errand.send(replace(self._asked, num_tokens=self.num_tokens, last=last), ())
+        self._unanswered += 1
 
     async def _wait_until(self, at: float) -> list[Action]:
         while (left := at - self._errand.clock()) > 0:
