@@ -25,6 +25,9 @@ from kvmig.kvtransfer.source_actions import Action, SendTail
 from kvmig.kvtransfer.spread import Measured, spread
 from kvmig.kvtransfer.wire import Frame
 
+ANSWER_STEPS = 4
+"""Own steps that the last answers are awaited beyond PUT_OFF_STEPS."""
+
 
 class Pause:
     """Methods that wait return what a message asks for instead, [] if none came in between."""
@@ -76,20 +79,23 @@ class Pause:
         clock, engine = self._errand.clock, self._errand.engine
         if decoding and (stop := await self._spread()):
             return stop
-        until = clock() + PUT_OFF_STEPS * engine.cadence().step_ms / 1e3
+        step_s = engine.cadence().step_ms / 1e3
+        until = clock() + PUT_OFF_STEPS * step_s
+        at_last = until + ANSWER_STEPS * step_s
         while True:
             here, now = engine.cadence(), clock()
             gone_ms = (now - self._heard_at) * 1e3
             there = replace(self._there, since_ms=self._there.since_ms + gone_ms)
             wait_ms = put_off_ms(here, there, self._experience.lead.ms, self._can_hold)
-            if now >= until or (wait_ms == 0.0 and not self._unanswered):
+            due = wait_ms == 0.0 or now >= until
+            if now >= at_last or (due and not self._unanswered):
                 return []
-            if wait_ms == 0.0:
-                if stop := await self._errand.mailbox.wait(until - now):
-                    return stop
-                continue
-            self._ask()
-            if stop := await self._wait_until(now + wait_ms / 1e3):
+            if due:
+                stop = await self._errand.mailbox.wait(at_last - now)
+            else:
+                self._ask()
+                stop = await self._wait_until(now + wait_ms / 1e3)
+            if stop:
                 return stop
 
     def _foretell(self) -> int:
