@@ -80,3 +80,19 @@ def test_output_that_nobody_can_take_stops_nobody() -> None:
         command = [sys.executable, "-c", script]
         done = subprocess.run(command, stdout=full, stderr=full, timeout=60, check=False)
     assert done.returncode == 3
+
+
+def test_a_line_is_one_write_so_that_those_of_several_processes_stay_lines() -> None:
+    done = run(
+        "import sys\n"
+        "from kvmig.cli.process import say\n"
+        "class Writes(list):\n"
+        "    def write(self, text):\n"
+        "        self.extend([text] if text else [])\n"
+        "    def flush(self): ...\n"
+        "sys.stderr = Writes()\n"
+        "say('it starts')\n"
+        "print(list(sys.stderr))\n"
+    )
+
+    assert done.stdout == "['kvmig: it starts\\\\n']\n"

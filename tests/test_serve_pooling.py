@@ -20,7 +20,7 @@ PATIENCE_S = 120.0
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     flags = [
-        *SMALL, "--instances=2", "--runner=pooling", "--convert=embed", "--instance-wait=1",
+        *SMALL, "--instances=2", "--runner=pooling", "--convert=embed", "--instance-wait=0.1",
         "--drain-timeout=5",
     ]  # fmt: skip
     with Served(flags, log=tmp_path_factory.mktemp("pooling") / "log") as served:
@@ -72,8 +72,9 @@ async def test_embeddings_whose_instances_all_die_fail_and_the_server_serves_on(
         for one in llumlets:
             one.kill()
         for answer in await asyncio.gather(*calls):
-            assert answer.status_code == 503, answer.text
-            assert "no other one was there" in answer.json()["error"]["message"]
+            # Which one depends on whether the front end heard of both ends before it asked again.
+            said = {503: "no other one was there", 500: "crashed while they ran this request"}
+            assert said[answer.status_code] in answer.json()["error"]["message"]
         await until(all_serve)
         assert vector(await embed(client, server)) == pytest.approx(before)
     assert_server_is_empty(server)

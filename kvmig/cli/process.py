@@ -17,7 +17,8 @@ def say(text: str, who: str = "kvmig") -> None:
     A full disk, or a reader that has gone, is no reason not to serve.
     """
     with contextlib.suppress(OSError):
-        print(f"{who}: {text}", file=sys.stderr, flush=True)
+        # In one write: several processes say their lines at the same place.
+        print(f"{who}: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 def quiet(name: str) -> None:
