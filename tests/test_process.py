@@ -95,4 +95,4 @@ def test_a_line_is_one_write_so_that_those_of_several_processes_stay_lines() -> 
         "print(list(sys.stderr))\n"
     )
 
-    assert done.stdout == "['kvmig: it starts\\\\n']\n"
+    assert done.stdout == "['kvmig: it starts\\n']\n"
