@@ -224,7 +224,7 @@ async def test_a_request_preempted_while_it_moves_stays_and_moves_later(pair: Pa
 async def test_an_id_that_has_left_may_come_again(pair: Pair, case: Case) -> None:
     """As of a request that is run again where it was before."""
     unmoved = await pair.unmoved(SHORT, max_tokens=5)
-    pair.submit(pair.a, "again", case.prompt, max_tokens=5)
+    pair.submit(pair.a, "again", case.prompt, max_tokens=20)
     await pair.step(pair.a, until=("again", 2))
     await pair.move(pair.a, pair.b, "again")
     await pair.finish("again")
