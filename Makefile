@@ -35,7 +35,7 @@ serve: setup ## serve MODEL on INSTANCES vLLM engines at 127.0.0.1:PORT until Ct
 		$(MODEL_FLAGS) $(ARGS)
 
 demo: setup ## move a streaming answer between two instances, in colour
-	@exec $(BIN)/python -m kvmig.cli.demo $(ARGS)
+	@exec $(BIN)/python -m kvmig_tools.demo $(ARGS)
 
 test: setup-dev ## every check and test that this machine can run
 	@exec $(BIN)/python scripts/check.py $(ARGS)
@@ -60,7 +60,7 @@ docs-figures: setup-dev ## README's table and docs/figures.md from bench/results
 	@$(BIN)/python -m scripts.figures
 	@$(BIN)/python scripts/draw_processes.py
 	@$(BIN)/python -m scripts.draw_migration
-	@$(BIN)/python -m kvmig.kvtransfer.draw
+	@$(BIN)/python -m kvmig_tools.draw_handshake
 
 docs: setup-dev ## the documentation's site, in site/; what is public, in docs/signatures.txt
 	@$(BIN)/python -m scripts.public_api

@@ -19,8 +19,8 @@ import numpy as np
 
 from bench.paper.scope import table
 from bench.policies import BASE, COMPARED, LOSS, workloads
-from kvmig.sim import cost
-from kvmig.sim.run import Run, requests_of
+from kvmig_tools.sim import cost
+from kvmig_tools.sim.run import Run, requests_of
 
 ROOT = Path(__file__).parents[1]
 OURS, ARTIFACT = "kvmig", "llumnix-artifact"

@@ -44,7 +44,7 @@ from bench.client import Stream, StreamFailed, prompt_of, session
 from bench.models import NAMES, model_flags, model_folder
 from bench.plots import draw_downtime
 from bench.site import SERVED_FLAGS, SETTLE, Site, all_up
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 
 PROMPTS = (128, 1024, 3500)
 BACKGROUNDS = (0, 4)

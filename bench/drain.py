@@ -27,7 +27,7 @@ from bench.arrivals import intervals_ms, longest_ms
 from bench.client import Stream, StreamFailed, prompt_of, session
 from bench.models import NAMES, model_flags, model_folder
 from bench.site import SETTLE
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 
 FLAGS = (
     "--enforce-eager",

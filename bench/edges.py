@@ -20,8 +20,8 @@ import msgspec
 from bench import report
 from bench.beat import floor_s
 from bench.policies import OTHERS, SEEDS, simulate
-from kvmig.sim.run import Run
-from kvmig.sim.workloads import WORKLOADS
+from kvmig_tools.sim.run import Run
+from kvmig_tools.sim.workloads import WORKLOADS
 
 QUEUES = 2.0
 """Times the floor."""

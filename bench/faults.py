@@ -31,7 +31,7 @@ from bench import report
 from bench.client import Stream, prompt_of, session
 from bench.scheduler_start import seconds_to_first_pair
 from bench.site import SERVED_FLAGS, Site
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 
 STREAMS = 6
 TOKENS = 1200

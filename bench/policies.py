@@ -3,8 +3,8 @@
 Every policy gets the same requests: drawn lengths and arrivals, several seeds, at the paper's
 loads, in bursts, and where the best of the others begins to queue (`bench.edges`); and with
 --traces real ones. Changed parts are compared with the first three seeds.
-16 modelled LLaMA-7B on A10 (`kvmig.sim`), reports as live. The figures are geometric means over
-the workloads of a policy's mean over seeds, beside llumnix's; the last is the time lost to
+16 modelled LLaMA-7B on A10 (`kvmig_tools.sim`), reports as live. The figures are geometric means
+over the workloads of a policy's mean over seeds, beside llumnix's; the last is the time lost to
 preemptions, summed over the workloads. Below 1 is better.
 """
 
@@ -32,12 +32,12 @@ from kvmig.controlplane.extremes import pair_extremes
 from kvmig.controlplane.policy import POLICIES, Policy
 from kvmig.controlplane.protect import protect
 from kvmig.controlplane.victims import VictimRule
-from kvmig.sim import cost
-from kvmig.sim.cluster import SimCluster
-from kvmig.sim.outcomes import Outcomes
-from kvmig.sim.policies import setting
-from kvmig.sim.run import Run, requests_of
-from kvmig.sim.workloads import PAPER_SEED
+from kvmig_tools.sim import cost
+from kvmig_tools.sim.cluster import SimCluster
+from kvmig_tools.sim.outcomes import Outcomes
+from kvmig_tools.sim.policies import setting
+from kvmig_tools.sim.run import Run, requests_of
+from kvmig_tools.sim.workloads import PAPER_SEED
 
 INSTANCES = 16
 SEEDS = (PAPER_SEED, 1, 2, 3, 4)

@@ -24,7 +24,7 @@ from bench.arrivals import longest_ms
 from bench.client import prompt_of, session
 from bench.models import model_folder
 from bench.site import SETTLE, Site
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 
 FLAGS = (
     "--enforce-eager", "--instances=2", "--max-model-len=4096", "--max-num-seqs=32",

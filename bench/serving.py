@@ -52,9 +52,9 @@ from bench.serving_calls import (
 )
 from bench.serving_plot import draw_serving
 from bench.site import all_up
-from kvmig.cli.served import Served
 from kvmig.controlplane.policy import POLICIES
 from kvmig.ground.errors import ConfigError
+from kvmig_tools.served import Served
 
 TRACE = Path(__file__).parent / "traces" / "sharegpt_600.csv"
 KV_TOKENS = 13_616

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.arrivals import Arrival
 from kvmig.ground.errors import ConfigError
-from kvmig.sim.traces import read
+from kvmig_tools.sim.traces import read
 
 FIGURES = ("ttft_ms", "tpot_ms", "e2e_ms")
 STATISTICS = ("mean", "p50", "p99")

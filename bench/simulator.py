@@ -1,8 +1,8 @@
 """`python -m bench.simulator`: the simulator against the real system, by one and the same trace.
 
 Replays short requests with Poisson arrivals against real engines, then simulates the same requests
-on engines whose cost model was fitted to these (--gpu, or `python -m kvmig.profile` before), and
-prints both.
+on engines whose cost model was fitted to these (--gpu, or `python -m kvmig_tools.profile` before),
+and prints both.
 
 Who is preempted, and what moves, hangs on milliseconds: two runs of one trace differ, real or
 simulated. So several traces are replayed, and each is simulated several times with every arrival
@@ -34,13 +34,13 @@ from rich.table import Table
 from bench import report
 from bench.client import Stream, prompt_of, session
 from bench.models import NAMES, model_flags, model_folder
-from kvmig import profile
-from kvmig.cli.demo.client import Api, DemoFailed
-from kvmig.cli.served import Served
-from kvmig.sim import cost
-from kvmig.sim.cost import CostModel
-from kvmig.sim.lengths import Zipf
-from kvmig.sim.run import Run, simulate
+from kvmig_tools import profile
+from kvmig_tools.demo.client import Api, DemoFailed
+from kvmig_tools.served import Served
+from kvmig_tools.sim import cost
+from kvmig_tools.sim.cost import CostModel
+from kvmig_tools.sim.lengths import Zipf
+from kvmig_tools.sim.run import Run, simulate
 
 INPUTS, OUTPUTS = Zipf(96, 1.2), Zipf(128, 1.2)
 LONGEST = 400

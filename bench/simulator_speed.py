@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 
 from bench import report
-from kvmig.sim.run import Run, simulate
-from kvmig.sim.workloads import WORKLOADS
+from kvmig_tools.sim.run import Run, simulate
+from kvmig_tools.sim.workloads import WORKLOADS
 
 POLICIES = ("llumnix", "kvmig")
 LARGE = (100_000, 1_000_000)

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from bench.client import Stream, StreamFailed, prompt_of
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 
 SETTLE = 8
 """Tokens of a stream before anything of it is measured."""

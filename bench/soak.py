@@ -42,8 +42,8 @@ from bench.chaos.run import SETTLE_S, WARM_S, Load, references, traffic
 from bench.models import model_flags
 from bench.soak_plot import draw_soak
 from bench.soak_samples import FLAT, Sample, Whole, cluster_of, samples_of, steepest
-from kvmig.cli.served import SMALL, Served
 from kvmig.models import BUNDLED
+from kvmig_tools.served import SMALL, Served
 
 LOW, HIGH = 4, 28
 """Clients at low and high tide."""

@@ -11,7 +11,7 @@ import psutil
 
 from bench.chaos.cast import Cast
 from bench.chaos.place import Place
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 
 YOUNG_S = 30.0
 """Of a process that was seen for the first time: it has only begun."""

@@ -19,7 +19,7 @@ import psutil
 from bench import report
 from bench.overhead import PLAIN_VLLM, plain_environment
 from bench.site import ENGINE_FLAGS
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 
 INSTANCES = (1, 2, 3)
 INSTANCE = "kvmig.cli.llumlet"

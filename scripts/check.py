@@ -52,12 +52,12 @@ LINT = (
     Check("ruff check", ("ruff", "check", ".")),
     Check("ruff format", ("ruff", "format", "--check", ".")),
     Check("mypy", ("mypy",)),
-    Check("bandit", ("bandit", "-q", "-r", "-c", "pyproject.toml", "kvmig")),
+    Check("bandit", ("bandit", "-q", "-r", "-c", "pyproject.toml", "kvmig", "kvmig_tools")),
     Check("import floors", ("lint-imports", "--no-logo")),
 )
 HANDSHAKE = "every order of the handshake"
-ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig.check"))
-ALL_ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig.check", "--long"))
+ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check"))
+ALL_ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check", "--long"))
 NEITHER = "not engine and not server"
 HEAVY = (
     Check("tests on servers", marks="server and not long and not alone"),

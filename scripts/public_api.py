@@ -46,10 +46,11 @@ PAGES: dict[str, tuple[str, ...]] = {
         "kvmig.kernels.select:kernels",
         "kvmig.kernels.face",
     ),
-    "simulator": ("kvmig.sim.run", "kvmig.sim.cost", "kvmig.sim.policies"),
+    "simulator": ("kvmig_tools.sim.run", "kvmig_tools.sim.cost", "kvmig_tools.sim.policies"),
 }
 """By page of the API reference: modules, with all that they define, or `module:name,name`."""
 
+PACKAGES = ("kvmig", "kvmig_tools")
 INNER = ("T", "log")
 """Names that modules have for themselves."""
 SPECIAL = ("__init__", "__enter__", "__aenter__")
@@ -61,25 +62,26 @@ Whoever changes it says why in CHANGELOG.md.
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copy the package below `folder`; kernels becomes a regular package, as griffe wants it."""
-    shutil.copytree(
-        ROOT / "kvmig",
-        folder / "kvmig",
-        ignore=lambda at, names: [
-            name for name in names if not (name.endswith(".py") or Path(at, name).is_dir())
-        ],
-    )
+    """Copy the packages below `folder`; kernels becomes a regular package, as griffe wants it."""
+    for package in PACKAGES:
+        shutil.copytree(
+            ROOT / package,
+            folder / package,
+            ignore=lambda at, names: [
+                name for name in names if not (name.endswith(".py") or Path(at, name).is_dir())
+            ],
+        )
     (folder / "kvmig" / "kernels" / "__init__.py").touch()
     return folder
 
 
-def load(folder: Path) -> griffe.Module:
-    """The package as `copy_sources` left it."""
+def load(folder: Path) -> griffe.ModulesCollection:
+    """The packages as `copy_sources` left them."""
     loader = griffe.GriffeLoader(search_paths=[folder], allow_inspection=False)
-    package = loader.load("kvmig", try_relative_path=False)
+    for package in PACKAGES:
+        loader.load(package, try_relative_path=False)
     loader.resolve_aliases(implicit=False)
-    assert isinstance(package, griffe.Module)
-    return package
+    return loader.modules_collection
 
 
 def parsed(entry: str) -> tuple[str, list[str]]:
@@ -130,11 +132,10 @@ def signatures() -> str:
     """The whole file."""
     lines = [HEAD]
     with tempfile.TemporaryDirectory() as folder:
-        package = load(copy_sources(Path(folder)))
+        modules = load(copy_sources(Path(folder)))
         for entry in (entry for entries in PAGES.values() for entry in entries):
             path, wanted = parsed(entry)
-            inside = path.split(".")[1:]
-            module = package[inside] if inside else package
+            module = modules[path]
             lines.append(f"\n{path}\n")
             for name in names_of(module, wanted):
                 lines += [f"    {line}\n" for line in described(module[name])]

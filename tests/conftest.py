@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from kvmig.cli.served import SMALL, Served
+from kvmig_tools.served import SMALL, Served
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.retries import SESSION
 from tests.toys import Toys

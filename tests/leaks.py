@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 
 PATIENCE_S = 10.0
 """Freed blocks show up with the next load report, aborts a moment after the client left."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 from tests.retries import SESSION, EndedEarly, until_moved
 
 TIMEOUT_S = 120.0

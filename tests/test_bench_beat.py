@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from bench.beat import floor_s, means, rows
 from bench.policies import COMPARED
-from kvmig.sim.run import Run, simulate
+from kvmig_tools.sim.run import Run, simulate
 
 
 def sample(policy: str, tail: float, seed: int) -> dict[str, object]:

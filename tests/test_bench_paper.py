@@ -10,9 +10,9 @@ from bench.paper import scaling, single
 from bench.paper.__main__ import SECTIONS, read, simulate, write
 from bench.paper.loads import METRICS, points, run_of
 from bench.paper.scope import Scope, spread
-from kvmig.sim.run import Result, Run
-from kvmig.sim.run import simulate as simulate_one
-from kvmig.sim.workloads import WORKLOADS
+from kvmig_tools.sim.run import Result, Run
+from kvmig_tools.sim.run import simulate as simulate_one
+from kvmig_tools.sim.workloads import WORKLOADS
 
 
 def runs_of(scope: Scope) -> list[Run]:

@@ -9,7 +9,7 @@ import pytest
 
 from bench import policies, queues, report, scheduler
 from bench.scheduler import Sample
-from kvmig.sim.run import Run
+from kvmig_tools.sim.run import Run
 
 SAMPLE = Sample(10_000, 1, 4.0, 100, 30.0, 5.0, 60)
 

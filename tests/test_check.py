@@ -8,12 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmig.check.__main__ import _chosen, main
-from kvmig.check.explore import Result
-from kvmig.check.freeze import freeze
-from kvmig.check.request import Request
-from kvmig.check.scenarios import SCENARIOS, SHORT, Scenario, explore
-from kvmig.check.site import Shape
 from kvmig.engines.base import Tail
 from kvmig.gateway.recovery import Recovery
 from kvmig.gateway.splice import Splicer
@@ -25,6 +19,12 @@ from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.messages import Commit
 from kvmig.kvtransfer.source_machine import E, S, SourceMachine
 from kvmig.kvtransfer.tombstones import Tombstones
+from kvmig_tools.check.__main__ import _chosen, main
+from kvmig_tools.check.explore import Result
+from kvmig_tools.check.freeze import freeze
+from kvmig_tools.check.request import Request
+from kvmig_tools.check.scenarios import SCENARIOS, SHORT, Scenario, explore
+from kvmig_tools.check.site import Shape
 
 ONE = Scenario("one", SHORT)
 PLANT = pytest.MonkeyPatch

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmig.check.cluster import Step
-from kvmig.check.pairs import count
-from kvmig.check.scenarios import Scenario, explore
-from kvmig.check.site import Shape, Site
 from kvmig.controlplane.tracking import Tracking
 from kvmig.gateway.requests import RequestTable
 from kvmig.kvtransfer.epochs import Epochs
 from kvmig.kvtransfer.messages import Reserve
 from kvmig.kvtransfer.tombstones import Attempt, Tombstones
+from kvmig_tools.check.cluster import Step
+from kvmig_tools.check.pairs import count
+from kvmig_tools.check.scenarios import Scenario, explore
+from kvmig_tools.check.site import Shape, Site
 
 PLANT = pytest.MonkeyPatch
 SHAPE = Shape(tokens=1, stages=1)

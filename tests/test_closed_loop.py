@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmig.controlplane.policy import POLICIES
-from kvmig.sim import cost
-from kvmig.sim.cluster import SimCluster
-from kvmig.sim.llumlet import SimLlumlet
-from kvmig.sim.outcomes import Outcomes
-from kvmig.sim.policies import setting
-from kvmig.sim.request import SimRequest
-from kvmig.sim.workloads import generate
+from kvmig_tools.sim import cost
+from kvmig_tools.sim.cluster import SimCluster
+from kvmig_tools.sim.llumlet import SimLlumlet
+from kvmig_tools.sim.outcomes import Outcomes
+from kvmig_tools.sim.policies import setting
+from kvmig_tools.sim.request import SimRequest
+from kvmig_tools.sim.workloads import generate
 
 KVMIG = POLICIES["kvmig"]
 Moves = dict[str, list[tuple[float, bool]]]

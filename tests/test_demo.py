@@ -9,11 +9,11 @@ import sys
 import pytest
 from rich.console import Console
 
-from kvmig.cli.demo.__main__ import main
-from kvmig.cli.demo.ledger import Ledger
-from kvmig.cli.demo.run import Shown, marks
-from kvmig.cli.demo.screen import Screen
-from kvmig.cli.served import Served
+from kvmig_tools.demo.__main__ import main
+from kvmig_tools.demo.ledger import Ledger
+from kvmig_tools.demo.run import Shown, marks
+from kvmig_tools.demo.screen import Screen
+from kvmig_tools.served import Served
 
 
 def streamed(text: str, start: float = 0.0) -> Ledger:
@@ -132,7 +132,7 @@ def test_a_server_that_is_not_there_is_said_in_one_sentence(
 def test_the_demo_moves_a_stream_and_finds_its_text_unchanged(two_instances: Served) -> None:
     done = subprocess.run(
         [
-            sys.executable, "-m", "kvmig.cli.demo",
+            sys.executable, "-m", "kvmig_tools.demo",
             "--url", two_instances.url, "--tokens", "1200", "--moves", "3",
         ],
         capture_output=True, text=True, timeout=120, check=False,

@@ -15,7 +15,13 @@ from kvmig.cli.flags import parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvmig"
-MODULES = [path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts]
+TOOLS = ROOT / "kvmig_tools"
+MODULES = [
+    path
+    for package in (PACKAGE, TOOLS)
+    for path in package.rglob("*.py")
+    if "__pycache__" not in path.parts
+]
 MAX_LINES = 800
 KERNELS = sorted(f"kvmig.kernels.{path.stem}" for path in (PACKAGE / "kernels").glob("*.py"))
 
@@ -61,12 +67,6 @@ def test_the_folders_at_the_root_are_links_into_the_package(name: str) -> None:
 def test_files_stay_small() -> None:
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
     assert {path: count for path, count in lines.items() if count >= MAX_LINES} == {}
-
-
-def test_the_import_floors_hold() -> None:
-    done = lint_imports(ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 broken" in done.stdout
 
 
 def test_the_import_floors_see_kernels(tmp_path: Path) -> None:

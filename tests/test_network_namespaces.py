@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.cli.served import SMALL, Served
+from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.leaks import assert_server_is_empty
 from tests.network import Host, Network, NoNetwork

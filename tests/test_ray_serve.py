@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from kvmig.cli import ray_cluster, ray_launcher
-from kvmig.cli.served import SMALL, Served
 from kvmig.ground.config import RayConfig
 from kvmig.ground.errors import ConfigError
+from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.leaks import assert_server_is_empty
 from tests.streams import Stream, count_from, counted, place, run_moved, run_unmoved

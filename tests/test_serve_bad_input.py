@@ -19,9 +19,9 @@ from typing import ClassVar
 import psutil
 import pytest
 
-from kvmig.cli.served import free_port
 from kvmig.engines.toy.script import Script, ScriptFile
 from kvmig.models import BUNDLED
+from kvmig_tools.served import free_port
 from tests.leaks import orphans
 
 pytestmark = pytest.mark.server

@@ -18,7 +18,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 from tests.streams import ask, other
 
 pytestmark = pytest.mark.server

@@ -18,8 +18,8 @@ from bench.chaos.calls import COUNTING
 from bench.chaos.cast import sever
 from bench.chaos.clients import Client, Ledger, keep_asking
 from bench.chaos.mover import Mover
-from kvmig.cli.served import Served
 from kvmig.engines.toy.script import Script
+from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, StreamFailed, ask, count_from, counted

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, count_from, counted, row_of, run_unmoved

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.cli.served import SMALL, Served
+from kvmig_tools.served import SMALL, Served
 from tests import tiny_blip2, tiny_lora
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 from tests.retries import SESSION, may_end_early
 from tests.streams import (
     Stream,

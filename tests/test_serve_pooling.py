@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmig.cli.served import SMALL, Served
+from kvmig_tools.served import SMALL, Served
 from tests.leaks import Footprint, assert_server_is_empty
 
 pytestmark = pytest.mark.server

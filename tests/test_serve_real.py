@@ -11,7 +11,7 @@ import pytest
 
 from bench.models import QWEN3, model_folder
 from bench.real import FLAGS
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, row_of, run_moved, run_unmoved
 

@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 from tests.streams import Stream, count_from, counted, move_one, row_of
 
 pytestmark = pytest.mark.server

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvmig.cli.served import SMALL, Served
+from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import SHM, Footprint, assert_server_is_empty
 from tests.streams import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.leaks import Footprint, assert_server_is_empty, orphans
 from tests.streams import Stream, StreamFailed, ask, count_from, counted, row_of, run_unmoved

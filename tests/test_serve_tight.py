@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmig.cli.served import Served
 from kvmig.engines.toy.script import Script
+from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, ask, move, move_one, other, place, row_of, run_unmoved

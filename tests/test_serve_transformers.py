@@ -13,9 +13,9 @@ import openai
 import psutil
 import pytest
 
-from kvmig.cli.served import Served
 from kvmig.models import BUNDLED
 from kvmig.serve import main
+from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import (

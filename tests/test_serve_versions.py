@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 from tests.conftest import PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, StreamFailed, ask, count_from, counted, row_of, run_unmoved

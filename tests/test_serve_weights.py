@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvmig.cli.served import SMALL, Served
 from kvmig.models import BUNDLED
+from kvmig_tools.served import SMALL, Served
 from tests import count_down
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, place, run_moved, run_unmoved, run_whole
 from tests.zoo import FAMILIES, make

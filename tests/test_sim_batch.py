@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmig.sim.batch import DecodeBatch
-from kvmig.sim.request import SimRequest
-from kvmig.sim.steps import Steps
+from kvmig_tools.sim.batch import DecodeBatch
+from kvmig_tools.sim.request import SimRequest
+from kvmig_tools.sim.steps import Steps
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(2, 40)), min_size=1, max_size=6)
 

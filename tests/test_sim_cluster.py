@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Pair
 from kvmig.ground.errors import ConfigError
-from kvmig.sim import cost
-from kvmig.sim.cluster import SimCluster
-from kvmig.sim.cost import CostModel
-from kvmig.sim.outcomes import Outcomes
-from kvmig.sim.policies import NAMES, SETTINGS, policy, setting
-from kvmig.sim.request import SimRequest
-from kvmig.sim.run import Result, Run, simulate
-from kvmig.simulate import main, parser, runs_of
+from kvmig_tools.sim import cost
+from kvmig_tools.sim.cluster import SimCluster
+from kvmig_tools.sim.cost import CostModel
+from kvmig_tools.sim.outcomes import Outcomes
+from kvmig_tools.sim.policies import NAMES, SETTINGS, policy, setting
+from kvmig_tools.sim.request import SimRequest
+from kvmig_tools.sim.run import Result, Run, simulate
+from kvmig_tools.simulate import main, parser, runs_of
 
 
 def small(prefill: str = "first", blocks: int = 24, cache: bool = False) -> CostModel:
@@ -284,8 +284,8 @@ def test_a_bad_row_of_a_trace_is_one_sentence_with_file_line_and_field(
     file = tmp_path / "t.csv"
     file.write_text("arrival_s,input_tokens,output_tokens\n0,5,6\n1,5,-6\n")
     assert main(["--trace", str(file), "--workers", "1"]) == 2
-    says = f"kvmig.simulate: {file}:3: output_tokens is '-6', must be a whole number of at least 1"
-    assert capsys.readouterr().err.strip().endswith(says)
+    says = f"{file}:3: output_tokens is '-6', must be a whole number of at least 1"
+    assert capsys.readouterr().err.strip().endswith(f"kvmig_tools.simulate: {says}")
 
 
 def test_infaas_is_least_loaded_by_the_papers_name() -> None:

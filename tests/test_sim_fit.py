@@ -6,10 +6,10 @@ import pytest
 
 from bench import report
 from bench.simulator import FIGURES, LONGEST, compare, trace
-from kvmig.profile import Measured, main, model_of, to_toml
-from kvmig.sim import cost
-from kvmig.sim.cost import Capacity
-from kvmig.sim.fit import (
+from kvmig_tools.profile import Measured, main, model_of, to_toml
+from kvmig_tools.sim import cost
+from kvmig_tools.sim.cost import Capacity
+from kvmig_tools.sim.fit import (
     PromptTime,
     StageTime,
     StepTime,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.sim.events import EventQueue
-from kvmig.sim.network import Network
+from kvmig_tools.sim.events import EventQueue
+from kvmig_tools.sim.network import Network
 
 
 def test_copies_out_of_one_instance_share_its_link() -> None:

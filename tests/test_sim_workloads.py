@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvmig.ground.errors import ConfigError
-from kvmig.sim import cost
-from kvmig.sim.lengths import BURSTGPT_IN, BURSTGPT_OUT, SHAREGPT_IN, SHAREGPT_OUT, Quantiles
-from kvmig.sim.traces import read
-from kvmig.sim.workloads import PAPER_SEED, gaps, generate
+from kvmig_tools.sim import cost
+from kvmig_tools.sim.lengths import BURSTGPT_IN, BURSTGPT_OUT, SHAREGPT_IN, SHAREGPT_OUT, Quantiles
+from kvmig_tools.sim.traces import read
+from kvmig_tools.sim.workloads import PAPER_SEED, gaps, generate
 
 
 # The paper's Table 1: P50, P80, P95, P99.
@@ -98,7 +98,7 @@ def test_cost_models_that_come_along_load(name: str) -> None:
 
 
 def test_a_bad_cost_model_is_named_by_file_and_field(tmp_path: Path) -> None:
-    good = Path(str(files("kvmig.sim").joinpath("gpus", "a10-llama7b.toml"))).read_text()
+    good = Path(str(files("kvmig_tools.sim").joinpath("gpus", "a10-llama7b.toml"))).read_text()
     path = write(tmp_path / "bad.toml", good.replace("blocks = 851", "blocks = -1"))
     with pytest.raises(ConfigError, match=r"capacity.blocks is -1, must be 1 or more"):
         cost.load(str(path))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvmig.cli.served import Served
 from kvmig.engines.toy.script import Script, ScriptFile
+from kvmig_tools.served import Served
 
 
 class Toys(Served):

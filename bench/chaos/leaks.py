@@ -12,7 +12,7 @@ import psutil
 
 from bench.chaos.cast import Cast, shared_by
 from bench.chaos.place import Place
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 
 START_TIMEOUT_S = 90.0
 """An instance that had no memory while it started may wait for ever, inside torch."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 
 COLLECT_S = 2.0
 MOST = 1000

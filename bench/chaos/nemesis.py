@@ -21,7 +21,7 @@ from bench.chaos.hooks import ARMED, FIRED, NOW
 from bench.chaos.place import Place
 from bench.chaos.plan import PROCESSES, Fault
 from kvmig.cli.pulse import LOOKS, SILENT_S
-from kvmig.cli.served import Served
+from kvmig_tools.served import Served
 
 LATE_S = 0.3
 """What a slow message is late by: some answers then come after their time-out."""

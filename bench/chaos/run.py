@@ -19,7 +19,7 @@ from bench.chaos.nemesis import Nemesis
 from bench.chaos.place import Place
 from bench.chaos.plan import Fault
 from bench.models import model_flags
-from kvmig.cli.served import SMALL, Served
+from kvmig_tools.served import SMALL, Served
 
 WARM_S = 10.0
 """Load without faults, after which every process has made the connections that it needs."""

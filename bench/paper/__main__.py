@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.paper import large, loads, priorities, scaling, single
 from bench.paper.scope import QUICK, Results, Scope, Section
-from kvmig.sim.run import Finished, Result, Run, simulate_all
+from kvmig_tools.sim.run import Finished, Result, Run, simulate_all
 
 SECTIONS: tuple[Section, ...] = (single, loads, priorities, scaling, large)
 QUICK_NOTE = "\nRuns so short end before queues have grown: their figures aren't the paper's.\n"

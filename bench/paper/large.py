@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.paper.scope import Results, Scope, spread, table, values
-from kvmig.sim.run import Run
+from kvmig_tools.sim.run import Run
 
 POLICIES = ("round-robin", "least-loaded", "llumnix", "kvmig")
 SIZES = ((16, 10_000), (64, 40_000), (1_000, 100_000))

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from bench.paper.scope import Results, Scope, mean, table, values
-from kvmig.sim.run import Run
-from kvmig.sim.workloads import WORKLOADS
+from kvmig_tools.sim.run import Run
+from kvmig_tools.sim.workloads import WORKLOADS
 
 REAL = ("ShareGPT", "BurstGPT")
 METRICS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from bench.paper.scope import Part, Results, Scope, mean, table
-from kvmig.sim.run import Result, Run
+from kvmig_tools.sim.run import Result, Run
 
 CVS = (2.0, 4.0, 6.0, 8.0)
 LOAD_TOKENS = 1_600

@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import fmean
 
 from bench.paper.scope import Results, Scope, mean, spread, table, values
-from kvmig.sim import cost
-from kvmig.sim.run import Run, requests_of
+from kvmig_tools.sim import cost
+from kvmig_tools.sim.run import Run, requests_of
 
 POLICIES = ("least-loaded", "llumnix", "kvmig")
 LOADS = ((2.0, 1.0), (2.5, 1.0), (3.0, 1.0), (2.0, 2.0), (2.0, 4.0), (2.0, 6.0))

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from kvmig.sim.run import Result, Run
-from kvmig.sim.workloads import PAPER_SEED
+from kvmig_tools.sim.run import Result, Run
+from kvmig_tools.sim.workloads import PAPER_SEED
 
 Results = Mapping[Run, Result]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.paper.scope import Results, Scope, spread, table, values
-from kvmig.sim.run import Run
+from kvmig_tools.sim.run import Run
 
 ONE = Run(trace="M-M", policy="round-robin", rate=0.42, requests=2_000, instances=1, setting="text")
 FOUR = Run(

@@ -1,0 +1,1 @@
+"""Tools beside kvmig: model checker, simulator, profiler, demo. Nothing that serves needs them."""

@@ -1,0 +1,105 @@
+"""Explores the handshake: `python -m kvmig_tools.check`; exits with 1 on a broken invariant."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from kvmig_tools.check.explore import Result
+from kvmig_tools.check.scenarios import SCENARIOS, Scenario, explore
+
+INVARIANTS = """\
+Invariants, in every state:
+  at most one side decodes a request under an epoch whose tokens the client takes: one that is
+    fenced, or whose run was given up, may decode beside it until it is told
+  the client gets every token, none twice, in order
+  a request that decodes has all its blocks
+  a commit is carried out once, and never undone
+  no machine gets an event that its state has no arrow for
+  some side decodes it again after a lease at most, and a reply's time-out for each further fault
+and at every end, which comes whatever happens (there is no circle):
+  every reserved block is given back, no migration is left
+  the client has its whole answer, if an instance and its front end live"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status."""
+    chosen = _chosen(arguments)
+    print(INVARIANTS, end="\n\n")
+    columns = f"{'faults':>7}{'states':>10}{'events':>10}{'ends':>7}{'gap s':>7}{'cpu s':>7}"
+    print(f"{'scenario':21}{columns}")
+    began, results = time.perf_counter(), []
+    for scenario, result in zip(chosen, _explored(chosen), strict=True):
+        results.append(result)
+        _print(scenario, result)
+    seconds = time.perf_counter() - began
+    states, events = (sum(getattr(one, name) for one in results) for name in ("states", "events"))
+    longest = max(results, key=lambda one: one.gap_s)
+    print(f"\n{states:,} states, {events:,} events in {seconds:.1f} s.")
+    print(f"Two requests beside each other: {sum(one.pairs for one in results):,} states.")
+    print(
+        f"Longest time for which nobody decodes: {longest.gap_s:g} s, as time-outs are by default:"
+    )
+    print("\n".join(f"  {one}" for one in longest.gap))
+    broken = [one for one in results if one.violation]
+    print("An invariant is broken." if broken else "All invariants hold.")
+    return 1 if broken else 0
+
+
+def _explored(chosen: list[Scenario]) -> Iterator[Result]:
+    """In their order; each in a process of its own, as many at once as there are cores."""
+    if len(chosen) == 1:
+        yield explore(chosen[0])
+        return
+    with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, len(chosen))) as pool:
+        yield from pool.imap(explore, chosen)
+
+
+def _chosen(arguments: Sequence[str] | None) -> list[Scenario]:
+    parser = argparse.ArgumentParser(prog="python -m kvmig_tools.check", description=__doc__)
+    names = [scenario.name for scenario in SCENARIOS]
+    parser.add_argument("--only", metavar="NAME", choices=names, help=f"one of: {', '.join(names)}")
+    parser.add_argument(
+        "--faults", type=_count, metavar="N", help="at most so many in each (default: 1 or 2)"
+    )
+    parser.add_argument(
+        "--whole", action="store_true", help="compare two requests of three stages with faults, too"
+    )
+    parser.add_argument("--long", action="store_true", help="two requests of three stages, too")
+    options = parser.parse_args(arguments)
+    long = options.long or options.whole
+    chosen = [
+        one
+        for one in SCENARIOS
+        if options.only == one.name or (options.only is None and (long or not one.long))
+    ]
+    if options.faults is not None:
+        chosen = [one.with_faults(options.faults) for one in chosen]
+    return [one.whole() for one in chosen] if options.whole else chosen
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"is {text}, must be a whole number, 0 or more")
+    return int(text)
+
+
+def _print(scenario: Scenario, result: Result) -> None:
+    print(
+        f"{scenario.name:21}{scenario.faults:7}{result.states:10,}{result.events:10,}"
+        f"{result.ends:7,}{result.gap_s:7g}{result.seconds:7.1f}",
+        flush=True,
+    )
+    if result.pairs:
+        print(f"  both: {result.pairs:,} states; at one process: {result.shared:,}, compared")
+    if result.violation:
+        print(f"\n{result.violation}:")
+        print("\n".join(f"  {at + 1:3} {label}" for at, label in enumerate(result.trace)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

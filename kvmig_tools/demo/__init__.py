@@ -1,0 +1,1 @@
+"""`python -m kvmig_tools.demo`: watch a text move between instances while it streams."""

@@ -1,0 +1,246 @@
+"""The simulated cluster: arrivals, dispatch and rounds, by the live control plane's code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+from kvmig.controlplane.dispatch import NewRequest
+from kvmig.controlplane.messages import Member
+from kvmig.controlplane.policy import Policy
+from kvmig.controlplane.scheduler import Scheduler
+from kvmig.controlplane.view import ClusterView
+from kvmig.controlplane.view_builder import ViewBuilder
+from kvmig.ground.priorities import NORMAL, PriorityClass
+from kvmig.ground.scaling import ScalingConfig
+from kvmig_tools.sim.cost import CostModel
+from kvmig_tools.sim.engine import SimEngine
+from kvmig_tools.sim.events import EventQueue
+from kvmig_tools.sim.llumlet import SimLlumlet
+from kvmig_tools.sim.migration import Migration, Outcome
+from kvmig_tools.sim.network import Network
+from kvmig_tools.sim.outcomes import Outcomes
+from kvmig_tools.sim.policies import Setting
+from kvmig_tools.sim.reports import Reports
+from kvmig_tools.sim.request import SimRequest
+from kvmig_tools.sim.scale import Scaling
+from kvmig_tools.sim.series import Series
+
+
+class _Ears:
+    """An engine's listener: to its llumlet and to the outcomes."""
+
+    def __init__(self, cluster: SimCluster, name: str) -> None:
+        self._cluster = cluster
+        self._name = name
+
+    def changed(self) -> None:
+        """News for the next report."""
+        self._cluster.changed(self._name)
+
+    def first_token(self, request: SimRequest) -> None:
+        """Nobody needs to know."""
+
+    def finished(self, request: SimRequest) -> None:
+        """Count it."""
+        self._cluster.llumlets[self._name].gone(request, "finished")
+        self._cluster.finished(request)
+
+    def preempted(self, request: SimRequest) -> None:
+        """Its migration, if any, ends."""
+        self._cluster.llumlets[self._name].gone(request, "preempted")
+
+
+class SimCluster:
+    """Runs requests, in the order of their arrival, on `instances` modelled engines."""
+
+    def __init__(
+        self,
+        requests: Iterable[SimRequest],
+        instances: int,
+        cost: CostModel,
+        policy: Policy,
+        setting: Setting,
+        outcomes: Outcomes,
+        classes: Sequence[PriorityClass] = (NORMAL,),
+        scaling: ScalingConfig | None = None,
+        sample_s: float = 0.0,
+    ) -> None:
+        """sample_s: virtual seconds between two samples of `series`; 0: none."""
+        self.events = EventQueue()
+        self.cost = cost
+        self.policy = policy
+        self.setting = setting
+        self.outcomes = outcomes
+        self.llumlets: dict[str, SimLlumlet] = {}
+        """All there ever were."""
+        self.members: dict[str, SimLlumlet] = {}
+        """Those that serve or drain."""
+        self.series = Series()
+        self._reports = Reports(setting)
+        self._sample_s = sample_s
+        self._since: dict[str, float] = {}
+        self._network = Network(self.events, cost.copy.bandwidth)
+        self._dispatch = policy.dispatcher()
+        self._scheduler = Scheduler(policy)
+        self._builder = ViewBuilder(headroom=policy.headroom)
+        self._headroom = None
+        if len(classes) > 1:
+            tokens = cost.capacity.block_tokens
+            self._headroom = {one.priority: one.headroom_tokens / tokens for one in classes}
+        self._arrivals: Iterator[SimRequest] = iter(requests)
+        self._more = True
+        self._left = 0
+        self._scaling = None
+        if scaling is not None:
+            self._scaling = Scaling(
+                scaling, self.events, cost.start_s, self._order, self._serve, self._leave
+            )
+        for _ in range(instances):
+            self._serve(self._order())
+
+    def run(self) -> Outcomes:
+        """Until every request has ended."""
+        self._next_arrival()
+        if self._scheduler.rebalances or self._scaling is not None:
+            self.events.at(0.0, self._round)
+        if self._sample_s:
+            self.events.at(0.0, self._sample)
+        self.events.run()
+        for llumlet in self.llumlets.values():
+            if not llumlet.idle or llumlet.engine.used or llumlet.here:
+                raise AssertionError(f"{llumlet.name} holds something at the end")
+        for name in list(self._since):
+            self._leave(name)
+        self.outcomes.close(self.events.now, self.llumlets.values(), self._network.bytes)
+        return self.outcomes
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is here or to come."""
+        return self._more or self._left > 0
+
+    # -- instances
+
+    def _order(self) -> str:
+        """A member that doesn't serve yet: it costs from now on."""
+        name = f"i{len(self.llumlets)}"
+        engine = SimEngine(self.events, self.cost, _Ears(self, name))
+        self.llumlets[name] = SimLlumlet(
+            name,
+            self.events,
+            engine,
+            self.policy,
+            self.setting,
+            self._headroom,
+            self._migration,
+        )
+        self._builder.join(Member(name, name))
+        self._since[name] = self.events.now
+        return name
+
+    def _serve(self, name: str) -> None:
+        self.members[name] = self.llumlets[name]
+        self._reports.join(self.llumlets[name])
+
+    def _leave(self, name: str) -> None:
+        self.members.pop(name, None)
+        self._reports.leave(name)
+        self._builder.leave(name)
+        self.outcomes.instance_s += self.events.now - self._since.pop(name)
+
+    def changed(self, name: str) -> None:
+        """Something happened there that a report shall tell."""
+        self._reports.news(name)
+
+    def _sample(self) -> None:
+        self.series.sample(self.events.now, self.members.values())
+        if self.busy:
+            self.events.after(self._sample_s, self._sample)
+
+    # -- requests
+
+    def _next_arrival(self) -> None:
+        request = next(self._arrivals, None)
+        if request is None:
+            self._more = False
+            return
+        self.events.at(request.arrival, partial(self._arrive, request))
+
+    def _arrive(self, request: SimRequest) -> None:
+        if request.final_tokens > self.cost.capacity.largest:
+            self.outcomes.refuse(request)
+        else:
+            self._left += 1
+            if self.setting.front_end_s:
+                self.events.after(self.setting.front_end_s, partial(self._place, request))
+            else:
+                self._place(request)
+        self._next_arrival()
+
+    def _place(self, request: SimRequest) -> None:
+        demand = -(-request.tokens // self.cost.capacity.block_tokens)
+        chosen = self._dispatch.pick(self._view(), NewRequest(demand, request.priority))
+        if self.setting.reports == "live":
+            self._builder.dispatched(chosen.instance, demand, self.events.now)
+        self.llumlets[chosen.instance].submit(request)
+
+    def finished(self, request: SimRequest) -> None:
+        """An engine is done with it."""
+        self._left -= 1
+        self.outcomes.finish(request)
+
+    # -- rounds
+
+    def _view(self) -> ClusterView:
+        now = self.events.now
+        for report in self._reports.collect(now):
+            self._builder.report(report, now)
+        return self._builder.view(now)
+
+    def _round(self) -> None:
+        view = self._view()
+        orders = self._scheduler.round(view)
+        if self._scaling is not None:
+            self._scaling.decide(view, self.members)
+        for source, pairs in orders:
+            self.llumlets[source].pair(pairs.pairs)
+        if self.busy:
+            self.events.after(self.setting.round_s, self._round)
+
+    # -- migrations
+
+    def _migration(self, source: SimLlumlet, request: SimRequest, destination: str) -> Migration:
+        there = self.llumlets[destination]
+        counted = ended = False
+
+        def may_enter() -> str:
+            nonlocal counted
+            refusal = there.may_enter()
+            # It may have ended while this was on its way: then an abort comes right behind.
+            if not refusal and not ended:
+                counted = True
+                there.incoming += 1
+                self.changed(destination)
+            return refusal
+
+        def end(outcome: Outcome) -> None:
+            nonlocal ended
+            ended = True
+            if counted:
+                there.incoming -= 1
+                self.changed(destination)
+            self.outcomes.migrated(outcome)
+            source.migration_ended(request, destination, outcome)
+
+        return Migration(
+            self.events,
+            self._network,
+            request,
+            (source.name, source.engine),
+            (destination, there.engine),
+            self.setting.max_stages,
+            may_enter,
+            there.arrived,
+            end,
+        )
