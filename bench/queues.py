@@ -13,6 +13,8 @@ from functools import partial
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvmig.controlplane.pairing import MOST_WAITING
 from kvmig.models import BUNDLED
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 POLICIES = ("fcfs", "priority")
 WAITING = (10, 100, 1_000, 10_000)
+
+FIGURES = np.random.default_rng(1).random(10_000)
 
 BLOCK_TOKENS = 16
 BLOCKS = 1000
@@ -70,6 +74,7 @@ class Look:
     waiting: int
     snapshot_us: float
     list_us: float
+    sort_us: float
 
 
 def measure(waiting: tuple[int, ...], repeats: int) -> list[Look]:
@@ -82,8 +87,13 @@ def measure(waiting: tuple[int, ...], repeats: int) -> list[Look]:
                 snapshot_us = _microseconds(held.load)
                 list_us = _microseconds(partial(held.listing, MOST_WAITING, (), ()))
                 if repeat:
-                    looks.append(Look(policy, count, snapshot_us, list_us))
+                    looks.append(Look(policy, count, snapshot_us, list_us, sort_us()))
     return looks
+
+
+def sort_us() -> float:
+    """Processor time of NumPy's stable sort and sum of 10,000 figures: the yardstick."""
+    return _microseconds(lambda: (np.sort(FIGURES, kind="stable"), FIGURES.sum()))
 
 
 def _filled(policy: str, count: int) -> Holdings:

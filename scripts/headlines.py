@@ -107,13 +107,13 @@ HEADLINES = (
         Source("gpu_gather", "gather_64kb_plain_share"),
     ),
     Headline(
-        "one scheduler round over 10,000 instances, ms",
-        Source("scheduler", "round_ms_10000"),
+        "one scheduler round over 10,000 instances / NumPy's sort of 10,000 figures",
+        Source("scheduler", "round_over_sort_10000"),
         None,
     ),
     Headline(
-        "one dispatch among 10,000 instances, µs",
-        Source("scheduler", "dispatch_us_10000"),
+        "one dispatch among 10,000 instances / the same sort",
+        Source("scheduler", "dispatch_over_sort_10000"),
         None,
     ),
     Headline(

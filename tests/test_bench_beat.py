@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from bench.beat import floor_s, means, rows
+import pytest
+
+from bench.beat import floor_s, means, rows, summary
 from bench.policies import COMPARED
 from kvmig_tools.sim.run import Run, simulate
 
@@ -19,6 +21,10 @@ def test_the_best_other_is_the_one_with_the_lowest_tail() -> None:
         "0.200", "0.300",
     ]  # fmt: skip
     assert total[5:] == row[5:]
+    found = summary(of, ["w"])
+    assert found["ttft_p99_artifact_over_kvmig"] == 1.5
+    assert found["ttft_p99_best_over_kvmig_least"] == 1.25
+    assert found["loss_over_artifact"] == pytest.approx(2 / 3)
 
 
 def test_no_policy_is_under_the_floor() -> None:

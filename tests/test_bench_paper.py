@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from bench.paper import scaling, single
+from bench.paper import aims, scaling, single
 from bench.paper.__main__ import SECTIONS, read, simulate, write
 from bench.paper.loads import METRICS, points, run_of
 from bench.paper.scope import Scope, spread
@@ -24,11 +24,15 @@ def test_the_report_has_every_section_and_its_pictures(tmp_path: Path) -> None:
     scope = Scope(seeds=(1,), one_load=True)
     small = Run(trace="S-S", policy="llumnix", rate=34.0, requests=60, high_share=0.3)
     figures = simulate_one(small, sample_s=1.0).result
-    write(scope, {run: structs.replace(figures, run=run) for run in runs_of(scope)}, tmp_path)
+    results = {run: structs.replace(figures, run=run) for run in runs_of(scope)}
+    write(scope, results, tmp_path)
     text = (tmp_path / "paper.md").read_text()
     for section in ("section 3", "section 6.3", "section 6.4", "section 6.5", "section 6.6"):
         assert section in text
     assert (tmp_path / "paper" / "loads.png").exists()
+    summary = aims.summary(scope, results)
+    assert aims.targets(scope).keys() <= summary.keys()
+    assert summary["high_e2e_mean_s_gain"] == 1.0  # every run is the same one here
 
 
 def test_a_run_that_was_ended_goes_on_where_it_was(

@@ -11,7 +11,7 @@ from bench import policies, queues, report, scheduler
 from bench.scheduler import Sample
 from kvmig_tools.sim.run import Run
 
-SAMPLE = Sample(10_000, 1, 4.0, 100, 30.0, 5.0, 60)
+SAMPLE = Sample(10_000, 1, 4.0, 100, 30.0, 5.0, 60, 400.0)
 
 
 def test_a_small_cluster_is_measured_and_drawn(tmp_path: Path) -> None:
@@ -32,6 +32,7 @@ def test_the_figures_are_of_the_slowest_and_the_spread_over_requests() -> None:
     assert summary["round_ms_10000"] == 6.0
     assert summary["round_spread_10000"] == 1.5
     assert summary["dispatch_us_10000"] == 30.0
+    assert summary["round_over_sort_10000"] == 15.0
     targets = {name: scheduler.TARGETS[name] for name in summary if name in scheduler.TARGETS}
     assert report.missed(summary, targets) == []
     slow = scheduler.summarise([replace(SAMPLE, round_ms=11.0, dispatch_us=51.0)])

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.paper import large, loads, priorities, scaling, single
+from bench import report
+from bench.paper import aims, large, loads, priorities, scaling, single
 from bench.paper.scope import QUICK, Results, Scope, Section
 from kvmig_tools.sim.run import Finished, Result, Run, simulate_all
 
@@ -27,9 +28,9 @@ QUICK_NOTE = "\nRuns so short end before queues have grown: their figures aren't
 ROOT = Path(__file__).parents[2]
 
 
-def main() -> int:
-    """Exit code 0."""
-    args = _parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 1 if --check finds a target missed."""
+    args = _parser().parse_args(argv)
     scope = QUICK if args.quick else Scope(one_load=args.one_load)
     docs = args.docs or (ROOT / "build" / "paper" if args.quick else ROOT / "docs")
     file = args.results or (docs if args.quick else ROOT / "bench" / "results") / "paper.jsonl"
@@ -38,17 +39,14 @@ def main() -> int:
     results = simulate(scope, known, args.workers, file)
     write(scope, results, docs)
     print(docs / "paper.md")
-    return 0
+    result = report.begin("paper", {"seeds": scope.seeds, "requests": scope.requests})
+    result.summary, result.targets = aims.summary(scope, results), aims.targets(scope)
+    return report.finish(result, args)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m bench.paper",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.parser(__doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="one load a workload, short runs, under two minutes")
     add("--one-load", action="store_true", help="one load a workload")
     add("--docs", type=Path, help="folder of paper.md (default: docs; quick: build/paper)")
     add("--results", type=Path, help="raw figures (default: bench/results/paper.jsonl)")
@@ -76,9 +74,8 @@ def simulate(scope: Scope, known: Results, workers: int | None, file: Path) -> d
     )
     results = dict(known)
     runs = [run for run in wanted if run not in known]
-    columns = TextColumn("simulated"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns) as progress, file.open("wb") as written:
-        bar = progress.add_task("", total=len(runs))
+    with report.progress() as progress, file.open("wb") as written:
+        bar = progress.add_task("simulated", total=len(runs))
 
         def keep(result: Result) -> None:
             results[result.run] = _short(result)

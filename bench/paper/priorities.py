@@ -64,11 +64,13 @@ def _setting(policy: str) -> str:
     return "live" if policy == "kvmig" else "text"
 
 
-def _high(result: Result) -> dict[str, float]:
+def high(result: Result) -> dict[str, float]:
+    """Figures of the requests of high priority."""
     return result.high
 
 
-def _normal(result: Result) -> dict[str, float]:
+def normal(result: Result) -> dict[str, float]:
+    """Figures of all others."""
     return result.normal
 
 
@@ -82,10 +84,10 @@ def report(scope: Scope, results: Results, pictures: Path) -> str:
     )
     for policy in ("llumnix", "kvmig"):
         rows = []
-        for title, part in (("high", _high), ("normal", _normal)):
+        for title, part in (("high", high), ("normal", normal)):
             for metric, field in METRICS.items():
                 cells = [
-                    f"{_ratio(scope, results, policy, cv, field, part):.2f}"
+                    f"{ratio(scope, results, policy, cv, field, part):.2f}"
                     for cv in scope.some(CVS)
                 ]
                 published = PUBLISHED[metric] if title == "high" else "at least 0.955"
@@ -95,7 +97,8 @@ def report(scope: Scope, results: Results, pictures: Path) -> str:
     return text + WHY
 
 
-def _ratio(scope: Scope, results: Results, policy: str, cv: float, field: str, part: Part) -> float:
+def ratio(scope: Scope, results: Results, policy: str, cv: float, field: str, part: Part) -> float:
+    """How much better a figure is than without priorities: above 1 is faster."""
     run = msgspec.structs.replace(run_of(policy, cv), setting=_setting(policy))
     base = mean(scope, results, run_of("llumnix-base", cv), field, part)
     return base / mean(scope, results, run, field, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from statistics import fmean
 
@@ -108,12 +109,18 @@ def _curve(scope: Scope, results: Results, policy: str) -> list[tuple[float, flo
     return sorted(points)
 
 
+def saving(scope: Scope, results: Results, policy: str, bounds: tuple[float, float]) -> float:
+    """Share of least-loaded's instances that the policy saves at no higher P99; NaN if it can't."""
+    base = run_of("least-loaded", 2.0, 1.0, bounds)
+    cost, limit = (mean(scope, results, base, n) for n in ("instances_mean", "ttft_p99_s"))
+    good = [point for point in _curve(scope, results, policy) if point[1] <= limit]
+    return 1 - min(good)[0] / cost if good else math.nan
+
+
 def _saving(scope: Scope, results: Results) -> str:
     """For each of least-loaded's points the cheapest of the others that is no slower."""
     rows = []
     for bounds in BOUNDS:
-        base = run_of("least-loaded", 2.0, 1.0, bounds)
-        cost, limit = (mean(scope, results, base, n) for n in ("instances_mean", "ttft_p99_s"))
         row = [f"{bounds[0]:g}-{bounds[1]:g}"]
         for policy in POLICIES:
             run = run_of(policy, 2.0, 1.0, bounds)
@@ -122,8 +129,8 @@ def _saving(scope: Scope, results: Results) -> str:
                 spread(values(scope, results, run, "instances_mean")),
             ]
         for policy in POLICIES[1:]:
-            good = [point for point in _curve(scope, results, policy) if point[1] <= limit]
-            row.append(f"{100 * (1 - min(good)[0] / cost):.0f} %" if good else "-")
+            saved = saving(scope, results, policy, bounds)
+            row.append("-" if math.isnan(saved) else f"{100 * saved:.0f} %")
         rows.append(row)
     header = ["bounds"]
     for policy in POLICIES:
