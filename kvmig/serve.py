@@ -29,8 +29,7 @@ from kvmig.cli.secrets import cluster_secret, taken
 from kvmig.cli.shapes import InstanceShape, Shapes, own_flags, shapes_of, unit_tokens
 from kvmig.controlplane.messages import Member
 from kvmig.engines.kind import EngineKind, kind_of
-from kvmig.front_end import FrontEnd, FrontLaunch
-from kvmig.front_ends import FrontEnds
+from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
 from kvmig.gateway.access import is_loopback
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.discreet import ADMIN_KEY

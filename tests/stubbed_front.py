@@ -26,9 +26,9 @@ from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig, MigrationConfig
 from kvmig.ground.http import HttpConfig
 from kvmig.ground.priorities import PriorityClass
-from kvmig.openai_server.generation import Engines, Outlet, decode_outputs
+from kvmig.openai_server.generation import Engines, RequestQueues, decode_outputs
+from kvmig.openai_server.http_task import UvicornServer
 from kvmig.openai_server.routes import openai_api
-from kvmig.openai_server.uvicorn_server import UvicornServer
 
 if TYPE_CHECKING:
     from kvmig.engines.transformers.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class Stubbed:
     port: int
     engine: StubEngine
     metronome: Metronome
-    outlet: Outlet
+    outlet: RequestQueues
     router: Router
     registry: CollectorRegistry
 
@@ -103,7 +103,7 @@ async def stubbed_front(
     llumlet = Llumlet("i0", "test", SECRET, config, engine)
     await llumlet.start()
     front = Front(GateState(), priorities, http, registry)
-    outlet = Outlet()
+    outlet = RequestQueues()
     router = Router("front", SECRET, config, outlet, decode_outputs, observer=front.metrics)
     membership = Membership(router)
     launcher = LauncherLink("tcp://127.0.0.1:9", SECRET, "front", membership)

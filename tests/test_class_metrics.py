@@ -7,8 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvmig.engines.base import EngineLoad, Preempted
-from kvmig.gateway.class_metrics import ClassCollector, ClassMetrics
-from kvmig.gateway.metrics import Metrics
+from kvmig.gateway.metrics import ClassCollector, Metrics
 from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.priorities import PriorityClass, with_normal
@@ -26,7 +25,7 @@ class Registry(CollectorRegistry):
 
 def test_each_class_has_its_own_latencies() -> None:
     registry = Registry()
-    metrics = ClassMetrics(registry, CLASSES)
+    metrics = Metrics(registry, CLASSES)
     metrics.began(-1, 0.5)
     metrics.ended(-1, whole_s=2.5, decode_s=2.0, tokens=5)
     metrics.ended(0, whole_s=1.0, decode_s=0.0, tokens=1)

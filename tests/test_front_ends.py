@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmig import front_ends
+from kvmig import front_end
 from kvmig.cli.children import running
-from kvmig.front_end import FrontLaunch
-from kvmig.front_ends import FrontEnds
+from kvmig.front_end import FrontEnds, FrontLaunch
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.lifecycle import LifecycleConfig
 
@@ -65,9 +64,9 @@ class Site:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     made = Site(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(front_ends, "running", lambda _, *rest: running("stub", *rest))
-    monkeypatch.setattr(front_ends, "say", made.say)
-    monkeypatch.setattr(front_ends, "SILENT_S", 1.0)
+    monkeypatch.setattr(front_end, "running", lambda _, *rest: running("stub", *rest))
+    monkeypatch.setattr(front_end, "say", made.say)
+    monkeypatch.setattr(front_end, "SILENT_S", 1.0)
     return made
 
 

@@ -20,7 +20,7 @@ from kvmig.gateway.refusals import RefusalMiddleware, Refusals
 from kvmig.gateway.request_id import RequestIdMiddleware
 from kvmig.gateway.shown import shown
 from kvmig.ground.http import HttpConfig
-from kvmig.openai_server.uvicorn_server import UvicornServer
+from kvmig.openai_server.http_task import UvicornServer
 from tests.skipped_time import skipped_time
 
 SMALL = HttpConfig(max_body=2000, body_timeout_s=0.3)

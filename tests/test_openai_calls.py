@@ -18,11 +18,9 @@ from kvmig.gateway.request_id import RequestIdMiddleware
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import NoInstance
 from kvmig.kvtransfer.wire import Frame
-from kvmig.openai_server.answers import ChatAnswer
-from kvmig.openai_server.choices import Choices
-from kvmig.openai_server.generation import Engines, Generation, Outlet, Piece
+from kvmig.openai_server.answers import ChatAnswer, Piece, Token
+from kvmig.openai_server.generation import Choices, Engines, Generation, RequestQueues
 from kvmig.openai_server.routes import openai_api
-from kvmig.openai_server.tokens import Token
 
 if TYPE_CHECKING:
     from kvmig.engines.transformers.tokenizer import Tokenizer
@@ -52,7 +50,7 @@ class Bytes:
 class Instances:
     """A router whose instances answer what a test says; `live`: what they still run."""
 
-    def __init__(self, outlet: Outlet) -> None:
+    def __init__(self, outlet: RequestQueues) -> None:
         self._outlet = outlet
         self.script: list[Output | tuple[str, bool]] = []
         self.live: set[str] = set()
@@ -93,7 +91,7 @@ def out(text: str, finish_reason: Any = "", error: str = "") -> Output:
 
 @pytest.fixture
 def instances() -> Instances:
-    return Instances(Outlet())
+    return Instances(RequestQueues())
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
-from kvmig.engines.vllm.front import Outlet, RoutedLLM
+from kvmig.engines.vllm.front import OutputQueue, RoutedLLM
 from kvmig.engines.vllm.outputs import CarefulOutputs
 from kvmig.ground.errors import NoInstance
 from kvmig.models import BUNDLED
@@ -138,7 +138,7 @@ class Cluster:
 
 
 @asynccontextmanager
-async def front(cluster: Cluster, outlet: Outlet) -> AsyncIterator[RoutedLLM]:
+async def front(cluster: Cluster, outlet: OutputQueue) -> AsyncIterator[RoutedLLM]:
     with environment(ENVIRONMENT):
         flags.set_environment()
         config = engine_config(flags.parse([str(BUNDLED), "--enforce-eager"]))
@@ -151,7 +151,7 @@ async def front(cluster: Cluster, outlet: Outlet) -> AsyncIterator[RoutedLLM]:
 
 
 async def test_a_request_that_no_instance_takes_leaves_nothing_behind() -> None:
-    async with front(Cluster(), Outlet()) as llm:
+    async with front(Cluster(), OutputQueue()) as llm:
         outputs = llm.generate({"prompt_token_ids": [1, 2]}, generating(), "r")
         with pytest.raises(GracefulHTTPError, match="no instance serves"):
             await anext(outputs)
@@ -159,7 +159,7 @@ async def test_a_request_that_no_instance_takes_leaves_nothing_behind() -> None:
 
 
 async def test_an_error_in_what_hands_out_outputs_ends_no_stream() -> None:
-    cluster, outlet = Cluster(), Outlet()
+    cluster, outlet = Cluster(), OutputQueue()
     async with front(cluster, outlet) as llm:
         queue = RequestOutputCollector(EACH, "r")
         params = SamplingParams(max_tokens=9, output_kind=EACH, stop=["the end"])
@@ -179,13 +179,13 @@ async def test_an_error_in_what_hands_out_outputs_ends_no_stream() -> None:
 
 
 async def test_the_sources_of_kv_events_are_none_as_with_vllm() -> None:
-    async with front(Cluster(), Outlet()) as llm:
+    async with front(Cluster(), OutputQueue()) as llm:
         assert llm.get_kv_event_sources() == {}
 
 
 def test_what_instances_of_other_machines_tell_is_on_the_front_ends_clock() -> None:
     now = [50.0]
-    outlet = Outlet(clock=lambda: now[0])
+    outlet = OutputQueue(clock=lambda: now[0])
     event = EngineCoreEvent(EngineCoreEventType.QUEUED, 999_998.0)
     first = EngineCoreOutput("r", [1], events=[event])
     outlet.deliver(0, [first], EngineCoreOutputs(timestamp=1_000_000.0))

@@ -14,13 +14,18 @@ from kvmig.gateway.admin import admin_api
 from kvmig.gateway.admin_instances import instances_api
 from kvmig.gateway.authentication import AuthenticationMiddleware
 from kvmig.gateway.body import BodyMiddleware, Intake
-from kvmig.gateway.class_metrics import ClassCollector
 from kvmig.gateway.connection import Connection
 from kvmig.gateway.gate import Gate, GateState
 from kvmig.gateway.inventory import InstanceRow, cluster_rows
 from kvmig.gateway.launcher_link import LauncherLink
 from kvmig.gateway.membership import Membership
-from kvmig.gateway.metrics import InstanceCollector, Metrics, of_all_front_ends, with_instances
+from kvmig.gateway.metrics import (
+    ClassCollector,
+    InstanceCollector,
+    Metrics,
+    of_all_front_ends,
+    with_instances,
+)
 from kvmig.gateway.overload import Overload
 from kvmig.gateway.overload_door import Door, OverloadMiddleware
 from kvmig.gateway.priorities import PriorityMiddleware

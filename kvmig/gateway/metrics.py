@@ -6,20 +6,27 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from kvmig.gateway.class_metrics import ClassMetrics
-from kvmig.gateway.fault_metrics import FaultMetrics
+from kvmig.engines.base import Preempted
 from kvmig.gateway.inventory import InstanceRow
-from kvmig.ground.priorities import PriorityClass
+from kvmig.ground.priorities import PriorityClass, class_of
 from kvmig.kvtransfer.report import Downtime, MigrationReport
 
 BUCKETS_S = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
+TTFT_BUCKETS_S = (
+    0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0,
+)  # fmt: skip
+TPOT_BUCKETS_S = (
+    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0,
+)  # fmt: skip
+REQUEST_BUCKETS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+LABEL = "priority_class"
 
 
 def downtime_s(downtime: Downtime) -> float:
@@ -29,54 +36,162 @@ def downtime_s(downtime: Downtime) -> float:
 
 
 class Metrics:
-    """What happened: an `Observer` for the router."""
+    """Counts what happens to requests, migrations and instances: an `Observer` for the router."""
 
     def __init__(self, registry: CollectorRegistry, classes: Sequence[PriorityClass]) -> None:
-        self._by_class = ClassMetrics(registry, classes)
-        self.began, self.ended = self._by_class.began, self._by_class.ended
-        faults = FaultMetrics(registry)
-        self.missing, self.ran_again = faults.missing, faults.ran_again
-        self.poisoned, self.unread = faults.poisoned, faults.unread
-        self.messages_refused = faults.messages_refused
-        self.refused = self._by_class.refused
-        self._migrations = Counter(
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def histogram(
+            name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()
+        ) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+
+        self._classes = classes
+        self._ttft = histogram(
+            "kvmig_request_ttft_seconds",
+            "From a request's arrival to its first token.",
+            TTFT_BUCKETS_S,
+            (LABEL,),
+        )
+        self._tpot = histogram(
+            "kvmig_request_tpot_seconds",
+            "Mean time of a request's output tokens after the first.",
+            TPOT_BUCKETS_S,
+            (LABEL,),
+        )
+        self._whole = histogram(
+            "kvmig_request_seconds",
+            "From a request's arrival to its last token.",
+            REQUEST_BUCKETS_S,
+            (LABEL,),
+        )
+        self._moved = counter(
+            "kvmig_moved_for_priority_total",
+            "Requests that were moved away from one of a class above, by their own class.",
+            (LABEL,),
+        )
+        self._refused = counter(
+            "kvmig_requests_refused_total",
+            "Requests that were answered 429: too many waited (--max-waiting).",
+            (LABEL,),
+        )
+        for one in classes:  # a class that has had no request yet is there with 0
+            for metric in (self._ttft, self._tpot, self._whole, self._moved, self._refused):
+                metric.labels(one.name)
+        self._missing = counter(
+            "kvmig_instances_missing_total",
+            "Instances that could not be relied on any more: silent, hung, failed or lost.",
+            ("instance", "ailment"),
+        )
+        self._again = counter(
+            "kvmig_requests_run_again_total",
+            "Requests that were run again because their instance was missing.",
+        )
+        self._tokens = counter(
+            "kvmig_recomputed_tokens_total",
+            "Tokens of those requests, prompt and output; the prefix cache may hold some.",
+        )
+        self._poisoned = counter(
+            "kvmig_requests_poisoned_total",
+            "Requests that were failed because instances crashed while they ran them.",
+        )
+        self._unread = counter(
+            "kvmig_requests_unread_total",
+            "Requests that were failed because their client didn't read (--max-unread).",
+        )
+        self._messages_refused = Gauge(
+            "kvmig_messages_refused",
+            "Messages that a process has refused since its start, by reason.",
+            ("process", "reason"),
+            registry=registry,
+            multiprocess_mode="max",  # all front ends hear the same of a process
+        )
+        self._refused_before: dict[str, Mapping[str, int]] = {}
+        self._migrations = counter(
             "kvmig_migrations_total",
             "Migrations that ended: outcome (committed, aborted), reason, what they were for.",
             ("outcome", "reason", "why", "source", "destination"),
-            registry=registry,
         )
-        self._downtime = Histogram(
+        self._downtime = histogram(
             "kvmig_migration_downtime_seconds",
             "Time from asking for the suspension to the destination's first token.",
-            buckets=BUCKETS_S,
-            registry=registry,
+            BUCKETS_S,
         )
-        self._bytes = Counter(
-            "kvmig_migration_bytes_total", "KV cache sent by migrations.", registry=registry
-        )
-        self._gap = Histogram(
+        self._bytes = counter("kvmig_migration_bytes_total", "KV cache sent by migrations.")
+        self._gap = histogram(
             "kvmig_client_gap_seconds",
             "Time between the last token of the old instance and the first of the new, "
             "as they came to the front end; a client sees less of it (--spread).",
-            buckets=BUCKETS_S,
-            registry=registry,
+            BUCKETS_S,
         )
+
+    # -- requests
+
+    def refused(self, priority: int) -> None:
+        """A request was answered 429."""
+        self._refused.labels(self._name(priority)).inc()
+
+    def began(self, priority: int, ttft_s: float) -> None:
+        """A request's first token came."""
+        self._ttft.labels(self._name(priority)).observe(ttft_s)
+
+    def ended(self, priority: int, whole_s: float, decode_s: float, tokens: int) -> None:
+        """A request's last token came, the `tokens`th, `decode_s` after the first."""
+        name = self._name(priority)
+        self._whole.labels(name).observe(whole_s)
+        if tokens > 1:
+            self._tpot.labels(name).observe(decode_s / (tokens - 1))
+
+    def ran_again(self, tokens: int) -> None:
+        """A request runs again on another instance; so many tokens are to be recomputed."""
+        self._again.inc()
+        self._tokens.inc(tokens)
+
+    def poisoned(self) -> None:
+        """A request was failed because instances crashed while they ran it."""
+        self._poisoned.inc()
+
+    def unread(self) -> None:
+        """A request was failed because its client didn't read."""
+        self._unread.inc()
+
+    # -- migrations
 
     def migrated(self, report: MigrationReport, priority: int | None) -> None:
         """A migration ended."""
-        if priority is not None:
-            self._by_class.migrated(report, priority)
+        committed = report.state == "committed"
+        if priority is not None and committed and report.why == "priority":
+            self._moved.labels(self._name(priority)).inc()
         self._migrations.labels(
             report.state, report.reason, report.why, report.source, report.destination
         ).inc()
         self._bytes.inc(report.bytes)
-        if report.state == "committed" and report.downtime_ms is not None:
+        if committed and report.downtime_ms is not None:
             self._downtime.observe(downtime_s(report.downtime_ms))
 
     def switched(self, gap_s: float | None) -> None:
         """A stream went over to a new owner."""
         if gap_s is not None:
             self._gap.observe(gap_s)
+
+    # -- instances
+
+    def missing(self, instance: str, ailment: str) -> None:
+        """An instance became silent, hung, failed or lost."""
+        self._missing.labels(instance, ailment).inc()
+
+    def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
+        """A process has refused so many messages since its start, by reason."""
+        before = self._refused_before.get(process, {})
+        if counts == before:
+            return
+        for reason in before.keys() | counts.keys():  # none of a reason: it has started again
+            self._messages_refused.labels(process, reason).set(counts.get(reason, 0))
+        self._refused_before[process] = counts
+
+    def _name(self, priority: int) -> str:
+        return class_of(self._classes, priority).name
 
 
 _GAUGES = {
@@ -157,3 +272,43 @@ def with_instances(
     registry = CollectorRegistry()
     registry.register(_Labelled(source, instances))
     return registry
+
+
+class ClassCollector(Collector):
+    """What the instances tell of each class, read when somebody scrapes."""
+
+    def __init__(
+        self, rows: Callable[[], Iterable[InstanceRow]], classes: Sequence[PriorityClass]
+    ) -> None:
+        self._rows = rows
+        self._classes = classes
+
+    def collect(self) -> Iterable[Metric]:
+        """One sample an instance and class."""
+        labels = ("instance", LABEL)
+        whole = CounterMetricFamily("kvmig_preemptions", "Requests preempted.", labels=labels)
+        beside = CounterMetricFamily(
+            "kvmig_preempted_for_priority",
+            "Those of them that were preempted while a request of a class above was in the batch.",
+            labels=labels,
+        )
+        headroom = GaugeMetricFamily(
+            "kvmig_instance_headroom_blocks",
+            "KV blocks kept free while a request of the class runs.",
+            labels=labels,
+        )
+        for row in self._rows():
+            for one in self._classes:
+                headroom.add_metric((row.id, one.name), row.headroom.get(one.priority, 0.0))
+            for name, (every, below) in self._by_class(row.preempted).items():
+                whole.add_metric((row.id, name), every)
+                beside.add_metric((row.id, name), below)
+        return (whole, beside, headroom)
+
+    def _by_class(self, told: Iterable[Preempted]) -> dict[str, tuple[int, int]]:
+        counts = {one.name: (0, 0) for one in self._classes}
+        for one in told:
+            name = class_of(self._classes, one.priority).name
+            every, below = counts[name]
+            counts[name] = every + one.times, below + one.below
+        return counts

@@ -1,17 +1,98 @@
-"""The two shapes of answers: completions and chats, whole and in chunks."""
+"""Answers in OpenAI's two shapes: completions and chats, whole and in chunks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
-from kvmig.openai_server.generation import Piece
-from kvmig.openai_server.tokens import ChatLogprobs, CompletionLogprobs, Decode
+from pydantic import BaseModel
+
+from kvmig.engines.transformers.payload import Logprob
+
+
+class Token(NamedTuple):
+    """An output token with its log-probabilities."""
+
+    id: int
+    logprob: Logprob
+
+
+class Piece(NamedTuple):
+    """A part of one choice's answer.
+
+    tokens: output tokens so far; logprobs: of this piece's tokens, if they are asked for, whether
+    their text is in it or held back.
+    """
+
+    text: str
+    tokens: int
+    finish_reason: str | None
+    logprobs: Sequence[Token] = ()
+
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class CompletionLogprobs:
+    """Log-probabilities of one completion choice; offsets count on from chunk to chunk."""
+
+    def __init__(self, decode: Decode) -> None:
+        """decode: of any run of tokens, those that are special too."""
+        self._decode = decode
+        self._offset = 0
+
+    def of(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """OpenAI's object."""
+        texts = [self._decode([token.id]) for token in tokens]
+        offsets: list[int] = []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [token.logprob.value for token in tokens],
+            "tokens": texts,
+            "top_logprobs": [
+                {text: token.logprob.value} | self._top(token.logprob)
+                for text, token in zip(texts, tokens, strict=True)
+            ],
+        }
+
+    def _top(self, logprob: Logprob) -> dict[str, float]:
+        tops = zip(logprob.top_ids, logprob.top, strict=True)
+        return {self._decode([token]): value for token, value in tops}
+
+
+class ChatLogprobs:
+    """Log-probabilities of chat choices."""
+
+    def __init__(self, decode: Decode) -> None:
+        """decode: of any run of tokens, those that are special too."""
+        self._decode = decode
+
+    def of(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """OpenAI's object."""
+        return {
+            "content": [
+                self._one(token.id, token.logprob.value)
+                | {
+                    "top_logprobs": [
+                        self._one(top, value)
+                        for top, value in zip(token.logprob.top_ids, token.logprob.top, strict=True)
+                    ]
+                }
+                for token in tokens
+            ]
+        }
+
+    def _one(self, token_id: int, value: float) -> dict[str, Any]:
+        text = self._decode([token_id])
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
 
 class Answer(Protocol):
-    """One call's, of one choice or several. Token counts are of prompt and output."""
+    """Writes the answer to one call, of one choice or several."""
 
     def head(self, choice: int) -> dict[str, Any] | None:
         """A chunk before a choice's first text, if there is one."""
@@ -40,7 +121,7 @@ def usage(prompt_tokens: int, output_tokens: int) -> dict[str, int]:
 
 
 class CompletionAnswer:
-    """Of /v1/completions."""
+    """Answers /v1/completions."""
 
     def __init__(self, answer_id: str, model: str, choices: int, decode: Decode) -> None:
         """decode: see `CompletionLogprobs`."""
@@ -68,7 +149,7 @@ class CompletionAnswer:
 
 
 class ChatAnswer:
-    """Of /v1/chat/completions."""
+    """Answers /v1/chat/completions."""
 
     def __init__(self, answer_id: str, model: str, decode: Decode) -> None:
         """decode: see `ChatLogprobs`."""
@@ -114,3 +195,88 @@ def _choice(
     finish_reason: str | None,
 ) -> dict[str, Any]:
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+# The answers as /openapi.json documents them; the classes above make them.
+
+FinishReason = Literal["stop", "length"]
+
+
+class Usage(BaseModel):
+    """Tokens of one call."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+
+
+class TextChoice(BaseModel):
+    """What a completion reads. logprobs: parallel lists, where they were asked for."""
+
+    index: int
+    text: str
+    logprobs: dict[str, list[Any]] | None
+    finish_reason: FinishReason
+
+
+class Completion(BaseModel):
+    """Answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class ChatMessage(BaseModel):
+    """Message of the assistant."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    """What the assistant says. logprobs: `content`, where they were asked for."""
+
+    index: int
+    message: ChatMessage
+    logprobs: dict[str, list[Any]] | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(BaseModel):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Model(BaseModel):
+    """The model under one of its names."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class Models(BaseModel):
+    """Answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+EVENTS: dict[str, Any] = {
+    "description": "The answer; with `stream`, its chunks as server-sent events.",
+    "content": {"text/event-stream": {}},
+}

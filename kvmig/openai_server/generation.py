@@ -1,38 +1,59 @@
-"""One request: to the router, and its tokens back as text."""
+"""One call's requests: to the router, their tokens back as text, their text to the client.
+
+A `Generation` is one request, `Choices` are those of one call (`n`), `whole` and `stream` answer
+the call; its client may leave at any time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Send
 
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
+from kvmig.gateway.admin_errors import problem
+from kvmig.gateway.errors import GatewayError
 from kvmig.gateway.ports import Batch, Item
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import NoInstance
-from kvmig.openai_server.errors import Failed
+from kvmig.openai_server.answers import Answer, Piece, Token, usage
+from kvmig.openai_server.bodies import StreamOptions
 from kvmig.openai_server.text import Detokenizer, StopStrings
-from kvmig.openai_server.tokens import Token
+
+
+class Failed(GatewayError):
+    """A request that began can't go on. retry: another attempt may succeed."""
+
+    def __init__(self, message: str, *, retry: bool) -> None:
+        super().__init__(message)
+        if retry:
+            self.status = HTTPStatus.SERVICE_UNAVAILABLE
 
 
 class Tokenizer(Protocol):
-    """Of one model."""
+    """Tokenizer of one model."""
 
     @property
     def max_tokens(self) -> int | None:
-        """That the model's positions allow; None: not known."""
+        """Most tokens that the model's positions allow; None: unknown."""
         ...
 
     @property
     def vocabulary(self) -> int:
-        """Ids are smaller."""
+        """Number of token ids."""
         ...
 
     @property
     def longest(self) -> int:
-        """Characters of a token at most."""
+        """Most characters of one token."""
         ...
 
     @property
@@ -62,19 +83,19 @@ class Tokenizer(Protocol):
         ...
 
 
-class Outlet:
-    """Where the router's streams end: implements `Sink`; one for the whole front end."""
+class RequestQueues:
+    """Implements `Sink` with a queue for each request; one object for the whole front end."""
 
     def __init__(self) -> None:
         self._queues: dict[str, asyncio.Queue[Output | Failed]] = {}
 
     def open(self, request_id: str) -> asyncio.Queue[Output | Failed]:
-        """What comes for this request from now on."""
+        """Queue of all that comes for this request from now on."""
         self._queues[request_id] = queue = asyncio.Queue[Output | Failed]()
         return queue
 
     def close(self, request_id: str) -> None:
-        """Nobody listens to it any more."""
+        """Drop the request's queue."""
         self._queues.pop(request_id, None)
 
     def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
@@ -98,21 +119,11 @@ def decode_outputs(payload: Sequence[memoryview]) -> Batch:
 
 @dataclass(frozen=True)
 class Engines:
-    """What all requests of a front end share."""
+    """Router, queues and tokenizer that all requests of a front end share."""
 
     router: Router
-    outlet: Outlet
+    queues: RequestQueues
     tokenizer: Tokenizer
-
-
-class Piece(NamedTuple):
-    """More of an answer. tokens: output tokens so far; logprobs: of those of this piece, if they
-    are asked for, whether their text is in it or held back."""
-
-    text: str
-    tokens: int
-    finish_reason: str | None
-    logprobs: Sequence[Token] = ()
 
 
 class Generation:
@@ -127,15 +138,15 @@ class Generation:
         choice: int | None = None,
     ) -> None:
         """external_id: of the call; the request's own has it in it. choice: of several."""
-        self._router, self._outlet = engines.router, engines.outlet
+        self._router, self._queues = engines.router, engines.queues
         self._external_id = external_id
-        # As vLLM ends its ids: `kvmig.gateway.foreign` reads them.
+        # As vLLM ends its ids: `kvmig.gateway.inventory` reads them.
         place = "" if choice is None else f"{choice}_"
         self._request_id = f"{place}{external_id}-{secrets.token_hex(4)}"
         self._request = request
         self._detokenizer = Detokenizer(engines.tokenizer.decode, request.prompt_token_ids)
         self._stops = StopStrings(stops)
-        self._queue = self._outlet.open(self._request_id)
+        self._queue = self._queues.open(self._request_id)
         self._tokens = 0
         self._logprobs: list[Token] = []
         self._runs = False
@@ -171,14 +182,14 @@ class Generation:
                 return Piece(text, self._tokens, reason, logprobs)
 
     async def close(self) -> None:
-        """Nobody wants more of it. May be called twice."""
-        self._outlet.close(self._request_id)
+        """Abort the request if it still runs. May be called twice."""
+        self._queues.close(self._request_id)
         if self._runs:
             self._runs = False
             await self._router.abort([self._request_id])
 
     async def _take(self, output: Output | Failed) -> tuple[str, str | None]:
-        """Its text, and why it is the last."""
+        """The output's text, and its finish reason if it is the last."""
         if isinstance(output, Failed):
             self._runs = False
             raise output
@@ -204,3 +215,146 @@ class Generation:
         cut = self._stops.add(self._detokenizer.rest())
         text += cut.text + self._stops.rest()
         return text, "stop" if cut.stopped else output.finish_reason
+
+
+CLIENT_LEFT = 499
+"""Status as nginx logs it; no client reads it."""
+
+
+class Choices:
+    """The choices of one call, beside each other: `begin`, then `pieces`; `close` in any case."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self._generations = generations
+        self._counts = [0] * len(generations)
+        self._waiting: dict[asyncio.Future[Piece], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._generations)
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all choices."""
+        return sum(self._counts)
+
+    async def begin(self) -> None:
+        """Raises Failed if there is no instance to run one of them."""
+        for generation in self._generations:
+            await generation.begin()
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(choice, piece), as they come, to the last one's end. Raises Failed."""
+        if len(self) == 1:  # nearly always: no task for each piece
+            ended = False
+            while not ended:
+                piece = await self._generations[0].next()
+                self._counts[0], ended = piece.tokens, piece.finish_reason is not None
+                yield 0, piece
+            return
+        for choice in range(len(self)):
+            self._ask(choice)
+        while self._waiting:
+            done, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in sorted(done, key=self._waiting.__getitem__):
+                choice = self._waiting.pop(future)
+                piece = future.result()
+                self._counts[choice] = piece.tokens
+                if piece.finish_reason is None:
+                    self._ask(choice)
+                yield choice, piece
+
+    async def close(self) -> None:
+        """Abort all that still runs. May be called twice."""
+        # First, and nothing else is waited for: the caller may be cancelled at each wait.
+        for generation in self._generations:
+            await generation.close()
+        for future in self._waiting:
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # that of another choice was told
+        self._waiting.clear()
+
+    def _ask(self, choice: int) -> None:
+        self._waiting[asyncio.ensure_future(self._generations[choice].next())] = choice
+
+
+async def whole(request: Request, choices: Choices, answer: Answer, prompt_tokens: int) -> Response:
+    """The answer, or none if the client leaves before. Raises Failed."""
+
+    async def run() -> Response:
+        came: list[list[Piece]] = [[] for _ in range(len(choices))]
+        await choices.begin()
+        async for choice, piece in choices.pieces():
+            came[choice].append(piece)
+        body = answer.whole([_joined(pieces) for pieces in came])
+        return JSONResponse({**body, "usage": usage(prompt_tokens, choices.tokens)})
+
+    running, left = asyncio.create_task(run()), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((running, left), return_when=asyncio.FIRST_COMPLETED)
+        return running.result() if running.done() else Response(status_code=CLIENT_LEFT)
+    finally:
+        running.cancel()
+        left.cancel()
+        await asyncio.gather(running, left, return_exceptions=True)
+        await choices.close()
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """All of one choice."""
+    text = "".join(piece.text for piece in pieces)
+    logprobs = [token for piece in pieces for token in piece.logprobs]
+    return pieces[-1]._replace(text=text, logprobs=logprobs)
+
+
+async def stream(
+    choices: Choices, answer: Answer, prompt_tokens: int, options: StreamOptions
+) -> Response:
+    """Server-sent events. Raises Failed where nothing could begin."""
+    try:
+        await choices.begin()
+    except BaseException:
+        await choices.close()
+        raise
+    return _Events(_events(choices, answer, prompt_tokens, options), choices)
+
+
+class _Events(StreamingResponse):
+    """Ends the choices with the response, however that ends."""
+
+    def __init__(self, events: AsyncIterator[bytes], choices: Choices) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._choices = choices
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            await super().stream_response(send)
+        finally:
+            await self._choices.close()
+
+
+async def _events(
+    choices: Choices, answer: Answer, prompt_tokens: int, options: StreamOptions
+) -> AsyncIterator[bytes]:
+    def event(chunk: dict[str, Any], counted: bool = options.continuous_usage_stats) -> bytes:
+        if counted:
+            chunk["usage"] = usage(prompt_tokens, choices.tokens)
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    for choice in range(len(choices)):
+        if (head := answer.head(choice)) is not None:
+            yield event(head)
+    try:
+        async for choice, piece in choices.pieces():
+            yield event(answer.chunk(choice, piece))
+    except Failed as error:
+        body = bytes(problem(HTTPStatus(error.status), str(error)).body)
+        yield b"data: " + body + b"\n\n"
+    else:
+        if options.include_usage:
+            yield event(answer.last(), counted=True)
+    yield b"data: [DONE]\n\n"
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,20 +1,25 @@
-"""A uvicorn server as a task of the running event loop: it begins, it ends, in bounded time."""
+"""A uvicorn server as a task of the running event loop: starts and stops in bounded time."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import uvicorn
+from fastapi import FastAPI
+
 from kvmig.ground.errors import StartupError
+from kvmig.ground.http import KEEP_ALIVE_S
 
 _START_TIMEOUT_S = 60.0
 
 
-class Server(Protocol):
-    """The part of `uvicorn.Server` that is used."""
+class Stoppable(Protocol):
+    """The part of `uvicorn.Server` that `HttpTask` uses."""
 
     started: bool
     should_exit: bool
@@ -22,16 +27,16 @@ class Server(Protocol):
 
 
 class HttpTask:
-    """`run`, then `stop`, also when `run` has failed."""
+    """Runs and stops an HTTP server: `run`, then `stop`, also when `run` has failed."""
 
-    def __init__(self, sock: socket.socket, server: Callable[[], Server | None]) -> None:
-        """sock: listening; it is closed at the end. server: None as long as there is none."""
+    def __init__(self, sock: socket.socket, server: Callable[[], Stoppable | None]) -> None:
+        """sock: listening, closed by `stop`. server: None before there is one."""
         self.sock = sock
         self._server = server
         self._serving: asyncio.Task[object] | None = None
 
     async def run(self, serve: Coroutine[Any, Any, object]) -> None:
-        """Return once `serve`, which makes it go, takes requests. Raises StartupError."""
+        """Start `serve`; return once the server takes requests. Raises StartupError."""
         self._serving = asyncio.create_task(serve, name="http")
         deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
         while (server := self._server()) is None or not server.started:
@@ -63,3 +68,34 @@ class HttpTask:
                 self._serving.cancel()
                 await asyncio.wait([self._serving])
         self.sock.close()
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: the launcher decides when the server ends."""
+        yield
+
+
+class UvicornServer(HttpTask):
+    """Serves `app`: `start`, then `stop`."""
+
+    def __init__(self, app: FastAPI, sock: socket.socket, *, access_log: bool) -> None:
+        """sock: listening; it is closed at the end. app.state.connection: uvicorn's protocol."""
+        config = uvicorn.Config(
+            app,
+            http=app.state.connection,
+            log_level="warning",
+            access_log=access_log,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._uvicorn = _Server(config)
+        super().__init__(sock, lambda: self._uvicorn)
+        if access_log:
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+
+    async def start(self) -> None:
+        """Return once requests are taken. Raises StartupError."""
+        await self.run(self._uvicorn.serve([self.sock]))

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,18 +16,40 @@ from starlette.responses import JSONResponse
 from kvmig.engines.transformers.payload import Submitted
 from kvmig.gateway.access import Rule
 from kvmig.gateway.admin_errors import PROBLEMS, guarded
+from kvmig.gateway.errors import GatewayError
 from kvmig.gateway.request_id import current_call
 from kvmig.gateway.shown import shown
-from kvmig.openai_server import calls
-from kvmig.openai_server.answers import Answer, ChatAnswer, CompletionAnswer
+from kvmig.openai_server.answers import (
+    EVENTS,
+    Answer,
+    ChatAnswer,
+    ChatCompletion,
+    Completion,
+    CompletionAnswer,
+    Models,
+)
 from kvmig.openai_server.bodies import Body, ChatBody, CompletionBody, field_names
-from kvmig.openai_server.choices import Choices
-from kvmig.openai_server.documented import EVENTS, ChatCompletion, Completion, Models
-from kvmig.openai_server.errors import BadRequest, UnknownModel
-from kvmig.openai_server.generation import Engines, Generation
+from kvmig.openai_server.generation import Choices, Engines, Generation, stream, whole
 
 USUAL_TOKENS = 16
 """Of a completion that says nothing of its length, as OpenAI has it."""
+
+
+class BadRequest(GatewayError):
+    """A field that can't be used."""
+
+    status = HTTPStatus.BAD_REQUEST
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModel(GatewayError):
+    """The call names another model."""
+
+    status = HTTPStatus.NOT_FOUND
+    param = "model"
 
 
 def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Rule) -> APIRouter:
@@ -34,7 +57,7 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
 
     rule: who may call them.
     """
-    door = _Door(engines, names, max_tokens)
+    caller = _Caller(engines, names, max_tokens)
     completions = APIRouter(route_class=guarded(rule, field_names(CompletionBody)))
     chats = APIRouter(route_class=guarded(rule, field_names(ChatBody)))
     api = APIRouter(prefix="/v1", route_class=guarded(rule, ()), responses=PROBLEMS)
@@ -45,19 +68,19 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
         """One prompt."""
         prompt = body.prompt
         if isinstance(prompt, str):
-            door.check_length("prompt", prompt)
+            caller.check_length("prompt", prompt)
             prompt = await asyncio.to_thread(engines.tokenizer.encode, prompt)
         call_id = current_call.get()
         asked = body.max_tokens or USUAL_TOKENS
         name, spell = body.model or names[0], engines.tokenizer.spell
         answer = CompletionAnswer(f"cmpl-{call_id}", name, body.n or 1, spell)
-        submitted = door.checked(body, prompt, asked, body.logprobs)
-        return await door.run(request, body, submitted, f"cmpl-{call_id}-0", answer)
+        submitted = caller.checked(body, prompt, asked, body.logprobs)
+        return await caller.run(request, body, submitted, f"cmpl-{call_id}-0", answer)
 
     @chats.post("/chat/completions", response_model=ChatCompletion, responses={200: EVENTS})
     async def chat(request: Request, body: ChatBody) -> Response:
         """One conversation."""
-        door.check_length("messages", *(one.content for one in body.messages))
+        caller.check_length("messages", *(one.content for one in body.messages))
         messages = [one.model_dump(exclude_none=True) for one in body.messages]
         try:
             prompt = await asyncio.to_thread(
@@ -71,8 +94,8 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
             raise BadRequest("top_logprobs", "top_logprobs wants logprobs, which must be true")
         logprobs = body.top_logprobs or 0 if body.logprobs else None
         answer = ChatAnswer(f"chatcmpl-{call_id}", body.model or names[0], engines.tokenizer.spell)
-        submitted = door.checked(body, prompt, asked, logprobs)
-        return await door.run(request, body, submitted, f"chatcmpl-{call_id}", answer)
+        submitted = caller.checked(body, prompt, asked, logprobs)
+        return await caller.run(request, body, submitted, f"chatcmpl-{call_id}", answer)
 
     @api.get("/models", response_model=Models)
     async def models() -> Response:
@@ -95,8 +118,8 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
     return api
 
 
-class _Door:
-    """Checks what is asked for, and begins it."""
+class _Caller:
+    """Checks what a call asks for, and runs it."""
 
     def __init__(self, engines: Engines, names: Sequence[str], max_tokens: int) -> None:
         self._engines = engines
@@ -132,8 +155,8 @@ class _Door:
             ]
         )
         if body.stream:
-            return await calls.stream(choices, answer, tokens, body.usage)
-        return await calls.whole(request, choices, answer, tokens)
+            return await stream(choices, answer, tokens, body.usage)
+        return await whole(request, choices, answer, tokens)
 
     def checked(
         self, body: Body, prompt: list[int], asked: int | None, logprobs: int | None

@@ -19,26 +19,26 @@ from kvmig.gateway.admin_errors import as_problem
 from kvmig.gateway.app import MIDDLEWARE
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
-from kvmig.openai_server.generation import Engines, Outlet, Tokenizer, decode_outputs
+from kvmig.openai_server.generation import Engines, RequestQueues, Tokenizer, decode_outputs
+from kvmig.openai_server.http_task import UvicornServer
 from kvmig.openai_server.routes import openai_api
-from kvmig.openai_server.uvicorn_server import UvicornServer
 
 
 class Described(msgspec.Struct):
-    """Of what an engine says of itself (`ServingEngine.describe`), what matters here."""
+    """The part of `ServingEngine.describe` that matters here."""
 
     block_tokens: int
     max_request_tokens: int
 
 
 class TokenServer:
-    """Completions and chats, /v1/models, /health."""
+    """Serves completions, chats, /v1/models and /health."""
 
     def __init__(
         self, args: Namespace, sock: socket.socket, tokenizer: Callable[[], Tokenizer]
     ) -> None:
         """tokenizer: makes one, on a thread of its own."""
-        self.sink = Outlet()
+        self.sink = RequestQueues()
         self._args = args
         self._make_tokenizer = tokenizer
         self._sock = sock

@@ -1,38 +1,47 @@
-"""vLLM's own OpenAI application, on an AsyncLLM that routes: implements `OpenAIServer`."""
+"""vLLM's own OpenAI application on an AsyncLLM that routes, with room for kvmig's routes."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
+from vllm import envs
 from vllm.config import VllmConfig
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import serve_http
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
-from kvmig.engines.vllm.front import Outlet, RoutedLLM, apply_ready, decode_outputs
+from kvmig.engines.vllm.front import OutputQueue, RoutedLLM, apply_ready, decode_outputs
 from kvmig.gateway.app import MIDDLEWARE
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
-from kvmig.openai_server.vllm_app import ApiServer
+from kvmig.ground.http import KEEP_ALIVE_S
+from kvmig.openai_server.http_task import HttpTask
 
 
-class VllmServer:
-    """Its request classes, tokenizer, detokenizer, stop strings, log-probabilities."""
+class VllmServer(HttpTask):
+    """Implements `OpenAIServer` with vLLM's request classes, tokenizer and output processor."""
 
     def __init__(
         self, argv: list[str], args: Namespace, sock: socket.socket, max_instances: int
     ) -> None:
-        self.sink = Outlet()
+        super().__init__(sock, self._uvicorn)
+        self.sink = OutputQueue()
         self._argv = argv
         self._args = args
-        self._sock = sock
         self._max_instances = max_instances
         self._config: VllmConfig | None = None
         self._llm: RoutedLLM | None = None
-        self._http: ApiServer | None = None
+        self._app: FastAPI | None = None
 
     def decode(self, payload: Sequence[memoryview]) -> Batch:
         outputs = decode_outputs(payload)
@@ -53,7 +62,7 @@ class VllmServer:
 
     async def start(self, router: Router, prepare: Callable[[FastAPI], None]) -> None:
         args = self._args
-        self._llm = RoutedLLM(
+        self._llm = llm = RoutedLLM(
             self._config,
             router,
             self.sink,
@@ -61,16 +70,58 @@ class VllmServer:
             log_requests=args.enable_log_requests,
             log_stats=not args.disable_log_stats,
         )
-        middleware = [f"{one.__module__}.{one.__name__}" for one in MIDDLEWARE]
-        self._http = ApiServer(self._llm, args, self._sock, middleware, prepare)
-        await self._http.start()
-
-    async def ended(self) -> None:
-        assert self._http is not None
-        await self._http.ended()
+        args.middleware = [
+            *args.middleware,
+            *(f"{one.__module__}.{one.__name__}" for one in MIDDLEWARE),
+        ]
+        tasks = await llm.get_supported_tasks()
+        app = build_app(args, tasks, llm.model_config)
+        await init_app_state(llm, app.state, args, tasks)
+        prepare(app)
+        self._app = app
+        await self.run(self._serve(app))
 
     async def stop(self, grace_s: float) -> None:
-        if self._http is not None:
-            await self._http.stop(grace_s)
+        await super().stop(grace_s)
         if self._llm is not None:
             self._llm.shutdown()
+
+    def _uvicorn(self) -> Any:
+        """uvicorn's server, which vLLM puts into the application's state."""
+        return None if self._app is None else getattr(self._app.state, "server", None)
+
+    async def _serve(self, app: FastAPI) -> object:
+        args = self._args
+        return await serve_http(
+            app,
+            sock=self.sock,
+            http=app.state.connection,
+            enable_ssl_refresh=args.enable_ssl_refresh,
+            host=args.host,
+            port=args.port,
+            log_config=get_uvicorn_log_config(args) or without_progress(),
+            # The default is in there already; naming it would bring the progress back.
+            log_level=None if args.uvicorn_log_level == "info" else args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=keep_alive_s(),
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers,
+        )
+
+
+def keep_alive_s() -> int:
+    """Ours, unless vLLM's variable, whose default is 5 s, is set."""
+    if not envs.is_set("VLLM_HTTP_TIMEOUT_KEEP_ALIVE"):
+        return KEEP_ALIVE_S
+    theirs: int = envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+    return theirs
+
+
+def without_progress() -> dict[str, Any]:
+    """uvicorn's logging but for the lines about its own start and end: those are ours to say."""
+    config = copy.deepcopy(LOGGING_CONFIG)
+    config["loggers"]["uvicorn.error"]["level"] = "WARNING"
+    return config

@@ -47,8 +47,8 @@ from kvmig.ground.errors import NoInstance
 logger = logging.getLogger(__name__)
 
 
-class Requests(Protocol):
-    """What the client needs of a router (see `kvmig.gateway.router.Router`)."""
+class RequestRouter(Protocol):
+    """The part of `kvmig.gateway.router.Router` that the client needs."""
 
     async def submit(
         self,
@@ -100,8 +100,8 @@ class _Resources:
 
 
 @dataclass
-class Outlet:
-    """Where the router puts what AsyncLLM is to see; one for the whole front end."""
+class OutputQueue:
+    """Implements the router's `Sink`: a queue that AsyncLLM reads; one for the front end."""
 
     queue: asyncio.Queue[EngineCoreOutputs] = field(default_factory=asyncio.Queue)
     clock: Clock = monotonic
@@ -145,7 +145,7 @@ class RoutingClient(AsyncMPClient):
     """vLLM's asyncio engine-core client with a router in place of its sockets."""
 
     def __init__(
-        self, config: VllmConfig, requests: Requests, outlet: Outlet, num_instances: int
+        self, config: VllmConfig, requests: RequestRouter, outputs: OutputQueue, num_instances: int
     ) -> None:
         self.vllm_config = config
         self.client_index = 0
@@ -154,7 +154,7 @@ class RoutingClient(AsyncMPClient):
         self.resources = _Resources()
         self._engine_status: dict[int, dict[str, Any]] = {}
         self._requests = requests
-        self._outlet = outlet
+        self._outputs = outputs
         self._encoder = MsgpackEncoder()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -183,7 +183,7 @@ class RoutingClient(AsyncMPClient):
             logger.exception("requests %s: the abort failed", ", ".join(request_ids))
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        return await self._outlet.queue.get()
+        return await self._outputs.queue.get()
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         # Whatever changes an engine must change all of them; they answer alike.
@@ -220,12 +220,12 @@ class RoutedLLM(AsyncLLM):
     def __init__(
         self,
         config: VllmConfig,
-        requests: Requests,
-        outlet: Outlet,
+        requests: RequestRouter,
+        outputs: OutputQueue,
         num_instances: int,
         **options: Any,
     ) -> None:
-        client = RoutingClient(config, requests, outlet, num_instances)
+        client = RoutingClient(config, requests, outputs, num_instances)
         with (
             patch.object(
                 async_llm_module.EngineCoreClient,
