@@ -32,7 +32,11 @@ PAGES: dict[str, tuple[str, ...]] = {
         "kvmig.ground.scaling:ScalingConfig",
         "kvmig.ground.errors",
     ),
-    "engine-port": ("kvmig.engines.base", "kvmig.ground.layout", "kvmig.engines.block_copies"),
+    "engine-port": (
+        "kvmig.engines.base",
+        "kvmig.ground.layout",
+        "kvmig.engines.block_copies:BlockCopies,Copies",
+    ),
     "conformance": ("kvmig.testing.subject", "kvmig.engines.checked"),
     "engines": (
         "kvmig.engines.vllm:factory",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvmig.engines.copy_thread import CopyThread
+from kvmig.engines.block_copies import CopyThread
 
 
 def test_urgent_copies_go_before_those_that_wait_and_all_keep_their_order() -> None:

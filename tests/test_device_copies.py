@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvmig.engines.copies import WholeBlocks
-from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, Blocks, DeviceCopies
+from kvmig.engines.block_copies import Blocks, HostCopies
+from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, DeviceCopies
 from kvmig.engines.vllm.cache_shape import LayerCache, RankCache
-from kvmig.engines.vllm.unit_copies import InUnits
 from kvmig.engines.vllm.units import UnitMap, Units
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels.arrays import address_of, memory_of
@@ -94,7 +93,7 @@ def test_blocks_are_gathered_with_the_checksums_of_a_cpu(
     out = buffer_in(world, kind, len(ids) * world.size)
     sums = world.copies.gather(ids, out)
     on_cpu = bytearray(out.nbytes)
-    assert sums == WholeBlocks(world.cache.layout).gather(ids, memoryview(on_cpu))
+    assert sums == HostCopies(Blocks(world.cache.layout)).gather(ids, memoryview(on_cpu))
     assert bytes(out) == bytes(on_cpu) == world.blocks(ids)
 
 
@@ -102,7 +101,7 @@ def test_blocks_are_gathered_with_the_checksums_of_a_cpu(
 def test_blocks_are_scattered_and_nothing_else_is_touched(world: World, kind: str) -> None:
     data = buffer_in(world, kind, len(IDS) * world.size)
     source = make_cache(2, [48, 4096, 56], [0, 0, 0], 8)
-    sums = WholeBlocks(source.layout).gather(IDS, host_view(data))
+    sums = HostCopies(Blocks(source.layout)).gather(IDS, host_view(data))
     expected = world.cache.memory.copy()
     for number in IDS:
         world.cache.with_block(expected, number, source.block(number))
@@ -297,12 +296,12 @@ def test_units_of_other_shapes_are_copied_by_the_same_kernels() -> None:
     copies = DeviceCopies(plan, gpu, kernels, False, 3 * plan.unit_bytes)
     out, on_cpu = (buffer_of("mapping", 4 * plan.unit_bytes) for _ in range(2))
     sums = copies.gather(ids, out)
-    assert sums == InUnits(plan).gather(ids, on_cpu)
+    assert sums == HostCopies(plan).gather(ids, on_cpu)
     assert bytes(out) == bytes(on_cpu)
     moved, by_cpu = np.zeros_like(memory), np.zeros_like(memory)
     there = DeviceCopies(units(moved), gpu, kernels, False)
     assert there.scatter(ids, out) == sums
-    InUnits(units(by_cpu)).scatter(ids, out)
+    HostCopies(units(by_cpu)).scatter(ids, out)
     assert np.array_equal(moved, by_cpu)
     for one in (copies, there, kernels):
         one.close()
@@ -324,7 +323,7 @@ def test_an_engine_on_a_cpu_refuses_a_gpus_buffer_by_name(copy: str) -> None:
     layout = make_cache(1, [64], [0], 2).layout
     buffer = buffer_of("device", 64)
     with pytest.raises(ValueError, match="64 bytes is a GPU's memory, not the host's"):
-        getattr(WholeBlocks(layout), copy)([1], buffer)
+        getattr(HostCopies(Blocks(layout)), copy)([1], buffer)
 
 
 class GpuMemory(HostMemory):

@@ -7,7 +7,8 @@ import mmap
 import pytest
 import torch
 
-from kvmig.engines.device_copies import Blocks, DeviceCopies, load
+from kvmig.engines.block_copies import Blocks
+from kvmig.engines.device_copies import DeviceCopies, load
 from kvmig.ground.layout import KVLayout, Region
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.copy import checksum_fused

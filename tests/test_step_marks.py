@@ -12,8 +12,8 @@ from vllm.v1.engine.core import EngineCoreProc
 from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.cadence_meter import CadenceMeter
+from kvmig.engines.device_copies import StepMarks
 from kvmig.engines.step_hold import StepHold
-from kvmig.engines.step_marks import StepMarks
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.ground.errors import KvmigError
@@ -106,9 +106,9 @@ def test_the_event_is_left_on_the_stream_that_the_engine_queues_on(
 
 def test_the_cache_is_unmapped_even_if_the_device_fails_at_the_end() -> None:
     memory, cache = BlockMemory.__new__(BlockMemory), Cache()
-    memory._copies = BlockCopies(KVLayout((), 0, 1, ""), Copies())  # type: ignore[arg-type]
+    memory.copies = BlockCopies(KVLayout((), 0, 1, ""), Copies())  # type: ignore[arg-type]
     memory._cache = cache  # type: ignore[assignment]
-    memory._close_copies = Copies().close
+    memory._gpu = Copies()  # type: ignore[assignment]
     with pytest.raises(KvmigError, match="the device is gone"):
         memory.close()
     assert cache.closed

@@ -59,6 +59,7 @@ class OnGpu:
         engine._copies.close()
         engine._device_copies = engine._on_gpu()
         engine._copies = BlockCopies(engine.layout, engine._device_copies)
+        engine.gather, engine.scatter = engine._copies.gather, engine._copies.scatter
         self.got: list[int] = []
         self.pace_s = 0.0
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvmig.engines.block_copies import HostCopies
 from kvmig.engines.vllm.cache_shape import LayerCache, RankCache
-from kvmig.engines.vllm.unit_copies import InUnits
 from kvmig.engines.vllm.units import UnitMap, Units, units_of
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
 
@@ -85,7 +85,7 @@ class Engine:
         ]
         self.units = units_of(shape.block_tokens, unit_tokens)
         self.map = UnitMap(ranks, heads, shape.blocks, self.units, "LBHNC")
-        self.copies = InUnits(self.map)
+        self.copies = HostCopies(self.map)
 
     def write(self, kept: Logical, block_ids: list[int]) -> None:
         """What the workers' attention does when a prompt comes."""

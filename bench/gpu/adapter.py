@@ -11,8 +11,8 @@ from statistics import median
 from bench.gpu.device import POISON, Site
 from bench.gpu.shapes import Shape, ids
 from bench.report import Result
-from kvmig.engines.copies import Copies, WholeBlocks
-from kvmig.engines.device_copies import Blocks, load
+from kvmig.engines.block_copies import Blocks, Copies, HostCopies
+from kvmig.engines.device_copies import load
 from kvmig.ground.errors import KvmigError
 from kvmig.ground.layout import KVLayout
 from kvmig.kernels.face import Device
@@ -68,7 +68,7 @@ def adapter(site: Site, shape: Shape, nbytes: int, result: Result) -> None:
 def _copies(site: Site, layout: KVLayout) -> tuple[Copies, Callable[[], None]]:
     """And what frees them."""
     if site.device == "cpu":
-        return WholeBlocks(layout), lambda: None
+        return HostCopies(Blocks(layout)), lambda: None
     copies = load(Blocks(layout), steps_overlap=False)
     return copies, copies.close
 

@@ -1,16 +1,40 @@
-"""Copies between a KV cache and fused buffers, on a thread of their own."""
+"""Copies between a KV cache and buffers of fused blocks, on a thread of their own.
+
+`BlockCopies` is what an engine's `gather` and `scatter` may be. It runs one copy after the other
+on a `CopyThread`; a copy is `HostCopies` in this process's memory, `device_copies.DeviceCopies` on
+a GPU. A `Plan` says where the blocks lie: as whole blocks (`Blocks`), or as parts of them that
+engines of other shapes understand (`kvmig.engines.vllm.units`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
 
-from kvmig.engines.copies import Copies, WholeBlocks
-from kvmig.engines.copy_thread import CopyThread
-from kvmig.ground.layout import KVLayout
+import numpy as np
+from numpy.typing import NDArray
 
-Copy = Callable[[Sequence[int], memoryview, bool], list[int]]
+from kvmig.ground.layout import KVLayout, Region, fused
+from kvmig.kernels.copy import address_of, backend, checksum_fused, start_copy
+
+
+class Copies(Protocol):
+    """What runs on a copy thread: ids [n], a buffer [n * block_bytes], n checksums.
+
+    urgent: ahead of what else a device copies; a CPU has nothing else.
+    """
+
+    def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
+        """From the cache to the buffer."""
+        ...
+
+    def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
+        """From the buffer to the cache."""
+        ...
 
 
 class BlockCopies:
@@ -20,7 +44,7 @@ class BlockCopies:
         """layout: of memory that outlives this; by: how, None: as whole blocks in the host's
         memory. Raises KernelUnavailable."""
         self._block_bytes = layout.block_bytes
-        self._by = by or WholeBlocks(layout)
+        self._by = by or HostCopies(Blocks(layout))
         self._thread = CopyThread()
 
     async def gather(
@@ -30,13 +54,15 @@ class BlockCopies:
 
         urgent: ahead of other copies.
         """
-        return await self._run(self._by.gather, block_ids, out, urgent)
+        ids, out = list(block_ids), out[: len(block_ids) * self._block_bytes]
+        return await self._on_thread(lambda: self._by.gather(ids, out, urgent), urgent)
 
     async def scatter(
         self, block_ids: Sequence[int], data: memoryview, urgent: bool = False
     ) -> list[int]:
         """`data` [n * block_bytes] into blocks [n]; returns n checksums of `data`."""
-        return await self._run(self._by.scatter, block_ids, data, urgent)
+        ids, data = list(block_ids), data[: len(block_ids) * self._block_bytes]
+        return await self._on_thread(lambda: self._by.scatter(ids, data, urgent), urgent)
 
     def gather_now(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
         """`gather` on the calling thread, where it needn't wait for a device."""
@@ -50,15 +76,121 @@ class BlockCopies:
         """Wait for the running copy, and end the thread."""
         self._thread.close()
 
-    async def _run(
-        self, copy: Copy, block_ids: Sequence[int], buffer: memoryview, urgent: bool
-    ) -> list[int]:
-        size = len(block_ids) * self._block_bytes
-        call = partial(copy, list(block_ids), buffer[:size], urgent)
-        work = asyncio.wrap_future(self._thread.submit(call, urgent))
+    async def _on_thread(self, copy: Callable[[], list[int]], urgent: bool) -> list[int]:
+        work = asyncio.wrap_future(self._thread.submit(copy, urgent))
         # A cancelled caller frees the blocks next: the copy must have left them first.
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             await asyncio.wait([work])
             raise
+
+
+class CopyThread:
+    """Runs copies one at a time, urgent ones first, else in their order."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvmig-copy")
+        self._lock = threading.Lock()
+        self._lanes: tuple[deque[tuple[Callable[[], list[int]], Future[list[int]]]], ...]
+        self._lanes = deque(), deque()
+
+    def submit(self, copy: Callable[[], list[int]], urgent: bool) -> Future[list[int]]:
+        """What `copy` returns, or raises. Raises RuntimeError after `close`."""
+        future: Future[list[int]] = Future()
+        with self._lock:
+            self._thread.submit(self._run_next)
+            self._lanes[0 if urgent else 1].append((copy, future))
+        return future
+
+    def close(self) -> None:
+        """Wait for all that was submitted."""
+        self._thread.shutdown(wait=True)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            copy, future = next(lane for lane in self._lanes if lane).popleft()
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(copy())
+        except BaseException as error:  # noqa: BLE001 - raised where the copy is awaited
+            future.set_exception(error)
+
+
+class Pass(NamedTuple):
+    """One call of the copy kernels: the arguments of `kvmig.kernels.copy.start_copy`."""
+
+    src: tuple[Region, ...]
+    dst: tuple[Region, ...]
+    src_ids: NDArray[np.int64]
+    dst_ids: NDArray[np.int64]
+    src_blocks: int
+    dst_blocks: int
+
+    def reversed(self) -> Pass:
+        """The same copy the other way round."""
+        return Pass(
+            *(self.dst, self.src, self.dst_ids, self.src_ids),
+            *(self.dst_blocks, self.src_blocks),
+        )
+
+
+class Plan(Protocol):
+    """Where fused blocks lie in the cache."""
+
+    unit_bytes: int
+    sums_by_copy: bool
+    """Whether the kernels' checksums of each copy are the blocks', whatever their runs."""
+
+    def gather(self, ids: Sequence[int], address: int) -> Iterable[Pass]:
+        """Copies from the cache to the buffer at `address`, [n] fused."""
+        ...
+
+    def scatter(self, ids: Sequence[int], address: int) -> Iterable[Pass]:
+        """Copies from the buffer to the cache."""
+        ...
+
+
+class Blocks:
+    """A `Plan`: an engine's blocks as it keeps them."""
+
+    sums_by_copy = True
+
+    def __init__(self, layout: KVLayout) -> None:
+        """layout: of memory that outlives this."""
+        self._layout = layout
+        self.unit_bytes = layout.block_bytes
+
+    def gather(self, ids: Sequence[int], address: int) -> Iterator[Pass]:
+        """One copy of all."""
+        layout, n = self._layout, len(ids)
+        places, buffer = np.arange(n, dtype=np.int64), fused(address, layout)
+        cache_ids = np.asarray(ids, np.int64)
+        yield Pass(layout.regions, buffer, cache_ids, places, layout.num_blocks, n)
+
+    def scatter(self, ids: Sequence[int], address: int) -> Iterator[Pass]:
+        """One copy of all."""
+        for one in self.gather(ids, address):
+            yield one.reversed()
+
+
+class HostCopies:
+    """`Copies` in this process's memory."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Raises KernelUnavailable."""
+        self._kernels = backend()  # built now if it must be, not in somebody's first copy
+        self._plan = plan
+
+    def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
+        return self._copy(self._plan.gather(ids, address_of(out)), out)
+
+    def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
+        return self._copy(self._plan.scatter(ids, address_of(data)), data)
+
+    def _copy(self, passes: Iterable[Pass], buffer: memoryview) -> list[int]:
+        by_copy, sums = self._plan.sums_by_copy, list[int]()
+        for one in passes:
+            sums += start_copy(self._kernels, *one, checksums=by_copy).wait()
+        return sums if by_copy else checksum_fused(buffer, self._plan.unit_bytes)

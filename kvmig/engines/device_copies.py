@@ -8,16 +8,12 @@ the buffer; or, where the buffer's pages can't be pinned, to pinned scratch and 
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
 
-import numpy as np
-
-from kvmig.engines.copy_pass import Pass
-from kvmig.engines.step_marks import StepMarks
+from kvmig.engines.block_copies import Pass, Plan
 from kvmig.ground.errors import UnsupportedLayout
-from kvmig.ground.layout import KVLayout, fused
 from kvmig.kernels.arrays import Memory, memory_of
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.driver import Driver, current_device
@@ -34,40 +30,9 @@ CTAS_ON_DEVICE = 32
 """As many as leave the GPU to the engine's steps."""
 
 
-class Plan(Protocol):
-    """Where fused blocks lie in the cache: `vllm.units.UnitMap`, or `Blocks`."""
-
-    unit_bytes: int
-
-    def gather(self, unit_ids: Sequence[int], address: int) -> Iterable[Pass]:
-        """Copies from the cache to the buffer at `address`, [n] fused."""
-        ...
-
-    def scatter(self, unit_ids: Sequence[int], address: int) -> Iterable[Pass]:
-        """Copies from the buffer to the cache."""
-        ...
-
-
-class Blocks:
-    """An engine's blocks as it keeps them."""
-
-    def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
-        self.unit_bytes = layout.block_bytes
-
-    def gather(self, unit_ids: Sequence[int], address: int) -> Iterator[Pass]:
-        """One copy of all."""
-        layout, n = self._layout, len(unit_ids)
-        ids, places = np.asarray(unit_ids, np.int64), np.arange(n, dtype=np.int64)
-        buffer = fused(address, layout)
-        yield Pass(layout.regions, ids, layout.num_blocks, buffer, places, n)
-
-    scatter = gather
-
-
 class DeviceCopies:
-    """`copies.Copies` on a GPU, on streams of its own, of which the urgent one has the device's
-    highest priority; one thread copies, one at a time.
+    """`Copies` on a GPU, on streams of its own, of which the urgent one has the device's highest
+    priority; one thread copies, one at a time.
 
     When a copy returns or raises, the GPU has left its blocks and its buffer (but for a
     TimeoutError). Raises KvmigError when the device fails.
@@ -110,28 +75,28 @@ class DeviceCopies:
 
     def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
         """Blocks [n] to `out` [n * unit_bytes]; their n checksums."""
-        memory = self._checked(ids, out)
+        memory, gather = self._checked(ids, out), self._plan.gather
         with self._settled(urgent) as pendings:
             if memory.device == "cuda":
-                pendings.append(self._gather(ids, memory.address, CTAS_ON_DEVICE))
+                pendings.append(self._start(gather(ids, memory.address), CTAS_ON_DEVICE))
             else:
                 pinned = self._pins.has(out)
                 for part, address in self._parts(ids, memory.address):
-                    pendings.append(self._gather(part, self._scratch, CTAS_FOR_HOST))
+                    pendings.append(self._start(gather(part, self._scratch), CTAS_FOR_HOST))
                     self._to_host(address, len(part) * self._plan.unit_bytes, pinned)
         return _sums(pendings)
 
     def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
         """`data` [n * unit_bytes] to blocks [n]; n checksums of what came there."""
-        memory = self._checked(ids, data)
+        memory, scatter = self._checked(ids, data), self._plan.scatter
         with self._settled(urgent) as pendings:
             if memory.device == "cuda":
-                pendings.append(self._scatter(ids, memory.address, CTAS_ON_DEVICE))
+                pendings.append(self._start(scatter(ids, memory.address), CTAS_ON_DEVICE))
             else:
                 pinned = self._pins.has(data)
                 for part, address in self._parts(ids, memory.address):
                     self._from_host(address, len(part) * self._plan.unit_bytes, pinned)
-                    pendings.append(self._scatter(part, self._scratch, CTAS_FOR_HOST))
+                    pendings.append(self._start(scatter(part, self._scratch), CTAS_FOR_HOST))
         return _sums(pendings)
 
     def close(self) -> None:
@@ -164,17 +129,9 @@ class DeviceCopies:
         for first in range(0, len(ids), self._fit):
             yield ids[first : first + self._fit], address + first * self._plan.unit_bytes
 
-    def _gather(self, ids: Sequence[int], address: int, workers: int) -> Pending:
-        (one,) = self._plan.gather(ids, address)
-        ends = one.cache, one.buffer, one.cache_ids, one.buffer_ids
-        sizes = one.cache_blocks, one.buffer_blocks
-        return start_copy(self._by, *ends, *sizes, stream=self._stream.handle, workers=workers)
-
-    def _scatter(self, ids: Sequence[int], address: int, workers: int) -> Pending:
-        (one,) = self._plan.scatter(ids, address)
-        ends = one.buffer, one.cache, one.buffer_ids, one.cache_ids
-        sizes = one.buffer_blocks, one.cache_blocks
-        return start_copy(self._by, *ends, *sizes, stream=self._stream.handle, workers=workers)
+    def _start(self, passes: Iterable[Pass], workers: int) -> Pending:
+        (one,) = passes
+        return start_copy(self._by, *one, stream=self._stream.handle, workers=workers)
 
     def _to_host(self, address: int, nbytes: int, pinned: bool) -> None:
         stream = self._stream.handle
@@ -201,6 +158,47 @@ class DeviceCopies:
             self._pinned = self._device.allocate_pinned(self._nbytes)
             self._held.callback(self._device.free_pinned, self._pinned)
         return self._pinned
+
+
+class StepMarks:
+    """Which of an engine's steps a copy of its KV cache must come after. Raises KvmigError.
+
+    A copy is asked for blocks that steps have filled whose outputs are known. The host learns of a
+    step's tokens when they are sampled; what the step queues after that (a draft model writes KV,
+    too) may still run. So each step leaves an event on the engine's stream, behind all it queued.
+
+    When steps overlap (async scheduling), a call of vLLM's `step_with_batch_queue` launches one
+    step and returns the outputs of one that an earlier call launched. What it has launched writes
+    nothing that a copy reads, and to wait for that would hold the copy up for nothing: the event
+    of the call before is the right one.
+    """
+
+    def __init__(self, device: Device, overlap: bool) -> None:
+        self._device = device
+        self._events: deque[int] = deque()
+        for _ in range(2 if overlap else 1):
+            try:
+                self._events.append(device.new_event())
+            except BaseException:
+                self.close()
+                raise
+
+    def stepped(self, stream: int) -> None:
+        """On the engine's thread, after each call: `stream` is what it queued its work on."""
+        self._device.record(self._events[0], stream)
+        self._events.rotate(-1)
+
+    def precede(self, stream: int) -> None:
+        """What `stream` gets from now on comes after all steps whose outputs are known.
+
+        From any thread: an event that is recorded anew meanwhile is only a later one.
+        """
+        self._device.wait(stream, self._events[0])
+
+    def close(self) -> None:
+        """No step and no copy may follow."""
+        while self._events:
+            self._device.destroy_event(self._events.pop())
 
 
 def load(plan: Plan, steps_overlap: bool) -> DeviceCopies:

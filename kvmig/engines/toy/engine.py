@@ -67,6 +67,7 @@ class ToyEngine:
         self.layout = self._cache.layout
         # Copies run on a thread of their own, so that no step waits for one.
         self._copies = BlockCopies(self.layout)
+        self.gather, self.scatter = self._copies.gather, self._copies.scatter
         self._step_ms = step_ms
         self._hangs_since: float | None = None
         self._work = asyncio.Event()
@@ -308,15 +309,3 @@ class ToyEngine:
 
     async def cancel(self, request_id: str) -> None:
         self._destination.cancel(request_id)
-
-    # -- memory
-
-    async def gather(
-        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
-    ) -> list[int]:
-        return await self._copies.gather(block_ids, out, urgent)
-
-    async def scatter(
-        self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
-    ) -> list[int]:
-        return await self._copies.scatter(block_ids, fused, urgent)

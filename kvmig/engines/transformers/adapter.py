@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from kvmig.engines.base import (
     Tail,
 )
 from kvmig.engines.block_copies import BlockCopies
+from kvmig.engines.block_copies import Blocks as Whole
 from kvmig.engines.numerics import numerics_class
 from kvmig.engines.transformers.blocks import Blocks
 from kvmig.engines.transformers.config import EngineConfig, identify
@@ -68,12 +69,13 @@ class TransformersEngine:
         self.numerics = _numerics(config)
         self._device_copies = self._on_gpu() if config.device == "cuda" else None
         self._copies = BlockCopies(self.layout, self._device_copies)
+        self.gather, self.scatter = self._copies.gather, self._copies.scatter
         self._load = engine_load(self._requests)
         self._load_at = 0.0
 
     def _on_gpu(self) -> device_copies.DeviceCopies:
         # A step's tokens are known when all that it queued is done: no step overlaps another.
-        copies = device_copies.load(device_copies.Blocks(self.layout), steps_overlap=False)
+        copies = device_copies.load(Whole(self.layout), steps_overlap=False)
         self._loop.after_step = lambda: copies.after_step(self._loop.stream.cuda_stream)
         return copies
 
@@ -161,18 +163,6 @@ class TransformersEngine:
 
     async def cancel(self, request_id: str) -> None:
         await self._between(lambda: self._destination.cancel(request_id))
-
-    # -- memory
-
-    async def gather(
-        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
-    ) -> list[int]:
-        return await self._copies.gather(block_ids, out, urgent)
-
-    async def scatter(
-        self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
-    ) -> list[int]:
-        return await self._copies.scatter(block_ids, fused, urgent)
 
     def _close_memory(self) -> None:
         """No step and no copy may follow."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace as replace_fields
 from typing import TypeVar
@@ -33,7 +33,6 @@ from kvmig.engines.vllm.load import Holdings, Listing
 from kvmig.engines.vllm.lora import Adapters
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.movable import unmovable_engine
-from kvmig.engines.vllm.no_memory import NoMemory
 from kvmig.engines.vllm.payload import (
     Progress,
     decode_progress,
@@ -42,7 +41,7 @@ from kvmig.engines.vllm.payload import (
 )
 from kvmig.engines.vllm.source import Source
 from kvmig.engines.vllm.warm_step import WarmStep
-from kvmig.ground.errors import MigrationRefused, UnsupportedLayout
+from kvmig.ground.errors import MigrationRefused
 
 T = TypeVar("T")
 _LOAD_PERIOD_S = 0.01
@@ -64,13 +63,9 @@ class VllmEngine:
         assert isinstance(scheduler, Scheduler)
         self._core = core
         self._scheduler = scheduler
-        self.unmovable = unmovable_engine(core.vllm_config)
-        self._memory: BlockMemory | NoMemory
-        try:
-            self._memory = BlockMemory(core, unit_tokens)
-        except UnsupportedLayout as error:
-            self._memory = NoMemory(scheduler)
-            self.unmovable = self.unmovable or str(error)
+        self._memory = memory = BlockMemory(core, unit_tokens)
+        self.gather, self.scatter = memory.copies.gather, memory.copies.scatter
+        self.unmovable = unmovable_engine(core.vllm_config) or memory.unmovable
         self._source = Source(core, self._memory.tables)
         self._destination = Destination(core, self._memory.tables)
         self._warm_step = WarmStep(core)
@@ -181,11 +176,14 @@ class VllmEngine:
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         loop = asyncio.get_running_loop()
         tail: asyncio.Future[Tail] = loop.create_future()
-        copying, wanted = threading.Lock(), out is not None
+        copying, wanted = threading.Lock(), not self._memory.on_gpu
 
         def gather(block_ids: list[int]) -> list[int]:
+            size = len(block_ids) * self.layout.block_bytes
             with copying:
-                return self._memory.gather_now(block_ids, out) if wanted and out else []
+                if not (wanted and out) or size > out.nbytes:
+                    return []
+                return self._memory.copies.gather_now(block_ids, out[:size])
 
         def settle(result: Tail | Exception) -> None:
             if tail.done():
@@ -247,7 +245,7 @@ class VllmEngine:
         progress = decode_progress(tail.state)
         if last is not None and self._memory.on_gpu:
             try:
-                last.check(await self._memory.scatter(last.block_ids, last.fused, urgent=True))
+                last.check(await self.scatter(last.block_ids, last.fused, urgent=True))
             except BaseException:
                 await self.cancel(request_id)
                 raise
@@ -256,7 +254,7 @@ class VllmEngine:
         def run() -> None:
             try:
                 if last is not None:
-                    last.check(self._memory.scatter_now(last.block_ids, last.fused))
+                    last.check(self._memory.copies.scatter_now(last.block_ids, last.fused))
                 self._destination.commit(request_id, progress, progress.generator)
             except Exception:
                 self._destination.cancel(request_id)
@@ -275,18 +273,6 @@ class VllmEngine:
 
         if not await self._on_engine(free):
             self._submitted.pop(request_id, None)
-
-    # -- memory
-
-    async def gather(
-        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
-    ) -> list[int]:
-        return await self._memory.gather(block_ids, out, urgent)
-
-    async def scatter(
-        self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
-    ) -> list[int]:
-        return await self._memory.scatter(block_ids, fused, urgent)
 
     # -- helpers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from vllm.config import VllmConfig
@@ -12,106 +12,109 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvmig.engines import device_copies
-from kvmig.engines.block_copies import BlockCopies
-from kvmig.engines.copies import Copies, WholeBlocks
+from kvmig.engines.block_copies import BlockCopies, Blocks, Copies, HostCopies, Plan
 from kvmig.engines.vllm.cache_shape import RankCache, whole_blocks
 from kvmig.engines.vllm.shared_cache import SharedCache
 from kvmig.engines.vllm.strips import strips_of
 from kvmig.engines.vllm.tables import Tables, layer_names
-from kvmig.engines.vllm.unit_copies import InUnits
-from kvmig.engines.vllm.units import UnitMap, units_of
+from kvmig.engines.vllm.units import UnitMap, Units, units_of
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.ground.layout import KVLayout
-from kvmig.kernels.copy import backend
 
 
 class BlockMemory:
-    """Gathers and scatters blocks of one engine's KV cache, one copy at a time.
+    """One engine's KV cache where requests move: its layout, its blocks, and copies of these.
 
-    unit_tokens: exchange units of so many tokens with engines of other shapes, see `units`;
-    0: the engine's blocks as they are, with engines that are like it. `layout` is of what
-    is exchanged, and so are all ids. Buffers may be the host's, and on a GPU that GPU's, too.
+    `layout` is of what is exchanged, and so are all ids. Buffers may be the host's, and on a GPU
+    that GPU's, too. Where vLLM's cache lies in a way that can't be moved, `unmovable` says why:
+    then there is no region, and copies raise RuntimeError.
     """
 
     def __init__(self, core: EngineCore, unit_tokens: int = 0) -> None:
-        """Raises UnsupportedLayout, ConfigError or KernelUnavailable."""
-        scheduler, config = core.scheduler, core.vllm_config
-        assert isinstance(scheduler, Scheduler)
-        kv_cache = scheduler.kv_cache_config
-        self.units = units_of(scheduler.block_size, unit_tokens)
-        self.tables = Tables(scheduler, self.units)
-        if self.tables.unmovable:
-            raise UnsupportedLayout(self.tables.unmovable)
-        self.after_step: Callable[[], None] = lambda: None
-        """To be called on the engine's thread after each step."""
-        self._close_copies: Callable[[], None] = lambda: None
-        self._cache = SharedCache(config, core.model_executor, layer_names(kv_cache))
-        try:
-            self.layout, copies = self._describe(core, unit_tokens)
-        except KvmigError:
-            self._cache.close()
-            raise
-        self._copies = BlockCopies(self.layout, copies)
+        """unit_tokens: exchange units of so many tokens with engines of other shapes, see
+        `units`; 0: the engine's blocks as they are, with engines that are like it.
 
-    def _describe(self, core: EngineCore, unit_tokens: int) -> tuple[KVLayout, Copies]:
-        config, ranks = core.vllm_config, self._cache.ranks
-        num_blocks = core.scheduler.kv_cache_config.num_blocks
-        on_gpu = self.on_gpu = config.device_config.device_type != "cpu"
-        if not on_gpu:
-            backend()  # built now if it must be, not in somebody's first copy
+        Raises ConfigError or KernelUnavailable.
+        """
+        scheduler, self._core = core.scheduler, core
+        assert isinstance(scheduler, Scheduler)
+        self._num_blocks = scheduler.kv_cache_config.num_blocks
+        self._cache: SharedCache | None = None
+        self._gpu: device_copies.DeviceCopies | None = None
+        self.unmovable = ""
+        units = units_of(scheduler.block_size, unit_tokens)
+        try:
+            self.tables = Tables(scheduler, units)
+            if self.tables.unmovable:
+                raise UnsupportedLayout(self.tables.unmovable)
+            self.layout, copies = self._describe(unit_tokens)
+        except UnsupportedLayout as error:
+            self._close_cache()
+            self.unmovable, copies = str(error), NoCopies()
+            self.tables = Tables(scheduler, Units(scheduler.block_size))
+            self.layout = KVLayout((), self._num_blocks, self.tables.block_tokens)
+        except KvmigError:
+            self._close_cache()
+            raise
+        self.copies = BlockCopies(self.layout, copies)
+
+    def _describe(self, unit_tokens: int) -> tuple[KVLayout, Copies]:
+        config, kv_cache = self._core.vllm_config, self._core.scheduler.kv_cache_config
+        self._cache = SharedCache(config, self._core.model_executor, layer_names(kv_cache))
+        ranks, tables, plan = self._cache.ranks, self.tables, None
         if unit_tokens:
             heads = _heads(config)
-            units = UnitMap(ranks, heads, num_blocks, self.units, _order(config))
+            plan = UnitMap(ranks, heads, self._num_blocks, tables.units, _order(config))
             model = _unit_model(config, ranks[0], heads)
-            blocks = num_blocks * self.units.per_block
-            layout = KVLayout(units.wire_regions, blocks, unit_tokens, model)
-            return layout, self._on_gpu(config, units) if on_gpu else InUnits(units)
-        tables = self.tables
-        model = _block_model(config, core.scheduler.kv_cache_config, ranks[0])
-        layout = KVLayout(whole_blocks(ranks), num_blocks, tables.block_tokens, model, tables.count)
-        if on_gpu:
-            return layout, self._on_gpu(config, device_copies.Blocks(layout))
-        return layout, WholeBlocks(layout)
+            blocks = self._num_blocks * tables.units.per_block
+            layout = KVLayout(plan.wire_regions, blocks, unit_tokens, model)
+        else:
+            model = _block_model(config, kv_cache, ranks[0])
+            regions, tokens = whole_blocks(ranks), tables.block_tokens
+            layout = KVLayout(regions, self._num_blocks, tokens, model, tables.count)
+        if config.device_config.device_type == "cpu":
+            return layout, HostCopies(plan or Blocks(layout))
+        return layout, self._on_gpu(config, plan or Blocks(layout))
 
-    def _on_gpu(self, config: VllmConfig, plan: device_copies.Plan) -> Copies:
-        """On the GPU of the calling thread, which is the worker's here."""
-        gpu = torch.cuda.current_device()
-        copies = device_copies.load(plan, steps_overlap=config.max_concurrent_batches > 1)
-        self.after_step = lambda: copies.after_step(torch.cuda.current_stream(gpu).cuda_stream)
-        self._close_copies = copies.close
-        return copies
+    def _on_gpu(self, config: VllmConfig, plan: Plan) -> Copies:
+        """Copies on the GPU of the calling thread, which is the worker's here."""
+        self._device = torch.cuda.current_device()
+        overlap = config.max_concurrent_batches > 1
+        self._gpu = device_copies.load(plan, steps_overlap=overlap)
+        return self._gpu
 
-    async def gather(
-        self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
-    ) -> list[int]:
-        """Blocks [n] into `out`, fused; returns n checksums. urgent: ahead of other copies."""
-        return await self._copies.gather(block_ids, out, urgent)
+    @property
+    def on_gpu(self) -> bool:
+        """Whether copies wait for a GPU."""
+        return self._gpu is not None
 
-    async def scatter(
-        self, block_ids: Sequence[int], data: memoryview, urgent: bool = False
-    ) -> list[int]:
-        """`data` [n * block_bytes] into blocks [n]; returns n checksums of `data`."""
-        return await self._copies.scatter(block_ids, data, urgent)
-
-    def gather_now(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
-        """`gather` on the calling thread; [] and nothing done where that would wait for a GPU,
-        or where they don't fit into `out`."""
-        size = len(block_ids) * self.layout.block_bytes
-        if self.on_gpu or size > out.nbytes:
-            return []
-        return self._copies.gather_now(block_ids, out[:size])
-
-    def scatter_now(self, block_ids: Sequence[int], data: memoryview) -> list[int]:
-        """`scatter` on the calling thread, where it needn't wait for a GPU."""
-        return self._copies.scatter_now(block_ids, data)
+    def after_step(self) -> None:
+        """On the engine's thread, after each step."""
+        if self._gpu is not None:
+            self._gpu.after_step(torch.cuda.current_stream(self._device).cuda_stream)
 
     def close(self) -> None:
         """Wait for the running copy and end the copy thread."""
-        self._copies.close()
+        self.copies.close()
         try:
-            self._close_copies()
+            if self._gpu is not None:
+                self._gpu.close()
         finally:
+            self._close_cache()
+
+    def _close_cache(self) -> None:
+        if self._cache is not None:
             self._cache.close()
+
+
+class NoCopies:
+    """`Copies` of a cache that can't be moved: with `Engine.unmovable` nobody asks for any."""
+
+    def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
+        """As all copies here: RuntimeError."""
+        raise RuntimeError("this engine's blocks can't be moved")
+
+    scatter = gather
 
 
 def _heads(config: VllmConfig) -> int:

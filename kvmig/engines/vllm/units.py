@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvmig.engines.copy_pass import Pass
+from kvmig.engines.block_copies import Pass
 from kvmig.engines.vllm.cache_shape import LayerCache, RankCache, kernel_blocks
 from kvmig.engines.vllm.strips import GRAIN, Strips, strips_of
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
@@ -71,12 +71,14 @@ class _Part:
 
 
 class UnitMap:
-    """Where the units of one engine lie.
+    """A `block_copies.Plan`: where the units of one engine lie.
 
     ranks: the workers' caches as this process sees them; heads: all KV heads of the model.
     A worker has an equal share of the heads, or there are copies of each (vLLM does so
     when there are more workers than heads). Raises UnsupportedLayout.
     """
+
+    sums_by_copy = False
 
     def __init__(
         self, ranks: Sequence[RankCache], heads: int, num_blocks: int, units: Units, order: str = ""
@@ -117,7 +119,7 @@ class UnitMap:
         """Copies from the buffer to the cache, into each copy of the heads."""
         for part in self._parts:
             for regions in part.copies:
-                yield self._pass(part, regions, unit_ids, address)
+                yield self._pass(part, regions, unit_ids, address).reversed()
 
     def _pass(
         self, part: _Part, regions: tuple[Region, ...], unit_ids: Sequence[int], address: int
@@ -134,7 +136,7 @@ class UnitMap:
             for index in range(len(regions))
         )
         blocks = self._blocks * part.kernel_block
-        return Pass(regions, cache_ids, blocks, buffer, buffer_ids, len(at) * unit)
+        return Pass(regions, buffer, cache_ids, buffer_ids, blocks, len(at) * unit)
 
 
 def _part(
