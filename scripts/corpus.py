@@ -1,7 +1,7 @@
 """Records one message of each type as this version puts it on the wire: `python -m scripts.corpus`.
 
 Under tests/corpus/MAJOR.MINOR/, a file a type. Recorded versions are never changed: a message
-that changes needs a new version (kvmig/kvtransfer/versions.py), and this script run once.
+that changes needs a new version (kvmig/kvtransfer/messages.py), and this script run once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import msgspec
 from msgspec import inspect
 
 from kvmig.controlplane.messages import ClusterMessage
-from kvmig.kvtransfer.messages import Message, PeerMessage
-from kvmig.kvtransfer.versions import VERSION
+from kvmig.kvtransfer.messages import VERSION, Message, PeerMessage
 
 CORPUS = Path(__file__).resolve().parent.parent / "tests" / "corpus"
 TYPES: tuple[type[Message], ...] = tuple(

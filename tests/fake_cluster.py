@@ -10,11 +10,11 @@ from typing import Any
 
 from kvmig.ground.config import MigrationConfig, Transport
 from kvmig.ground.errors import MigrationRefused, PeerError, TransportError
-from kvmig.kvtransfer.errand import Foretell, nothing_told
 from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.messages import Hello, Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.source import Foretell, nothing_told
 from kvmig.kvtransfer.transports.select import open_staging
 from kvmig.kvtransfer.wire import Frame
 from tests.fake_engine import FakeEngine

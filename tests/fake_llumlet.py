@@ -26,9 +26,8 @@ from kvmig.gateway.router import Router
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
 from kvmig.kvtransfer.link import Server
-from kvmig.kvtransfer.messages import Hello, Message
+from kvmig.kvtransfer.messages import VERSION, Hello, Message
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
-from kvmig.kvtransfer.versions import VERSION
 
 SECRET = b"a secret of the cluster"
 LOAD = EngineLoad(100, 10, 1, 0, 0, 0)

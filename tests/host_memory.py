@@ -8,9 +8,8 @@ import os
 
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.face import Device
-from kvmig.kvtransfer.refusals import Refusals
-from kvmig.kvtransfer.transports.descriptors import Donor, take
-from kvmig.kvtransfer.transports.mapped import Allocation, Export, Exported
+from kvmig.kvtransfer.transports.mapped import Allocation, Donor, Export, Exported, take
+from kvmig.kvtransfer.wire import Refusals
 
 OFFSET = mmap.PAGESIZE
 """Of the memory in its allocation, as a GPU's allocator has it."""

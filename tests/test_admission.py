@@ -10,7 +10,7 @@ from kvmig.cli.quantity import quantity
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import ConfigError, MigrationRefused
 from kvmig.ground.layout import KVLayout, Region
-from kvmig.kvtransfer.admission import admit, kv_bytes
+from kvmig.kvtransfer.migrations import admit, kv_bytes
 from tests.fake_cluster import PATIENCE_S, cluster, until
 from tests.fake_engine import BLOCK_BYTES
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.controlplane.bandwidth import Bandwidth
-from kvmig.kvtransfer.report import MigrationReport, StageReport
+from kvmig.kvtransfer.report import Bandwidth, MigrationReport, StageReport
 
 
 def report(*stages: StageReport) -> MigrationReport:

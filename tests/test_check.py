@@ -12,13 +12,12 @@ from kvmig.engines.base import Tail
 from kvmig.gateway.recovery import Recovery
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.verdict import Verdicts
-from kvmig.kvtransfer import destination_actions as there
-from kvmig.kvtransfer import source_actions as here
+from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer import source_machine
-from kvmig.kvtransfer.destination_machine import DestinationMachine
+from kvmig.kvtransfer import source_machine as here
+from kvmig.kvtransfer.destination_machine import DestinationMachine, Tombstones
 from kvmig.kvtransfer.messages import Commit
 from kvmig.kvtransfer.source_machine import E, S, SourceMachine
-from kvmig.kvtransfer.tombstones import Tombstones
 from kvmig_tools.check.__main__ import _chosen, main
 from kvmig_tools.check.explore import Result
 from kvmig_tools.check.freeze import freeze

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvmig.controlplane.tracking import Tracking
 from kvmig.gateway.requests import RequestTable
-from kvmig.kvtransfer.epochs import Epochs
+from kvmig.kvtransfer.destination_machine import Attempt, Tombstones
 from kvmig.kvtransfer.messages import Reserve
-from kvmig.kvtransfer.tombstones import Attempt, Tombstones
+from kvmig.kvtransfer.source_machine import Epochs
 from kvmig_tools.check.cluster import Step
 from kvmig_tools.check.pairs import count
 from kvmig_tools.check.scenarios import Scenario, explore

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.kvtransfer.chunks import ChunkSizer, cut, slot_bytes
+from kvmig.kvtransfer.copying import ChunkSizer, cut, slot_bytes
 
 MS = st.floats(min_value=1e-6, max_value=1e6)
 COPIES = st.lists(st.tuples(st.integers(0, 1 << 40), MS), max_size=20)

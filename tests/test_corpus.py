@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from kvmig.controlplane.messages import ClusterMessage
-from kvmig.kvtransfer.messages import PeerMessage
-from kvmig.kvtransfer.versions import VERSION, Version
+from kvmig.kvtransfer.messages import VERSION, PeerMessage, Version
 from kvmig.kvtransfer.wire import Codec
 from scripts.corpus import CORPUS, TYPES, example, recorded
 
@@ -47,7 +46,7 @@ def test_this_versions_messages_are_those_that_were_recorded() -> None:
     now = {kind.__name__: recorded(example(kind)) for kind in TYPES}
     changed = sorted(name for name in now.keys() | have.keys() if now.get(name) != have.get(name))
     assert changed == [], (
-        "messages have changed: raise VERSION in kvmig/kvtransfer/versions.py, "
+        "messages have changed: raise VERSION in kvmig/kvtransfer/messages.py, "
         "unless it isn't released yet, and run python -m scripts.corpus"
     )
 

@@ -12,11 +12,10 @@ from msgspec.structs import replace
 
 from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.messages import Offer
-from kvmig.kvtransfer.refusals import Refusals
-from kvmig.kvtransfer.transports import cuda_ipc, descriptors
-from kvmig.kvtransfer.transports.descriptors import Donor, take
-from kvmig.kvtransfer.transports.mapped import MappedStaging, Place
+from kvmig.kvtransfer.transports import cuda_ipc, mapped
+from kvmig.kvtransfer.transports.mapped import Donor, MappedStaging, Place, take
 from kvmig.kvtransfer.transports.select import Site, open_offer
+from kvmig.kvtransfer.wire import Refusals
 from tests.host_memory import HostMemory
 
 WAIT_S = 20.0
@@ -73,7 +72,7 @@ def test_who_has_the_ticket_gets_the_same_memory(donor: Donor, refusals: Refusal
 
 def test_who_has_another_word_gets_nothing_and_is_counted(donor: Donor, refusals: Refusals) -> None:
     with pytest.raises(TransportError, match="it refused"):
-        take(replace(donor.ticket, secret="00" * descriptors.SECRET_BYTES), refusals)
+        take(replace(donor.ticket, secret="00" * mapped.SECRET_BYTES), refusals)
     assert refusals.told() == {"unauthenticated": 1}
 
 
@@ -111,7 +110,7 @@ def test_the_word_is_not_told_to_another_users_socket(
         squatter.bind("\0kvmig-test-squatter")
         squatter.listen()
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        ticket = descriptors.Ticket("kvmig-test-squatter", "00" * descriptors.SECRET_BYTES)
+        ticket = mapped.Ticket("kvmig-test-squatter", "00" * mapped.SECRET_BYTES)
         with pytest.raises(TransportError, match="another user's socket"):
             take(ticket, refusals)
         squatter.settimeout(WAIT_S)
@@ -133,7 +132,7 @@ def test_strangers_at_an_inbox_are_counted_where_its_process_counts(
     ticket = msgspec.json.decode(inbox.token, type=Place).exported.ticket
     assert ticket is not None
     with connected(ticket.socket) as stranger:
-        stranger.sendall(bytes(descriptors.SECRET_BYTES))
+        stranger.sendall(bytes(mapped.SECRET_BYTES))
         assert heard(stranger) == b""
     inbox.close()
     staging.close()
@@ -156,9 +155,9 @@ def test_a_peer_that_stands_still_holds_up_no_other(donor: Donor, refusals: Refu
 def test_a_donor_that_stands_still_is_given_up(
     refusals: Refusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(descriptors, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(mapped, "TIMEOUT_S", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as deaf:
         deaf.bind("\0kvmig-test-deaf")
         deaf.listen()
         with pytest.raises(TransportError, match="timed out"):
-            take(descriptors.Ticket("kvmig-test-deaf", "00"), refusals)
+            take(mapped.Ticket("kvmig-test-deaf", "00"), refusals)

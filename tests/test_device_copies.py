@@ -16,8 +16,7 @@ from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels.arrays import address_of, memory_of
 from kvmig.kernels.face import Device
 from kvmig.kvtransfer.transports.base import unmap
-from kvmig.kvtransfer.transports.mapped import MappedInbox, MappedStaging
-from kvmig.kvtransfer.transports.memory import view
+from kvmig.kvtransfer.transports.mapped import MappedInbox, MappedStaging, view
 from tests.host_memory import HostMemory
 from tests.poisoned import make_cache
 from tests.queued_gpu import HIGHEST, QueuedGpu, QueuedKernels

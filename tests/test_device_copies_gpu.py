@@ -12,7 +12,7 @@ from kvmig.engines.device_copies import DeviceCopies, load
 from kvmig.ground.layout import KVLayout, Region
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.copy import checksum_fused
-from kvmig.kvtransfer.transports.memory import view
+from kvmig.kvtransfer.transports.mapped import view
 
 RUN, LAYERS, BLOCKS = 65536, 4, 600
 SIZE = RUN * LAYERS

@@ -13,9 +13,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.kvtransfer import keys
-from kvmig.kvtransfer.handshakes import HANDSHAKE_S, Handshakes
-from kvmig.kvtransfer.link import Client, Server
+from kvmig.kvtransfer import link
+from kvmig.kvtransfer.link import HANDSHAKE_S, Client, Handshakes, Server
 from kvmig.kvtransfer.messages import Aborted, PeerMessage
 
 SECRET = b"a secret of the cluster"
@@ -93,8 +92,8 @@ def null(stranger: zmq.Socket[bytes]) -> None:
 
 
 BY_ZEROMQ = {
-    "a key of its own": with_curve(keys.derive(SECRET).server.public),
-    "another server's key": with_curve(keys.derive(b"a secret of others").server.public),
+    "a key of its own": with_curve(link.derive(SECRET).server.public),
+    "another server's key": with_curve(link.derive(b"a secret of others").server.public),
     "a name and a password": plain,
     "no key": null,
 }

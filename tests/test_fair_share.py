@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.kvtransfer.fair_share import BURST_S, FairShare
+from kvmig.kvtransfer.bandwidth import BURST_S, FairShare
 
 CHUNK = 1000
 

@@ -23,10 +23,11 @@ from kvmig.controlplane.messages import (
     Welcome,
 )
 from kvmig.ground.errors import PeerError, TransportError
-from kvmig.kvtransfer import keys
-from kvmig.kvtransfer.compat import fingerprint
+from kvmig.kvtransfer import link
+from kvmig.kvtransfer.destination_machine import Tombstones
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import (
+    VERSION,
     Abort,
     Aborted,
     Bundle,
@@ -42,8 +43,6 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
-from kvmig.kvtransfer.tombstones import Tombstones
-from kvmig.kvtransfer.versions import VERSION
 from kvmig.kvtransfer.wire import Codec
 from scripts.corpus import TYPES, example, recorded
 from tests import fake_llumlet
@@ -171,7 +170,7 @@ async def test_who_has_not_the_secret_is_refused_and_counted() -> None:
         stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         stranger.linger = 0
         stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-        stranger.curve_serverkey = keys.derive(SECRET).server.public
+        stranger.curve_serverkey = link.derive(SECRET).server.public
         stranger.connect(it.endpoint)
         await stranger.send_multipart([recorded(Hello(VERSION.major, "gateway", "s"))])
         front = FrontEnd(it)
@@ -188,7 +187,7 @@ def _chunk(mid: str) -> Message:
 async def test_sessions_bear_any_message_in_any_order(seed: int) -> None:
     rng = random.Random(seed)
     async with cluster() as them:
-        model = fingerprint(them.b.engine.layout)
+        model = them.b.engine.layout.fingerprint
         for _ in range(300):
             message: Message = example(rng.choice((*FROM_A_SOURCE, Bundle)))
             names: dict[str, Any] = {"mid": str(rng.randrange(4))}

@@ -10,11 +10,10 @@ import pytest
 from kvmig.engines import base
 from kvmig.engines.base import Stage, Tail
 from kvmig.ground.errors import InvalidTransition
-from kvmig.kvtransfer import destination_actions, source_actions
+from kvmig.kvtransfer import destination_machine, source_machine
 from kvmig.kvtransfer import destination_machine as destination
 from kvmig.kvtransfer import source_machine as source
-from kvmig.kvtransfer.destination_actions import Answer, FreeBlocks
-from kvmig.kvtransfer.destination_machine import DestinationMachine
+from kvmig.kvtransfer.destination_machine import Answer, DestinationMachine, FreeBlocks
 from kvmig.kvtransfer.machine import Machine
 from kvmig.kvtransfer.messages import (
     Aborted,
@@ -27,9 +26,7 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
-from kvmig.kvtransfer.source_actions import Release, Resume, SendAbort
-from kvmig.kvtransfer.source_machine import SourceMachine
-from kvmig.kvtransfer.stages import enough
+from kvmig.kvtransfer.source_machine import Release, Resume, SendAbort, SourceMachine, enough
 
 TAIL = Tail([9], 33, 3, b"")
 EXPORT = base.Export("r", 30, [])
@@ -96,15 +93,15 @@ def commit(blocks: int = 3) -> Commit:
 
 def test_the_source_goes_from_export_to_release() -> None:
     machine = SourceMachine("m", max_stages=8)
-    assert machine.start() == [source_actions.Export()]
-    assert machine.exported(30) == [source_actions.SendReserve(0, 30)]
-    assert machine.reserved(2) == [source_actions.Check(sent=2)]
-    assert machine.checked(Stage([4, 5, 6], 31)) == [source_actions.SendReserve(1, 31)]
-    assert machine.reserved(0) == [source_actions.Copy(1, 2, (4, 5, 6))]
-    assert machine.copied() == [source_actions.Check(sent=5)]
-    assert machine.checked(Stage([7], 33)) == [source_actions.SendReserve(2, 33, last=True)]
-    assert machine.reserved(0) == [source_actions.Suspend(sent=5)]
-    assert machine.suspended(TAIL) == [source_actions.SendTail(5, TAIL)]
+    assert machine.start() == [source_machine.Export()]
+    assert machine.exported(30) == [source_machine.SendReserve(0, 30)]
+    assert machine.reserved(2) == [source_machine.Check(sent=2)]
+    assert machine.checked(Stage([4, 5, 6], 31)) == [source_machine.SendReserve(1, 31)]
+    assert machine.reserved(0) == [source_machine.Copy(1, 2, (4, 5, 6))]
+    assert machine.copied() == [source_machine.Check(sent=5)]
+    assert machine.checked(Stage([7], 33)) == [source_machine.SendReserve(2, 33, last=True)]
+    assert machine.reserved(0) == [source_machine.Suspend(sent=5)]
+    assert machine.suspended(TAIL) == [source_machine.SendTail(5, TAIL)]
     assert machine.commit_sent() == []
     assert machine.committed() == [Release()]
     assert (machine.state, machine.ended) == (source.S.COMMITTED, True)
@@ -138,10 +135,10 @@ def test_before_the_commit_every_end_leaves_the_request_here(state: source.S) ->
 
 def test_an_unanswered_commit_is_sent_twice_more_and_then_the_arbiter_is_asked() -> None:
     machine = source_at(source.S.COMMITTING)
-    assert machine.unanswered() == [source_actions.SendCommit()]
-    assert machine.unanswered() == [source_actions.SendCommit()]
-    assert machine.unanswered() == [source_actions.AskArbiter()]
-    assert machine.unanswered() == [source_actions.AskArbiter()]
+    assert machine.unanswered() == [source_machine.SendCommit()]
+    assert machine.unanswered() == [source_machine.SendCommit()]
+    assert machine.unanswered() == [source_machine.AskArbiter()]
+    assert machine.unanswered() == [source_machine.AskArbiter()]
 
 
 def test_a_request_whose_fate_nobody_tells_is_dropped_after_so_many_questions() -> None:
@@ -152,8 +149,8 @@ def test_a_request_whose_fate_nobody_tells_is_dropped_after_so_many_questions() 
     machine.reserved(0)
     machine.suspended(TAIL)
     machine.commit_sent()
-    assert machine.unreachable() == [source_actions.AskArbiter()]
-    assert machine.unreachable() == [source_actions.AskArbiter()]
+    assert machine.unreachable() == [source_machine.AskArbiter()]
+    assert machine.unreachable() == [source_machine.AskArbiter()]
     assert machine.unreachable() == [Release()]
     assert (machine.state, machine.reason) == (source.S.ABORTED, "orphaned")
 
@@ -182,16 +179,16 @@ def test_the_source_stops_copying_at_the_last_stage() -> None:
     machine.checked(Stage([1, 2], 30))
     machine.reserved(0)
     machine.copied()
-    assert machine.checked(Stage([3, 4, 5], 50)) == [source_actions.SendReserve(2, 50, last=True)]
-    assert machine.reserved(0) == [source_actions.Suspend(2)]
+    assert machine.checked(Stage([3, 4, 5], 50)) == [source_machine.SendReserve(2, 50, last=True)]
+    assert machine.reserved(0) == [source_machine.Suspend(2)]
 
 
 def test_without_live_stages_the_request_is_suspended_first() -> None:
     machine = SourceMachine("m", max_stages=0)
     machine.exported(30)
     machine.reserved(0)
-    assert machine.checked(Stage([1, 2, 3], 30)) == [source_actions.SendReserve(1, 30, last=True)]
-    assert machine.reserved(0) == [source_actions.Suspend(0)]
+    assert machine.checked(Stage([1, 2, 3], 30)) == [source_machine.SendReserve(1, 30, last=True)]
+    assert machine.reserved(0) == [source_machine.Suspend(0)]
 
 
 def waiting_source() -> SourceMachine:
@@ -199,13 +196,13 @@ def waiting_source() -> SourceMachine:
     machine = SourceMachine("m", max_stages=8)
     machine.exported(30)
     machine.reserved(0)
-    assert machine.checked(Stage([], 0)) == [source_actions.Suspend(0)]
+    assert machine.checked(Stage([], 0)) == [source_machine.Suspend(0)]
     return machine
 
 
 def test_a_request_that_waits_goes_without_room_or_blocks() -> None:
     machine, tail = waiting_source(), Tail([], 30, 0, b"")
-    assert machine.suspended(tail) == [source_actions.SendTail(0, tail)]
+    assert machine.suspended(tail) == [source_machine.SendTail(0, tail)]
 
 
 def test_a_request_that_waited_and_has_begun_to_run_stays() -> None:
@@ -216,26 +213,26 @@ def test_a_request_that_waited_and_has_begun_to_run_stays() -> None:
 
 def test_the_destination_goes_from_reserve_to_commit() -> None:
     machine = DestinationMachine("m")
-    assert machine.reserve(reserve(0)) == [destination_actions.ReserveBlocks(EXPORT, 30)]
+    assert machine.reserve(reserve(0)) == [destination_machine.ReserveBlocks(EXPORT, 30)]
     assert machine.reserved(1, "tcp") == [Answer(Reserved("m", 0, 1, "tcp"))]
-    assert machine.chunk(chunk(1, 2)) == [destination_actions.Scatter(chunk(1, 2))]
+    assert machine.chunk(chunk(1, 2)) == [destination_machine.Scatter(chunk(1, 2))]
     assert machine.scattered(chunk(1, 2), 0.5) == [Answer(ChunkDone("m", 2, 0.5))]
-    assert machine.reserve(reserve(1)) == [destination_actions.ReserveBlocks(None, 31)]
+    assert machine.reserve(reserve(1)) == [destination_machine.ReserveBlocks(None, 31)]
     assert machine.reserved() == [Answer(Reserved("m", 1, 1, "tcp"))]
-    assert machine.commit(commit()) == [destination_actions.RunRequest(TAIL)]
+    assert machine.commit(commit()) == [destination_machine.RunRequest(TAIL)]
     assert machine.committed(2.0) == [Answer(Committed("m", 2.0))]
     assert machine.committed_here
 
 
 def test_a_commit_is_answered_the_same_way_however_often_it_comes() -> None:
     machine = destination_at(destination.S.COMMITTED)
-    again: list[destination_actions.Action] = [Answer(Committed("m", 2.0))]
+    again: list[destination_machine.Action] = [Answer(Committed("m", 2.0))]
     assert machine.commit(commit()) == machine.abort() == machine.reserve(reserve(0)) == again
     assert machine.chunk(chunk(1, 2)) == machine.fence() == machine.cancel("timeout") == []
     assert machine.committed_here
 
 
-def refusal(actions: list[destination_actions.Action]) -> str:
+def refusal(actions: list[destination_machine.Action]) -> str:
     answers = [action.message for action in actions if isinstance(action, Answer)]
     assert len(answers) == 1
     assert isinstance(answers[0], Refused)
@@ -278,7 +275,7 @@ def test_blocks_that_come_with_the_commit_count() -> None:
     machine = destination_at(destination.S.RECEIVING)
     last = chunk(1, 2)
     message = Commit("m", "r", 1, TAIL, 3, last)
-    assert machine.commit(message) == [destination_actions.RunRequest(TAIL, last)]
+    assert machine.commit(message) == [destination_machine.RunRequest(TAIL, last)]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +311,7 @@ def test_a_repeated_first_reserve_keeps_what_has_come() -> None:
     machine = destination_at(destination.S.RECEIVING)
     machine.chunk(chunk(1, 2))
     machine.scattered(chunk(1, 2), 0.5)
-    assert machine.reserve(reserve(0)) == [destination_actions.ReserveBlocks(None, 30)]
+    assert machine.reserve(reserve(0)) == [destination_machine.ReserveBlocks(None, 30)]
     assert machine.reserved() == [Answer(Reserved("m", 0, 1, "tcp"))]
     assert machine.received == 3
 

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.ground.errors import PeerBehind, PeerError, TransportError
-from kvmig.kvtransfer import keys, link
+from kvmig.kvtransfer import link
 from kvmig.kvtransfer.link import Client, Server
-from kvmig.kvtransfer.messages import Abort, Aborted, Hello, PeerMessage
-from kvmig.kvtransfer.versions import VERSION, Version
+from kvmig.kvtransfer.messages import VERSION, Abort, Aborted, Hello, PeerMessage, Version
 from kvmig.kvtransfer.wire import MAX_FRAMES, Codec
 
 SECRET = b"a secret of the cluster"
@@ -80,7 +79,7 @@ async def test_a_client_that_knows_only_the_servers_public_key_is_never_heard() 
     stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     stranger.linger = 0
     stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-    stranger.curve_serverkey = keys.derive(SECRET).server.public
+    stranger.curve_serverkey = link.derive(SECRET).server.public
     stranger.connect(server.endpoint)
     await stranger.send_multipart(Codec(PeerMessage).encode(hello()))
     with pytest.raises(TimeoutError):
@@ -188,8 +187,8 @@ async def test_a_port_in_use_is_an_error_and_leaves_nothing() -> None:
 
 def test_keys_need_a_secret_of_some_length_and_never_show_it() -> None:
     with pytest.raises(ValueError, match="at least 16"):
-        keys.derive(b"short")
-    derived = keys.derive(SECRET)
+        link.derive(b"short")
+    derived = link.derive(SECRET)
     assert derived.server.public != derived.client.public
     assert derived.server.secret.decode() not in repr(derived)
 
@@ -198,7 +197,7 @@ async def test_the_secret_and_keys_are_never_logged(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.DEBUG)
     async with linked() as (server, _):
         await server.recv()
-    derived = keys.derive(SECRET)
+    derived = link.derive(SECRET)
     for secret in (SECRET, derived.server.secret, derived.client.secret):
         assert secret.decode() not in caplog.text
 

@@ -20,7 +20,6 @@ from kvmig.engines.block_copies import BlockCopies
 from kvmig.ground.config import Transport
 from kvmig.ground.errors import MigrationRefused
 from kvmig.ground.layout import KVLayout, Region
-from kvmig.kvtransfer.compat import fingerprint
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import (
     Aborted,
@@ -153,7 +152,7 @@ async def test_a_forged_chunk_writes_to_no_block_of_others(name: str, with_commi
                 peer.send(
                     Reserve(
                         "m", MOVED, 1, 0, PROMPT, Export(MOVED, len(tokens), []),
-                        model=fingerprint(there.layout), offers=[Offer(tcp.NAME)],
+                        model=there.layout.fingerprint, offers=[Offer(tcp.NAME)],
                         numerics=there.numerics,
                     ),
                     payload,

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from kvmig.ground.clock import monotonic
 from kvmig.ground.errors import MigrationRefused
-from kvmig.kvtransfer.chunks import ChunkSizer
+from kvmig.kvtransfer.copying import ChunkSizer, Part, Shuttle, SlotShare
 from kvmig.kvtransfer.messages import Bundle, Chunk, Message
-from kvmig.kvtransfer.shuttle import Part, Shuttle, SlotShare
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.transports.tcp import TcpStaging
 from tests.fake_cluster import cluster, until

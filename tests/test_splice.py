@@ -13,7 +13,7 @@ from kvmig.controlplane.messages import Span
 from kvmig.gateway import splice
 from kvmig.gateway.ports import Item
 from kvmig.gateway.splice import Action, Broken, Fed, Splicer, Stale, Switched
-from kvmig.kvtransfer.epochs import LEAP
+from kvmig.kvtransfer.source_machine import LEAP
 
 
 @dataclass

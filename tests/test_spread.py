@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvmig.engines.base import Cadence
 from kvmig.gateway.spreading import MOST_S, Ramp
 from kvmig.kvtransfer.messages import Reserve
-from kvmig.kvtransfer.spread import MOST_STEPS, Measured, PauseTime, Spread, spread
+from kvmig.kvtransfer.pause import MOST_STEPS, Measured, PauseTime, Spread, spread
 from tests.fake_cluster import cluster, until
 from tests.fake_engine import FakeEngine
 

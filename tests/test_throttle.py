@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvmig.ground.errors import MigrationRefused
-from kvmig.kvtransfer.throttle import UNLIMITED, Throttle
+from kvmig.kvtransfer.bandwidth import UNLIMITED, Throttle
 
 
 async def test_without_caps_a_turn_is_had_at_once() -> None:

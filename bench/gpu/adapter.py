@@ -16,7 +16,7 @@ from kvmig.engines.device_copies import load
 from kvmig.ground.errors import KvmigError
 from kvmig.ground.layout import KVLayout
 from kvmig.kernels.face import Device
-from kvmig.kvtransfer.transports.memory import view
+from kvmig.kvtransfer.transports.mapped import view
 
 REPEATS = 3
 BUFFERS: dict[Device, tuple[str, ...]] = {

@@ -9,7 +9,7 @@ from kvmig.controlplane.messages import ClusterMessage, LoadReport
 from kvmig.controlplane.orders import SetState
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.link import Client
-from kvmig.kvtransfer.refusals import Refusals
+from kvmig.kvtransfer.wire import Refusals
 
 RETRY_S = 0.5
 """Between two attempts to connect."""

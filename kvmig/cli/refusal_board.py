@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvmig.controlplane.messages import MessagesRefused
-from kvmig.kvtransfer.refusals import Refusals
+from kvmig.kvtransfer.wire import Refusals
 
 
 class RefusalBoard:

@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 
 from kvmig.ground.discreet import SECRET
 from kvmig.ground.errors import ConfigError
-from kvmig.kvtransfer.keys import LEAST_BYTES
+from kvmig.kvtransfer.link import LEAST_BYTES
 
 
 def cluster_secret(environment: MutableMapping[str, str]) -> bytes:

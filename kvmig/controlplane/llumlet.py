@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from kvmig.controlplane.bandwidth import Bandwidth
 from kvmig.controlplane.fronts import Fronts
 from kvmig.controlplane.headroom import measured_headroom
 from kvmig.controlplane.messages import (
@@ -53,15 +52,14 @@ from kvmig.ground.errors import (
     StartupError,
     TransportError,
 )
-from kvmig.kvtransfer.chunks import slot_bytes
+from kvmig.kvtransfer.copying import slot_bytes
 from kvmig.kvtransfer.link import Server
-from kvmig.kvtransfer.messages import Hello, Message, PeerMessage
+from kvmig.kvtransfer.messages import VERSION, Hello, Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
-from kvmig.kvtransfer.refusals import REFUSED
-from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.report import Bandwidth, MigrationReport
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.transports.select import open_staging, site_of
-from kvmig.kvtransfer.versions import VERSION
+from kvmig.kvtransfer.wire import REFUSED
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ import msgspec
 
 from kvmig.controlplane.orders import LifecycleMessage
 from kvmig.engines.base import EngineLoad, RequestState
-from kvmig.kvtransfer.messages import Hello, Message
+from kvmig.kvtransfer.messages import Hello, Message, Version
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.versions import Version
 
 # -- what a llumlet tells everyone who said hello
 

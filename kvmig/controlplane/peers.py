@@ -10,8 +10,7 @@ from kvmig.controlplane.messages import ClusterMessage
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import Message, PeerMessage
-from kvmig.kvtransfer.refusals import Refusals
-from kvmig.kvtransfer.wire import Frame
+from kvmig.kvtransfer.wire import Frame, Refusals
 
 log = logging.getLogger(__name__)
 

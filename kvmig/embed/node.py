@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvmig.engines.base import Engine
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import TransportError
-from kvmig.kvtransfer.chunks import slot_bytes
+from kvmig.kvtransfer.copying import slot_bytes
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.transports.select import open_staging

@@ -13,8 +13,7 @@ from kvmig.controlplane.messages import ClusterMessage, Welcome
 from kvmig.gateway.errors import InstanceLost
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.link import Client
-from kvmig.kvtransfer.messages import Message
-from kvmig.kvtransfer.versions import VERSION
+from kvmig.kvtransfer.messages import VERSION, Message
 from kvmig.kvtransfer.wire import Frame
 
 RETRY_S = 0.5

@@ -46,9 +46,8 @@ from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import Message
-from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.wire import Frame
+from kvmig.kvtransfer.wire import Frame, Refusals
 
 HOLD_S = 10.0
 """Longest wait for an old owner's tokens while the new one's are there."""

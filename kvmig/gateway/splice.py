@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvmig.controlplane.messages import Span
 from kvmig.gateway.ports import Item
-from kvmig.kvtransfer.epochs import LEAP
+from kvmig.kvtransfer.source_machine import LEAP
 
 HOLD_LIMIT = 1024
 """Items of one request that wait for the old owner's; more is an error."""

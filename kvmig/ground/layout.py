@@ -11,6 +11,7 @@ then bytes 1016..1023 and 2016..2023, and 16 bytes when fused.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,17 @@ class KVLayout:
     def block_bytes(self) -> int:
         """Bytes of one block over all regions: its size when fused."""
         return sum(region.run for region in self.regions)
+
+    @property
+    def fingerprint(self) -> str:
+        """Model, weights, block tokens and the runs of a block: readable, and exact by its hash.
+
+        Blocks may be exchanged between two engines whose fingerprints are equal.
+        """
+        runs = ",".join(str(region.run) for region in self.regions)
+        digest = blake2b(f"{self.model}|{runs}".encode(), digest_size=8).hexdigest()
+        shape = f"{self.block_tokens} tokens in {self.block_bytes} bytes, {digest}"
+        return f"{shape}, weights {self.weights}" if self.weights else shape
 
     def matches(self, other: KVLayout) -> bool:
         """Whether fused blocks of one may be scattered into the other."""

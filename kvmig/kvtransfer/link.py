@@ -10,21 +10,163 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from types import UnionType
 
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kvmig.ground.errors import PeerBehind, PeerError, TransportError
-from kvmig.kvtransfer.doorkeeper import Doorkeeper
-from kvmig.kvtransfer.handshakes import HANDSHAKE_S
-from kvmig.kvtransfer.keys import KeyPair, Keys, derive
-from kvmig.kvtransfer.messages import Hello, Message
-from kvmig.kvtransfer.refusals import Refusals
-from kvmig.kvtransfer.versions import VERSION, Version
-from kvmig.kvtransfer.wire import MAX_FRAME, Codec, Frame
+from kvmig.kvtransfer.messages import VERSION, Hello, Message, Version
+from kvmig.kvtransfer.wire import MAX_FRAME, Codec, Frame, Refusals
+
+LEAST_BYTES = 16
+"""Of a secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """Curve25519 keys in Z85, 40 characters each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Both pairs of one cluster."""
+
+    server: KeyPair
+    client: KeyPair
+
+
+def derive(secret: bytes) -> Keys:
+    """The cluster's keys. Raises ValueError when the secret is shorter than LEAST_BYTES."""
+    if len(secret) < LEAST_BYTES:
+        raise ValueError(f"the cluster's secret must have at least {LEAST_BYTES} bytes")
+    return Keys(_pair(secret, b"kvmig server"), _pair(secret, b"kvmig client"))
+
+
+def _pair(secret: bytes, purpose: bytes) -> KeyPair:
+    key = z85.encode(blake2b(secret, digest_size=32, person=purpose).digest())
+    return KeyPair(zmq.curve_public(key), key)
+
+
+HANDSHAKE_S = 30.0
+"""A handshake that takes longer has failed."""
+
+
+class Handshakes:
+    """Of one server. Remembers open connections only, each for HANDSHAKE_S at most."""
+
+    def __init__(self) -> None:
+        self._young: dict[int, float] = {}
+        """Open connections by descriptor, and since when: their handshakes may be under way."""
+        self._undecided = 0
+        """Accepted, and not known to have succeeded or failed; which ones is unknown."""
+        self._failed = 0
+
+    def accepted(self, descriptor: int, now: float) -> None:
+        """now: in seconds."""
+        self._young[descriptor] = now
+        self._undecided += 1
+
+    def succeeded(self) -> None:
+        """One of those that are open."""
+        self._decided()
+
+    def failed(self) -> None:
+        """One of those that are open; told twice of some, which isn't counted if it can be seen."""
+        if self._undecided > 0:
+            self._failed += 1
+            self._decided()
+
+    def closed(self, descriptor: int) -> None:
+        """Whether let in before or not."""
+        self._young.pop(descriptor, None)
+
+    def failures(self, now: float) -> int:
+        """So many more than when last asked.
+
+        Those of which libzmq says nothing, while another's handshake was under way, may be told
+        as late as HANDSHAKE_S after that.
+        """
+        for old in [one for one, since in self._young.items() if now - since > HANDSHAKE_S]:
+            del self._young[old]
+        gone = max(0, self._undecided - len(self._young))
+        self._undecided -= gone
+        failed, self._failed = self._failed + gone, 0
+        return failed
+
+    def _decided(self) -> None:
+        self._undecided -= 1
+        if self._undecided <= 0:
+            self._young.clear()
+
+
+LOOK_S = 0.1
+"""Between two looks. A stranger costs the event loop no wake-up, however many they are."""
+MOST = 10_000
+"""Events taken at a look; others have their turn then."""
+
+_TOLD = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
+
+
+class Doorkeeper:
+    """Of one ROUTER, before it is bound; make it inside a running event loop, and `close` it.
+
+    libzmq holds 2,000 events; its I/O thread waits while nobody takes them.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, refusals: Refusals) -> None:
+        self._socket = socket
+        self._refusals = refusals
+        self._handshakes = Handshakes()
+        self._monitor = socket.get_monitor_socket(_TOLD)
+        self._events = zmq.Socket(self._monitor)
+        self._task = asyncio.create_task(self._watch(), name="doorkeeper")
+
+    def close(self) -> None:
+        """Before the socket. May be called twice."""
+        if self._monitor.closed:
+            return
+        self._task.cancel()
+        self._take()  # an I/O thread that waits for room holds the lock that the next line needs
+        self._socket.disable_monitor()
+        self._monitor.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._take()
+
+    def _take(self) -> None:
+        now = asyncio.get_running_loop().time()
+        with contextlib.suppress(zmq.Again):  # that was all
+            for _ in range(MOST):
+                told = recv_monitor_message(self._events, zmq.DONTWAIT)
+                match told["event"]:
+                    case zmq.EVENT_ACCEPTED:
+                        self._handshakes.accepted(int(told["value"]), now)
+                    case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                        self._handshakes.succeeded()
+                    case zmq.EVENT_DISCONNECTED:
+                        self._handshakes.closed(int(told["value"]))
+                    case _:
+                        self._handshakes.failed()
+        self._refusals.strangers(self._handshakes.failures(now))
+
 
 HIGH_WATER = 10_000
 """Messages queued to one peer; one more is an error, not more memory."""

@@ -9,40 +9,266 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvmig.engines.base import Engine
+from msgspec.structs import replace
+
+from kvmig.engines.base import Engine, Tail
 from kvmig.ground.clock import monotonic
 from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import MigrationRefused
-from kvmig.kvtransfer.admission import admit, kv_bytes
-from kvmig.kvtransfer.arbitration import Resolve
-from kvmig.kvtransfer.arrivals import Arrivals, OnCommit
-from kvmig.kvtransfer.chunks import ChunkSizer
-from kvmig.kvtransfer.epochs import Epochs
-from kvmig.kvtransfer.errand import Foretell, nothing_told
-from kvmig.kvtransfer.experience import Experience
-from kvmig.kvtransfer.mailbox import Cancel, PeerLost
+from kvmig.ground.errors import MigrationRefused, PeerError
+from kvmig.ground.layout import KVLayout
+from kvmig.kvtransfer.bandwidth import Throttle
+from kvmig.kvtransfer.copying import ChunkSizer, Send, Shuttle
+from kvmig.kvtransfer.destination import CancelArrival, DestinationSession, Fence
+from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine, Tombstones
 from kvmig.kvtransfer.messages import (
+    Abort,
     Aborted,
+    Bundle,
+    Chunk,
     ChunkDone,
+    Commit,
     Committed,
+    Expect,
     FirstToken,
     Message,
     Refused,
     Reserve,
     Reserved,
 )
-from kvmig.kvtransfer.refusals import Refusals
-from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.shuttle import Shuttle
-from kvmig.kvtransfer.source_session import SourceSession
-from kvmig.kvtransfer.throttle import Throttle
-from kvmig.kvtransfer.timeline import Move, Timeline
+from kvmig.kvtransfer.pause import Experience
+from kvmig.kvtransfer.report import MigrationReport, Move, Timeline
+from kvmig.kvtransfer.source import Cancel, Foretell, PeerLost, Resolve, SourceSession, nothing_told
+from kvmig.kvtransfer.source_machine import Epochs
 from kvmig.kvtransfer.transports.base import Staging
-from kvmig.kvtransfer.wire import Frame
+from kvmig.kvtransfer.transports.select import Inboxes, site_of
+from kvmig.kvtransfer.wire import Frame, Refusals
+
+
+def kv_bytes(num_tokens: int, layout: KVLayout) -> int:
+    """Bytes of KV cache that a request of so many tokens holds.
+
+    Example: 33 tokens in blocks of 16 tokens and 1000 bytes are 3000 bytes.
+    """
+    return -(-num_tokens // layout.block_tokens) * layout.block_bytes
+
+
+def admit(config: MigrationConfig, way: str, under_way: Sequence[int], nbytes: int) -> None:
+    """Let one more migration of `nbytes` begin beside those `under_way`, of so many bytes each.
+
+    way: "in" or "out". One that is over `max_migration_bytes` by itself goes alone.
+    Raises MigrationRefused ("busy") that says which limit is reached.
+    """
+    if len(under_way) >= config.max_migrations:
+        raise MigrationRefused(
+            "busy",
+            f"{len(under_way)} migrations {way}, --max-migrations is {config.max_migrations}",
+        )
+    most, total = config.max_migration_bytes, sum(under_way) + nbytes
+    if most and under_way and total > most:
+        raise MigrationRefused(
+            "busy", f"{total} bytes would migrate {way}, --max-migration-bytes is {most}"
+        )
+
+
+OnCommit = Callable[[str, int, int, str], None]
+"""(request_id, epoch, num_output_tokens, gateway), before the engine can emit a token."""
+
+
+class Arrivals:
+    """The incoming half of `Migrations`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: MigrationConfig,
+        on_commit: OnCommit,
+        on_commit_failed: Callable[[str], None],
+        on_broken: Callable[[Exception], None],
+        refusals: Refusals,
+        has_front: Callable[[str], bool],
+    ) -> None:
+        """on_broken: a migration ended with an error that nothing was made for.
+
+        has_front: whether the front end of this name is connected here.
+        refusals: counts strangers at the transports' own sockets.
+        """
+        self._engine = engine
+        self._config = config
+        self._on_commit = on_commit
+        self._on_commit_failed = on_commit_failed
+        self._on_broken = on_broken
+        self._has_front = has_front
+        self._inboxes = Inboxes(config.transport, site_of(config, refusals))
+        self._live: dict[str, DestinationSession] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tombstones = Tombstones()
+        self._unstepped: dict[str, DestinationSession] = {}
+        self.committed = 0
+        """Requests that came, ever."""
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that come just now."""
+        return [session.request_id for session in self._live.values()]
+
+    def receive(
+        self, message: Message, payload: list[memoryview], send: Send, refusal: str = ""
+    ) -> None:
+        """A message of a source, to be answered with `send`.
+
+        refusal: why a new migration can't begin, if it can't.
+        """
+        match message:
+            case Bundle(chunks):
+                for chunk in chunks:
+                    self.receive(chunk, _part(payload, chunk), send)
+                return
+            case Expect(mid, ms):
+                if mid in self._live:
+                    self._live[mid].expect(ms)
+                return
+            case Reserve() | Chunk() | Commit() | Abort():
+                mid = message.mid
+            case _:
+                raise PeerError(f"{type(message).__name__} isn't for a migration's destination")
+        if mid in self._live:
+            self._live[mid].deliver(message, payload)
+        elif (
+            isinstance(message, Reserve)
+            and message.export is not None
+            and not self._tombstones.knows(mid)
+        ):
+            request = replace(message.export, payload=[bytes(frame) for frame in payload])
+            self._begin(replace(message, export=request), send, refusal)
+        else:
+            _answer(self._tombstones.answer(mid, message), send)
+
+    async def fence(self, request_id: str, epoch: int) -> bool:
+        """Whether this attempt is committed; if not, it never will be.
+
+        Raises TimeoutError when a commit under way takes longer than a lease.
+        """
+        key = (request_id, epoch)
+        for session in self._live.values():
+            if session.attempt == key:
+                answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+                session.deliver(Fence(answer))
+                async with asyncio.timeout(self._config.lease_ms / 1e3):
+                    return await answer
+        return self._tombstones.fence(key)
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        """The request isn't wanted any more."""
+        self._unstepped.pop(request_id, None)
+        for session in self._live.values():
+            if session.request_id == request_id:
+                session.deliver(CancelArrival(reason))
+
+    def stepped(self, request_id: str) -> None:
+        """The request got a token here; only the first after a commit is told."""
+        session = self._unstepped.pop(request_id, None)
+        if session is not None:
+            session.first_token()
+
+    async def close(self, timeout_s: float) -> None:
+        """Give all up that aren't committed; free what was mapped."""
+        for session in self._live.values():
+            session.deliver(CancelArrival("shutdown"))
+        tasks = list(self._tasks.values())
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        self._inboxes.close()
+
+    def _begin(self, message: Reserve, send: Send, refusal: str) -> None:
+        key = (message.request_id, message.epoch)
+        try:
+            self._check_in(message, "superseded" if self._tombstones.used(key) else refusal)
+        except MigrationRefused as error:
+            machine = DestinationMachine(message.mid)
+            _answer(machine.failed(error.reason, error.detail), send)
+            self._tombstones.bury(machine, key)
+            return
+        older = [
+            self._tasks[mid]
+            for mid, session in self._live.items()
+            if session.request_id == message.request_id
+        ]
+        self.cancel(message.request_id, "superseded")
+        session = DestinationSession(
+            message,
+            self._engine,
+            self._config,
+            self._inboxes,
+            send,
+            self._commits,
+            self._commit_failed,
+        )
+        self._live[message.mid] = session
+        task = asyncio.create_task(self._run(session, older), name=f"in {message.mid}")
+        task.add_done_callback(self._over)
+        self._tasks[message.mid] = task
+
+    def _check_in(self, message: Reserve, refusal: str) -> None:
+        """Raises MigrationRefused if the request must not come now."""
+        if refusal:
+            raise MigrationRefused(refusal)
+        if self._engine.unmovable:
+            raise MigrationRefused("unsupported", f"nothing can come: {self._engine.unmovable}")
+        if not self._has_front(message.gateway):
+            raise MigrationRefused(
+                "incompatible", f"front end {message.gateway} is not connected here"
+            )
+        layout = self._engine.layout
+        under_way = [
+            kv_bytes(session.opening.num_tokens, layout)
+            for session in self._live.values()
+            if session.request_id != message.request_id
+        ]
+        admit(self._config, "in", under_way, kv_bytes(message.num_tokens, layout))
+
+    async def _run(self, session: DestinationSession, older: list[asyncio.Task[None]]) -> None:
+        mid = session.machine.key
+        try:
+            # An engine holds one reservation a request: the older one goes first.
+            await asyncio.gather(*older, return_exceptions=True)
+            await session.run()
+            self.committed += session.machine.committed_here
+        finally:
+            del self._live[mid], self._tasks[mid]
+            self._tombstones.bury(session.machine, session.attempt)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._on_broken(error)
+
+    def _commits(self, session: DestinationSession, tail: Tail) -> None:
+        opening = session.opening
+        self._on_commit(opening.request_id, opening.epoch, tail.num_output_tokens, opening.gateway)
+        self._unstepped[opening.request_id] = session
+
+    def _commit_failed(self, session: DestinationSession) -> None:
+        self._unstepped.pop(session.request_id, None)
+        self._on_commit_failed(session.request_id)
+
+
+def _part(payload: list[memoryview], chunk: Chunk) -> list[memoryview]:
+    """The chunk's bytes, if they came with the message."""
+    return [frame[chunk.offset : chunk.offset + chunk.nbytes] for frame in payload]
+
+
+def _answer(actions: list[Action], send: Send) -> None:
+    for action in actions:
+        if isinstance(action, Answer):
+            send(action.message, ())
+
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +403,9 @@ class Migrations:
         try:
             await self._take_turn(request_id)
         except MigrationRefused as error:
-            return Timeline(monotonic).report(move, "aborted", (error.reason, error.detail))
+            return Timeline(monotonic).report(
+                move, "aborted", (error.reason, error.detail), ended_at=time.time()
+            )
         session = SourceSession(
             move,
             self._engine,

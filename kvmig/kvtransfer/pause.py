@@ -1,29 +1,152 @@
 """The pause of one migration: the request is suspended at the best moment that is in sight, and its
-rest sent with Commit. Nobody decodes it meanwhile."""
+rest sent with Commit. Nobody decodes it meanwhile.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
 from kvmig.engines.base import Cadence, Tail
-from kvmig.kvtransfer.block_sender import BlockSender
-from kvmig.kvtransfer.errand import Errand
-from kvmig.kvtransfer.experience import Experience
-from kvmig.kvtransfer.meeting import PUT_OFF_STEPS, due_ms, put_off_ms
-from kvmig.kvtransfer.messages import (
-    Chunk,
-    Commit,
-    Committed,
-    Expect,
-    Message,
-    Reserve,
-    Reserved,
-)
-from kvmig.kvtransfer.source_actions import Action, SendTail
-from kvmig.kvtransfer.spread import Measured, spread
+from kvmig.engines.step_hold import limit_s
+from kvmig.kvtransfer.copying import ChunkSizer
+from kvmig.kvtransfer.messages import Chunk, Commit, Committed, Expect, Message, Reserve, Reserved
+from kvmig.kvtransfer.source_machine import Action, SendTail
 from kvmig.kvtransfer.wire import Frame
+
+if TYPE_CHECKING:
+    from kvmig.kvtransfer.source import BlockSender, Errand
+
+
+NEAR = 0.3
+"""Of a step: so long a wait at the destination is good enough."""
+NEAR_IF_HELD = 0.1
+"""The same, where the destination's step waits, too."""
+SURE = 2 / 3
+"""Of what a step waits: a request that is expected within that comes in time, if steps vary."""
+LATER = 0.1
+"""Of a step, after its expected end: then it is asked again, when the next one runs surely."""
+PUT_OFF_STEPS = 16
+"""Own steps after which the request is suspended, come what may."""
+FIRST_LEAD_MS = 2.0
+WEIGHT = 0.25
+
+
+class LeadTime:
+    """How long a suspended request is on its way into the destination's engine, by the last ones.
+
+    The answer's way back is in it, so that a request comes early rather than late.
+    """
+
+    def __init__(self) -> None:
+        self.ms = FIRST_LEAD_MS
+
+    def observe(self, answered_ms: float, commit_ms: float) -> None:
+        """answered_ms: from the suspension to Committed; commit_ms: of it, in the engine."""
+        self.ms += WEIGHT * (max(0.0, answered_ms - commit_ms) - self.ms)
+
+
+def due_ms(here: Cadence, lead_ms: float) -> float:
+    """When a request whose suspension is asked for now reaches the destination's engine."""
+    if not here.step_ms:
+        return lead_ms
+    return here.step_ms - here.since_ms % here.step_ms + lead_ms
+
+
+def put_off_ms(here: Cadence, there: Cadence, lead_ms: float, can_hold: bool = False) -> float:
+    """How long to let the request decode on; 0: ask for its suspension now, which happens when the
+    step that runs here ends. Only that step is foreseen: of later ones too little is known.
+
+    can_hold: a step there waits for a request that comes just after it could begin.
+
+    Example: steps of 10 ms; here one ended just now, there one ended 3 ms ago, and a request is
+    2 ms on its way. It would come 12 ms from now, 5 ms before a step ends there: too long a wait.
+    In 11 ms, when the next step runs here, it is time to ask again. Had the one there ended
+    6 ms ago, the request would wait 2 ms: now. Had it ended just now, the request would come 2 ms
+    after the end of the step: now, if the next one waits for it.
+    """
+    if not here.step_ms or not there.step_ms:
+        return 0.0
+    ends_ms = here.step_ms - here.since_ms % here.step_ms
+    waits_ms = -(there.since_ms + ends_ms + lead_ms) % there.step_ms
+    near_ms = (NEAR_IF_HELD if can_hold else NEAR) * there.step_ms
+    late_ms = SURE * limit_s(there.step_ms / 1e3) * 1e3 if can_hold else 0.0
+    if waits_ms <= near_ms or waits_ms >= there.step_ms - late_ms:
+        return 0.0
+    return ends_ms + LATER * here.step_ms
+
+
+MOST_STEPS = 16
+"""That a suspension is put off for it; what is left of a longer pause stays one gap."""
+FIRST_MS = 2.0
+
+
+class Measured(NamedTuple):
+    """One pause, milliseconds."""
+
+    tail_copy_ms: float
+    answered_ms: float
+    """From the suspension to Committed: the copy of the tail, the commit, and Commit's way and
+    the answer's, equally long."""
+    commit_ms: float
+    """In the destination's engine."""
+    first_token_ms: float
+    """From there to the end of the first step."""
+
+
+class PauseTime:
+    """How long clients wait longer than for a step, by the last migrations.
+
+    busy: whether the destination makes steps of its own, which a request that comes waits for.
+    """
+
+    def __init__(self) -> None:
+        self._ms: dict[bool, float] = {}
+
+    def expected_ms(self, busy: bool) -> float:
+        """Of the next one."""
+        return self._ms.get(busy, FIRST_MS)
+
+    def observe(self, busy: bool, pause: Measured, step_ms: float) -> None:
+        """step_ms: from one token to the next at the source."""
+        way_ms = max(0.0, pause.answered_ms - pause.tail_copy_ms - pause.commit_ms) / 2
+        until_first_ms = pause.tail_copy_ms + way_ms + pause.commit_ms + pause.first_token_ms
+        ms = max(0.0, until_first_ms - step_ms)
+        known = self._ms.get(busy)
+        self._ms[busy] = ms if known is None else known + WEIGHT * (ms - known)
+
+
+class Spread(NamedTuple):
+    """stretch_ms: how much later each token comes; steps: of them before the suspension."""
+
+    pause_ms: float
+    stretch_ms: float
+    steps: int
+
+
+def spread(pause_ms: float, step_ms: float, share: float) -> Spread | None:
+    """Over how many steps of `step_ms` a pause is spread, `share` of a step for each.
+
+    None: it isn't. Example: 5 ms, steps of 20 ms and a share of 0.1: 3 steps, 2 ms each.
+    """
+    stretch_ms = share * step_ms
+    if stretch_ms <= 0.0 or pause_ms <= 0.0:
+        return None
+    steps = min(math.ceil(pause_ms / stretch_ms), MOST_STEPS)
+    return Spread(min(pause_ms, steps * stretch_ms), stretch_ms, steps)
+
+
+class Experience:
+    """Copy rates, and how long messages and threads take in the pause."""
+
+    def __init__(self, sizer: ChunkSizer) -> None:
+        self.sizer = sizer
+        self.lead = LeadTime()
+        self.pause = PauseTime()
+
 
 ANSWER_STEPS = 4
 """Own steps that the last answers are awaited beyond PUT_OFF_STEPS."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -98,3 +99,119 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     """None when the request was never suspended."""
     ended_at: float = 0.0
     """Seconds since the epoch."""
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """One migration to attempt."""
+
+    mid: str
+    request_id: str
+    epoch: int
+    source: str
+    destination: str
+    gateway: str = ""
+    output_tokens: int = 0
+    urgent: bool = False
+    """Somebody waits for its end: its pause isn't spread over the steps before it."""
+    inexact: bool = False
+    """It may go to an engine of another numerics class."""
+
+
+class Timeline:
+    """Stages and the pause of one migration, on one clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._stages: list[StageReport] = []
+        self._pause: list[float] = []
+        self.transport = ""
+        self.exact: bool | None = None
+        self.hit_blocks = 0
+        self.tail_blocks = 0
+        self.output_tokens: int | None = None
+        self.bytes = 0
+        self.fused_chunks = 0
+
+    def now(self) -> float:
+        """Seconds."""
+        return self._clock()
+
+    def stage(self, blocks: int, nbytes: int, since: float, parts: StageParts) -> None:
+        """A live stage of `blocks` ended; `parts` may still grow until the report."""
+        self._stages.append(StageReport(blocks, nbytes, (self._clock() - since) * 1e3, parts))
+
+    def pause(self) -> None:
+        """The pause begins, goes over to its next part, or (the fourth time) ends."""
+        self._pause.append(self._clock())
+
+    def resumed(self) -> None:
+        """The request was put back: the pause ends in whatever part it was."""
+        if self._pause:
+            self._pause.append(self._clock())
+
+    def downtime(self, first_token: float | None) -> Downtime | None:
+        """The pause in parts; None when there was none."""
+        if len(self._pause) < 2:
+            return None
+        parts = [(b - a) * 1e3 for a, b in zip(self._pause, self._pause[1:], strict=False)]
+        drain, tail_copy, commit = [*parts, 0.0, 0.0][:3]
+        return Downtime(drain, tail_copy, commit, first_token)
+
+    def report(
+        self,
+        move: Move,
+        state: Literal["committed", "aborted"],
+        why: Sequence[str] = ("", ""),
+        first_token: float | None = None,
+        ended_at: float = 0.0,
+    ) -> MigrationReport:
+        """Everything, at the end. `why`: reason and detail; ended_at: seconds since the epoch."""
+        return MigrationReport(
+            id=move.mid,
+            request_id=move.request_id,
+            source=move.source,
+            destination=move.destination,
+            state=state,
+            epoch=move.epoch,
+            reason=why[0],
+            detail=why[1],
+            exact=self.exact,
+            transport=self.transport,
+            hit_blocks=self.hit_blocks,
+            stages=self._stages,
+            fused_chunks=self.fused_chunks,
+            tail_blocks=self.tail_blocks,
+            output_tokens=self.output_tokens,
+            bytes=self.bytes,
+            total_ms=(self._clock() - self._began) * 1e3,
+            downtime_ms=self.downtime(first_token),
+            ended_at=ended_at,
+        )
+
+
+_NEWEST = 0.3
+"""Weight of the newest migration."""
+
+
+class Bandwidth:
+    """An average of what live stages measured, newer ones weighing more."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._blocks_s = 0.0
+
+    @property
+    def blocks_s(self) -> float:
+        """KV blocks a second; 0: none was measured."""
+        return self._blocks_s
+
+    def take(self, report: MigrationReport) -> None:
+        """A migration has ended, well or not; what it copied live counts."""
+        ms = sum(stage.ms for stage in report.stages)
+        nbytes = sum(stage.bytes for stage in report.stages)
+        if ms <= 0 or nbytes <= 0:
+            return
+        rate = nbytes / self._block_bytes / (ms / 1000)
+        weight = _NEWEST if self._blocks_s else 1.0
+        self._blocks_s += weight * (rate - self._blocks_s)

@@ -9,26 +9,132 @@ After it only the destination's word, or the arbiter's, decides.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import ClassVar
 
 from kvmig.engines.base import Stage, Tail
 from kvmig.kvtransfer.machine import Machine, Table
-from kvmig.kvtransfer.source_actions import (
-    Action,
-    AskArbiter,
-    Check,
-    Copy,
-    Export,
-    Release,
-    Resume,
-    SendAbort,
-    SendCommit,
-    SendReserve,
-    SendTail,
-    Suspend,
-)
-from kvmig.kvtransfer.stages import enough
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Ask the engine for the request's description."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendReserve:
+    """Send Reserve and wait for the answer; stage 0 brings the export."""
+
+    stage: int
+    num_tokens: int
+    last: bool = False
+    """The pause comes next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Ask the engine whether the request still is as it was, and what is new after `sent`."""
+
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Gather and send these blocks while the request decodes; `first` were sent before."""
+
+    stage: int
+    first: int
+    block_ids: tuple[int, ...]
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    """Take the request out of the batch."""
+
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendTail:
+    """Gather and send the rest, and Commit right behind."""
+
+    first: int
+    tail: Tail
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommit:
+    """Send Commit once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskArbiter:
+    """Ask the front end who runs the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Leave the request to the engine again: back into the batch, if it was out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Free the request here."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendAbort:
+    """Tell the destination to free what it holds."""
+
+    reason: str
+
+
+Action = (
+    Export | SendReserve | Check | Copy | Suspend | SendTail | SendCommit
+    | AskArbiter | Resume | Release | SendAbort
+)  # fmt: skip
+
+
+TAIL_BLOCKS = 1
+"""So few full blocks left go with the tail: another stage would cost more than it saves."""
+
+
+def enough(full_blocks: int, stage: int, max_stages: int) -> bool:
+    """Whether to suspend now instead of copying `full_blocks` more in live stage `stage`.
+
+    Example: stages of 100, 4 and 1 new full blocks: the first two are copied live, the
+    last block goes with the tail. With `max_stages` 0 all blocks go with it.
+    """
+    return full_blocks <= TAIL_BLOCKS or stage >= max_stages
+
+
+LEAP = 1 << 20
+"""Epochs that a fence shuts out: the attempt's, and those under which the request may have been
+moved on from where it went. More moves than this in one run are not expected."""
+REMEMBERED = 65536
+"""Requests whose last tried epoch is remembered."""
+
+
+class Epochs:
+    """Of one instance."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, int] = OrderedDict()
+
+    def after(self, request_id: str, epoch: int) -> int:
+        """For the next attempt to move a request that runs under `epoch`."""
+        last = self._last[request_id] = max(epoch, self._last.pop(request_id, 0)) + 1
+        while len(self._last) > REMEMBERED:
+            self._last.popitem(last=False)
+        return last
+
+    def fenced(self, request_id: str, epoch: int) -> None:
+        """The attempt was shut out, and all that may have followed it."""
+        self._last[request_id] = max(epoch + LEAP - 1, self._last.pop(request_id, 0))
+
 
 COMMIT_SENDS = 3
 """Times that Commit is sent before the arbiter is asked."""

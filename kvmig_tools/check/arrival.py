@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvmig.ground.config import MigrationConfig
-from kvmig.kvtransfer import destination_actions as there
+from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.messages import (
     Abort,

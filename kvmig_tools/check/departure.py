@@ -16,7 +16,7 @@ from kvmig.controlplane.messages import Resolve, Resolved
 from kvmig.engines import base
 from kvmig.engines.base import Stage, Tail
 from kvmig.ground.config import MigrationConfig
-from kvmig.kvtransfer import source_actions as here
+from kvmig.kvtransfer import source_machine as here
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,

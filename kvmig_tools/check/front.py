@@ -22,8 +22,8 @@ from kvmig.gateway.streams import Streams
 from kvmig.gateway.verdict import Verdicts
 from kvmig.ground.errors import NoInstance
 from kvmig.ground.faults import FaultConfig
-from kvmig.kvtransfer.epochs import LEAP
 from kvmig.kvtransfer.messages import Message
+from kvmig.kvtransfer.source_machine import LEAP
 from kvmig.kvtransfer.wire import Frame
 from kvmig_tools.check.part import Facts, Letter, Lost, Move, Part, Violation
 from kvmig_tools.check.site import Left, Piece

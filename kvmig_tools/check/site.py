@@ -19,12 +19,9 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted
-from kvmig.kvtransfer.destination_actions import Action, Answer
-from kvmig.kvtransfer.destination_machine import DestinationMachine
-from kvmig.kvtransfer.epochs import Epochs
+from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine, Tombstones
 from kvmig.kvtransfer.messages import ChunkDone, Message, Reserve
-from kvmig.kvtransfer.source_machine import QUESTIONS, SourceMachine
-from kvmig.kvtransfer.tombstones import Tombstones
+from kvmig.kvtransfer.source_machine import QUESTIONS, Epochs, SourceMachine
 from kvmig_tools.check.arrival import Arrival, answered
 from kvmig_tools.check.departure import Departure
 from kvmig_tools.check.engine import Engine, Slot

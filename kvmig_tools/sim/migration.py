@@ -12,8 +12,8 @@ from functools import partial
 
 from kvmig.engines import base
 from kvmig.engines.base import Stage, Tail
-from kvmig.kvtransfer import destination_actions as there
-from kvmig.kvtransfer import source_actions as here
+from kvmig.kvtransfer import destination_machine as there
+from kvmig.kvtransfer import source_machine as here
 from kvmig.kvtransfer.destination_machine import DestinationMachine
 from kvmig.kvtransfer.messages import (
     Aborted,

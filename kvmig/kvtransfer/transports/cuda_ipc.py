@@ -13,16 +13,17 @@ from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.kernels import cuda, ipc
 from kvmig.kernels.face import Device
 from kvmig.kvtransfer.messages import Offer
-from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.transports.base import Inbox, Staging
-from kvmig.kvtransfer.transports.descriptors import Donor, take
 from kvmig.kvtransfer.transports.mapped import (
     Allocation,
+    Donor,
     Export,
     Exported,
     MappedInbox,
     MappedStaging,
+    take,
 )
+from kvmig.kvtransfer.wire import Refusals
 
 NAME = "cuda-ipc"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from kvmig.ground.config import IN_THE_CLEAR, MigrationConfig, Transport
 from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.messages import Offer
-from kvmig.kvtransfer.refusals import Refusals
 from kvmig.kvtransfer.transports import cuda_ipc, nixl, shm, tcp
 from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging
+from kvmig.kvtransfer.wire import Refusals
 
 log = logging.getLogger(__name__)
 

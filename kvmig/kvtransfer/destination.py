@@ -1,4 +1,4 @@
-"""Runs a `DestinationMachine` against an engine: messages of one migration, one by one.
+"""The destination session runs a `DestinationMachine` against an engine, message by message.
 
 Everything goes through one queue, so an engine call is over before the next message
 is looked at. Whatever ends the session, nothing is left but the request, if it was
@@ -9,37 +9,113 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
-from kvmig.engines.base import CameBlocks, Engine, Export, Tail
+from kvmig.engines.base import HOLE, CameBlocks, Engine, Export, Tail
 from kvmig.engines.numerics import difference
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import KvmigError, MigrationRefused, TransportError
-from kvmig.kvtransfer import destination_actions as do
-from kvmig.kvtransfer.arrival_events import Cancel, Event, Fence
-from kvmig.kvtransfer.block_receiver import BlockReceiver
-from kvmig.kvtransfer.compat import fingerprint
-from kvmig.kvtransfer.copier import Send
-from kvmig.kvtransfer.destination_actions import Action
-from kvmig.kvtransfer.destination_machine import DestinationMachine
+from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
+from kvmig.kvtransfer import destination_machine as do
+from kvmig.kvtransfer.copying import Send
+from kvmig.kvtransfer.destination_machine import Action, DestinationMachine
 from kvmig.kvtransfer.messages import (
     Abort,
     Chunk,
     Commit,
     FirstToken,
     Message,
+    Offer,
     Reserve,
     Reserved,
 )
+from kvmig.kvtransfer.transports.base import Inbox
 from kvmig.kvtransfer.transports.select import Inboxes
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True)
+class CancelArrival:
+    """Give up, if it isn't too late."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Answer whether it is committed, and from then on it stays so."""
+
+    answer: asyncio.Future[bool]
+
+
+Event = Message | CancelArrival | Fence
+
 
 T = TypeVar("T")
+
+
+class BlockReceiver:
+    """Every call of the engine or the transport raises TimeoutError after `timeout_s`."""
+
+    def __init__(self, request_id: str, engine: Engine, inboxes: Inboxes, timeout_s: float) -> None:
+        self._request_id = request_id
+        self._engine = engine
+        self._inboxes = inboxes
+        self._timeout_s = timeout_s
+        self._inbox: Inbox | None = None
+        self._blocks: list[int] = []
+
+    @property
+    def token(self) -> str:
+        """What the source needs to push; empty while no transport is open."""
+        return "" if self._inbox is None else self._inbox.token
+
+    async def open(self, offers: Sequence[Offer]) -> str:
+        """The first of these transports that works here. Raises MigrationRefused if none does."""
+        try:
+            self._inbox = await self.bounded(self._inboxes.open(offers))
+        except TransportError as error:
+            raise MigrationRefused("incompatible", str(error)) from error
+        return self._inbox.transport
+
+    async def grow(self, num_tokens: int) -> None:
+        """Hold blocks for so many tokens."""
+        self._blocks = await self.bounded(self._engine.grow(self._request_id, num_tokens))
+
+    async def scatter(self, chunk: Chunk, payload: Sequence[memoryview]) -> None:
+        """Copy the chunk into its blocks. Raises MigrationRefused if it came changed."""
+        came = await self.came(chunk, payload)
+        came.check(
+            await self.bounded(self._engine.scatter(came.block_ids, came.fused, chunk.urgent))
+        )
+
+    async def came(self, chunk: Chunk, payload: Sequence[memoryview]) -> CameBlocks:
+        """The chunk's bytes, and blocks for them. Raises PeerError if they can't be blocks."""
+        layout, count = self._engine.layout, len(chunk.checksums)
+        if count == 0 or chunk.nbytes != count * layout.block_bytes or self._inbox is None:
+            raise PeerError(f"{chunk.nbytes} bytes can't be {count} blocks")
+        places = chunk.places or range(chunk.first, chunk.first + count)
+        if len(places) != count or min(places) < 0:
+            raise PeerError(f"{count} blocks can't be at places {list(places)}")
+        end = max(places) // layout.tables + 1
+        if end * layout.tables > len(self._blocks):
+            await self.grow(end * layout.block_tokens)
+        block_ids = [self._blocks[place] if place < len(self._blocks) else HOLE for place in places]
+        if HOLE in block_ids:
+            raise MigrationRefused("no_blocks", f"none is kept at places {list(places)}")
+        fused = await self.bounded(self._inbox.receive(chunk, payload[0] if payload else None))
+        return CameBlocks(chunk.first, block_ids, fused, chunk.checksums)
+
+    async def bounded(self, call: Awaitable[T]) -> T:
+        """Raises TimeoutError when it takes longer than an answer may."""
+        async with asyncio.timeout(self._timeout_s):
+            return await call
+
+
+log = logging.getLogger(__name__)
 
 
 class DestinationSession:
@@ -112,7 +188,7 @@ class DestinationSession:
                     async with asyncio.timeout(self._lease_s):
                         event, payload = await self._events.get()
                 except TimeoutError:
-                    event, payload = Cancel("timeout"), []
+                    event, payload = CancelArrival("timeout"), []
                 await self._take(event, payload)
         except BaseException:  # a cancellation, or what nothing here was made for
             if not self.machine.ended:
@@ -154,7 +230,7 @@ class DestinationSession:
                 return machine.abort()
             case Fence():
                 return machine.fence()
-            case Cancel(reason):
+            case CancelArrival(reason):
                 return machine.cancel(reason)
         log.warning("%s: ignored %s from the source", machine.key, type(event).__name__)
         return []
@@ -203,7 +279,7 @@ class DestinationSession:
         return []
 
     async def _open(self, export: Export) -> list[Action]:
-        ours = fingerprint(self._engine.layout)
+        ours = self._engine.layout.fingerprint
         if self.opening.model != ours:
             raise MigrationRefused("incompatible", f"{self.opening.model}; here: {ours}")
         if not (self.opening.inexact or self._exact):

@@ -1,4 +1,4 @@
-"""Runs a `SourceMachine` against an engine and a peer: awaits, measures, frees.
+"""The source session runs a `SourceMachine` against an engine and a peer: awaits, measures, frees.
 
 Engine calls run to their end or their time-out; only waits for the peer are
 interrupted, by a message or a cancellation. Whatever ends the session, no slot,
@@ -8,9 +8,16 @@ reservation or suspended request is left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
+from msgspec import structs
 
 from kvmig.engines import base
 from kvmig.engines.base import Engine
@@ -18,35 +25,263 @@ from kvmig.engines.handover import too_large
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
-from kvmig.kvtransfer import source_actions as do
-from kvmig.kvtransfer.arbitration import Resolve, ask_arbiter
-from kvmig.kvtransfer.block_sender import BlockSender
-from kvmig.kvtransfer.copier import Send
-from kvmig.kvtransfer.errand import Errand, Foretell, nothing_told
-from kvmig.kvtransfer.experience import Experience
-from kvmig.kvtransfer.mailbox import Cancel, Event, Mailbox, PeerLost
+from kvmig.kvtransfer import source_machine as do
+from kvmig.kvtransfer.bandwidth import UNLIMITED, Throttle
+from kvmig.kvtransfer.copying import Copier, Send, Shuttle
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
     ChunkDone,
     Committed,
     FirstToken,
+    Message,
     Refused,
+    Reserve,
     Reserved,
 )
-from kvmig.kvtransfer.opening import Opening
-from kvmig.kvtransfer.pause import Pause
-from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.shuttle import Shuttle
-from kvmig.kvtransfer.source_actions import Action
-from kvmig.kvtransfer.source_machine import S, SourceMachine
-from kvmig.kvtransfer.throttle import UNLIMITED, Throttle
-from kvmig.kvtransfer.timeline import Move, Timeline
+from kvmig.kvtransfer.pause import Experience, Pause
+from kvmig.kvtransfer.report import MigrationReport, Move, Timeline
+from kvmig.kvtransfer.source_machine import Action, S, SendReserve, SourceMachine
 from kvmig.kvtransfer.transports.base import Staging
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """The client left, or the instance stops."""
+
+    reason: str
+
+
+class PeerLost(msgspec.Struct, frozen=True):
+    """The connection to the destination is gone."""
+
+
+Event = Message | Cancel | PeerLost
+
+
+class Mailbox:
+    """Events in order; `feed` gives one to the machine and returns its actions."""
+
+    def __init__(self, feed: Callable[[Event], list[Action]]) -> None:
+        self._feed = feed
+        self._events: deque[Event] = deque()
+        self.news = asyncio.Event()
+        """Set while there is something to read: what may wait, waits for this, too."""
+
+    def put(self, event: Event) -> None:
+        """From outside."""
+        self._events.append(event)
+        self.news.set()
+
+    def read(self) -> list[Action]:
+        """Feed what has come, up to the first event that asks for something."""
+        while self._events:
+            if actions := self._feed(self._events.popleft()):
+                return actions
+        self.news.clear()
+        return []
+
+    async def wait(self, timeout_s: float) -> list[Action]:
+        """Wait for news at most so long; what they ask for, [] if nothing."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.news.wait()
+        return self.read()
+
+    async def listen(self) -> list[Action]:
+        """Wait for an event that asks for something."""
+        while True:
+            await self.news.wait()
+            if actions := self.read():
+                return actions
+
+
+T = TypeVar("T")
+Foretell = Callable[[str, float, float], bool]
+"""(request_id, pause_ms, stretch_ms): its client waits soon, see `kvmig.kvtransfer.pause`. Says
+whether anybody was told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """One migration out of this instance, as far as it doesn't change."""
+
+    move: Move
+    engine: Engine
+    send: Send
+    mailbox: Mailbox
+    timeline: Timeline
+    clock: Clock
+    timeout_s: float
+    foretell: Foretell
+
+    async def bounded(self, call: Awaitable[T]) -> T:
+        """Raises TimeoutError when it takes longer than an answer may."""
+        async with asyncio.timeout(self.timeout_s):
+            return await call
+
+
+def nothing_told(request_id: str, pause_ms: float, stretch_ms: float) -> bool:
+    """Where no front end is, no pause is spread."""
+    return False
+
+
+class BlockSender:
+    """Every method returns what a message asks for instead, [] if none came in between."""
+
+    def __init__(
+        self, copier: Copier, mailbox: Mailbox, timeline: Timeline, block_bytes: int
+    ) -> None:
+        self.copier = copier
+        self._mailbox = mailbox
+        self._timeline = timeline
+        self._block_bytes = block_bytes
+
+    async def send_live(
+        self, stage: int, first: int, block_ids: Sequence[int], places: Sequence[int] = ()
+    ) -> list[Action]:
+        """`send` while the request decodes: one stage of the report."""
+        started = self._timeline.now()
+        if stop := await self.send(stage, first, block_ids, places):
+            return stop
+        size = len(block_ids)
+        parts = self.copier.end_stage()
+        self._timeline.stage(size, size * self._block_bytes, started, parts)
+        return []
+
+    async def send(
+        self,
+        stage: int,
+        first: int,
+        block_ids: Sequence[int],
+        places: Sequence[int] = (),
+        urgent: bool = False,
+    ) -> list[Action]:
+        """Gather and send blocks of the request after the `first` ones that were sent.
+
+        urgent: in the pause, each chunk by itself; else with those of other migrations.
+        """
+        for offset, ids in self.copier.cut(block_ids):
+            where = places[offset : offset + len(ids)]
+            if urgent:
+                if stop := await self.ready():
+                    return stop
+                await self.copier.send(stage, first + offset, ids, urgent, where)
+            else:
+                news = self._mailbox.news
+                while not await self.copier.ship(stage, first + offset, ids, where, news):
+                    if stop := self._mailbox.read():
+                        return stop
+        return []
+
+    async def ready(self) -> list[Action]:
+        """Have a slot in hand for what comes next."""
+        while not await self.copier.ready(self._mailbox.news):
+            if stop := self._mailbox.read():
+                return stop
+        return []
+
+
+class Opening:
+    """Of one migration; the rest of what it needs to send blocks."""
+
+    def __init__(
+        self,
+        errand: Errand,
+        stagings: Mapping[str, Staging],
+        experience: Experience,
+        shuttle: Shuttle,
+        throttle: Throttle,
+    ) -> None:
+        """`stagings`: by transport's name, the best first; all are offered."""
+        self._errand = errand
+        self._stagings = stagings
+        self._experience = experience
+        self._shuttle = shuttle
+        self._throttle = throttle
+
+    def reserve(self, asked: SendReserve, export: base.Export | None) -> Reserve:
+        """The message; stage 0 brings the offers and, in its payload, the request."""
+        move, stage, num_tokens = self._errand.move, asked.stage, asked.num_tokens
+        if stage:
+            return Reserve(
+                move.mid, move.request_id, move.epoch, stage, num_tokens, last=asked.last
+            )
+        return Reserve(
+            move.mid,
+            move.request_id,
+            move.epoch,
+            stage,
+            num_tokens,
+            export=export and structs.replace(export, payload=[]),
+            gateway=move.gateway,
+            output_tokens=move.output_tokens,
+            model=self._errand.engine.layout.fingerprint,
+            numerics=self._errand.engine.numerics,
+            inexact=move.inexact,
+            offers=[staging.offer() for staging in self._stagings.values()],
+        )
+
+    def sender(self, answer: Reserved) -> BlockSender:
+        """Over the transport that the destination wants. Raises PeerError for an unknown one."""
+        errand, staging = self._errand, self._stagings.get(answer.transport)
+        if staging is None:
+            raise PeerError(f"the destination wants transport {answer.transport!r}")
+        errand.timeline.exact = answer.exact
+        errand.timeline.hit_blocks = answer.hit_blocks
+        errand.timeline.transport = answer.transport
+        copier = Copier(
+            errand.move.mid,
+            errand.engine,
+            staging,
+            self._experience.sizer,
+            errand.send,
+            errand.timeout_s,
+            errand.clock,
+            staging.channel(answer.token),
+            self._throttle.line(errand.move.mid, errand.move.destination),
+            self._shuttle,
+        )
+        return BlockSender(
+            copier, errand.mailbox, errand.timeline, errand.engine.layout.block_bytes
+        )
+
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Resolve = Callable[[str, str, int, str], Awaitable[bool]]
+"""(mid, request_id, epoch, destination) -> whether it moved. Raises when nobody can say; may wait
+for ever: `ask_arbiter` gives each question a reply's time-out."""
+
+
+async def ask_arbiter(machine: SourceMachine, errand: Errand, resolve: Resolve) -> list[Action]:
+    """The arbiter's word, or a late answer of the destination: whichever comes first.
+
+    The machine says how many questions may stay unanswered.
+    """
+    move = errand.move
+    asking = asyncio.ensure_future(
+        errand.bounded(resolve(move.mid, move.request_id, move.epoch, move.destination))
+    )
+    listening = asyncio.ensure_future(errand.mailbox.listen())
+    try:
+        await asyncio.wait((asking, listening), return_when=asyncio.FIRST_COMPLETED)
+        return listening.result() if listening.done() else _resolved(machine, asking)
+    finally:
+        asking.cancel()
+        listening.cancel()
+
+
+def _resolved(machine: SourceMachine, asked: asyncio.Future[bool]) -> list[Action]:
+    error = asked.exception()
+    if error is None:
+        return machine.resolved(moved=asked.result())
+    if isinstance(error, TimeoutError):
+        return machine.unreachable()
+    log.error("%s: nobody can say who runs the request: %r", machine.key, error)
+    return machine.orphaned()
+
+
+log = logging.getLogger(__name__)
 
 
 class SourceSession:
@@ -144,13 +379,15 @@ class SourceSession:
             self._on_over()
         machine, report = self.machine, self._timeline.report
         if machine.state is not S.COMMITTED:
-            return report(self.move, "aborted", (machine.reason, machine.detail))
+            return report(
+                self.move, "aborted", (machine.reason, machine.detail), ended_at=time.time()
+            )
         if machine.decoding:
             await asyncio.wait((self._first_token,), timeout=self._timeout_s)
         first_token = self._first_token.result() if self._first_token.done() else None
         if first_token is not None:
             self._pause.first_token(first_token)
-        return report(self.move, "committed", first_token=first_token)
+        return report(self.move, "committed", first_token=first_token, ended_at=time.time())
 
     def _hear_first_token(self, ms: float | None) -> None:
         if not self._first_token.done():
