@@ -46,6 +46,8 @@ class Check:
     command: tuple[str, ...] = ("pytest", "-q")
     marks: str = ""
     at_once: int = 1
+    must_pass: bool = True
+    """Otherwise it only reports."""
 
 
 LINT = (
@@ -54,6 +56,10 @@ LINT = (
     Check("mypy", ("mypy",)),
     Check("bandit", ("bandit", "-q", "-r", "-c", "pyproject.toml", "kvmig", "kvmig_tools")),
     Check("import floors", ("lint-imports", "--no-logo")),
+)
+DRIFT = (
+    Check("drift of the vLLM that is supported", ("python", "-m", "kvmig.drift")),
+    Check("drift of the newest vLLM", ("python", "-m", "kvmig.drift", "--newest"), must_pass=False),
 )
 HANDSHAKE = "every order of the handshake"
 ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check"))
@@ -92,6 +98,7 @@ class Outcome:
     seconds: float
     cases: Sequence[Case] = ()
     flaky: Sequence[str] = ()
+    must_pass: bool = True
 
 
 def cases_of(report: Path) -> list[Case]:
@@ -158,7 +165,8 @@ class Runner:
     def _checked(self, check: Check, folder: Path) -> Outcome:
         began = time.monotonic()
         passed = self._call(check.command, folder) == 0
-        return Outcome(check.name, passed, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return Outcome(check.name, passed, seconds, must_pass=check.must_pass)
 
     def _tested(self, check: Check, folder: Path) -> Outcome:
         began = time.monotonic()
@@ -211,7 +219,7 @@ def slowest(outcomes: Sequence[Outcome], most: int = SLOWEST) -> list[str]:
 def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     """What is said at the end. seconds: of all, from the first check's start."""
     cases = [case for outcome in outcomes for case in outcome.cases]
-    states = [f"  {'ok' if o.passed else 'FAILED':8}{o.name} ({o.seconds:.0f} s)" for o in outcomes]
+    states = [f"  {_state(one):8}{one.name} ({one.seconds:.0f} s)" for one in outcomes]
     lines = ["", "=== Summary", *states]
     if cases:
         lines += ["Slowest tests:", *(f"  {line}" for line in slowest(outcomes))]
@@ -220,9 +228,15 @@ def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     lines += [f"flaky: {test} failed, then passed" for one in outcomes for test in one.flaky]
     counts = Counter(case.how for case in cases)
     numbers = ", ".join(f"{counts[key]} {key}" for key in ("passed", "failed", "skipped"))
-    failed = [outcome.name for outcome in outcomes if not outcome.passed]
+    failed = [outcome.name for outcome in outcomes if outcome.must_pass and not outcome.passed]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "All checks passed"
     return "\n".join([*lines, f"{verdict}; tests: {numbers}; {seconds:.0f} s."])
+
+
+def _state(outcome: Outcome) -> str:
+    if outcome.passed:
+        return "ok"
+    return "FAILED" if outcome.must_pass else "told"
 
 
 def main() -> int:
@@ -236,13 +250,13 @@ def main() -> int:
         if options.lint:
             outcomes = runner.lane(LINT)
         else:
-            lanes = [HEAVY, (*LINT, ALL_ORDERS if options.long else ORDERS, *LIGHT)]
+            lanes = [HEAVY, (*LINT, *DRIFT, ALL_ORDERS if options.long else ORDERS, *LIGHT)]
             with ThreadPoolExecutor(len(lanes)) as pool:
                 beside = [outcome for lane in pool.map(runner.lane, lanes) for outcome in lane]
             last = (*ALONE, *LONG) if options.long else ALONE
             outcomes = [*beside, *runner.lane(last)]
     print(closing(outcomes, time.monotonic() - began), flush=True)
-    return 0 if all(outcome.passed for outcome in outcomes) else 1
+    return 0 if all(one.passed or not one.must_pass for one in outcomes) else 1
 
 
 if __name__ == "__main__":

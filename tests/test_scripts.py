@@ -209,6 +209,12 @@ def test_the_closing_line_names_what_failed() -> None:
     assert last == "FAILED: mypy; tests: 0 passed, 0 failed, 0 skipped; 3 s."
 
 
+def test_a_check_that_only_reports_fails_nothing() -> None:
+    told = check.closing([check.Outcome("newest", False, 3.0, must_pass=False)], 3.0)
+    assert "  told    newest (3 s)" in told
+    assert told.endswith("All checks passed; tests: 0 passed, 0 failed, 0 skipped; 3 s.")
+
+
 # -- set-up
 
 
