@@ -10,8 +10,7 @@ import pytest
 
 from kvmig.engines.block_copies import Blocks, HostCopies
 from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, DeviceCopies
-from kvmig.engines.vllm.cache_shape import LayerCache, RankCache
-from kvmig.engines.vllm.units import UnitMap, Units
+from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels.arrays import address_of, memory_of
 from kvmig.kernels.face import Device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.engines.vllm.engine_clocks import ANOTHER_CLOCK_S, EngineClocks
+from kvmig.engines.vllm.outputs import ANOTHER_CLOCK_S, EngineClocks
 
 
 def test_intervals_of_one_engine_are_kept_however_late_its_outputs_come() -> None:

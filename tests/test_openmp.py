@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvmig.engines.vllm.preload import preloaded
+from kvmig.engines.vllm.kind import preloaded
 
 COMPUTES_ON_TWO_THREADS = """
 import os, time, torch

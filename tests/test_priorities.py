@@ -7,7 +7,7 @@ import pytest
 
 from kvmig.cli.flags import parse
 from kvmig.cli.priority_flags import parse_class
-from kvmig.engines.vllm.scheduling_policy import scheduling_flags
+from kvmig.engines.vllm.kind import scheduling_flags
 from kvmig.ground.config import ClusterConfig, check
 from kvmig.ground.errors import ConfigError
 from kvmig.ground.priorities import (

@@ -22,9 +22,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmig.engines.handover import HOLE
-from kvmig.engines.vllm.cache_shape import Page, merged
 from kvmig.engines.vllm.tables import NULL_BLOCK, Sent, Tables
-from kvmig.engines.vllm.units import Units
+from kvmig.engines.vllm.units import Page, Units, merged
 from kvmig.ground.errors import UnsupportedLayout
 
 BLOCK = 16

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvmig.engines.block_copies import HostCopies
-from kvmig.engines.vllm.cache_shape import LayerCache, RankCache
-from kvmig.engines.vllm.units import UnitMap, Units, units_of
+from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units, units_of
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
 
 POISON = 0xA5A5

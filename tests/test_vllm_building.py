@@ -68,7 +68,7 @@ def slow_grammar(engines: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slo
 
 @pytest.fixture
 def slow_draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    from kvmig.engines.vllm.draws import generator_after
+    from kvmig.engines.vllm.building import generator_after
 
     slow = Slow(generator_after)
     monkeypatch.setattr("kvmig.engines.vllm.building.generator_after", slow)

@@ -13,8 +13,8 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+from kvmig.engines.vllm.building import draw_times, generator_after
 from kvmig.engines.vllm.core import StepCore
-from kvmig.engines.vllm.draws import draw_times, generator_after
 
 ENTRIES = 1000
 Draw = Callable[[torch.Generator], object]

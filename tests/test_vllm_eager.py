@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
-from kvmig.engines.vllm.eager import compile_nothing
+from kvmig.engines.vllm.config import compile_nothing
 
 
 @pytest.fixture(autouse=True)

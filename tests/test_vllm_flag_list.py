@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config, refuse_settings
-from kvmig.engines.vllm.flag_list import ALLOWED, MEANS_NOTHING, NO_FLAGS, REFUSED
+from kvmig.engines.vllm.flags import ALLOWED, MEANS_NOTHING, NO_FLAGS, REFUSED
 from kvmig.ground.errors import ConfigError
 from kvmig.models import BUNDLED
 from tests.environment import environment
@@ -37,7 +37,7 @@ def names() -> set[str]:
 
 def test_no_flag_is_unjudged() -> None:
     assert names() - ALLOWED - REFUSED.keys() - NO_FLAGS == set(), (
-        "vLLM has new flags: put each into ALLOWED or REFUSED of kvmig/engines/vllm/flag_list.py"
+        "vLLM has new flags: put each into ALLOWED or REFUSED of kvmig/engines/vllm/flags.py"
     )
 
 

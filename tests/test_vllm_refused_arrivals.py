@@ -13,8 +13,7 @@ from vllm.v1.request import Request
 
 from kvmig.engines.base import Export
 from kvmig.engines.vllm.adapter import VllmEngine
-from kvmig.engines.vllm.destination import Destination
-from kvmig.engines.vllm.payload import Progress, encode_progress
+from kvmig.engines.vllm.sides import Destination, Progress, encode_progress
 from kvmig.engines.vllm.tables import Tables
 from kvmig.ground.errors import MigrationRefused
 

@@ -11,9 +11,8 @@ from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvmig.engines.vllm import lora
-from kvmig.engines.vllm.cache_shape import LayerCache, RankCache
 from kvmig.engines.vllm.config import refuse_workers, why_not
-from kvmig.engines.vllm.units import UnitMap, Units
+from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units
 from kvmig.ground.errors import ConfigError, MigrationRefused, UnsupportedLayout
 
 

@@ -51,7 +51,7 @@ async def timed(side: Side, limit_s: float = PATIENT_S) -> list[StepTime]:
 
 
 def test_batches_double_until_the_cache_is_filled() -> None:
-    from kvmig.engines.vllm.step_times import sizes
+    from kvmig.engines.vllm.warmup import sizes
 
     assert sizes(20_000, 16, 8192) == ([1, 2, 4, 8, 11], 1250)
     assert sizes(13_616, 256, 4096) == ([1, 2, 4, 8, 16], 512)

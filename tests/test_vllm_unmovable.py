@@ -17,9 +17,9 @@ from vllm.v1.request import Request, RequestStatus
 from kvmig.controlplane.messages import Pair, Why
 from kvmig.controlplane.victims import next_victim
 from kvmig.engines.base import RequestState
+from kvmig.engines.vllm.building import not_again
 from kvmig.engines.vllm.load import Holdings
-from kvmig.engines.vllm.movable import check_movable, unmovable_engine
-from kvmig.engines.vllm.rerun import not_again
+from kvmig.engines.vllm.sides import check_movable, unmovable_engine
 from kvmig.engines.vllm.tables import Tables
 from kvmig.ground.errors import MigrationRefused
 

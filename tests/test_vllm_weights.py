@@ -40,7 +40,7 @@ async def pair(engines: Pair) -> AsyncIterator[Pair]:
 
 
 def raised(method: str, *args: Any) -> str:
-    from kvmig.engines.vllm.identity import after_call
+    from kvmig.engines.vllm.config import after_call
 
     return after_call("before", method, args, lambda: "on disk")
 

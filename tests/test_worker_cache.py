@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
-from kvmig.engines.vllm.cache_shape import Page
-from kvmig.engines.vllm.worker_cache import describe_cache, share_cache
+from kvmig.engines.vllm.units import Page
+from kvmig.engines.vllm.worker import describe_cache, share_cache
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
 
 NAMES = ["first", "second", "shares the first's"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvmig.engines.vllm.worker_sampling import repeat_for_drafts
+from kvmig.engines.vllm.worker import repeat_for_drafts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])

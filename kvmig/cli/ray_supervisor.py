@@ -18,7 +18,7 @@ import msgspec
 from kvmig.cli.children import Child, running
 from kvmig.cli.environment import instance_environment, memory_flags, part_of_memory, weights_of
 from kvmig.cli.launch import LlumletLaunch
-from kvmig.engines.vllm.preload import preloaded
+from kvmig.engines.vllm.kind import preloaded
 from kvmig.ground.config import ClusterConfig
 from kvmig.kvtransfer.transports.shm import sweep
 

@@ -21,7 +21,7 @@ def factory(*flags: str) -> EmbeddedVllm:
     not supported. vLLM's own errors pass through.
     """
     from kvmig.engines.vllm import flags as vllm_flags
-    from kvmig.engines.vllm.version import check_version
+    from kvmig.engines.vllm.kind import check_version
 
     check_version()
     vllm_flags.set_environment()  # vLLM reads it when it is imported

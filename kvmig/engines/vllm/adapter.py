@@ -26,21 +26,21 @@ from kvmig.engines.base import (
 )
 from kvmig.engines.handover import too_large
 from kvmig.engines.vllm.building import Builder
+from kvmig.engines.vllm.config import numerics_of
 from kvmig.engines.vllm.core import StepCore
-from kvmig.engines.vllm.destination import Destination
-from kvmig.engines.vllm.identity import numerics_of
 from kvmig.engines.vllm.load import Holdings, Listing
 from kvmig.engines.vllm.lora import Adapters
 from kvmig.engines.vllm.memory import BlockMemory
-from kvmig.engines.vllm.movable import unmovable_engine
-from kvmig.engines.vllm.payload import (
+from kvmig.engines.vllm.sides import (
+    Destination,
     Progress,
+    Source,
     decode_progress,
     decode_request,
     encode_progress,
+    unmovable_engine,
 )
-from kvmig.engines.vllm.source import Source
-from kvmig.engines.vllm.warm_step import WarmStep
+from kvmig.engines.vllm.warmup import WarmStep
 from kvmig.ground.errors import MigrationRefused
 
 T = TypeVar("T")

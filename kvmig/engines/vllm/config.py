@@ -1,16 +1,27 @@
-"""From parsed flags to vLLM's configuration of one instance."""
+"""From parsed flags to vLLM's configuration of one instance, and the identity of what it runs."""
 
 from __future__ import annotations
 
 import json
 import re
 from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import msgspec
+import torch
+from vllm import __version__
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core import EngineCore
 
-from kvmig.engines.vllm.flag_list import REFUSED
+from kvmig.engines.numerics import numerics_class
+from kvmig.engines.vllm.flags import REFUSED
+from kvmig.engines.vllm.runner import WORKER_TIMEOUT_S, uses_v2
+from kvmig.engines.weights import identity_of, updated
 from kvmig.ground.errors import ConfigError
 
 
@@ -94,3 +105,96 @@ def why_not(error: BaseException, args: Namespace) -> str:
         f"--kv-cache-memory-bytes {given} holds no request of --max-model-len"
         f" {length[1] if length else args.max_model_len}: raise the one or lower the other"
     )
+
+
+Identify = Callable[[], str]
+"""The identity of what is on disk now."""
+
+HARMLESS = frozenset(
+    {"init_weight_transfer_engine", "check_health", "profile", "reset_mm_cache", "get_model"}
+)
+"""Methods of vLLM's workers that leave the weights alone. Any other one that is called over
+`collective_rpc` counts as an update: trainers bring their own."""
+
+
+def identity_of_args(args: Namespace) -> str:
+    """The identity of the weights of an instance with these flags that is started now."""
+    words = (args.quantization, args.load_format, args.hf_overrides, args.revision)
+    return identity_of(args.model, words)
+
+
+def identity_of_config(config: VllmConfig) -> str:
+    """The identity of the weights of an engine made of this configuration now."""
+    model = config.model_config
+    words = (model.quantization, config.load_config.load_format, model.hf_overrides, model.revision)
+    return identity_of(model.model, words)
+
+
+def after_call(weights: str, method: str, args: Sequence[Any], identify: Identify) -> str:
+    """The identity of weights once a client's call of an engine's method has been carried out.
+
+    Tensors that a trainer sends can't be read here: equal updates, in their order, give equal
+    identities. A checkpoint that is loaded anew as a whole has its own.
+    """
+    if method == "sleep" and args and isinstance(args[0], int) and args[0] >= 2:
+        return updated(weights, "discarded")
+    if method != "collective_rpc" or not args or args[0] in HARMLESS:
+        return weights
+    called, more = str(args[0]), [one for one in args[2:] if one]
+    if called == "reload_weights" and not more:
+        return identify()
+    return updated(weights, called, *more)
+
+
+def replaced_adapter(method: str, args: Sequence[Any]) -> int | None:
+    """The number of the LoRA adapter that a client's call has removed, or loaded in place."""
+    if method == "remove_lora" and args:
+        return int(args[0])
+    if method == "add_lora" and args:
+        adapter = msgspec.convert(args[0], LoRARequest)
+        return adapter.lora_int_id if adapter.load_inplace else None
+    return None
+
+
+def numerics_of(core: EngineCore) -> str:
+    """The numerics class of a loaded engine."""
+    config = core.vllm_config
+    workers: list[Mapping[str, str]] = core.model_executor.collective_rpc(
+        describe_arithmetic, timeout=WORKER_TIMEOUT_S
+    )
+    return numerics_class(
+        engine="vllm-" + ".".join(__version__.split(".")[:2]),
+        runner="v2" if uses_v2(core) else "v1",
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        kv=config.cache_config.cache_dtype,
+        workers=config.parallel_config.tensor_parallel_size,
+        compiled=int(config.compilation_config.mode or 0),
+        **workers[0],
+    )
+
+
+def describe_arithmetic(worker: Any) -> dict[str, str]:
+    """What a worker computes with; runs in the workers."""
+    groups = [one for some in getattr(worker.model_runner, "attn_groups", ()) for one in some]
+    backends = {group.backend.get_name() for group in groups}
+    words = {
+        "attention": "+".join(sorted(backends)) or "none",
+        "device": current_platform.get_device_name(),
+    }
+    if current_platform.is_cpu():
+        # Sums over threads are added up in another order where there are more of them.
+        words["threads"] = str(torch.get_num_threads())
+        words["device"] = "cpu-" + torch.backends.cpu.get_cpu_capability().lower()
+    return words
+
+
+def compile_nothing() -> None:
+    """Keep --enforce-eager to the letter in this process, an instance's own, on a CPU.
+
+    vLLM compiles some small functions of its sampler all the same (`torch.compile` with
+    `simple_compile_backend`, such as `vllm.v1.sample.ops.logprobs.batched_count_greater_than`).
+    Each takes seconds of a core, in every instance's process again, to save microseconds a step:
+    an instance that comes back or is added would serve that much later.
+    """
+    if current_platform.is_cpu():
+        torch.compiler.set_stance("force_eager")

@@ -7,12 +7,14 @@ The queues of EngineCoreProc are its seam: what vLLM's input thread would put in
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
@@ -22,27 +24,21 @@ from vllm.v1.executor import Executor
 
 from kvmig.engines.cadence_meter import CadenceMeter
 from kvmig.engines.step_hold import StepHold, limit_s
-from kvmig.engines.vllm import openmp, runner
-from kvmig.engines.vllm.worker_end import end_at_once
+from kvmig.engines.vllm import runner
+from kvmig.engines.vllm.worker import end_at_once
 from kvmig.ground.leftovers import remove, shared_by
 
 T = TypeVar("T")
-Deliver = Callable[[int, EngineCoreOutputs], None]
+Deliver = Callable[[tuple[int, EngineCoreOutputs]], None]
 _CALL = object()
 
 
-class _Outlet:
-    """Stands in for `output_queue`: hands each batch on at once, on the engine's thread."""
-
-    def __init__(self, deliver: Deliver) -> None:
-        self._deliver = deliver
-
-    def put_nowait(self, item: tuple[int, EngineCoreOutputs]) -> None:
-        self._deliver(*item)
+OMP_PAUSE_SOFT = 1
+"""omp_pause_resource_t, OpenMP 5.0."""
 
 
 class StepCore(EngineCoreProc):
-    """An EngineCore that a llumlet drives; `deliver(client_index, outputs)` gets each step's."""
+    """An EngineCore that a llumlet drives; `deliver` gets each step's (client, outputs)."""
 
     def __init__(
         self,
@@ -52,7 +48,8 @@ class StepCore(EngineCoreProc):
         deliver: Deliver,
     ) -> None:
         self.input_queue: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        self.output_queue = _Outlet(deliver)
+        # Hands each batch on at once, on the engine's thread.
+        self.output_queue = SimpleNamespace(put_nowait=deliver)
         self.between_steps: Callable[[], None] = lambda: None
         """Called on the engine's thread after each step and each request or call."""
         self.after_step: Callable[[], None] = lambda: None
@@ -130,7 +127,7 @@ class StepCore(EngineCoreProc):
 
         To be called on the thread that made the core: it computes no more.
         """
-        openmp.let_team_go()
+        let_team_go()
 
         def run() -> None:
             error: BaseException | None = None
@@ -226,3 +223,19 @@ class StepCore(EngineCoreProc):
                 return
             if request_type is _CALL:
                 request[1].set_exception(RuntimeError("the engine has stopped"))
+
+
+def let_team_go() -> None:
+    """End the calling thread's OpenMP helpers; its next parallel region makes new ones.
+
+    An engine is made on one thread and steps on another, and each thread that has ever computed
+    keeps a team of helpers. While libgomp holds more threads than there are cores, those of a
+    running team don't spin for their next piece of work but sleep in the kernel at once
+    (`gomp_throttled_spin_count_var` in libgomp/env.c): steps of many short operations take a
+    quarter longer.
+
+    Nothing happens where the process has no OpenMP 5 library of its own (`preload`).
+    """
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(OMP_PAUSE_SOFT)

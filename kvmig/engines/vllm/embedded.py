@@ -14,8 +14,8 @@ from vllm.v1.engine import EngineCoreRequest
 
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm.front import decode_outputs
-from kvmig.engines.vllm.payload import encode_request
 from kvmig.engines.vllm.serving import ServingVllm
+from kvmig.engines.vllm.sides import encode_request
 
 _CPU_STEPS = threading.RLock()
 """vLLM's attention on a CPU has one scratch buffer a process: its engines step in turns."""
@@ -45,7 +45,7 @@ class EmbeddedVllm(ServingVllm):
     ) -> list[Frame]:
         """A payload for `submit`, of a request that only `max_tokens` ends; greedy without seed.
 
-        Any other `SamplingParams`: `kvmig.engines.vllm.payload.encode_request`.
+        Any other `SamplingParams`: `kvmig.engines.vllm.sides.encode_request`.
         """
         params = SamplingParams(
             temperature=0.0 if seed is None else 1.0,

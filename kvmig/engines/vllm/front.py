@@ -38,9 +38,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Frame
-from kvmig.engines.vllm import failures
-from kvmig.engines.vllm.engine_clocks import EngineClocks
-from kvmig.engines.vllm.outputs import CarefulOutputs
+from kvmig.engines.vllm.outputs import CarefulOutputs, EngineClocks, check_failure, failure
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.errors import NoInstance
 
@@ -128,7 +126,7 @@ class OutputQueue:
     def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
         """End requests that can't go on: each client gets an error that says why."""
         logger.error("requests %s failed: %s", ", ".join(request_ids), reason)
-        said = failures.encode(reason, retry)
+        said = failure(reason, retry)
         self.queue.put_nowait(
             EngineCoreOutputs(
                 outputs=[
@@ -267,7 +265,7 @@ class RoutedLLM(AsyncLLM):
         """As AsyncLLM; a request that the front end has failed says why."""
         async with contextlib.aclosing(super().generate(*args, **options)) as outputs:
             async for output in outputs:
-                failures.check(output)
+                check_failure(output)
                 yield output
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:

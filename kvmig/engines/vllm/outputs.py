@@ -1,6 +1,7 @@
-"""vLLM's output processor, made so that what goes wrong with one request ends that request only.
+"""A front end's way from engines' outputs to vLLM's streams: clocks, failures, output processor.
 
-In vLLM any exception there ends the task that hands out all streams, and with it the server.
+What goes wrong with one request ends that request only. In vLLM any exception in its output
+processor ends the task that hands out all streams, and with it the server.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from operator import length_hint
 from typing import Any
 
 import torch
-from vllm.outputs import PoolingOutput, PoolingRequestOutput
+from vllm.exceptions import GenerationError, RetryableRequestError
+from vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestError, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 
-from kvmig.engines.vllm import failures
-
 logger = logging.getLogger(__name__)
+
+ANOTHER_CLOCK_S = 10.0
+"""What comes so much later than anything before it was told by another clock: the instance has
+been started again elsewhere."""
 
 
 class CarefulOutputs(OutputProcessor):
@@ -73,10 +77,68 @@ class CarefulOutputs(OutputProcessor):
                     prompt_token_ids=state.prompt_token_ids or [],
                     num_cached_tokens=0,
                     finished=True,
-                    error=failures.of_pooling(output.stop_reason),
+                    error=pooling_failure(output.stop_reason),
                 )
             )
 
     def _end(self, state: RequestState) -> None:
         self.lora_states.request_finished(state.request_id, state.lora_name)
         self._finish_request(state)
+
+
+class EngineClocks:
+    """Times of many engines, by index, on this front end's clock.
+
+    vLLM's statistics subtract an engine's monotonic times from each other. A request that moves
+    has times of several engines, and those of two machines have nothing to do with each other.
+    The output that came fastest tells how an engine's clock differs from ours.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+
+    def step(self, index: int, told: float, now: float) -> float:
+        """A step ended at `told` on the engine's clock, and came at `now`: when it ended on ours.
+
+        Never before the step before it.
+        """
+        ahead = now - told
+        known = self._ahead.get(index)
+        if known is None or not known <= ahead <= known + ANOTHER_CLOCK_S:
+            self._ahead[index] = ahead
+        ended = max(self.here(index, told), self._last.get(index, now - ANOTHER_CLOCK_S))
+        self._last[index] = ended
+        return ended
+
+    def here(self, index: int, told: float) -> float:
+        """A time on the engine's clock, on ours."""
+        return told + self._ahead.get(index, 0.0)
+
+
+_KINDS = {"retry": RetryableRequestError, "final": GenerationError}
+"""Answered with 503 and 500, in a stream as OpenAI's error object."""
+
+
+def failure(reason: str, retry: bool) -> str:
+    """The stop reason of an output in error that tells vLLM's HTTP handlers why.
+
+    vLLM passes an output's stop reason on, and answers any `error` with "Internal server error".
+    """
+    return f"{'retry' if retry else 'final'}: {reason}"
+
+
+def check_failure(output: RequestOutput) -> None:
+    """Raise vLLM's error with the sentence if one of the sequences has failed for one."""
+    for one in output.outputs:
+        if one.finish_reason == "error" and isinstance(one.stop_reason, str):
+            kind, _, reason = one.stop_reason.partition(": ")
+            raise _KINDS[kind](reason)
+
+
+def pooling_failure(stop_reason: int | str | None) -> RequestError:
+    """The same for a request that has no sequences; without a sentence the engine refused it."""
+    if not isinstance(stop_reason, str):
+        return RequestError("failed", "Internal server error")
+    kind, _, reason = stop_reason.partition(": ")
+    return RequestError("failed", reason, retryable=kind == "retry")

@@ -16,7 +16,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from kvmig.engines.vllm import worker_requests, worker_sampling
+from kvmig.engines.vllm import worker
 
 WORKER_TIMEOUT_S = 60.0
 """A worker that doesn't answer for so long is lost, and the engine with it."""
@@ -32,7 +32,7 @@ def generator_state(core: EngineCore, request_id: str) -> bytes | None:
     params = core.scheduler.requests[request_id].sampling_params
     if uses_v2(core) or params is None or params.seed is None:
         return None
-    state: bytes | None = _in_workers(core, worker_requests.generator_state, request_id)[0]
+    state: bytes | None = _in_workers(core, worker.generator_state, request_id)[0]
     return state
 
 
@@ -51,25 +51,25 @@ def register(
         output_token_ids=list(request.output_token_ids),
         lora_request=request.lora_request,
     )
-    _in_workers(core, worker_requests.register, state, generator)
+    _in_workers(core, worker.register, state, generator)
 
 
 def repair_drafts_on_a_cpu(core: EngineCore) -> None:
     """Let drafts be sampled with their requests' parameters, see `worker_sampling`."""
     if core.vllm_config.speculative_config is not None:
-        _in_workers(core, worker_sampling.repair_drafts_on_a_cpu)
+        _in_workers(core, worker.repair_drafts_on_a_cpu)
 
 
 def keep_cpu_generators_from_chunks(core: EngineCore) -> None:
     """Let a seeded request's prompt be computed in chunks on a CPU."""
     if not uses_v2(core):
-        _in_workers(core, worker_requests.keep_cpu_generators_from_chunks)
+        _in_workers(core, worker.keep_cpu_generators_from_chunks)
 
 
 def forget_states_of_the_ended(core: EngineCore) -> None:
     """Let a request's id come again where its request ended, or left, before."""
     if not uses_v2(core) and core.scheduler.kv_cache_config.has_mamba_layers:
-        _in_workers(core, worker_requests.forget_states_of_the_ended)
+        _in_workers(core, worker.forget_states_of_the_ended)
 
 
 def _in_workers(core: EngineCore, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -17,18 +17,23 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Emitted, Frame, OnCallDone, OnOutputs, StepTime
-from kvmig.engines.vllm import profiles, rerun
 from kvmig.engines.vllm.adapter import VllmEngine
-from kvmig.engines.vllm.core import StepCore
-from kvmig.engines.vllm.identity import (
+from kvmig.engines.vllm.building import go_on, not_again, without_what_was_sent
+from kvmig.engines.vllm.config import (
     Identify,
     after_call,
     identity_of_config,
     replaced_adapter,
 )
-from kvmig.engines.vllm.payload import encode_request
-from kvmig.engines.vllm.step_times import StepTimes
-from kvmig.engines.vllm.warmup import warm_up_requests
+from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.sides import encode_request
+from kvmig.engines.vllm.warmup import (
+    StepTimes,
+    profile_path,
+    read_profile,
+    warm_up_requests,
+    write_profile,
+)
 from kvmig.engines.weights import check_unchanged
 from kvmig.ground.errors import MigrationRefused
 
@@ -142,11 +147,11 @@ class ServingVllm(VllmEngine):
         if config.model_config.runner_type == "pooling":
             return []
         capacity = self.layout.block_tokens * self._load.total_blocks
-        path = profiles.profile_path(config, capacity)
-        times = profiles.read(path)
+        path = profile_path(config, capacity)
+        times = read_profile(path)
         if not times:
             times = await self._measure(capacity, limit_s)
-            profiles.write(path, times)
+            write_profile(path, times)
         return times
 
     async def _measure(self, capacity: int, limit_s: float) -> list[StepTime]:
@@ -197,11 +202,11 @@ class ServingVllm(VllmEngine):
     async def _go_on(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         """It ran elsewhere. Cancelled before its end it never enters."""
         try:
-            reason = rerun.not_again(request, self._core.vllm_config)
+            reason = not_again(request, self._core.vllm_config)
             if reason:
                 raise MigrationRefused("unsupported", reason)
             await asyncio.to_thread(self._note, request)
-            rerun.without_what_was_sent(request)
+            without_what_was_sent(request)
             built = await self._builder.build(request, output_token_ids, waits=False)
             generator = await self._builder.generator_after(
                 request.sampling_params, len(output_token_ids)
@@ -212,7 +217,7 @@ class ServingVllm(VllmEngine):
 
         def enter() -> None:
             try:
-                rerun.go_on(self._core, built, generator)
+                go_on(self._core, built, generator)
             except Exception:  # noqa: BLE001 - reported there
                 self._refuse(request)
 
@@ -227,9 +232,9 @@ class ServingVllm(VllmEngine):
 
     # -- from the engine's thread
 
-    def _deliver(self, client: int, outputs: EngineCoreOutputs) -> None:
+    def _deliver(self, item: tuple[int, EngineCoreOutputs]) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._hand_out, client, outputs)
+            self._loop.call_soon_threadsafe(self._hand_out, *item)
 
     def _called(self, method: str, args: Sequence[Any]) -> None:
         """In its order among the outputs: those after it are of the new weights."""

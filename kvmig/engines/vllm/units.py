@@ -1,7 +1,7 @@
 """Parts of KV blocks that engines of different block or tensor-parallel size can exchange.
 
 A unit is all that the model keeps for `tokens` tokens in a row: layer by layer, in a layer
-head by head in the model's order, in a head strip by strip (see `strips`). Units of both
+head by head in the model's order, in a head strip by strip (see `strips_of`). Units of both
 ends are the same bytes, however many workers hold the heads there and however many
 tokens are in a block.
 
@@ -14,16 +14,150 @@ an engine with blocks of 32 has it in four blocks, which are its units.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvmig.engines.block_copies import Pass
-from kvmig.engines.vllm.cache_shape import LayerCache, RankCache, kernel_blocks
-from kvmig.engines.vllm.strips import GRAIN, Strips, strips_of
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
 from kvmig.ground.layout import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One run of bytes of each block: block b is `nbytes` at `offset + b * stride`.
+
+    Layers of different KV cache groups may lie on the same page, since a block is one
+    group's at a time.
+    """
+
+    offset: int
+    stride: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's KV cache, [kernel blocks, heads, tokens, content]; strides in bytes.
+
+    attention: the instruction set of vLLM's CPU attention, which orders what is inside a
+    head of a block; empty elsewhere.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    dtype: str
+    attention: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCache:
+    """All of one worker's KV cache: `nbytes` of memory at `address`, and what is in it.
+
+    layers: of attention that keeps keys and values head by head; what else there is has pages only.
+    """
+
+    address: int
+    nbytes: int
+    pages: tuple[Page, ...]
+    layers: tuple[LayerCache, ...]
+
+    def mapped_at(self, address: int) -> RankCache:
+        """The same memory as another mapping of it shows it."""
+        shift = address - self.address
+        layers = tuple(replace(one, address=one.address + shift) for one in self.layers)
+        return RankCache(address, self.nbytes, self.pages, layers)
+
+
+def merged(pages: Iterable[Page], num_blocks: int) -> tuple[Page, ...]:
+    """The pages without overlaps, and neighbours as one: a block's bytes in as few runs as can be.
+
+    Raises UnsupportedLayout if one page's blocks lie on another's that are spaced otherwise.
+    """
+    runs: list[Page] = []
+    for page in sorted(set(pages), key=lambda one: (one.offset, -one.nbytes)):
+        for run in runs:
+            if run.stride != page.stride and page.offset < run.offset + run.stride * num_blocks:
+                raise UnsupportedLayout(
+                    f"KV cache groups share memory in blocks of {run.stride}"
+                    f" and {page.stride} bytes"
+                )
+        last = runs[-1] if runs else page
+        end = max(last.offset + last.nbytes, page.offset + page.nbytes)
+        joins = page.offset <= last.offset + last.nbytes and end - last.offset <= last.stride
+        if runs and joins and last.stride == page.stride:
+            runs[-1] = replace(last, nbytes=end - last.offset)
+        else:
+            runs.append(page)
+    return tuple(runs)
+
+
+def kernel_blocks(layer: LayerCache, num_blocks: int) -> int:
+    """Blocks of vLLM's attention in one of the scheduler's `num_blocks`."""
+    if layer.shape[0] % num_blocks:
+        raise UnsupportedLayout(f"{layer.shape[0]} kernel blocks for {num_blocks} blocks")
+    return layer.shape[0] // num_blocks
+
+
+def whole_blocks(ranks: Sequence[RankCache]) -> tuple[Region, ...]:
+    """One region a rank and page: a scheduler's block is one run of bytes in it."""
+    return tuple(
+        Region(rank.address + page.offset, page.stride, page.nbytes)
+        for rank in ranks
+        for page in rank.pages
+    )
+
+
+AMX_COLUMN = 16
+"""Head dimensions in one column of values."""
+GRAIN = {"": 1, "vec": 1, "vec16": 1, "amx": 16}
+"""Tokens that can't be told apart in a strip."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strips:
+    """`count` strips one after the other, each of `width` bytes a token."""
+
+    width: int
+    count: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all of them."""
+        return self.width * self.count
+
+
+def strips_of(layer: LayerCache) -> tuple[Strips, ...]:
+    """What lies inside one head of one KV block, from its first byte to its last.
+
+    A strip of `width` bytes a token holds N tokens in one run of N * width bytes, so tokens
+    t .. t + g are one run of it. On a GPU (HND) a head's block is one strip. vLLM's CPU attention
+    keeps keys and values apart and in the order that its instruction set likes
+    (vLLM `csrc/cpu/cpu_attn_*.hpp`, `reshape_and_cache`):
+
+    vec, vec16: keys transposed, one strip a head dimension; values row by row, one strip.
+    amx: keys in groups of 16 tokens, one strip; values in columns of 16 dimensions, each with
+    tokens in pairs: one strip a column.
+
+    Raises UnsupportedLayout.
+    """
+    if layer.attention not in GRAIN:
+        raise UnsupportedLayout(
+            f"CPU attention {layer.attention}: its order of keys and values isn't known"
+        )
+    if layer.attention and layer.itemsize == 1:
+        raise UnsupportedLayout(f"CPU attention {layer.attention} with a KV cache of 8-bit floats")
+    width = layer.shape[3] * layer.itemsize
+    if layer.attention == "":
+        return (Strips(width, 1),)
+    half = width // 2  # keys, then as much of values
+    if layer.attention == "amx":
+        column = AMX_COLUMN * layer.itemsize
+        return (Strips(half, 1), Strips(column, half // column))
+    return (Strips(layer.itemsize, half // layer.itemsize), Strips(half, 1))
 
 
 @dataclass(frozen=True, slots=True)

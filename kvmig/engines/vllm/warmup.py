@@ -1,12 +1,34 @@
-"""Requests that run every sampling path once, so that no client waits for a first time."""
+"""What an engine runs before clients' requests: each sampling path once, a step of nothing, and
+measurements of its step times, which are kept for the next start.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import logging
+import os
+import random
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import quantiles
 
-from vllm import SamplingParams
+import msgspec
+import torch
+from vllm import SamplingParams, __version__
 from vllm.config import VllmConfig
-from vllm.v1.engine import EngineCoreRequest
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+
+from kvmig.engines.base import StepTime
+from kvmig.engines.vllm import runner
+
+log = logging.getLogger(__name__)
 
 _KINDS = (
     SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
@@ -40,7 +62,10 @@ def warm_up_requests(config: VllmConfig) -> list[EngineCoreRequest]:
     return requests
 
 
-def _request(request_id: str, prompt: list[int], params: SamplingParams) -> EngineCoreRequest:
+def _request(
+    request_id: str, prompt: list[int], params: SamplingParams, salt: str = "kvmig-warm-up"
+) -> EngineCoreRequest:
+    """salt: of its own, so that its blocks serve as nobody's prefix."""
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
@@ -49,7 +74,157 @@ def _request(request_id: str, prompt: list[int], params: SamplingParams) -> Engi
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
-        # A salt of its own: these blocks must not serve as anybody's prefix.
-        cache_salt="kvmig-warm-up",
+        cache_salt=salt,
         data_parallel_rank=None,
     )
+
+
+class WarmStep:
+    """Runs a step of nothing, after which the next real one is as quick as those that follow.
+
+    The first step of an idle engine on a CPU takes longer than the others: its weights' pages and
+    its code have left the caches and the TLB while others ran. vLLM has a step of nothing for
+    data-parallel engines (`execute_dummy_batch`); it writes no KV. It is for engines whose dummy
+    step leaves no trace: with LoRA it would forget adapters, and a drafter's is not tried.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        config = core.vllm_config
+        self._core = core
+        self._possible = (
+            config.device_config.device_type == "cpu"
+            and config.model_config.runner_type != "pooling"
+            and config.lora_config is None
+            and config.speculative_config is None
+            and not runner.uses_v2(core)
+        )
+
+    def run(self) -> None:
+        """On the engine's thread, between two steps; nothing if the engine has work."""
+        scheduler = self._core.scheduler
+        assert isinstance(scheduler, Scheduler)
+        if self._possible and not scheduler.running and not scheduler.has_requests():
+            self._core.execute_dummy_batch()
+
+
+STEPS = 24
+"""Steps at each size; the lower quartile counts: others use the machine, too."""
+USUAL_TOKENS = 512
+GROWTH = 160
+"""Tokens that a sequence may grow by while its batch does."""
+_ON_AND_ON = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
+FILLED = 0.8
+"""Share of the KV cache that is filled at most: nothing may be preempted."""
+
+
+def sizes(capacity: int, most_sequences: int, longest: int) -> tuple[list[int], int]:
+    """(sequences in the batch at each size, tokens of each).
+
+    capacity: of the KV cache, in tokens; longest: that a sequence may have.
+
+    Example: 20,000 tokens and at most 16 sequences: 1, 2, 4, 8 and 11 of 1,250 tokens.
+    """
+    tokens = max(USUAL_TOKENS, capacity // most_sequences)
+    tokens = max(min(tokens, longest - 2 * GROWTH, capacity // 4), 1)
+    most = max(min(int(capacity * FILLED) // (tokens + GROWTH), most_sequences), 1)
+    doubling = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    return [*doubling, most], tokens
+
+
+class StepTimes:
+    """Measures how long a decode step takes with so many tokens in the batch.
+
+    A batch grows, request by request, and runs some steps at each size. Sequences have about 512
+    tokens, as real ones do, or more where the batch could not fill the KV cache otherwise.
+    `take` gets each step's outputs, on the event loop.
+    `ended` is set when the largest batch has been measured, or from outside.
+    """
+
+    def __init__(
+        self, config: VllmConfig, capacity: int, submit: Callable[[EngineCoreRequest], None]
+    ) -> None:
+        """capacity: of the KV cache, in tokens."""
+        self.sizes, self.tokens = sizes(
+            capacity, config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+        )
+        self.started: list[str] = []
+        self.found: list[StepTime] = []
+        self.ended = asyncio.Event()
+        self._vocabulary = config.model_config.get_vocab_size()
+        self._submit = submit
+        self._random = random.Random(1)  # nosec B311
+        self._outputs: Counter[str] = Counter()
+        self._last = 0.0
+        self._steps: list[float] = []
+        self._grow()
+
+    def take(self, outputs: EngineCoreOutputs) -> None:
+        """One step's outputs."""
+        if self.ended.is_set():
+            return
+        emitted = [one.request_id for one in outputs.outputs if one.new_token_ids]
+        whole = len(emitted) == len(self.started)
+        if whole and all(self._outputs[one] for one in emitted) and self._last:
+            self._steps.append((outputs.timestamp - self._last) * 1e3)
+        self._last = outputs.timestamp if whole else 0.0
+        self._outputs.update(emitted)
+        if len(self._steps) < STEPS:
+            return
+        tokens = len(self.started) * self.tokens + self._outputs.total()
+        self.found.append(StepTime(tokens, quantiles(self._steps)[0]))
+        self._steps.clear()
+        self._last = 0.0
+        if len(self.started) == self.sizes[-1]:
+            self.ended.set()
+        else:
+            self._grow()
+
+    def _grow(self) -> None:
+        wanted = next(size for size in self.sizes if size > len(self.started))
+        while len(self.started) < wanted:
+            request_id = f"kvmig-step-times-{len(self.started)}"
+            self.started.append(request_id)
+            prompt = self._random.choices(range(self._vocabulary), k=self.tokens)
+            self._submit(_request(request_id, prompt, _ON_AND_ON, "kvmig-step-times"))
+
+
+def profile_path(config: VllmConfig, capacity: int) -> Path:
+    """Where the step times of such an engine are kept; `capacity`: of its KV cache, in tokens.
+
+    In the user's cache folder (XDG_CACHE_HOME). A file that is removed is measured anew.
+    """
+    what = (
+        __version__,
+        config.compute_hash(),
+        str(Path(config.model_config.model).resolve()),
+        current_platform.get_device_name(),
+        torch.get_num_threads(),
+        config.scheduler_config.max_num_seqs,
+        config.model_config.max_model_len,
+        capacity,
+    )
+    digest = hashlib.blake2b(msgspec.json.encode(what), digest_size=8).hexdigest()
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "kvmig" / "step_times" / f"{digest}.json"
+
+
+def read_profile(path: Path) -> list[StepTime]:
+    """Step times that were measured before; none if there is no file, or none that can be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[StepTime])
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("step times are measured anew: %s: %s", path, error)
+        return []
+
+
+def write_profile(path: Path, times: Sequence[StepTime]) -> None:
+    """Keep them for the next start; a folder that can't be written to only costs that."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(msgspec.json.encode(times))
+        Path(file.name).replace(path)
+    except OSError as error:
+        log.warning("step times can't be kept: %s: %s", path, error)

@@ -1,0 +1,622 @@
+"""Both ends of a migration, on the engine's thread between two steps.
+
+`unmovable` says which requests move: those whose whole state the adapter carries; the others stay,
+by name. `Progress` is that state, in an Export and in a Tail. `Source` gives requests up,
+`Destination` takes them over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.structs import replace
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from kvmig.engines.base import Stage, Tail
+from kvmig.engines.vllm import lora, runner
+from kvmig.engines.vllm.tables import Sent, Tables
+from kvmig.ground.errors import MigrationRefused, RequestGone
+
+DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
+"""Speculative methods with no state beside tokens and KV cache, but for the drafts of one step."""
+_DRAFTERS = f"{', '.join(DRAFTERS[:-1])} or {DRAFTERS[-1]}"
+_STATES = (
+    RequestStatus.RUNNING,
+    RequestStatus.WAITING,
+    RequestStatus.PREEMPTED,
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+)
+
+
+def unmovable(request: Request, here: str) -> str:
+    """Why the request can't be moved now, in a few words; empty when it can.
+
+    here: why none of its engine's can, see `unmovable_engine`, which isn't to be asked each time:
+    vLLM looks its answers up in the model's own files.
+    """
+    return here or _kind(request) or _moment(request)
+
+
+def check_movable(request: Request, config: VllmConfig) -> None:
+    """Raise MigrationRefused with the reason, if there is one."""
+    reason = unmovable(request, unmovable_engine(config))
+    if reason:
+        raise MigrationRefused("unsupported", reason)
+
+
+def _kind(request: Request) -> str:
+    params = request.sampling_params
+    if params is None:
+        return "pooling request"
+    if request.resumable:
+        return "streaming input"
+    if request.prompt_embeds is not None:
+        return "prompt embeddings"
+    if params.thinking_token_budget is not None:
+        # vLLM counts along while the request is in the batch, and miscounts when it returns.
+        return "thinking token budget"
+    return ""
+
+
+def unmovable_engine(config: VllmConfig) -> str:
+    """Why no request of such an engine moves: what its settings add to the state of each."""
+    if config.model_config.runner_type == "pooling":
+        return "pooling model"
+    if config.model_config.is_diffusion:
+        return "diffusion model"
+    if config.cache_config.use_replayssm:
+        return "ReplaySSM, which keeps tokens that its states lack"
+    if config.aux_output_config.enabled:
+        return "routed experts, which are gathered until the end"
+    speculative = config.speculative_config
+    if speculative is None:
+        return ""
+    if speculative.method not in DRAFTERS:
+        return f"speculative decoding with {speculative.method}, which must be {_DRAFTERS}"
+    if config.scheduler_config.async_scheduling:
+        return "speculative decoding with asynchronous scheduling"  # drafts are on the device
+    if config.observability_config.per_request_spec_decode_metrics != "none":
+        return "speculative decoding with per-request metrics"
+    return ""
+
+
+def _moment(request: Request) -> str:
+    if request.num_output_tokens == 0 and _scores_prompt(request):
+        return "prompt log-probabilities still in prefill"
+    if request.status not in _STATES:
+        return f"request in state {request.status}"
+    return ""
+
+
+def _scores_prompt(request: Request) -> bool:
+    params = request.sampling_params
+    return params is not None and (
+        params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
+    )
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a request is; with the submitted request, all that its next step depends on."""
+
+    output_token_ids: list[int]
+    """All output tokens in an Export; in a Tail those after the exported ones."""
+    num_computed_tokens: int
+    """Tokens whose KV is in the blocks. 0: not started, or preempted."""
+    prefilled: bool
+    """Whether the first output token was sent (prefill statistics with it)."""
+    cached_tokens: int = 0
+    """Prompt tokens that the first prefix cache held, for the usage statistics."""
+    generator: bytes | None = None
+    """State of the seeded torch.Generator (model runner V1; V2 seeds are stateless)."""
+    adapter: str = ""
+    """Identity of its LoRA adapter; empty without one."""
+    draft_token_ids: list[int] = []
+    """What the speculative method proposes for the next step."""
+    events: list[tuple[int, float]] = []
+    """What its first output will tell of its queue (`EngineCoreEventType`, seconds ago); empty
+    once that was sent. Ages, since each machine has a clock of its own."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Progress).decode
+
+
+def encode_request(request: EngineCoreRequest) -> list[bytes]:
+    """The request as vLLM puts it on its own sockets."""
+    return [bytes(frame) for frame in MsgpackEncoder().encode(request)]
+
+
+def decode_request(frames: list[bytes]) -> EngineCoreRequest:
+    """Inverse of `encode_request`; a new object each time."""
+    request = MsgpackDecoder(EngineCoreRequest).decode(frames)
+    assert isinstance(request, EngineCoreRequest)
+    return request
+
+
+def encode_progress(progress: Progress) -> bytes:
+    """msgpack."""
+    return _encode(progress)
+
+
+def decode_progress(data: bytes) -> Progress:
+    """Inverse of `encode_progress`; raises msgspec.DecodeError."""
+    return _decode(data)
+
+
+Gather = Callable[[list[int]], list[int]]
+"""Copies blocks at once and returns their checksums; none if that isn't wanted."""
+
+
+@dataclass
+class Leaving:
+    """A request whose export was taken."""
+
+    request: Request
+    num_preemptions: int
+    exported_outputs: int
+    sent: Sent | None = None
+    """Known from the first stage, or the tail, on."""
+    suspended: bool = False
+    on_drained: Callable[[], None] | None = None
+
+
+class Source:
+    """Exports, stages, suspends and gives up requests of one engine."""
+
+    def __init__(self, core: EngineCore, tables: Tables) -> None:
+        self._core = core
+        self._tables = tables
+        self._leaving: dict[str, Leaving] = {}
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        scheduler = self._core.scheduler
+        assert isinstance(scheduler, Scheduler)
+        return scheduler
+
+    def export(self, request_id: str) -> Progress:
+        """Watch the request from now on; how far it is now."""
+        request = self._live(request_id)
+        check_movable(request, self._core.vllm_config)
+        self._leaving[request_id] = Leaving(
+            request, request.num_preemptions, request.num_output_tokens
+        )
+        return self._progress(request, 0)
+
+    def stage(self, request_id: str, sent: int) -> Stage:
+        """The full blocks after the first `sent`: no step writes them any more."""
+        leaving = self._checked(request_id)
+        request, known = leaving.request, self._sent(leaving, sent)
+        block_ids = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        places, ids = self._tables.full(block_ids, _computed(request), known)
+        known.places += places
+        decoding = request.status == RequestStatus.RUNNING and not request.is_prefill_chunk
+        num_tokens = request.num_tokens if self._tables.held(block_ids) else 0
+        return Stage(ids, num_tokens, decoding, places)
+
+    def suspend(
+        self, request_id: str, sent: int, gather: Gather, done: Callable[[Tail | Exception], None]
+    ) -> None:
+        """Take the request out of the batch; `done` gets its tail once no step holds it."""
+        leaving = self._checked(request_id)
+        request, scheduler = leaving.request, self._scheduler
+        leaving.suspended = True
+        if request.status == RequestStatus.RUNNING:
+            scheduler.running.remove(request)
+        else:
+            _leave_queue(scheduler, request)
+
+        def drained() -> None:
+            try:
+                tail = self._tail(request_id, sent)
+                done(replace(tail, checksums=gather(tail.block_ids)))
+            except RequestGone as gone:
+                done(gone)
+
+        if request.num_in_flight_tokens == 0:
+            drained()
+        else:
+            leaving.on_drained = drained
+
+    def between_steps(self) -> None:
+        """Finish suspensions whose last step has returned (async)."""
+        for leaving in list(self._leaving.values()):
+            request = leaving.request
+            if leaving.on_drained and (request.num_in_flight_tokens == 0 or request.is_finished()):
+                finish, leaving.on_drained = leaving.on_drained, None
+                finish()
+
+    def resume(self, request_id: str) -> None:
+        """Put a suspended request back where it was; watch it no more."""
+        leaving = self._leaving.pop(request_id, None)
+        if leaving is None or not leaving.suspended or leaving.request.is_finished():
+            return
+        if self._scheduler.requests.get(request_id) is not leaving.request:
+            return
+        if leaving.request.status == RequestStatus.RUNNING:
+            self._rejoin(leaving.request)
+        elif leaving.request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            self._scheduler._enqueue_waiting_request(leaving.request)
+        else:
+            self._scheduler.waiting.prepend_request(leaving.request)
+
+    def _rejoin(self, request: Request) -> None:
+        if lora.has_slot(self._scheduler, request):
+            self._scheduler.running.append(request)
+            return
+        # Others have taken its adapter's place: it waits for one, with its blocks.
+        request.status = RequestStatus.PREEMPTED
+        self._scheduler._enqueue_waiting_request(request)
+
+    def release(self, request_id: str) -> None:
+        """Free a suspended request: it runs elsewhere now. No output is emitted for it."""
+        leaving = self._leaving.pop(request_id, None)
+        if leaving is not None and leaving.suspended:
+            self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def may_come_back(self) -> int:
+        """Suspended requests that were running: `resume` puts them back into the batch."""
+        return sum(
+            one.suspended and one.request.status == RequestStatus.RUNNING
+            for one in self._leaving.values()
+        )
+
+    def suspended(self) -> list[Request]:
+        """Requests that are out of the batch, or the queue, on our behalf."""
+        return [
+            one.request
+            for one in self._leaving.values()
+            if one.suspended and not one.request.is_finished()
+        ]
+
+    def _tail(self, request_id: str, sent: int) -> Tail:
+        leaving = self._checked(request_id)
+        request, known = leaving.request, self._sent(leaving, sent)
+        block_ids = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        places, ids = self._tables.rest(block_ids, _computed(request), known)
+        known.places += places
+        progress = self._progress(request, leaving.exported_outputs)
+        return Tail(
+            block_ids=ids,
+            num_tokens=request.num_tokens,
+            num_output_tokens=request.num_output_tokens,
+            state=encode_progress(progress),
+            places=places,
+        )
+
+    def _sent(self, leaving: Leaving, sent: int) -> Sent:
+        """What the destination has; at first that is what its prefix cache held."""
+        if leaving.sent is None:
+            leaving.sent = Sent(sent * self._tables.block_tokens, sent)
+        leaving.sent.back_to(sent)
+        return leaving.sent
+
+    def _progress(self, request: Request, since: int) -> Progress:
+        stats, now = request.prefill_stats, time.monotonic()
+        return Progress(
+            output_token_ids=list(request.output_token_ids[since:]),
+            num_computed_tokens=_computed(request),
+            prefilled=stats is None,
+            cached_tokens=0 if stats is None else stats.num_cached_tokens,
+            generator=runner.generator_state(self._core, request.request_id),
+            draft_token_ids=list(request.spec_token_ids),
+            events=[(int(one.type), now - one.timestamp) for one in request.events],
+        )
+
+    def _live(self, request_id: str) -> Request:
+        request = self._scheduler.requests.get(request_id)
+        if request is None or request.is_finished():
+            raise RequestGone("finished", f"request {request_id} is not running here any more")
+        return request
+
+    def _checked(self, request_id: str) -> Leaving:
+        """The post-check: same request, still alive, not preempted since the export."""
+        leaving = self._leaving.get(request_id)
+        if leaving is None:
+            raise RequestGone("unknown_request", f"request {request_id} was not exported")
+        try:
+            request = self._live(request_id)
+        except RequestGone:
+            del self._leaving[request_id]
+            raise
+        if request is not leaving.request or request.num_preemptions != leaving.num_preemptions:
+            self.resume(request_id)
+            raise RequestGone("preempted", f"request {request_id} was preempted at the source")
+        return leaving
+
+
+def _computed(request: Request) -> int:
+    """Tokens whose KV is there, whatever steps are in flight.
+
+    Of a request that was preempted a step in flight computes tokens that don't count any more.
+    """
+    return max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+
+
+def _leave_queue(scheduler: Scheduler, request: Request) -> None:
+    scheduler.waiting.remove_requests([request])
+    scheduler.kv_holding_waiting.remove_requests([request])
+    scheduler.deferred_waiting.discard(request)
+
+
+@dataclass
+class Arriving:
+    """A request that is elsewhere still; one that runs there holds blocks here."""
+
+    request: Request
+    exported: Progress
+    has_blocks: bool = False
+    hit_tokens: int = 0
+    """Whose blocks the prefix cache here held already."""
+
+
+class Destination:
+    """Reserves blocks for requests of other engines, and runs them after the commit."""
+
+    def __init__(self, core: EngineCore, tables: Tables) -> None:
+        self._core = core
+        self._tables = tables
+        self._arriving: dict[str, Arriving] = {}
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        scheduler = self._core.scheduler
+        assert isinstance(scheduler, Scheduler)
+        return scheduler
+
+    def reserve(self, request: Request, exported: Progress) -> int:
+        """Take blocks for the request; returns how many hold its prefix already.
+
+        `request` carries the exported output tokens; it is not in the scheduler yet.
+        """
+        scheduler, request_id = self._scheduler, request.request_id
+        if request_id in scheduler.requests or request_id in self._arriving:
+            raise MigrationRefused("already_migrating", f"{request_id} is here already")
+        if request.num_tokens > scheduler.max_model_len:
+            raise MigrationRefused("incompatible", f"{request.num_tokens} tokens are too long")
+        waits = exported.num_computed_tokens == 0
+        if not waits:
+            self._check_seat()
+        lora.load_adapter(self._core, request)
+        self._arriving[request_id] = arriving = Arriving(request, exported)
+        if waits:
+            return 0  # and it will wait here
+        # As PREEMPTED the watermark holds for it: it must not squeeze out those who run here.
+        request.status = RequestStatus.PREEMPTED
+        try:
+            self._take_blocks(arriving)
+        except MigrationRefused:
+            del self._arriving[request_id]
+            raise
+        return arriving.hit_tokens // self._tables.block_tokens
+
+    def grow(self, request_id: str, num_tokens: int) -> list[int]:
+        """Hold `num_tokens` tokens and one block spare; all block ids in order."""
+        arriving = self._known(request_id)
+        limit = self._limit(num_tokens)
+        if arriving.has_blocks:
+            self._allocate(arriving, limit)
+        else:
+            self._check_seat()  # it waited when it was exported
+            arriving.request.status = RequestStatus.PREEMPTED
+            self._allocate(arriving, limit)
+            arriving.has_blocks = True
+        block_ids = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        return self._tables.by_place(block_ids, arriving.hit_tokens)
+
+    def commit(self, request_id: str, tail: Progress, generator: bytes | None) -> None:
+        """Run the request from here on; the blocks hold `tail.num_computed_tokens` tokens."""
+        arriving = self._known(request_id)
+        scheduler, request = self._scheduler, arriving.request
+        computed = tail.num_computed_tokens
+        self._append(request, tail.output_token_ids)
+        self._take_over(request, tail)
+        self._check_room(request_id, computed)
+        if not computed and arriving.has_blocks:
+            scheduler.kv_cache_manager.free(request)  # it will be admitted like any other
+        elif computed:
+            self._tidy(request, computed)
+        del self._arriving[request_id]
+        self._enter(request, computed)
+        try:
+            if computed:
+                scheduler.kv_cache_manager.cache_blocks(request, computed)
+            self._start(request, generator)
+        except Exception:
+            scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+            raise
+
+    def assign(self, request_id: str, client_index: int) -> None:
+        """The request's outputs go to this client of the engine."""
+        self._known(request_id).request.client_index = client_index
+
+    def cancel(self, request_id: str) -> None:
+        """Free a reservation. Unknown ids are ignored."""
+        arriving = self._arriving.pop(request_id, None)
+        if arriving is not None and arriving.has_blocks:
+            self._scheduler.kv_cache_manager.free(arriving.request)
+
+    def reserved(self) -> int:
+        """Requests that hold a reservation now."""
+        return len(self._arriving)
+
+    def to_come(self) -> int:
+        """Arriving requests that will run."""
+        return sum(one.has_blocks for one in self._arriving.values())
+
+    def arriving(self) -> set[str]:
+        """Requests that run elsewhere still."""
+        return set(self._arriving)
+
+    def is_arriving(self, request_id: str) -> bool:
+        """Whether the request runs elsewhere still."""
+        return request_id in self._arriving
+
+    def _take_over(self, request: Request, tail: Progress) -> None:
+        request.prefill_stats = _prefill_stats(request, tail)
+        now = time.monotonic()
+        request.events = [
+            EngineCoreEvent.new_event(EngineCoreEventType(kind), now - age)
+            for kind, age in tail.events
+        ]
+        request.spec_token_ids = tail.draft_token_ids[: self._scheduler.num_spec_tokens]
+
+    def _append(self, request: Request, token_ids: Sequence[int]) -> None:
+        manager = self._core.structured_output_manager
+        for token in token_ids:
+            request.append_output_token_ids(token)
+            if request.use_structured_output and not manager.accept_tokens(request, [token]):
+                raise MigrationRefused("error", f"the grammar refuses token {token}")
+
+    def _check_seat(self) -> None:
+        running = len(self._scheduler.running)
+        if running >= self._scheduler.max_num_active_reqs:  # without those to come
+            raise MigrationRefused("no_batch_slot", f"{running} requests run")
+
+    def _check_room(self, request_id: str, computed: int) -> None:
+        if computed and not self._arriving[request_id].has_blocks:
+            raise MigrationRefused("no_blocks", f"{computed} tokens were never reserved")
+        for manager in self._managers:
+            held = len(manager.req_to_blocks.get(request_id, ())) * manager.block_size
+            if computed > held and not isinstance(manager, MambaManager):
+                raise MigrationRefused("no_blocks", f"{computed} tokens were never reserved")
+
+    def _enter(self, request: Request, computed: int) -> None:
+        """The scheduler knows the request from here on."""
+        scheduler, request_id = self._scheduler, request.request_id
+        # A pending notice of an earlier stay would delete the state that starts now.
+        scheduler.finished_req_ids.discard(request_id)
+        scheduler.prev_step_scheduled_req_ids.discard(request_id)
+        request.num_computed_tokens = computed
+        scheduler.requests[request_id] = request
+
+    def _start(self, request: Request, generator: bytes | None) -> None:
+        scheduler = self._scheduler
+        if request.num_computed_tokens == 0 and request.num_output_tokens == 0:
+            request.status = (
+                RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+                if request.use_structured_output
+                else RequestStatus.WAITING
+            )
+            scheduler._enqueue_waiting_request(request)
+            return
+        request.status = RequestStatus.PREEMPTED
+        if runner.uses_v2(self._core):
+            scheduler._enqueue_waiting_request(request)
+            return
+        block_ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        runner.register(self._core, request, block_ids, generator)
+        if request.num_computed_tokens == 0:
+            scheduler._enqueue_waiting_request(request)
+            return
+        lora.check_slot(scheduler, request)
+        # Straight into the batch, in front: behind a long prefill that takes the whole
+        # token budget of each step, a resumed request would wait for its end.
+        request.status = RequestStatus.RUNNING
+        if request.num_computed_tokens < request.num_prompt_tokens:
+            scheduler._inflight_prefills.add(request)
+        scheduler.running.insert(0, request)
+
+    def _take_blocks(self, arriving: Arriving) -> None:
+        request, computed = arriving.request, arriving.exported.num_computed_tokens
+        blocks, hit_tokens, _ = self._scheduler.kv_cache_manager.get_computed_blocks(request)
+        # A hit beyond what the source has computed (its prefill runs still) is of no use, nor is
+        # one that ends within a block.
+        hit_tokens -= hit_tokens % self._scheduler.block_size
+        if hit_tokens > computed:
+            hit_tokens = 0
+        self._allocate(arriving, self._limit(request.num_tokens), self._hit(blocks, hit_tokens))
+        arriving.has_blocks, arriving.hit_tokens = True, hit_tokens
+
+    def _hit(self, found: KVCacheBlocks, tokens: int) -> tuple[KVCacheBlocks, int]:
+        """The blocks of so many tokens; states are left out: the source's own comes."""
+        manager = self._scheduler.kv_cache_manager
+        if not tokens:
+            return manager.empty_kv_cache_blocks, 0
+        if not self._tables.plain:
+            kept = [
+                [] if isinstance(one, MambaManager) else list(blocks[: tokens // one.block_size])
+                for one, blocks in zip(self._managers, found.blocks, strict=True)
+            ]
+            found = manager.create_kv_cache_blocks(tuple(kept))
+        return found, tokens
+
+    def _allocate(
+        self, arriving: Arriving, limit: int, hit: tuple[KVCacheBlocks, int] | None = None
+    ) -> None:
+        """Hold blocks for `limit` tokens; what the source has computed is taken as computed."""
+        manager, request = self._scheduler.kv_cache_manager, arriving.request
+        computed = arriving.exported.num_computed_tokens
+        recorded = [len(one.new_block_ids) for one in self._managers]
+        if arriving.has_blocks:
+            grown = manager.allocate_slots(request, limit, delay_cache_blocks=True)
+        else:
+            blocks, hit_tokens = hit or (manager.empty_kv_cache_blocks, 0)
+            grown = manager.allocate_slots(
+                request,
+                limit - computed,
+                num_new_computed_tokens=hit_tokens,
+                new_computed_blocks=blocks,
+                num_external_computed_tokens=computed - hit_tokens,
+                delay_cache_blocks=True,
+            )
+        for one, count in zip(self._managers, recorded, strict=True):
+            del one.new_block_ids[count:]  # the next step would zero what comes from the source
+        if grown is None:
+            if not arriving.has_blocks:
+                manager.free(request)
+            raise MigrationRefused("no_blocks", f"no room for {limit} tokens")
+
+    def _tidy(self, request: Request, computed: int) -> None:
+        """Keep the blocks that a request with so many computed tokens has, as vLLM keeps them."""
+        scheduler, request_id = self._scheduler, request.request_id
+        pool = scheduler.kv_cache_manager.block_pool
+        for manager in self._managers:
+            if not isinstance(manager, MambaManager):
+                manager.remove_skipped_blocks(request_id, computed, request.num_prompt_tokens)
+                if manager.records_new_block_ids:
+                    unwritten = manager.req_to_blocks[request_id][
+                        -(-computed // manager.block_size) :
+                    ]
+                    manager.new_block_ids += [block.block_id for block in unwritten]
+                continue
+            held = [one for one in manager.pop_blocks_for_free(request_id) if not one.is_null]
+            pool.free_blocks(reversed(held[1:]))
+            before = (computed - 1) // manager.block_size
+            manager.req_to_blocks[request_id] = [*[pool.null_block] * before, held[0]]
+            manager.num_cached_block[request_id] = before
+
+    def _limit(self, num_tokens: int) -> int:
+        return min(num_tokens + self._tables.spare_tokens, self._scheduler.max_model_len)
+
+    @property
+    def _managers(self) -> tuple[SingleTypeKVCacheManager, ...]:
+        """One a block table."""
+        return tuple(self._scheduler.kv_cache_manager.coordinator.single_type_managers)
+
+    def _known(self, request_id: str) -> Arriving:
+        arriving = self._arriving.get(request_id)
+        if arriving is None:
+            raise MigrationRefused("unknown_request", f"{request_id} has no reservation here")
+        return arriving
+
+
+def _prefill_stats(request: Request, tail: Progress) -> PrefillStats | None:
+    """What vLLM reports with the first token; None once it was reported."""
+    if tail.prefilled:
+        return None
+    stats = PrefillStats()
+    if tail.num_computed_tokens:
+        stats.set(request.num_prompt_tokens, tail.cached_tokens, 0)
+    return stats

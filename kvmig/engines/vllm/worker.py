@@ -1,0 +1,260 @@
+"""What runs in vLLM's worker processes, sent there by `collective_rpc`: the KV cache, what model
+runner V1 remembers of requests, repairs of vLLM 0.32, and the process's end.
+
+Each function gets vLLM's worker first. With one worker it is this process's own. All workers
+remember the same, since each of them samples.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from kvmig.engines.vllm.units import LayerCache, Page, RankCache, merged
+from kvmig.ground.errors import UnsupportedLayout
+
+
+def describe_cache(worker: Any, layer_names: Sequence[str]) -> RankCache:
+    """Where this worker's KV cache lies; layers that share memory only once."""
+    layers: dict[int, LayerCache] = {}
+    for _, layer in _layers(worker, layer_names):
+        cache = layer.kv_cache
+        if not isinstance(cache, torch.Tensor) or cache.dim() != 4:
+            continue
+        size = cache.element_size()
+        layers.setdefault(
+            cache.data_ptr(),
+            LayerCache(
+                address=cache.data_ptr(),
+                shape=tuple(cache.shape),
+                strides=tuple(stride * size for stride in cache.stride()),
+                itemsize=size,
+                dtype=str(cache.dtype),
+                attention=str(getattr(layer, "isa", "")),
+            ),
+        )
+    storage = _storage(worker, layer_names)
+    pages = _pages(worker.model_runner.kv_cache_config)
+    return RankCache(storage.data_ptr(), storage.nbytes(), pages, tuple(layers.values()))
+
+
+def _pages(config: KVCacheConfig) -> tuple[Page, ...]:
+    """Of a block of any group. Raises UnsupportedLayout."""
+    specs: dict[str, KVCacheSpec] = {}
+    for group in config.kv_cache_groups:
+        whole = group.kv_cache_spec
+        uniform = isinstance(whole, UniformTypeKVCacheSpecs)
+        specs |= whole.kv_cache_specs if uniform else dict.fromkeys(group.layer_names, whole)
+    pages = []
+    for tensor in config.kv_cache_tensors:
+        if tensor.host_resident:
+            raise UnsupportedLayout("part of the KV cache lies in the host's memory")
+        for number, name in enumerate(tensor.layers):
+            offset = tensor.offset + number * tensor.layer_stride
+            pages.append(Page(offset, tensor.block_stride, specs[name].page_size_bytes))
+    return merged(pages, config.num_blocks)
+
+
+def share_cache(worker: Any, layer_names: Sequence[str], paths: Sequence[str]) -> RankCache:
+    """Move this worker's KV cache, still unused, into the file `paths[rank]`; describe it there.
+
+    Raises OSError if there isn't as much memory, UnsupportedLayout if somebody else in the
+    worker holds the old one.
+    """
+    old = _storage(worker, layer_names)
+    nbytes, path = old.nbytes(), paths[worker.rank]
+    layers, held = _layers(worker, layer_names), worker.model_runner.kv_caches
+    caches = [*(layer.kv_cache for _, layer in layers), *held]
+    views = {id(view): view for cache in caches for view in _tensors(cache)}
+    old.resize_(0)  # first: there may be no room for both
+    with Path(path).open("r+b") as file:
+        # Takes the memory now: otherwise a lack of it is a SIGBUS in a step.
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    new = torch.UntypedStorage.from_file(path, shared=True, nbytes=nbytes)
+    assert isinstance(new, torch.UntypedStorage)
+    moved = {key: _on(new, view) for key, view in views.items()}
+    for _, layer in layers:
+        layer.kv_cache = _replaced(layer.kv_cache, moved)
+    held[:] = [_replaced(one, moved) for one in held]
+    views.clear()
+    caches.clear()
+    left = sum(
+        type(one) is torch.Tensor and one.untyped_storage()._cdata == old._cdata
+        for one in gc.get_objects()
+    )
+    if left:
+        raise UnsupportedLayout(f"{left} tensors of the worker still use the KV cache's old memory")
+    return describe_cache(worker, layer_names)
+
+
+def _layers(worker: Any, layer_names: Sequence[str]) -> list[tuple[str, Any]]:
+    context = worker.vllm_config.compilation_config.static_forward_context
+    return [(name, context[name]) for name in layer_names]
+
+
+def _storage(worker: Any, layer_names: Sequence[str]) -> torch.UntypedStorage:
+    """The one allocation that all layers are views of."""
+    storages = [
+        view.untyped_storage()
+        for _, layer in _layers(worker, layer_names)
+        for view in _tensors(layer.kv_cache)
+    ]
+    if len({storage.data_ptr() for storage in storages}) != 1:
+        raise UnsupportedLayout("the KV cache lies in several allocations")
+    return storages[0]
+
+
+def _tensors(cache: Any) -> list[torch.Tensor]:
+    """Of one layer: a tensor, or one for each part of a state."""
+    return [cache] if isinstance(cache, torch.Tensor) else list(cache)
+
+
+def _replaced(cache: Any, by_id: dict[int, torch.Tensor]) -> Any:
+    if isinstance(cache, torch.Tensor):
+        return by_id[id(cache)]
+    return type(cache)(by_id[id(view)] for view in cache)
+
+
+def _on(storage: torch.UntypedStorage, view: torch.Tensor) -> torch.Tensor:
+    """The same view of other memory."""
+    whole = torch.empty(0, dtype=view.dtype)
+    return whole.set_(storage, view.storage_offset(), view.size(), view.stride())
+
+
+def generator_state(worker: Any, request_id: str) -> bytes | None:
+    """State of the request's seeded generator, None if it has none."""
+    state = worker.model_runner.requests.get(request_id)
+    if state is None or state.generator is None:
+        return None
+    return bytes(state.generator.get_state().numpy().tobytes())
+
+
+def register(worker: Any, request: CachedRequestState, generator: bytes | None) -> None:
+    """Know the request as if it had run here all along."""
+    runner = worker.model_runner
+    # Its row from an earlier stay here would be taken for the current one.
+    if request.req_id in runner.input_batch.req_id_to_index:
+        with torch.inference_mode():  # as in a step: some of its tensors were made in one
+            runner.input_batch.remove_request(request.req_id)
+    runner.mamba_state_idx.pop(request.req_id, None)  # the place of its state then
+    if runner.uses_mrope:
+        runner._init_mrope_positions(request)
+    request.generator = _generator(runner.device, request, generator)
+    runner.requests[request.req_id] = request
+
+
+def keep_cpu_generators_from_chunks(worker: Any) -> None:
+    """Let a seeded request's prompt be computed in chunks on a CPU.
+
+    After a chunk vLLM throws the sampled token away and winds the generator back by its
+    offset, which generators of a CPU don't have: the engine dies of it (0.32). Here such
+    rows are sampled without their generator, so that there is nothing to wind back.
+    """
+    runner = worker.model_runner
+    if runner.device.type != "cpu":
+        return
+    sample_tokens = runner.sample_tokens
+
+    def sample(*args: Any, **options: Any) -> Any:
+        batch = runner.input_batch
+        thrown_away = numpy.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0]
+        kept = {
+            row: batch.generators.pop(row)
+            for row in map(int, thrown_away)
+            if row in batch.generators
+        }
+        try:
+            return sample_tokens(*args, **options)
+        finally:
+            batch.generators.update(kept)
+
+    runner.sample_tokens = sample
+
+
+def forget_states_of_the_ended(worker: Any) -> None:
+    """Let a request's id come again where its request ended, or left, before.
+
+    vLLM (0.32) remembers in which block a request's state is until a later step computes
+    something. If the same id comes before that, as of a request that is run again, it takes
+    the first one's block for the new one's, and the engine dies of it.
+    """
+    runner = worker.model_runner
+    on_removed = runner._on_request_state_removed
+
+    def removed(request_id: str, state: CachedRequestState | None) -> None:
+        on_removed(request_id, state)
+        runner.mamba_state_idx.pop(request_id, None)
+
+    runner._on_request_state_removed = removed
+
+
+def _generator(
+    device: torch.device, request: CachedRequestState, state: bytes | None
+) -> torch.Generator | None:
+    params = request.sampling_params
+    if params is None or params.seed is None:
+        return None
+    generator = torch.Generator(device=device)
+    generator.manual_seed(params.seed)
+    if state is not None:
+        generator.set_state(torch.from_numpy(numpy.frombuffer(state, dtype=numpy.uint8).copy()))
+    return generator
+
+
+def repeat_for_drafts(
+    output: torch.Tensor,
+    values: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    _most_tokens: int | None = None,
+) -> None:
+    """`values` [requests] into `output` [drafts], each as often as its request has drafts.
+
+    cu_num_tokens: drafts up to and with each request [requests]. A value that is `replace_from`
+    becomes `replace_to`. Example: [5, 7] and [2, 3] make [5, 5, 7].
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+    replaced = torch.where(values == replace_from, replace_to, values)
+    output.copy_(replaced.repeat_interleave(counts))
+
+
+def repair_drafts_on_a_cpu(worker: Any) -> None:
+    """Let drafts be sampled with their requests' parameters.
+
+    vLLM 0.32's stand-in for the kernel that repeats each request's sampling parameters for its
+    drafts writes to a copy of its output, unless that is of 64-bit integers. Temperatures and
+    top-k are what the memory held before: requests that sample get other tokens than they should,
+    and a top-k that can't be ends the engine.
+    """
+    from vllm.triton_utils.dispatcher import KernelOverride
+    from vllm.v1.sample import rejection_sampler
+
+    kernel = rejection_sampler.expand_kernel
+    if worker.model_runner.device.type == "cpu" and isinstance(kernel, KernelOverride):
+        kernel._impl = repeat_for_drafts
+        constrain = rejection_sampler.apply_sampling_constraints
+
+        def constrain_some(logits: torch.Tensor, *args: Any) -> torch.Tensor:
+            # A top-k of no drafts at all ends the engine, too.
+            return constrain(logits, *args) if len(logits) else logits
+
+        rejection_sampler.apply_sampling_constraints = constrain_some
+
+
+def end_at_once(worker: Any) -> None:
+    """Once vLLM has shut this worker down, end the process without the interpreter's own end.
+
+    That only tears down torch and Triton, which takes seconds. What it would have removed from
+    shared memory is removed by `StepCore.shutdown`.
+    """
+    atexit.register(os._exit, 0)
