@@ -51,6 +51,7 @@ FIGURES = {
     "migrations": 0.20,
 }
 """What is compared, and how far apart it may be."""
+QUICK_REQUESTS = 200
 COUNTS = ("preemptions", "migrations")
 
 Row = tuple[float, int, int]
@@ -161,6 +162,8 @@ def _simulated(
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     repeats = 1 if args.quick else args.repeats
+    if args.quick:
+        args.requests = min(args.requests, QUICK_REQUESTS)
     names = ("model", "policy", "instances", "requests", "rate", "blocks", "draws", "seed")
     settings = {name: getattr(args, name) for name in names} | {"repeats": repeats}
     result = report.begin("simulator", settings)
@@ -228,6 +231,7 @@ def _engines(args: argparse.Namespace, blocks: int) -> argparse.Namespace:
         str(model_folder(args.model)),
         f"--instances={args.instances}",
         f"--num-gpu-blocks-override={blocks}",
+        *(("--repeats=1",) if args.quick else ()),
         "--out=fit.toml",
     ])  # fmt: skip
     assert isinstance(given, argparse.Namespace)
