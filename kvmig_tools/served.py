@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +24,8 @@ from kvmig.models import BUNDLED
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+PORTS = range(20_000, 32_000)
+"""Below those that Linux gives out by itself."""
 KEEP_S = 1.0
 """Idle connections are used again for so long: plain vLLM closes them after 5 s."""
 
@@ -35,11 +39,15 @@ SMALL: tuple[str, ...] = (
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of 127.0.0.1 that nobody listens on now.
+
+    It is none that the kernel gives to a connection before the server binds it.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise StartupError(f"no port of {PORTS[0]} to {PORTS[-1]} is free")
 
 
 class Served:
