@@ -35,7 +35,7 @@ from bench.arrivals import step_ms
 from bench.client import Stream, prompt_of, session
 from bench.models import NAMES, model_flags, model_folder
 from bench.site import ENGINE_FLAGS, SERVED_FLAGS, SETTLE, Site, all_up
-from kvmig.engines.offline import OFFLINE
+from kvmig.engines.kind import OFFLINE
 from kvmig_tools.served import Served
 
 OTHERS = 4

@@ -37,7 +37,10 @@ PAGES: dict[str, tuple[str, ...]] = {
         "kvmig.ground.layout",
         "kvmig.engines.block_copies:BlockCopies,Copies",
     ),
-    "conformance": ("kvmig.testing.subject", "kvmig.engines.checked"),
+    "conformance": (
+        "kvmig.testing.subject",
+        "kvmig.engines.checked:CheckedEngine,CheckedServingEngine",
+    ),
     "engines": (
         "kvmig.engines.vllm:factory",
         "kvmig.engines.vllm.embedded",

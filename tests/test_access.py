@@ -11,7 +11,7 @@ import pytest
 from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.secrets import cluster_secret, taken
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
-from kvmig.engines.api_keys import VARIABLE, api_keys
+from kvmig.engines.kind import API_KEY_VARIABLE, api_keys
 from kvmig.front_end import FrontLaunch
 from kvmig.gateway.access import access
 from kvmig.ground.config import IN_THE_CLEAR, ClusterConfig, MigrationConfig, Transport, check
@@ -72,10 +72,10 @@ def test_with_an_admin_key_the_apis_keys_are_not_enough() -> None:
 
 
 def test_keys_come_from_vllms_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "secret")
+    monkeypatch.setenv(API_KEY_VARIABLE, "secret")
     assert api_keys(None) == ["secret"]
     assert api_keys(["flag"]) == ["flag"]
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(API_KEY_VARIABLE)
     assert api_keys(None) == api_keys([""]) == []
 
 

@@ -24,7 +24,7 @@ from bench.gpu.engine_process import Came
 from bench.gpu.moves import slowed, told
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import begin
-from kvmig.engines.transformers import version
+from kvmig.engines.transformers import kind
 from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.ground.layout import Region
 from kvmig.kernels.face import Finished, Ids, Pending
@@ -196,7 +196,7 @@ def test_without_a_package_the_part_is_skipped_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str
 ) -> None:
     if installed == "msgspec":
-        monkeypatch.setattr(version, "version", lambda name: "5.17.0")
+        monkeypatch.setattr(kind, "version", lambda name: "5.17.0")
         reason = "transformers 5.17.0 is not supported; kvmig needs transformers 5.19.x"
     else:
         monkeypatch.setattr(migration_part, "find_spec", lambda name: None)

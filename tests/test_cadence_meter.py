@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
-from kvmig.engines.cadence_meter import CadenceMeter
+from kvmig.engines.steps import CadenceMeter
 
 MS = 1e-3
 

@@ -15,8 +15,7 @@ from msgspec import structs
 
 from kvmig.embed.migrator import Migrator
 from kvmig.engines.base import Emitted, Export, Frame, Stage, Tail
-from kvmig.engines.checked import CheckedServingEngine
-from kvmig.engines.ledger import RULES
+from kvmig.engines.checked import RULES, CheckedServingEngine
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.engines.transformers.payload import Output
 from kvmig.ground.errors import ContractViolation

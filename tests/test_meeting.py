@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
-from kvmig.engines.step_hold import limit_s
+from kvmig.engines.steps import limit_s
 from kvmig.kvtransfer.messages import Message, Reserve
 from kvmig.kvtransfer.pause import NEAR, PUT_OFF_STEPS, LeadTime, due_ms, put_off_ms
 from tests.fake_cluster import Cluster, cluster, until

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvmig.engines import handover
+from kvmig.engines import base
 from kvmig.ground.config import Transport
 from kvmig.ground.errors import MigrationRefused, RequestGone
 from kvmig.kvtransfer.messages import (
@@ -292,7 +292,7 @@ async def test_a_request_of_a_hundred_megabytes_moves() -> None:
 async def test_a_request_too_large_to_move_is_refused_by_name_at_once(
     most: str, ballast: list[bytes], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, most, 4096)
+    monkeypatch.setattr(base, most, 4096)
     async with cluster() as them:
         them.a.engine.ballast = ballast
         report = await them.move()

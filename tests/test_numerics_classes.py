@@ -9,7 +9,7 @@ from kvmig.controlplane.ledger import Rounds
 from kvmig.controlplane.policy import POLICIES, policy_of
 from kvmig.controlplane.rebalance import rebalance
 from kvmig.controlplane.view import InstanceView
-from kvmig.engines.numerics import difference, numerics_class
+from kvmig.engines.identity import difference, numerics_class
 from kvmig.ground.config import PolicyName, SchedulerConfig
 from tests.fake_cluster import cluster as nodes
 from tests.fake_engine import FakeEngine

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.engines.cadence_meter import CadenceMeter
-from kvmig.engines.step_hold import HOLD, MOST_S, StepHold, limit_s
+from kvmig.engines.steps import HOLD, MOST_S, CadenceMeter, StepHold, limit_s
 
 STEP_S = 0.01
 

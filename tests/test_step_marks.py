@@ -11,9 +11,8 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockCopies
-from kvmig.engines.cadence_meter import CadenceMeter
 from kvmig.engines.device_copies import StepMarks
-from kvmig.engines.step_hold import StepHold
+from kvmig.engines.steps import CadenceMeter, StepHold
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.ground.errors import KvmigError

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvmig.engines.handover import HOLE
+from kvmig.engines.base import HOLE
 from kvmig.engines.vllm.tables import NULL_BLOCK, Sent, Tables
 from kvmig.engines.vllm.units import Page, Units, merged
 from kvmig.ground.errors import UnsupportedLayout

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvmig.engines.kind import kind_of
-from kvmig.engines.toy.batch import Batch, Request
-from kvmig.engines.toy.cache import Cache
+from kvmig.engines.toy.core import Batch, Cache, Request, compute, sample
 from kvmig.engines.toy.engine import ToyEngine
-from kvmig.engines.toy.model import compute, sample
 from kvmig.engines.toy.script import Script, ScriptFile
 from kvmig.engines.transformers.payload import Submitted
 from kvmig.ground.errors import ConfigError
@@ -160,7 +158,7 @@ def test_its_start_imports_nothing_of_a_real_engine() -> None:
         "import sys\n"
         "from kvmig.engines.kind import kind_of\n"
         "import kvmig.serve, kvmig.cli.llumlet, kvmig.gateway.app\n"
-        "import kvmig.openai_server.token_server, kvmig.engines.toy.tokenizer\n"
+        "import kvmig.openai_server.token_server, kvmig.engines.toy.kind\n"
         "kind = kind_of('toy'); kind.prepare(); kind.load(); kind.make(['toy'], 0)\n"
         "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
     )

@@ -18,8 +18,8 @@ from transformers.generation.continuous_batching.requests import RequestState as
 from kvmig.embed.migrator import Migrator
 from kvmig.engines.base import Emitted, Frame
 from kvmig.engines.transformers import factory
-from kvmig.engines.transformers.load import engine_load
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
+from kvmig.engines.transformers.requests import engine_load
 from kvmig.engines.transformers.serving import ServingTransformers
 from kvmig.ground.config import MigrationConfig
 

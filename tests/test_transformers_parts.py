@@ -10,14 +10,20 @@ import pytest
 import torch
 from msgspec import structs
 
-from kvmig.engines.transformers import factory, version
+from kvmig.engines.transformers import factory, kind
 from kvmig.engines.transformers.config import EngineConfig, parse
-from kvmig.engines.transformers.logprobs import Logprobs
 from kvmig.engines.transformers.model import refuse_windows
 from kvmig.engines.transformers.payload import Submitted, decode
 from kvmig.engines.transformers.requests import all_tokens, make_state
-from kvmig.engines.transformers.sampling import SeededNoise, gumbel, key
-from kvmig.engines.transformers.truncation import Limits, Truncation, truncated
+from kvmig.engines.transformers.sampling import (
+    Limits,
+    Logprobs,
+    SeededNoise,
+    Truncation,
+    gumbel,
+    key,
+    truncated,
+)
 from kvmig.ground.errors import ConfigError, StartupError, UnsupportedLayout
 
 SUBMITTED = Submitted(prompt_token_ids=[1, 2, 3], max_tokens=5, stop_token_ids=[9])
@@ -26,7 +32,7 @@ SUBMITTED = Submitted(prompt_token_ids=[1, 2, 3], max_tokens=5, stop_token_ids=[
 def test_another_version_is_refused_with_the_supported_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(version, "version", lambda name: "5.20.1")
+    monkeypatch.setattr(kind, "version", lambda name: "5.20.1")
     with pytest.raises(StartupError, match=r"5\.20\.1 is not supported.*5\.19\.x"):
         factory()
 

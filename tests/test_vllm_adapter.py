@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.engines import handover
+from kvmig.engines import base
 from kvmig.engines.base import CameBlocks
 from kvmig.ground.errors import MigrationRefused, RequestGone
 from tests.vllm_pair import Output, Pair, Side
@@ -548,7 +548,7 @@ async def test_a_request_too_large_to_move_says_so_before_anybody_asks(
 ) -> None:
     pair.submit(pair.a, "large", PROMPT)
     await pair.step(pair.a, until=("large", 1))
-    monkeypatch.setattr(handover, "MOST_BYTES", 100)
+    monkeypatch.setattr(base, "MOST_BYTES", 100)
     (state,) = await pair.done(pair.a.engine.requests())
     assert "with its images, allowed are 100" in state.unmovable
     with pytest.raises(MigrationRefused, match="unsupported: a request of"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.engines.weights import updated
+from kvmig.engines.identity import updated
 from kvmig.ground.errors import MigrationRefused, StartupError
 from tests import count_down
 from tests.vllm_pair import Pair

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvmig.engines import weights
-from kvmig.engines.weights import check_unchanged, identity_of, tensors_of, updated
+from kvmig.engines import identity
+from kvmig.engines.identity import check_unchanged, identity_of, tensors_of, updated
 from kvmig.ground.errors import StartupError
 from kvmig.models import BUNDLED
 from tests import count_down
@@ -106,7 +106,7 @@ def test_a_model_that_is_not_on_disk_has_its_names_identity() -> None:
 def test_of_a_large_model_only_some_bytes_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "MOST_BYTES", 4000)
+    monkeypatch.setattr(identity, "MOST_BYTES", 4000)
     folder = Path(checkpoint(tmp_path, **{f"t{n}": torch.zeros(10_000) for n in range(10)}))
 
     read = [sum(length for _, length in one.pieces(400)) for one in tensors_of(folder)]

@@ -1,5 +1,8 @@
 """The Engine port: what an engine does for a llumlet, and in what words.
 
+First what an engine tells of its load and of the requests that it holds, then what one engine gives
+another of a request that moves, then the port itself (`Engine`, `ServingEngine`).
+
 Every coroutine is called on the llumlet's event loop. What touches the engine's
 scheduler runs on the engine's thread between two steps; copies of live stages run
 on a copy thread of their own, so no step waits for them. An engine may gather and
@@ -10,34 +13,102 @@ the request was submitted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from kvmig.engines.handover import HOLE, CameBlocks, Export, Stage, Tail
-from kvmig.engines.load import ClassLoad, EngineLoad, GroupLoad, Preempted, RequestState, StepTime
+from kvmig.ground.errors import MigrationRefused
 from kvmig.ground.layout import KVLayout
 
-__all__ = [
-    "HOLE",
-    "Cadence",
-    "CameBlocks",
-    "ClassLoad",
-    "Emitted",
-    "Engine",
-    "EngineLoad",
-    "Export",
-    "Frame",
-    "GroupLoad",
-    "OnCallDone",
-    "OnOutputs",
-    "Preempted",
-    "RequestState",
-    "ServingEngine",
-    "Stage",
-    "StepTime",
-    "Tail",
-]
+
+class ClassLoad(msgspec.Struct, frozen=True):
+    """What the requests of one priority hold. Sizes in KV blocks, counts in requests."""
+
+    priority: int
+    running: int
+    waiting: int
+    used_blocks: int
+    """Of those that run."""
+
+
+class GroupLoad(msgspec.Struct, frozen=True):
+    """A pool of KV blocks beside the first, in an engine that has several. In its own blocks."""
+
+    total_blocks: int
+    used_blocks: int
+    head_blocks: int
+    waiting_blocks: int
+
+
+class Preempted(msgspec.Struct, frozen=True):
+    """How often requests of one priority were preempted since the start."""
+
+    priority: int
+    times: int
+    below: int
+    """Those of `times` at which a request of a smaller number was in the batch."""
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """What an instance holds now: of one size however many requests it has.
+
+    Sizes in KV blocks, counts in requests.
+    """
+
+    total_blocks: int
+    used_blocks: int
+    running: int
+    waiting: int
+    head_blocks: int
+    """Demand of the request at the head of the queue (0 when none waits)."""
+    waiting_blocks: int
+    """Demand of all waiting requests."""
+    classes: tuple[ClassLoad, ...] = ()
+    """One a priority that has requests here; empty: all are of priority 0."""
+    groups: tuple[GroupLoad, ...] = ()
+    """Further pools of blocks."""
+    preempted: tuple[Preempted, ...] = ()
+    """One a priority of which a request was ever preempted."""
+    seats: int = 0
+    """Requests that can run at once; 0: as many as there are blocks for."""
+    preempted_waiting: int = 0
+    """Of those that wait: ran here already and were preempted; 0 where the engine can't tell."""
+    prefill_blocks: int = 0
+    """Of running requests: what is still to be computed of their prompts before they decode."""
+
+
+class RequestState(msgspec.Struct, frozen=True):
+    """One request as its engine sees it, for the admin API and for choosing victims."""
+
+    request_id: str
+    state: str
+    """running, waiting or suspended."""
+    tokens: int
+    """Prompt and output tokens."""
+    output_tokens: int
+    blocks: int
+    priority: int
+    unmovable: str = ""
+    """Why it can't be moved now, in a few words; empty when it can."""
+    wanted_blocks: int = 0
+    """Blocks that starting it takes; 0 when it runs."""
+    age_ms: float = 0.0
+    """How long ago all that was so: an engine in the middle of a step can't be asked."""
+    arrived_s: float = 0.0
+    """When it came to its front end, seconds of that one's clock; 0: not known."""
+
+    @property
+    def weight_blocks(self) -> int:
+        """Blocks that the request will take at another instance: those it holds, or waits for."""
+        return self.blocks or self.wanted_blocks
+
+
+class StepTime(msgspec.Struct, frozen=True):
+    """A decode step of a batch with so many tokens of KV cache took so long."""
+
+    tokens: int
+    ms: float
 
 
 class Cadence(msgspec.Struct, frozen=True):
@@ -47,6 +118,87 @@ class Cadence(msgspec.Struct, frozen=True):
     """Since the end of its last step."""
     step_ms: float
     """From the end of one step to the end of the next, lately; 0: it has nothing to do."""
+
+
+HOLE = -1
+"""In place of a block id: the engine keeps no block there, as before a window."""
+
+
+MOST_BYTES = 256 << 20
+"""Of a request as it was submitted: what is larger stays where it is. In a second or two a
+connection carries so much, and as long a destination is waited for."""
+MOST_FRAMES = 4000
+"""Pieces of it, such as images."""
+
+
+def too_large(payload: Sequence[bytes]) -> str:
+    """Why a request that was submitted like this can't be moved; empty when it can."""
+    size = sum(map(len, payload))
+    if size > MOST_BYTES:
+        return f"a request of {size} bytes with its images, allowed are {MOST_BYTES}"
+    if len(payload) > MOST_FRAMES:
+        return f"a request in {len(payload)} pieces, allowed are {MOST_FRAMES}"
+    return ""
+
+
+class Export(msgspec.Struct, frozen=True):
+    """A request as another engine needs it to take it over. `payload` is the adapter's own.
+
+    Between two llumlets the payload travels beside the message, each of its parts as a frame.
+    """
+
+    request_id: str
+    num_tokens: int
+    payload: list[bytes]
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """What may be copied while the source decodes on."""
+
+    block_ids: list[int]
+    """Full blocks of the request after the first `sent`, in order. They don't change any more."""
+    num_tokens: int
+    """That the destination must have room for, and for one block more: the request's tokens now.
+    0: it waits and holds no block. It will wait there, whether there is room now or not."""
+    decoding: bool = False
+    """Its prompt is computed: it gets a token each step."""
+    places: list[int] = []
+    """Where each of `block_ids` is among the request's blocks, see `Engine.grow`; empty: from the
+    first `sent` on, one after the other."""
+
+
+class Tail(msgspec.Struct, frozen=True):
+    """The rest of a suspended request."""
+
+    block_ids: list[int]
+    """The request's remaining blocks after the first `sent`, the last one usually part full."""
+    num_tokens: int
+    num_output_tokens: int
+    state: bytes
+    """The adapter's own: tokens since the export, sampling state."""
+    checksums: list[int] = []
+    """Of `block_ids`, where `suspend` has gathered them already."""
+    places: list[int] = []
+    """As in `Stage`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CameBlocks:
+    """Fused blocks that came for a request, and where they go."""
+
+    first: int
+    """Which block of the request the first one is."""
+    block_ids: list[int]
+    fused: memoryview
+    """[n * block_bytes]"""
+    checksums: list[int]
+    """What the source has read."""
+
+    def check(self, checksums: Sequence[int]) -> None:
+        """Raises MigrationRefused ("corrupt") unless the destination has read the same."""
+        for index, (sent, came) in enumerate(zip(self.checksums, checksums, strict=True)):
+            if sent != came:
+                raise MigrationRefused("corrupt", f"block {self.first + index} came changed")
 
 
 class Engine(Protocol):
@@ -62,7 +214,7 @@ class Engine(Protocol):
     layout: KVLayout
     """Another one, with other `weights`, once these have been updated."""
     numerics: str
-    """Its class (`kvmig.engines.numerics`): engines with equal weights and classes round alike."""
+    """Its class (`kvmig.engines.identity`): engines with equal weights and classes round alike."""
     can_hold: bool
     """Whether a step waits for a commit that it expects: see `expect`."""
     unmovable: str
@@ -133,7 +285,7 @@ class Engine(Protocol):
         """The reserved request is committed in about `ms`.
 
         An engine that can holds the step that would begin shortly before, once, by at most
-        `kvmig.engines.step_hold.limit_s`; another one, or one that doesn't know it, does nothing.
+        `kvmig.engines.steps.limit_s`; another one, or one that doesn't know it, does nothing.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 A broken rule raises ContractViolation, with the rule and the request's history, where the
 migration can still be given up: so the request stays where it is. What is found too late for
-that (a token that was put out, say) is kept in `violations`, and logged. `ledger.RULES` has all
+that (a token that was put out, say) is kept in `violations`, and logged. `RULES` has all
 rules. Costs a dictionary look-up a call, and with `content` a second gather of each request's
 blocks in its pause: for tests.
 """
@@ -10,7 +10,9 @@ blocks in its pause: for tests.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvmig.engines.base import (
@@ -28,12 +30,32 @@ from kvmig.engines.base import (
     Stage,
     Tail,
 )
-from kvmig.engines.ledger import Ledger
 from kvmig.ground.errors import ContractViolation, KvmigError
+from kvmig.ground.layout import KVLayout
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+RULES = {
+    "known-blocks": "Block ids are below the layout's num_blocks, and none is named twice.",
+    "own-blocks": "A block that was reserved is of one request only, but for prefixes held before.",
+    "stable-blocks": "Blocks that were named keep their place in the request.",
+    "enough-blocks": "grow holds as many tokens as were asked for.",
+    "full-blocks": "stage names blocks that are full, no others.",
+    "whole-tail": "A tail's blocks end with the request's last token, and not before.",
+    "growing-tokens": "A request never has fewer tokens than before.",
+    "still-when-suspended": "A suspended request puts nothing out.",
+    "silent-until-commit": "A reserved request puts nothing out before its commit.",
+    "gone-after-release": "A released request puts nothing out.",
+    "same-layout": "The layout never changes, but for the identity of the weights.",
+    "one-checksum-a-block": "gather and scatter return a checksum for each block.",
+    "same-content": "Blocks that were staged are not written any more.",
+    "known-errors": "Methods raise RequestGone or MigrationRefused, nothing else.",
+}
+_REMEMBERED = 64
+_KEPT = 4096
+"""Requests that don't move now, but whose history may be wanted."""
 
 
 class CheckedEngine:
@@ -47,7 +69,7 @@ class CheckedEngine:
         self.numerics = engine.numerics
         self.can_hold = engine.can_hold
         self.unmovable = engine.unmovable
-        self._ledger = Ledger(engine.layout)
+        self._rules = Rulebook(engine.layout)
         self.violations: list[ContractViolation] = []
         """All that were found, raised or not."""
 
@@ -69,15 +91,15 @@ class CheckedEngine:
 
     async def export(self, request_id: str) -> Export:
         export = await self._call(request_id, "export", self._engine.export(request_id))
-        self._ledger.exported(request_id, export.num_tokens)
+        self._rules.exported(request_id, export.num_tokens)
         return export
 
     async def stage(self, request_id: str, sent: int) -> Stage:
         stage = await self._call(request_id, f"stage {sent}", self._engine.stage(request_id, sent))
-        self._check(self._ledger.staged, request_id, sent, stage)
+        self._check(self._rules.staged, request_id, sent, stage)
         if self._content and stage.block_ids:
             self._check(
-                self._ledger.gathered, request_id, sent, await self._checksums(stage.block_ids)
+                self._rules.gathered, request_id, sent, await self._checksums(stage.block_ids)
             )
         return stage
 
@@ -85,36 +107,36 @@ class CheckedEngine:
         tail = await self._call(
             request_id, f"suspend {sent}", self._engine.suspend(request_id, sent, out)
         )
-        self._check(self._ledger.suspended, request_id, sent, tail)
-        entry = self._ledger.entry(request_id)
+        self._check(self._rules.suspended, request_id, sent, tail)
+        entry = self._rules.entry(request_id)
         if self._content and entry.checksums:
             staged = [entry.blocks[place] for place in sorted(entry.checksums)]
             now = await self._checksums(staged)
-            self._check(self._ledger.gathered, request_id, min(entry.checksums), now)
+            self._check(self._rules.gathered, request_id, min(entry.checksums), now)
         return tail
 
     async def resume(self, request_id: str) -> None:
-        self._ledger.left(request_id, "")
+        self._rules.left(request_id, "")
         await self._call(request_id, "resume", self._engine.resume(request_id))
 
     async def release(self, request_id: str) -> None:
         await self._call(request_id, "release", self._engine.release(request_id))
-        if self._ledger.entry(request_id).state == "suspended":
-            self._ledger.left(request_id, "released")
+        if self._rules.entry(request_id).state == "suspended":
+            self._rules.left(request_id, "released")
 
     # -- destination
 
     async def reserve(self, export: Export) -> int:
         request_id = export.request_id
         hits = await self._call(request_id, "reserve", self._engine.reserve(export))
-        self._ledger.reserved(request_id, hits)
+        self._rules.reserved(request_id, hits)
         return hits
 
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:
         block_ids = await self._call(
             request_id, f"grow {num_tokens}", self._engine.grow(request_id, num_tokens)
         )
-        self._check(self._ledger.grown, request_id, num_tokens, block_ids)
+        self._check(self._rules.grown, request_id, num_tokens, block_ids)
         return block_ids
 
     async def prepare(self, request_id: str) -> None:
@@ -125,12 +147,12 @@ class CheckedEngine:
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         # From now on it may put tokens out, before this call has returned.
-        self._ledger.free(request_id)
+        self._rules.free(request_id)
         await self._call(request_id, "commit", self._engine.commit(request_id, tail, last))
 
     async def cancel(self, request_id: str) -> None:
-        if self._ledger.entry(request_id).state == "reserved":
-            self._ledger.free(request_id)
+        if self._rules.entry(request_id).state == "reserved":
+            self._rules.free(request_id)
         await self._call(request_id, "cancel", self._engine.cancel(request_id))
 
     # -- memory
@@ -152,7 +174,7 @@ class CheckedEngine:
         self, method: str, block_ids: Sequence[int], copy: Awaitable[list[int]]
     ) -> list[int]:
         checksums = await self._call("", method, copy)
-        self._check(self._ledger.copied, "", len(block_ids), checksums)
+        self._check(self._rules.copied, "", len(block_ids), checksums)
         return checksums
 
     async def _checksums(self, block_ids: Sequence[int]) -> list[int]:
@@ -161,19 +183,19 @@ class CheckedEngine:
 
     async def _call(self, request_id: str, what: str, call: Awaitable[T]) -> T:
         if request_id:
-            self._ledger.note(request_id, what)
+            self._rules.note(request_id, what)
         try:
             result = await call
         except KvmigError as error:
             if request_id:
-                self._ledger.note(request_id, f"({error})")
+                self._rules.note(request_id, f"({error})")
             raise
         except Exception as error:
-            violation = self._ledger.broken("known-errors", request_id, f"{what}: {error!r}")
+            violation = self._rules.broken("known-errors", request_id, f"{what}: {error!r}")
             self._found(violation)
             raise violation from error
         self.layout = self._engine.layout
-        self._check(self._ledger.layout_is, self.layout)
+        self._check(self._rules.layout_is, self.layout)
         return result
 
     def _check(self, rule: Callable[..., None], *args: Any) -> None:
@@ -206,7 +228,7 @@ class CheckedServingEngine(CheckedEngine):
         def heard(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
             for entry in emitted:
                 try:
-                    self._ledger.emitted(entry.request_id)
+                    self._rules.emitted(entry.request_id)
                 except ContractViolation as violation:
                     self._found(violation)
             on_outputs(client, emitted, frames)
@@ -221,5 +243,175 @@ class CheckedServingEngine(CheckedEngine):
         output_token_ids: Sequence[int] = (),
     ) -> None:
         """As the engine's: a new request."""
-        self._ledger.free(request_id)
+        self._rules.free(request_id)
         self._serving.submit(client, request_id, payload, output_token_ids)
+
+
+@dataclass
+class Entry:
+    """One request at one engine."""
+
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    num_tokens: int = 0
+    blocks: dict[int, int] = field(default_factory=dict)
+    """Those named so far, by their place: from the destination's hits on."""
+    hits: int = 0
+    checksums: dict[int, int] = field(default_factory=dict)
+    """Of staged blocks, by place, when they were gathered first."""
+    state: str = ""
+    """leaving, suspended, released or reserved; empty: not moving."""
+
+
+class Rulebook:
+    """Checks what an adapter says of each request that moves against what it said before: pure.
+
+    Methods raise ContractViolation.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._entries: dict[str, Entry] = {}
+
+    def entry(self, request_id: str) -> Entry:
+        """Made at the first call."""
+        if request_id not in self._entries:
+            self._forget_old()
+        return self._entries.setdefault(request_id, Entry())
+
+    def note(self, request_id: str, what: str) -> None:
+        """For the history."""
+        self.entry(request_id).history.append(what)
+
+    def broken(self, rule: str, request_id: str, detail: str) -> ContractViolation:
+        """The error that says so."""
+        history = tuple(self.entry(request_id).history) if request_id else ()
+        return ContractViolation(rule, request_id, f"{detail}. {RULES[rule]}", history)
+
+    def layout_is(self, layout: KVLayout) -> None:
+        """What the engine says now."""
+        if replace(layout, weights=self._layout.weights) != self._layout:
+            raise self.broken("same-layout", "", f"it was {self._layout}, is {layout}")
+
+    # -- source
+
+    def exported(self, request_id: str, num_tokens: int) -> None:
+        """A new attempt to move it."""
+        history = self.entry(request_id).history
+        self._entries[request_id] = Entry(history, num_tokens, state="leaving")
+
+    def staged(self, request_id: str, sent: int, stage: Stage) -> None:
+        """`stage` returned this."""
+        if stage.num_tokens:
+            self._tokens(request_id, stage.num_tokens)
+        self._named(request_id, sent, stage.block_ids)
+        most = stage.num_tokens // self._layout.block_tokens
+        if sent + len(stage.block_ids) > max(most, sent):
+            raise self.broken(
+                "full-blocks",
+                request_id,
+                f"{sent + len(stage.block_ids)} blocks of {stage.num_tokens} tokens",
+            )
+
+    def suspended(self, request_id: str, sent: int, tail: Tail) -> None:
+        """`suspend` returned this."""
+        self.entry(request_id).state = "suspended"
+        self._rest(request_id, sent, tail)
+
+    def gathered(self, request_id: str, first: int, checksums: Sequence[int]) -> None:
+        """Checksums of the request's full blocks from the `first` on, now."""
+        known = self.entry(request_id).checksums
+        for place, checksum in enumerate(checksums, first):
+            if known.setdefault(place, checksum) != checksum:
+                raise self.broken("same-content", request_id, f"block {place} has changed")
+
+    def left(self, request_id: str, state: str) -> None:
+        """It was resumed (state empty) or released."""
+        entry = self.entry(request_id)
+        self._entries[request_id] = Entry(entry.history, state=state)
+
+    # -- destination
+
+    def reserved(self, request_id: str, hits: int) -> None:
+        """`reserve` found so many blocks."""
+        entry = self.entry(request_id)
+        self._entries[request_id] = Entry(entry.history, hits=hits, state="reserved")
+
+    def grown(self, request_id: str, num_tokens: int, block_ids: Sequence[int]) -> None:
+        """`grow` returned these."""
+        entry = self.entry(request_id)
+        if len(block_ids) * self._layout.block_tokens < num_tokens:
+            raise self.broken(
+                "enough-blocks", request_id, f"{len(block_ids)} blocks for {num_tokens} tokens"
+            )
+        self._named(request_id, 0, block_ids)
+        mine = set(block_ids[entry.hits :])
+        for other_id, other in self._entries.items():
+            shared = mine & set(other.blocks.values()) if other_id != request_id else ()
+            if shared and other.state == "reserved":
+                raise self.broken(
+                    "own-blocks", request_id, f"blocks {sorted(shared)} are {other_id}'s"
+                )
+
+    def free(self, request_id: str) -> None:
+        """It was committed or cancelled: nothing is known of its blocks any more."""
+        self.left(request_id, "")
+
+    # -- both
+
+    def emitted(self, request_id: str) -> None:
+        """The request put something out."""
+        state = self._entries[request_id].state if request_id in self._entries else ""
+        rule = {
+            "suspended": "still-when-suspended",
+            "reserved": "silent-until-commit",
+            "released": "gone-after-release",
+        }.get(state)
+        if rule:
+            raise self.broken(rule, request_id, f"it is {state}, and has put out a token")
+
+    def copied(self, request_id: str, blocks: int, checksums: Sequence[int]) -> None:
+        """gather or scatter of so many blocks returned these."""
+        if len(checksums) != blocks:
+            raise self.broken(
+                "one-checksum-a-block", request_id, f"{len(checksums)} for {blocks} blocks"
+            )
+
+    def _forget_old(self) -> None:
+        if len(self._entries) < _KEPT:
+            return
+        still = [key for key, one in self._entries.items() if one.state in ("", "released")]
+        for key in still[: _KEPT // 2]:
+            del self._entries[key]
+
+    def _rest(self, request_id: str, sent: int, tail: Tail) -> None:
+        self._tokens(request_id, tail.num_tokens)
+        self._named(request_id, sent, tail.block_ids)
+        count, size = sent + len(tail.block_ids), self._layout.block_tokens
+        least = -(-(tail.num_tokens - 1) // size) if tail.num_output_tokens and count else 0
+        if not least <= max(count, sent) <= max(-(-tail.num_tokens // size), sent):
+            raise self.broken(
+                "whole-tail", request_id, f"{count} blocks for {tail.num_tokens} tokens"
+            )
+
+    def _tokens(self, request_id: str, num_tokens: int) -> None:
+        entry = self.entry(request_id)
+        if num_tokens < entry.num_tokens:
+            raise self.broken(
+                "growing-tokens", request_id, f"{entry.num_tokens} tokens before, now {num_tokens}"
+            )
+        entry.num_tokens = num_tokens
+
+    def _named(self, request_id: str, first: int, block_ids: Sequence[int]) -> None:
+        entry, layout = self.entry(request_id), self._layout
+        wrong = [block for block in block_ids if not 0 <= block < layout.num_blocks]
+        if wrong or len(set(block_ids)) < len(block_ids):
+            raise self.broken("known-blocks", request_id, f"blocks {list(block_ids)}")
+        named = dict(enumerate(block_ids, first))
+        known = {place: block for place, block in entry.blocks.items() if place in named}
+        if any(named[place] != block for place, block in known.items()):
+            raise self.broken(
+                "stable-blocks",
+                request_id,
+                f"from block {first} on {list(known.values())} before, now {list(block_ids)}",
+            )
+        entry.blocks |= named

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from kvmig.engines.base import ServingEngine
 from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import ConfigError
 
 
 class EngineKind(Protocol):
@@ -84,3 +87,40 @@ def kind_of(name: str) -> EngineKind:
     from kvmig.engines.vllm.kind import VllmKind
 
     return VllmKind()
+
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+"""vLLM's variable with a key; the flag goes before it."""
+
+
+def api_keys(given: Sequence[str] | None) -> list[str]:
+    """The keys of the OpenAI API: those of --api-key, or of the environment, where only this user
+    can read them. As vLLM has it: an empty key is none."""
+    return [key for key in (given or [os.environ.get(API_KEY_VARIABLE, "")]) if key]
+
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""Defaults of the environment; what the user has set stays."""
+
+
+def set_offline() -> None:
+    """To be called before a library that knows hubs is imported."""
+    for name, value in OFFLINE.items():
+        os.environ.setdefault(name, value)
+
+
+def check_model(model: str) -> None:
+    """Refuse a model that is not a folder on disk, unless the user allowed the hub."""
+    if os.environ.get("HF_HUB_OFFLINE") != "1":
+        return
+    path = Path(model)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"MODEL is {model}, must be a folder with a config.json"
+            " (to load from a hub, set HF_HUB_OFFLINE=0)"
+        )

@@ -30,7 +30,7 @@ class KVLayout:
     num_blocks: blocks a region; block_tokens: tokens a block; model: a fingerprint
     of everything that must agree for two caches to be exchanged (see `matches`); tables:
     block tables of a request, where some layers keep other tokens than others; weights: the
-    identity of those that the cache is computed with (`kvmig.engines.weights`).
+    identity of those that the cache is computed with (`kvmig.engines.identity`).
     """
 
     regions: tuple[Region, ...]

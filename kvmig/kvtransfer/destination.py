@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from kvmig.engines.base import HOLE, CameBlocks, Engine, Export, Tail
-from kvmig.engines.numerics import difference
+from kvmig.engines.identity import difference
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError

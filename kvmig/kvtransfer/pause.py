@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from kvmig.engines.base import Cadence, Tail
-from kvmig.engines.step_hold import limit_s
+from kvmig.engines.steps import limit_s
 from kvmig.kvtransfer.copying import ChunkSizer
 from kvmig.kvtransfer.messages import Chunk, Commit, Committed, Expect, Message, Reserve, Reserved
 from kvmig.kvtransfer.source_machine import Action, SendTail

@@ -20,8 +20,7 @@ import msgspec
 from msgspec import structs
 
 from kvmig.engines import base
-from kvmig.engines.base import Engine
-from kvmig.engines.handover import too_large
+from kvmig.engines.base import Engine, too_large
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError

@@ -66,7 +66,7 @@ def openai_server(
 
         return TokenServer(args, sock, lambda: Tokenizer(args.model, args.chat_template))
     if config.engine == "toy":
-        from kvmig.engines.toy.tokenizer import ByteTokenizer
+        from kvmig.engines.toy.kind import ByteTokenizer
         from kvmig.openai_server.token_server import TokenServer
 
         return TokenServer(args, sock, ByteTokenizer)

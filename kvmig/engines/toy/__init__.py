@@ -3,8 +3,8 @@
     pytest --pyargs kvmig.testing --engine kvmig.engines.toy:factory
     python -m kvmig.serve toy --engine toy
 
-`model` and `batch` are the engine, `cache` its KV cache; `engine` is its adapter: the Engine port
-of kvmig. `kind` lets `kvmig.serve` start it, `script` lets a test decide when it does what.
+`core` is the engine: model, KV cache and batching; `engine` is its adapter: the Engine port of
+kvmig. `kind` lets `kvmig.serve` start it, `script` lets a test decide when it does what.
 Everything runs on one event loop, so whatever a method does, it does between two steps.
 """
 

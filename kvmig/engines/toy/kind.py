@@ -1,4 +1,4 @@
-"""The toy as a kind of engine: implements `kvmig.engines.kind.EngineKind`.
+"""The toy as a kind of engine: implements `kvmig.engines.kind.EngineKind`; and its tokenizer.
 
 For tests of what is around engines: an instance starts in a moment, and does what it is told.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
-from kvmig.engines.api_keys import api_keys
 from kvmig.engines.base import ServingEngine
+from kvmig.engines.kind import api_keys
+from kvmig.engines.toy.core import VOCABULARY
 from kvmig.engines.toy.engine import STEP_MS, ToyEngine
 from kvmig.engines.toy.script import ScriptFile
 from kvmig.ground.config import ClusterConfig
@@ -99,3 +100,29 @@ class ToyKind:
             script,
             args.numerics,
         )
+
+
+class ByteTokenizer:
+    """Each byte of a text is a token: `kvmig.openai_server.generation.Tokenizer`."""
+
+    max_tokens: int | None = None
+    vocabulary = VOCABULARY
+    longest = 1
+    eos_ids: Sequence[int] = ()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
+    ) -> list[int]:
+        """One line a message."""
+        if options:
+            raise ValueError(f"there is no option {next(iter(options))}")
+        return self.encode("".join(f"{one['content']}\n" for one in messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids)

@@ -14,7 +14,7 @@ def factory(**config: Any) -> ServingTransformers:
     Raises StartupError for a version of transformers that is not supported, ConfigError for a
     field that can't be used, UnsupportedLayout for a model whose KV cache can't be moved.
     """
-    from kvmig.engines.transformers.version import check_version
+    from kvmig.engines.transformers.kind import check_version
 
     check_version()
     from kvmig.engines.transformers.config import parse

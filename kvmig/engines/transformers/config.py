@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from kvmig.engines.weights import identity_of
+from kvmig.engines.identity import identity_of
 from kvmig.ground.errors import ConfigError
 from kvmig.models import BUNDLED
 

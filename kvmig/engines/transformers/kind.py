@@ -1,21 +1,26 @@
-"""transformers as a kind of engine: implements `kvmig.engines.kind.EngineKind`."""
+"""transformers as a kind of engine: implements `kvmig.engines.kind.EngineKind`; and its flags."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
 
 from kvmig.engines.base import ServingEngine
-from kvmig.engines.offline import set_offline
-from kvmig.engines.transformers import factory, flags
-from kvmig.engines.transformers.version import check_version
+from kvmig.engines.kind import api_keys, check_model, set_offline
+from kvmig.engines.transformers import factory
+from kvmig.engines.transformers.config import EngineConfig
+from kvmig.engines.transformers.config import parse as parse_config
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import ConfigError, KvmigError, StartupError
 
 
 class TransformersKind:
-    """`argv` is what `flags` has: names as of vLLM where they mean the same."""
+    """`argv` is what `parser` has: names as of vLLM where they mean the same."""
 
     takes_units = False
     shares_memory = False
@@ -28,14 +33,14 @@ class TransformersKind:
         importlib.import_module("kvmig.engines.transformers.serving")
 
     def parse(self, argv: list[str]) -> Namespace:
-        return flags.parse(argv)
+        return parse(argv)
 
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
         if args.device == "cuda" and not gpu_ids:
             raise ConfigError("--device is cuda, but this machine has no GPU that may be used")
 
     def print_help(self) -> None:
-        flags.parser().print_help()
+        parser().print_help()
 
     def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
         if len(config.priorities) > 1:
@@ -53,15 +58,118 @@ class TransformersKind:
     def weights(self, args: Namespace) -> str:
         from kvmig.engines.transformers.config import identify, parse
 
-        return identify(parse(flags.engine_fields(args)))
+        return identify(parse(engine_fields(args)))
 
     def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
-        args = flags.parse(argv)
+        args = parse(argv)
         try:
-            return factory(**flags.engine_fields(args))
+            return factory(**engine_fields(args))
         except KvmigError:
             raise
         except Exception as error:
             # Whatever transformers says about the model or the machine: the launcher prints it.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise StartupError(f"can't serve {args.model}: {reason}") from error
+
+
+_FIELDS = {
+    "dtype": "dtype",
+    "device": "device",
+    "block_size": "block_tokens",
+    "num_blocks": "num_blocks",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "max_num_seqs": "max_batch_requests",
+    "random_weights": "random_weights",
+    "weights_seed": "weights_seed",
+}
+"""Flag -> field of EngineConfig."""
+SERVED_BLOCKS = 2048
+"""Of an instance's KV cache, unless told otherwise."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """MODEL and flags, in groups."""
+    usual = EngineConfig(num_blocks=SERVED_BLOCKS)
+    root = _Parser(
+        prog="kvmig.serve --engine transformers",
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    root.set_defaults(tensor_parallel_size=1, kv_cache_memory_bytes=None)
+    root.add_argument("model", metavar="MODEL", nargs="?", help="folder of a checkpoint")
+    http = root.add_argument_group("HTTP")
+    http.add_argument("--host", help="address to listen on")
+    http.add_argument("--port", type=int, default=8000, help="port to listen on")
+    http.add_argument("--api-key", nargs="+", help="keys of which calls must bear one")
+    http.add_argument("--served-model-name", nargs="+", help="names of the model for clients")
+    http.add_argument("--chat-template", help="file with a template in place of the model's own")
+    http.add_argument("--disable-uvicorn-access-log", action="store_true", help="say less")
+    http.add_argument("--max-model-len", type=int, help="tokens of a request at most")
+    engine = root.add_argument_group("engine")
+    engine.add_argument("--dtype", default=usual.dtype, help="of weights and KV cache")
+    engine.add_argument(
+        "--device", default=usual.device, help="of weights and KV cache: cpu, or cuda for a GPU"
+    )
+    engine.add_argument(
+        "--block-size", type=int, default=usual.block_tokens, help="tokens a KV block"
+    )
+    engine.add_argument(
+        "--num-blocks", type=int, default=usual.num_blocks, help="KV blocks of an instance"
+    )
+    engine.add_argument(
+        "--max-num-seqs", type=int, default=usual.max_batch_requests, help="requests a step"
+    )
+    engine.add_argument(
+        "--max-num-batched-tokens", type=int, default=usual.max_batch_tokens, help="tokens a step"
+    )
+    engine.add_argument(
+        "--random-weights", action="store_true", help="draw weights instead of loading them"
+    )
+    engine.add_argument("--weights-seed", type=int, default=usual.weights_seed, help="of these")
+    return root
+
+
+def parse(argv: list[str]) -> Namespace:
+    """Raises ConfigError with the flag, its value and what is allowed."""
+    args = parser().parse_args(argv)
+    if args.model is None:
+        raise ConfigError("MODEL is missing, must be a folder with a config.json")
+    check_model(args.model)
+    args.api_key = api_keys(args.api_key)
+    parse_config(engine_fields(args))
+    if args.max_model_len is not None and args.max_model_len < 2:
+        raise ConfigError(f"--max-model-len is {args.max_model_len}, must be 2 or more")
+    if args.chat_template is not None and not Path(args.chat_template).is_file():
+        raise ConfigError(f"--chat-template is {args.chat_template}, must be a file")
+    return args
+
+
+def engine_fields(args: Namespace) -> dict[str, Any]:
+    """What `kvmig.engines.transformers.factory` takes."""
+    return {"model": args.model} | {field: getattr(args, flag) for flag, field in _FIELDS.items()}
+
+
+SUPPORTED = ("5.19.",)
+"""Version prefixes. Continuous batching's internals move with every minor release."""
+
+
+def check_version() -> str:
+    """Return the installed version; StartupError names the supported ones otherwise."""
+    supported = ", ".join(prefix + "x" for prefix in SUPPORTED)
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        raise StartupError(
+            f"transformers is not installed; kvmig needs transformers {supported}"
+        ) from None
+    if not installed.startswith(SUPPORTED):
+        raise StartupError(
+            f"transformers {installed} is not supported; kvmig needs transformers {supported}"
+        )
+    return installed

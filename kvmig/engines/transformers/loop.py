@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from transformers.generation.continuous_batching.utils import stream_context
 
-from kvmig.engines.cadence_meter import CadenceMeter
+from kvmig.engines.steps import CadenceMeter
 
 T = TypeVar("T")
 Call = tuple[Callable[[], Any], "Future[Any]"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,17 +11,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
+from transformers.generation.continuous_batching.requests import RequestState as State
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 from transformers.utils.logging import (
     disable_progress_bar,
     enable_progress_bar,
     is_progress_bar_enabled,
 )
 
-from kvmig.engines.transformers import scheduling
 from kvmig.engines.transformers.config import EngineConfig
-from kvmig.engines.transformers.logprobs import Logprobs
-from kvmig.engines.transformers.sampling import add_sampling
+from kvmig.engines.transformers.sampling import Logprobs, add_sampling
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
+
+NAME = "kvmig"
+"""What `ContinuousBatchingConfig.scheduler_type` calls `MigratingScheduler`."""
 
 
 def make_manager(config: EngineConfig) -> tuple[Any, Logprobs]:
@@ -52,13 +55,13 @@ def make_manager(config: EngineConfig) -> tuple[Any, Logprobs]:
             use_cuda_graph=False,
             max_blocks_per_request=0,
             auto_switch_to_flash=False,
-            scheduler_type=scheduling.NAME,
+            scheduler_type=NAME,
             allow_block_sharing=config.share_prefixes,
             seed=0,
         ),
     )
     logprobs = add_sampling(manager.logit_processor)
-    scheduling.register()
+    SCHEDULER_MAPPING[NAME] = MigratingScheduler
     with torch.no_grad():
         manager.batch_processor = manager._create_batch_processor()
     if config.device == "cuda":
@@ -104,3 +107,30 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             enable_progress_bar()
+
+
+class MigratingScheduler(FIFOScheduler):
+    """transformers' own scheduler, but for requests that hold blocks without being in it: suspended
+    and arriving ones."""
+
+    elsewhere: Callable[[], int] = staticmethod(lambda: 0)
+    """How many suspended and arriving ones are not among the active requests, but may be next."""
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[Any, bool, int, int]:
+        """The next step's requests; none if they have to wait for a migration's end.
+
+        The stock engine ends when its last request can't have the blocks that it needs: it takes
+        for granted that nobody else has them.
+        """
+        batch = super().schedule_batch(token_budget, cache_budget)
+        if batch[0] is None and self.elsewhere() and len(self.active_requests) <= 1:
+            self.cache.evict_cached_blocks()
+            batch = super().schedule_batch(token_budget, cache_budget)
+            return ([], *batch[1:]) if batch[0] is None else batch
+        return batch
+
+    def _get_waiting_candidates(self) -> list[State]:
+        """No more than can go on with those that are elsewhere, once they are back or here."""
+        seats = self.max_requests_per_batch - len(self.active_requests) - self.elsewhere()
+        waiting: list[State] = super()._get_waiting_candidates()
+        return waiting[: max(0, seats)]

@@ -1,7 +1,11 @@
-"""The requests that one engine runs, on its thread between two steps."""
+"""The requests that one engine runs, the one pool of KV blocks that they share, and what both tell.
+
+All on the engine's thread between two steps.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +13,85 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestState as State
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from kvmig.engines.transformers.blocks import Blocks
-from kvmig.engines.transformers.logprobs import Logprobs
+from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.engines.transformers.payload import Output, Submitted
+from kvmig.engines.transformers.sampling import Logprobs
+from kvmig.ground.errors import MigrationRefused
+from kvmig.ground.layout import KVLayout, Region
+
+
+class Blocks:
+    """transformers' paged cache with one group of layers; a block is one run of bytes in it."""
+
+    def __init__(self, cache: Any, model_words: str, weights: str) -> None:
+        """model_words: of the model, what must agree for blocks to be exchanged beside `weights`,
+        which is the identity of these.
+        """
+        self._cache = cache
+        ((self._name, self._allocator),) = cache.cache_allocators.items()
+        allocator = self._allocator
+        self.tokens: int = allocator.tokens_per_page
+        self.total: int = allocator.num_blocks
+        stride: int = allocator.bytes_per_block
+        words = f"{model_words}\0{cache.dtype}\0{allocator.num_key_value_heads}"
+        # Ids count from the tensor's start, where blocks that nobody gets are.
+        self.layout = KVLayout(
+            (Region(cache.cache_tensor.data_ptr(), stride, stride),),
+            cache.cache_tensor.numel() // stride,
+            self.tokens,
+            hashlib.blake2b(words.encode(), digest_size=16).hexdigest(),
+            weights=weights,
+        )
+
+    def needed(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-num_tokens // self.tokens)
+
+    def free_now(self) -> int:
+        """Blocks that a request can have, those included that keep a prefix for nobody."""
+        allocator, pool = self._allocator, self._cache.pool
+        return int(
+            pool.num_free_sectors * allocator.blocks_per_sector
+            + pool.count_free_blocks(allocator.index)
+            + len(allocator.ledger.cached_blocks)
+        )
+
+    def of(self, request_id: str) -> list[int]:
+        """The request's block ids, in order."""
+        return list(self._allocator.block_table.get(request_id, ()))
+
+    def share_prefix(self, request_id: str, tokens: list[int]) -> int:
+        """Give a new request the blocks that hold its prefix already; how many."""
+        matched: int = self._cache.search_prefix_match(request_id, tokens)
+        return matched // self.tokens
+
+    def hold(self, request_id: str, num_tokens: int) -> None:
+        """Let the request have room for so many tokens.
+
+        Raises MigrationRefused ("no_blocks"), and leaves it what it had.
+        """
+        state = State(request_id=request_id, initial_tokens=[])
+        cache = self._cache
+        if cache.can_store_request_tokens(state, num_tokens):
+            return
+        # As the stock scheduler does when it runs short.
+        if cache.evict_cached_blocks():
+            cache.pool.try_to_free_sectors()
+            if cache.can_store_request_tokens(state, num_tokens):
+                return
+        raise MigrationRefused("no_blocks", f"no room for {num_tokens} tokens")
+
+    def computed(self, state: State) -> None:
+        """The request's blocks came full up to its position: others may share them."""
+        full = state.current_len() // self.tokens
+        hashed = self._allocator.ledger.block_to_hash
+        new = sum(block not in hashed for block in self.of(state.request_id)[:full])
+        if new and self._cache.use_prefix_sharing:
+            self._cache.mark_complete_blocks(state, {self._name: new})
+
+    def free(self, request_id: str) -> None:
+        """Give back all that it holds; unknown ids are ignored."""
+        self._cache.free_blocks(request_id)
 
 
 @dataclass
@@ -131,6 +211,52 @@ class Requests:
             if state is not None:
                 scheduler.waiting_requests_order.remove(request_id)
         return state
+
+
+def engine_load(requests: Requests) -> EngineLoad:
+    """Blocks and counts. O(waiting and running requests)."""
+    scheduler, blocks = requests.scheduler, requests.blocks
+    running = [state for key, state in scheduler.active_requests.items() if key in requests]
+    demands = [
+        blocks.needed(len(scheduler.waiting_requests[request_id].initial_tokens))
+        for request_id in scheduler.waiting_requests_order
+    ]
+    return EngineLoad(
+        total_blocks=blocks.total,
+        used_blocks=blocks.total - blocks.free_now(),
+        running=len(running),
+        waiting=len(demands),
+        head_blocks=demands[0] if demands else 0,
+        waiting_blocks=sum(demands),
+        prefill_blocks=sum(blocks.needed(len(one.remaining_prefill_tokens)) for one in running),
+    )
+
+
+def request_states(requests: Requests, most_waiting: int | None = None) -> list[RequestState]:
+    """Every request that runs here, then of the queue the first `most_waiting`, in its order."""
+    scheduler, blocks = requests.scheduler, requests.blocks
+    place = {request_id: at for at, request_id in enumerate(scheduler.waiting_requests_order)}
+    states: list[RequestState] = []
+    for request_id in requests:
+        if most_waiting is not None and place.get(request_id, -1) >= most_waiting:
+            continue
+        held, state = requests.held(request_id), requests.state(request_id)
+        if state is None:
+            continue
+        tokens, waits = len(all_tokens(state)), request_id in place
+        states.append(
+            RequestState(
+                request_id=request_id,
+                state="suspended" if held.suspended else "waiting" if waits else "running",
+                tokens=tokens,
+                output_tokens=tokens - held.num_prompt_tokens,
+                blocks=len(blocks.of(request_id)),
+                priority=0,
+                wanted_blocks=blocks.needed(tokens) if waits else 0,
+            )
+        )
+    states.sort(key=lambda one: place.get(one.request_id, -1))
+    return states
 
 
 def all_tokens(state: State) -> list[int]:

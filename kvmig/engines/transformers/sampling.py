@@ -5,6 +5,8 @@ else is in the batch. Here the engine takes the largest score always, and reques
 get Gumbel noise added to theirs first, which comes to the same (Gumbel-max: the argmax of
 `scores + noise` is distributed as softmax of the scores). The noise is a hash of seed, position
 and token, so there is no state that a migration would have to carry.
+
+In this order: `Logprobs` (of the model's own scores), temperature, `Truncation`, `SeededNoise`.
 """
 
 from __future__ import annotations
@@ -20,11 +22,127 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingTemperatureLogitsWarper,
 )
 
-from kvmig.engines.transformers.logprobs import Logprobs
-from kvmig.engines.transformers.truncation import Truncation
+from kvmig.engines.transformers.payload import Logprob
 
 _GOLDEN, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 """SplitMix64's constants, as signed numbers."""
+LEAST = -9999.0
+"""JSON has no infinity."""
+Limits = tuple[int, float, float]
+"""top_k (0: all), top_p, min_p."""
+
+
+def add_sampling(processors: ContinuousBatchingLogitsProcessorList) -> Logprobs:
+    """Let requests have sampling of their own, and log-probabilities. Before the engine is made."""
+    own = [
+        logprobs := Logprobs(),
+        ContinuousBatchingTemperatureLogitsWarper(TemperatureLogitsWarper(1.0)),
+        Truncation(),
+        SeededNoise(),
+    ]
+    processors.logits_processor.extend(own)
+    processors.tensors_required += len(own)
+    processors.do_processing = True
+    return logprobs
+
+
+class Logprobs(ContinuousBatchingLogitsProcessor):
+    """Comes first among the processors, changes nothing, and keeps what requests ask for."""
+
+    supported_kwargs: dict[str, type] = {"logprobs": int}  # noqa: RUF012 - as the base has it
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        """Request -> its row of `_found`."""
+        self._rows: list[int] = []
+        self._found: torch.Tensor | None = None
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        """None are needed."""
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        """Which rows of the step's scores are asked for."""
+        self._places, self._rows, self._found = {}, [], None
+        for row, request in enumerate(requests_with_new_token):
+            if "logprobs" in request.state.logit_processor_kwargs:
+                self._places[request.state.request_id] = len(self._rows)
+                self._rows.append(row)
+        return torch.empty(0, dtype=torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        """scores [n, vocabulary], as they are."""
+        if self._rows:
+            self._found = scores[self._rows].log_softmax(-1)
+        return scores
+
+    def of(self, request_id: str, token: int, top: int) -> Logprob:
+        """Of the last step's token, and of the `top` likeliest. Raises KeyError."""
+        assert self._found is not None
+        row = self._found[self._places[request_id]]
+        values, ids = row.topk(min(top, row.numel()))
+        return Logprob(
+            max(float(row[token]), LEAST),
+            ids.tolist(),
+            [max(value, LEAST) for value in values.tolist()],
+        )
+
+
+class Truncation(ContinuousBatchingLogitsProcessor):
+    """Applies top_k, top_p and min_p to the rows that ask for it only.
+
+    To sort a vocabulary takes its time; transformers' own sort all rows, in every step.
+    """
+
+    supported_kwargs: dict[str, type] = {"truncation": tuple}  # noqa: RUF012 - as the base has it
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._limits: list[Limits] = []
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        """None are needed."""
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        """Which rows of the step's scores are truncated, and how."""
+        self._rows, self._limits = [], []
+        for row, request in enumerate(requests_with_new_token):
+            limits = request.state.logit_processor_kwargs.get("truncation")
+            if limits is not None:
+                self._rows.append(row)
+                self._limits.append(limits)
+        return torch.empty(0, dtype=torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        """scores [n, vocabulary], of tempered scores; -inf for tokens that can't be had."""
+        if self._rows:
+            scores = scores.clone()
+            scores[self._rows] = truncated(scores[self._rows], self._limits)
+        return scores
+
+
+def truncated(scores: torch.Tensor, limits: list[Limits]) -> torch.Tensor:
+    """scores [n, vocabulary], limits [n]. The likeliest token always stays.
+
+    Example: probabilities 0.5, 0.3, 0.2. top_k 2 leaves the first two; so does top_p 0.6, for the
+    first has less, and min_p 0.5, half of 0.5 being more than 0.2.
+    """
+    top_k, top_p, min_p = (
+        torch.tensor(column, device=scores.device).unsqueeze(-1)
+        for column in zip(*limits, strict=True)
+    )
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    places = torch.arange(scores.size(-1), device=scores.device)
+    ordered = ordered.masked_fill((top_k > 0) & (places >= top_k), -torch.inf)
+    shares = ordered.softmax(-1)
+    likelier = shares.cumsum(-1) - shares
+    gone = ((likelier >= top_p) | (shares < min_p * shares[:, :1])) & (places > 0)
+    return torch.full_like(scores, -torch.inf).scatter(
+        -1, order, ordered.masked_fill(gone, -torch.inf)
+    )
 
 
 class SeededNoise(ContinuousBatchingLogitsProcessor):
@@ -66,20 +184,6 @@ def gumbel(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     bits = _mix(_mix(keys * _GOLDEN) + tokens * _GOLDEN)
     uniform = (_shifted(bits, 32).to(torch.float64) + 0.5) / 2.0**32
     return -torch.log(-torch.log(uniform))
-
-
-def add_sampling(processors: ContinuousBatchingLogitsProcessorList) -> Logprobs:
-    """Let requests have sampling of their own, and log-probabilities. Before the engine is made."""
-    own = [
-        logprobs := Logprobs(),
-        ContinuousBatchingTemperatureLogitsWarper(TemperatureLogitsWarper(1.0)),
-        Truncation(),
-        SeededNoise(),
-    ]
-    processors.logits_processor.extend(own)
-    processors.tensors_required += len(own)
-    processors.do_processing = True
-    return logprobs
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The vLLM adapter: the only folder that knows vLLM's internals (see `version`)."""
+"""The vLLM adapter: the only folder that knows vLLM's internals (see `kind.SUPPORTED`)."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from kvmig.engines.base import (
     RequestState,
     Stage,
     Tail,
+    too_large,
 )
-from kvmig.engines.handover import too_large
 from kvmig.engines.vllm.building import Builder
 from kvmig.engines.vllm.config import numerics_of
 from kvmig.engines.vllm.core import StepCore

@@ -18,10 +18,9 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 
-from kvmig.engines.numerics import numerics_class
+from kvmig.engines.identity import identity_of, numerics_class, updated
 from kvmig.engines.vllm.flags import REFUSED
 from kvmig.engines.vllm.runner import WORKER_TIMEOUT_S, uses_v2
-from kvmig.engines.weights import identity_of, updated
 from kvmig.ground.errors import ConfigError
 
 

@@ -22,8 +22,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreReque
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.executor import Executor
 
-from kvmig.engines.cadence_meter import CadenceMeter
-from kvmig.engines.step_hold import StepHold, limit_s
+from kvmig.engines.steps import CadenceMeter, StepHold, limit_s
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.worker import end_at_once
 from kvmig.ground.leftovers import remove, shared_by

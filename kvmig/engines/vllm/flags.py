@@ -7,8 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import NoReturn
 
-from kvmig.engines.api_keys import api_keys
-from kvmig.engines.offline import check_model, set_offline
+from kvmig.engines.kind import api_keys, check_model, set_offline
 from kvmig.ground.errors import ConfigError
 
 _UNKNOWN = "kvmig doesn't know it, nor what it does to requests that move"

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from kvmig.engines.weights import identity_of
+from kvmig.engines.identity import identity_of
 from kvmig.ground.errors import MigrationRefused
 
 

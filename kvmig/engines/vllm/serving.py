@@ -17,6 +17,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Emitted, Frame, OnCallDone, OnOutputs, StepTime
+from kvmig.engines.identity import check_unchanged
 from kvmig.engines.vllm.adapter import VllmEngine
 from kvmig.engines.vllm.building import go_on, not_again, without_what_was_sent
 from kvmig.engines.vllm.config import (
@@ -34,7 +35,6 @@ from kvmig.engines.vllm.warmup import (
     warm_up_requests,
     write_profile,
 )
-from kvmig.engines.weights import check_unchanged
 from kvmig.ground.errors import MigrationRefused
 
 _WARM_UP_TIMEOUT_S = 300.0

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvmig.engines.handover import HOLE
+from kvmig.engines.base import HOLE
 from kvmig.engines.vllm.units import Units
 
 NULL_BLOCK = 0

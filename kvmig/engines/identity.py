@@ -1,8 +1,13 @@
-"""The identity of a model's weights: equal where a request may go on, whatever folder they are in.
+"""What two engines must agree on: the identity of their weights, and their numerics class.
 
-It is made of the checkpoint's files, not of what an engine has loaded: so it can be known before
-an instance is started, and is the same however many workers share the tensors. Of each tensor its
-name, dtype, shape and some bytes count; a few MB are read of any model.
+Weights are equal where a request may go on, whatever folder they are in. Their identity is made of
+the checkpoint's files, not of what an engine has loaded: so it can be known before an instance is
+started, and is the same however many workers share the tensors. Of each tensor its name, dtype,
+shape and some bytes count; a few MB are read of any model.
+
+Engines of one numerics class round alike. A request that moves within one class gets the tokens
+that it would have got unmoved, batches being equal. Between two classes its logits differ in their
+last bits, and now and then a token does.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ class Tensor:
 
 
 def identity_of(model: str, words: Sequence[object] = ()) -> str:
-    """Of the weights in a folder (or file) at this moment; of a name elsewhere, the name's.
+    """The identity of the weights in a folder (or file) at this moment; elsewhere, of the name.
 
     words: whatever else makes other weights of the same files, such as quantisation.
     """
@@ -119,3 +124,19 @@ def _tensors_of_file(path: Path) -> list[Tensor]:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             pass  # broken, which whoever loads it will say: it counts as it is
     return [Tensor(path.name, path, 0, size)]
+
+
+def numerics_class(**words: object) -> str:
+    """All that engines must agree on to round alike; readable, in the order of the names.
+
+    Example: `numerics_class(workers=2, dtype="bfloat16")` is "dtype=bfloat16 workers=2".
+    """
+    return " ".join(f"{name}={'-'.join(str(word).split())}" for name, word in sorted(words.items()))
+
+
+def difference(here: str, there: str) -> str:
+    """The words in which two classes differ, for people."""
+    ours, theirs = here.split(), there.split()
+    only_here = [word for word in ours if word not in theirs]
+    only_there = [word for word in theirs if word not in ours]
+    return f"{' '.join(only_there) or 'nothing'} there, {' '.join(only_here) or 'nothing'} here"

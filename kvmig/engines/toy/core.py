@@ -1,16 +1,117 @@
-"""The toy's continuous batching: requests that wait, and requests that get a token each step."""
+"""The toy engine: a "model" that counts on, a paged KV cache, and continuous batching.
+
+The model counts on until one byte of its KV cache is wrong. Its tokens are bytes of text. Example:
+after "Count: 0017 0018" it puts out " 0019 0020".
+"""
 
 from __future__ import annotations
 
 import itertools
+import re
 from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal
 
-from kvmig.engines.toy.cache import Cache
-from kvmig.engines.toy.model import compute, sample
+import numpy as np
+from numpy.typing import NDArray
+
 from kvmig.engines.transformers.payload import Submitted
+from kvmig.ground.layout import KVLayout, Region
+
+VOCABULARY = 256
+HALF = 8
+"""Bytes of a token's key, and of its value."""
+LOST = ord("?")
+"""What is put out where the KV cache is wrong."""
+_NUMBER = re.compile(rb"(\d{4})([ \n])(\d{0,3})$")
+_ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
+
+
+def compute(tokens: bytes, first: int) -> NDArray[np.uint64]:
+    """Keys and values [tokens - first, 2] of the tokens from `first` on.
+
+    They depend on the token, its place and the one before it.
+    """
+    padded = np.frombuffer(b"\0" + tokens, np.uint8)[first:].astype(np.uint64)
+    places = np.arange(first + 1, len(tokens) + 1, dtype=np.uint64)
+    mixed = (padded[1:] << np.uint64(40)) | (padded[:-1] << np.uint64(32)) | places
+    return mixed[:, None] * _ODD
+
+
+def sample(cache: NDArray[np.uint64], tokens: bytes, seed: int | None, counts_by: int = 1) -> int:
+    """The next token of a request: counts on without a seed, drawn with one.
+
+    cache: keys and values [tokens, 2] as they are in the request's blocks.
+    """
+    if not np.array_equal(cache, compute(tokens, 0)):
+        return LOST
+    if seed is None:
+        return _counted(tokens[-16:], counts_by)
+    digest = blake2b(b"%d %d %d" % (seed, len(tokens), tokens[-1]), digest_size=8).digest()
+    return ord(" ") + int.from_bytes(digest, "little") % 95
+
+
+def _counted(text: bytes, by: int) -> int:
+    """The next digit of the number after the last one, or the space before it.
+
+    After a line's end the last number is said again.
+    """
+    if (found := _NUMBER.search(text)) is None:
+        return ord(" ") if re.search(rb"\d{4}$", text) else ord("0")
+    number = (int(found[1]) + by * (found[2] == b" ")) % 10_000
+    return (b"%04d" % number)[len(found[3])]
+
+
+class Cache:
+    """`num_blocks` blocks of `block_tokens` tokens, which requests have lists of; keys lie in one
+    region, values in another."""
+
+    def __init__(self, num_blocks: int, block_tokens: int, weights: str = "") -> None:
+        """weights: identity of those that its content is computed with."""
+        self.block_tokens = block_tokens
+        self.free = list(range(num_blocks))
+        # Axes: key or value, block, token.
+        self._memory = np.zeros((2, num_blocks, block_tokens), np.uint64)
+        run = block_tokens * HALF
+        base = self._memory.ctypes.data
+        self.layout = KVLayout(
+            (Region(base, run, run), Region(base + num_blocks * run, run, run)),
+            num_blocks,
+            block_tokens,
+            model="toy 2",
+            weights=weights,
+        )
+
+    def needed(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-num_tokens // self.block_tokens)
+
+    def take(self, blocks: list[int], num_tokens: int) -> bool:
+        """Let `blocks` have room for so many tokens, if there is room."""
+        more = self.needed(num_tokens) - len(blocks)
+        if more > len(self.free):
+            return False
+        blocks += [self.free.pop(0) for _ in range(more)]
+        return True
+
+    def give_back(self, blocks: list[int]) -> None:
+        """All of them."""
+        self.free += blocks
+        blocks.clear()
+
+    def write(self, blocks: list[int], first: int, kv: NDArray[np.uint64]) -> None:
+        """Keys and values [n, 2] of the tokens from `first` on."""
+        places = np.arange(first, first + len(kv))
+        block = np.array(blocks)[places // self.block_tokens]
+        self._memory[:, block, places % self.block_tokens] = kv.T
+
+    def read(self, blocks: list[int], tokens: int) -> NDArray[np.uint64]:
+        """Keys and values [tokens, 2] of the first so many tokens."""
+        used = blocks[: self.needed(tokens)]
+        return self._memory[:, used].reshape(2, -1)[:, :tokens].T
+
 
 CHUNK = 64
 """Prompt tokens that one step computes of one request."""
@@ -58,7 +159,7 @@ def _held(request: Request, hold: int | None, prefill: int | None) -> bool:
 
 
 class Batch:
-    """Who runs and who waits."""
+    """Continuous batching: who runs and who waits."""
 
     def __init__(self, cache: Cache, max_running: int, counts_by: int = 1) -> None:
         self._cache = cache

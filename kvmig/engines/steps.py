@@ -1,0 +1,97 @@
+"""When an engine's steps end, and which of them waits for a request that is about to be committed.
+
+A request that comes just after a step began waits for nearly all of it. So its source says when it
+will come, and a step that could begin shortly before waits for it instead: at most `HOLD` of
+a step and `MOST_S`, and once for each request, whether it comes or not. Times are passed in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+
+from kvmig.engines.base import Cadence
+
+WEIGHT = 0.2
+"""Of a new step in the average."""
+IDLE_STEPS = 3.0
+"""An engine that has made no step for so many of its steps' time does nothing."""
+
+
+HOLD = 0.3
+"""Of a step: longer no step waits."""
+MOST_S = 0.015
+
+
+class CadenceMeter:
+    """Measures how long one engine's steps take, told one after the other. Times in seconds."""
+
+    def __init__(self) -> None:
+        # One tuple, so that other threads never read half of a step.
+        self._last: tuple[float, float] | None = None
+        """(end of the last step, average period in milliseconds)."""
+
+    def step(self, began: float, ended: float) -> None:
+        """A step ended."""
+        ms = (ended - began) * 1e3
+        if self._last is None:
+            self._last = ended, ms
+            return
+        last_ended, period_ms = self._last
+        # What the engine does between two steps counts, unless it had nothing to do.
+        pause_ms = (began - last_ended) * 1e3
+        ms += pause_ms if pause_ms < period_ms else 0.0
+        self._last = ended, period_ms + WEIGHT * (ms - period_ms)
+
+    def cadence(self, now: float) -> Cadence:
+        """As seen at `now`; from any thread."""
+        if (last := self._last) is None:
+            return Cadence(0.0, 0.0)
+        ended, period_ms = last
+        since_ms = max(0.0, (now - ended) * 1e3)
+        return Cadence(since_ms, 0.0 if since_ms > IDLE_STEPS * period_ms else period_ms)
+
+
+def limit_s(step_s: float) -> float:
+    """How long a step may wait, where one takes `step_s`. Example: 3 ms, of 10 ms."""
+    return min(HOLD * step_s, MOST_S)
+
+
+class StepHold:
+    """The requests that one engine expects. Times in seconds, on one clock."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, float | None] = {}
+        """None: a step has waited for it."""
+        self._lock = threading.Lock()
+
+    def expect(self, request_id: str, at: float) -> None:
+        """The request comes at about that time. From any thread; only the first word counts."""
+        with self._lock:
+            self._due.setdefault(request_id, at)
+
+    def over(self, request_id: str) -> None:
+        """The request is here, or won't come. Unknown ids are ignored."""
+        with self._lock:
+            self._due.pop(request_id, None)
+
+    def awaited(self, now: float, step_s: float) -> Collection[str]:
+        """The requests for which the step that could begin `now` waits; none is named again.
+
+        One that is late by more than a step may wait isn't waited for, either.
+        """
+        if not self._due:
+            return ()
+        limit = limit_s(step_s)
+        with self._lock:
+            near = [
+                request_id
+                for request_id, due in self._due.items()
+                if due is not None and abs(due - now) <= limit
+            ]
+            self._due.update(dict.fromkeys(near))
+        return near
+
+    def coming(self, request_ids: Collection[str]) -> bool:
+        """Whether any of them isn't here yet, and may still come."""
+        return any(request_id in self._due for request_id in request_ids)
