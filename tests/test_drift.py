@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvmig.drift import __main__ as command
-from kvmig.drift.checks import BREAKS, Finding, facts, findings
+from kvmig.drift.checks import BREAKS, READ, Finding, facts, findings
 from kvmig.drift.contract import Contract, load
 from kvmig.drift.source import Tree
 from kvmig.drift.trees import tree
@@ -219,6 +219,18 @@ def test_a_change_that_may_fit_is_to_be_read(
     found = look(*changes)
     assert [one.check for one in found if one.how == BREAKS] == []
     assert any(one.check == check and says in one.what for one in found)
+
+
+def test_a_method_that_is_used_anew_is_to_be_accepted(
+    look: Look, contract: Contract, tmp_path: Path
+) -> None:
+    look()
+    lock = facts(contract, uses(contract), Tree(tmp_path / "1", "engine", "1.0"))
+    (tmp_path / "adapter.py").write_text(
+        f"{ADAPTER}\n\ndef more(core: Core):\n    core.closing()\n"
+    )
+    found = findings(contract, uses(contract), Tree(tmp_path / "1", "engine", "1.0"), lock)
+    assert [(one.how, one.where) for one in found] == [(READ, "engine.core:Core.closing")]
 
 
 def test_comments_docstrings_and_layout_are_no_change(look: Look) -> None:

@@ -92,12 +92,14 @@ def report(contract: Contract, name: str, accept: bool, known: Tree | None = Non
 
 def difference(was: Tree, now: Tree, where: str) -> str:
     """How the source of a method changed; where: module:Class.method."""
-    cls, _, name = where.rpartition(".")
-    before, after = (ast.unparse(each.cls(*ref(cls)).methods[name]) for each in (was, now))  # type: ignore[union-attr]
-    lines = unified_diff(
-        before.splitlines(), after.splitlines(), was.version, now.version, lineterm=""
+    of, _, name = where.rpartition(".")
+    before, after = (
+        ast.unparse(found[1]).splitlines()
+        if (cls := each.cls(*ref(of))) is not None and (found := each.method(cls, name))
+        else []
+        for each in (was, now)
     )
-    return "\n".join(lines)
+    return "\n".join(unified_diff(before, after, was.version, now.version, lineterm=""))
 
 
 def locked(contract: Contract, version: str) -> Facts | None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from kvmig.drift.contract import Contract
-from kvmig.drift.source import Class, Function, Tree, attributes_set, flat, targets
+from kvmig.drift.source import Class, Function, Ref, Tree, attributes_set, flat, targets
 from kvmig.drift.uses import Derived, Uses
+from kvmig.ground.errors import ConfigError
 
 BREAKS, READ = "breaks", "read"
 
@@ -58,7 +59,8 @@ def findings(contract: Contract, uses: Uses, tree: Tree, lock: Facts | None) -> 
         *client(contract, uses, tree),
     ]
     if lock is not None:
-        found += drifted(lock, facts(contract, uses, tree))
+        names = {f"{where[0]}:{where[1]}.{name}" for where, name in relied(contract, uses)}
+        found += drifted(lock, facts(contract, uses, tree), names)
     return list(dict.fromkeys(found))
 
 
@@ -283,7 +285,10 @@ def overrides(uses: Uses, tree: Tree) -> Iterator[Finding]:
 
 def flags(contract: Contract, tree: Tree) -> Iterator[Finding]:
     """Every flag of the engine is judged."""
-    judged = importlib.import_module(contract.judged)
+    try:
+        judged = importlib.import_module(contract.judged)
+    except ImportError as error:
+        raise ConfigError(f"{contract.file}: judged: {error}") from error
     known = {*judged.ALLOWED, *judged.REFUSED, *judged.NO_FLAGS}
     for name in _flags(contract, tree):
         if name not in known:
@@ -334,15 +339,12 @@ def _client(contract: Contract, tree: Tree) -> list[str]:
 
 def facts(contract: Contract, uses: Uses, tree: Tree) -> Facts:
     """What is to be kept of this tree."""
-    relied = {(where, name) for where, name in contract.relied} | uses.called
-    for one in uses.derived:
-        relied |= {(base, name) for base in one.bases for name in one.cls.methods}
     signatures, bodies = {}, {}
-    for where, name in sorted(relied):
+    for where, name in sorted(relied(contract, uses)):
         cls = tree.cls(*where)
         found = tree.method(cls, name) if cls is not None else None
         if found is not None:
-            key = f"{found[0].module}:{found[0].name}.{name}"
+            key = f"{where[0]}:{where[1]}.{name}"
             signatures[key] = ast.unparse(found[1].args)
             bodies[key] = body_hash(found[1])
     structs = {
@@ -360,6 +362,14 @@ def facts(contract: Contract, uses: Uses, tree: Tree) -> Facts:
     )
 
 
+def relied(contract: Contract, uses: Uses) -> set[tuple[Ref, str]]:
+    """(class, method) of all that is called, overridden or named by the contract."""
+    overridden = {
+        (base, name) for one in uses.derived for base in one.bases for name in one.cls.methods
+    }
+    return {*contract.relied, *uses.called, *overridden}
+
+
 def body_hash(function: Function) -> str:
     """Of what a function does: comments, docstrings and layout don't count."""
     body = function.body
@@ -369,16 +379,21 @@ def body_hash(function: Function) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def drifted(lock: Facts, now: Facts) -> Iterator[Finding]:
-    """How the tree differs from what was accepted."""
+def drifted(lock: Facts, now: Facts, names: set[str]) -> Iterator[Finding]:
+    """How the tree differs from what was accepted. names: of the methods that still matter."""
     since = f"since {lock.version}"
     for name, was in lock.signatures.items():
+        if name not in names:
+            continue
         if name not in now.signatures:
             yield Finding(BREAKS, "method", name, f"gone {since}")
         elif now.signatures[name] != was:
             yield Finding(READ, "signature", name, f"({was}) is ({now.signatures[name]}) now")
         if name in now.bodies and now.bodies[name] != lock.bodies[name]:
             yield Finding(READ, "body", name, f"changed {since}: read its diff")
+    if lock.version == now.version:
+        for name in sorted(now.signatures.keys() - lock.signatures.keys()):
+            yield Finding(READ, "method", name, "is used now, and stands in no lock: --accept")
     for name, fields in lock.structs.items():
         yield from _struct(name, fields, now.structs.get(name))
     for name in sorted(set(now.client) - set(lock.client)):

@@ -11,15 +11,16 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
-from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
 
 from kvmig.engines.steps import CadenceMeter, StepHold, limit_s
@@ -46,9 +47,6 @@ class StepCore(EngineCoreProc):
         log_stats: bool,
         deliver: Deliver,
     ) -> None:
-        self.input_queue: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        # Hands each batch on at once, on the engine's thread.
-        self.output_queue = SimpleNamespace(put_nowait=deliver)
         self.between_steps: Callable[[], None] = lambda: None
         """Called on the engine's thread after each step and each request or call."""
         self.after_step: Callable[[], None] = lambda: None
@@ -63,20 +61,15 @@ class StepCore(EngineCoreProc):
         (time.monotonic); None while there is nothing to do."""
         self.cadence_meter = CadenceMeter()
         self.hold = StepHold()
-        # What EngineCoreProc.__init__ sets besides sockets and threads.
-        self.engine_index = 0
-        self.engines_running = False
-        self.shutdown_state = EngineShutdownState.RUNNING
-        self.tensor_ipc_receiver = None
-        self.has_coordinator = False
-        self.frontend_stats_publish_address = None
-        self.publish_dp_lb_stats = False
-        self.last_counts = (0, 0)
-        self.process_input_queue_block = True
-        self.enable_fault_tolerance = False
-        EngineCore.__init__(
-            self, vllm_config, executor_class, log_stats, executor_fail_callback=self._on_fail
+        super().__init__(
+            vllm_config,
+            local_client=True,
+            handshake_address="",
+            executor_class=executor_class,
+            log_stats=log_stats,
         )
+        # Hands each batch on at once, on the engine's thread.
+        self.output_queue = SimpleNamespace(put_nowait=deliver)
         # Freed blocks may still be written by a step in flight when steps overlap;
         # a migration would fill them under that step (vLLM does the same for connectors).
         if vllm_config.max_concurrent_batches > 1:
@@ -91,8 +84,20 @@ class StepCore(EngineCoreProc):
             self.model_executor.collective_rpc(end_at_once, timeout=runner.WORKER_TIMEOUT_S)
         self._shared = shared_by(worker.proc.pid for worker in workers)
 
-    def _on_fail(self) -> None:
-        self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+    # -- in the place of vLLM's sockets
+
+    @contextmanager
+    def _perform_handshakes(self, *args: Any, **options: Any) -> Iterator[EngineZmqAddresses]:
+        yield EngineZmqAddresses(inputs=[], outputs=[])
+
+    def process_input_sockets(
+        self, inputs: Any, coordinator: Any, identity: bytes, ready: threading.Event
+    ) -> None:
+        """Nothing comes by a socket: ready."""
+        ready.set()
+
+    def process_output_sockets(self, outputs: Any, coordinator: Any, index: int) -> None:
+        """Nothing goes by a socket."""
 
     # -- from any thread
 
