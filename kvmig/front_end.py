@@ -22,7 +22,6 @@ from kvmig.cli.process import end_loading, say
 from kvmig.cli.pulse import SILENT_S, Pulse
 from kvmig.controlplane.restarts import Restarts
 from kvmig.gateway.access import access
-from kvmig.gateway.gate import GateState
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.discreet import Discreet
 from kvmig.ground.errors import StartupError
@@ -58,25 +57,36 @@ class FrontEnd:
 
     def __init__(self, launch: FrontLaunch, args: Namespace, sock: socket.socket) -> None:
         """args: of `launch.engine_argv`. sock: listening; it is closed with the front end."""
-        from kvmig.gateway.app import Front
-        from kvmig.gateway.launcher_link import LauncherLink
-        from kvmig.gateway.membership import Membership
+        from prometheus_client import REGISTRY
+
+        from kvmig.gateway.http import HttpState
+        from kvmig.gateway.launcher import LauncherLink, Membership
+        from kvmig.gateway.metrics import Metrics
         from kvmig.gateway.router import Router
         from kvmig.openai_server.base import openai_server
 
         self._launch = launch
         self._args = args
         self._sock = sock
-        self._gate = GateState()
-        self._front = Front(self._gate, launch.config.priorities, launch.config.http)
-        self._http = openai_server(launch.config, launch.engine_argv, args, sock)
+        config = launch.config
+        self._server = openai_server(config, launch.engine_argv, args, sock)
+        metrics = Metrics(REGISTRY, config.priorities)
         self._router = Router(
             launch.name,
             launch.secret,
-            launch.config,
-            self._http.sink,
-            self._http.decode,
-            observer=self._front.metrics,
+            config,
+            self._server.sink,
+            self._server.decode,
+            observer=metrics,
+        )
+        self._http = HttpState(
+            config.http,
+            access(args.api_key, launch.admin_key, sock.getsockname()[0]),
+            config.priorities,
+            REGISTRY,
+            vacant=self._router.fleet.vacant,
+            queued=self._router.fleet.waiting,
+            overloaded=metrics.refused,
         )
         self._membership = Membership(self._router)
         self._launcher = LauncherLink(launch.launcher, launch.secret, launch.name, self._membership)
@@ -87,20 +97,21 @@ class FrontEnd:
 
         Raises KvmigError; `close` it then, too.
         """
+        from kvmig.gateway.app import extend
+
         args, config = self._args, self._launch.config
-        await self._http.load()  # while the instances load theirs
+        await self._server.load()  # while the instances load theirs
         end_loading()
         ready = await self._membership.first(config.start_timeout_s)
-        block_tokens = self._http.learn(ready)
+        block_tokens = self._server.learn(ready)
         # What instances report in, see `engines.vllm.load`.
-        self._router.block_tokens = config.migration.unit_tokens or block_tokens
+        self._router.fleet.block_tokens = config.migration.unit_tokens or block_tokens
         names = args.served_model_name or [args.model]
-        rules = access(args.api_key, self._launch.admin_key, self._sock.getsockname()[0])
         self._started = True
-        await self._http.start(
+        await self._server.start(
             self._router,
-            lambda app: self._front.attach(
-                app, self._router, self._membership, self._launcher, names[0], rules
+            lambda app: extend(
+                app, self._http, self._router, self._membership, self._launcher, names[0]
             ),
         )
         gc.collect()
@@ -109,11 +120,11 @@ class FrontEnd:
 
     async def ended(self) -> None:
         """Wait until its HTTP server has stopped by itself."""
-        await self._http.ended()
+        await self._server.ended()
 
     async def drain(self, at_once: asyncio.Event) -> None:
         """Take nothing new; wait for what runs, for the time-out, or for `at_once`."""
-        self._gate.closed = True
+        self._http.closed = True
         running, timeout_s = len(self._router.live()), self._launch.config.drain_timeout_s
         if running:
             say(f"stopping: {running} requests run, at most {timeout_s:g} s")
@@ -126,7 +137,7 @@ class FrontEnd:
         """End what still runs, stop serving, disconnect."""
         self._router.give_up("the server stops")
         if self._started:
-            await self._http.stop(GRACE_S)
+            await self._server.stop(GRACE_S)
         await self._launcher.close()
         await self._membership.close()
         await self._router.close()

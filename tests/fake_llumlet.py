@@ -208,7 +208,7 @@ class Cluster:
 
     def state(self, llumlet: FakeLlumlet) -> str:
         """What the router knows of an instance."""
-        return {row.id: row.state for row in self.router.instances()}[llumlet.instance]
+        return {row.id: row.state for row in self.router.fleet.rows()}[llumlet.instance]
 
     async def submit(self, request_id: str = "r", external_id: str = "cmpl-x-0") -> FakeLlumlet:
         """Submit a request and return the llumlet that got it."""
@@ -242,7 +242,7 @@ async def cluster(
     try:
         for llumlet in llumlets:
             await router.add_instance(llumlet.instance, llumlet.endpoint)
-        await eventually(lambda: all(row.blocks_total for row in router.instances()))
+        await eventually(lambda: all(row.blocks_total for row in router.fleet.rows()))
         yield Cluster(router, front, llumlets)
     finally:
         await router.close()

@@ -18,10 +18,10 @@ from bench.load.stub import StubEngine
 from bench.load.words import TransformersWords
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.gateway.access import access
-from kvmig.gateway.app import MIDDLEWARE, Front
-from kvmig.gateway.gate import GateState
-from kvmig.gateway.launcher_link import LauncherLink
-from kvmig.gateway.membership import Membership
+from kvmig.gateway.app import MIDDLEWARE, extend
+from kvmig.gateway.http import HttpState
+from kvmig.gateway.launcher import LauncherLink, Membership
+from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig, MigrationConfig
 from kvmig.ground.http import HttpConfig
@@ -65,7 +65,7 @@ class Stubbed:
     port: int
     engine: StubEngine
     metronome: Metronome
-    outlet: RequestQueues
+    queues: RequestQueues
     router: Router
     registry: CollectorRegistry
 
@@ -102,25 +102,33 @@ async def stubbed_front(
     engine = StubEngine(TransformersWords(), metronome, 0.0)
     llumlet = Llumlet("i0", "test", SECRET, config, engine)
     await llumlet.start()
-    front = Front(GateState(), priorities, http, registry)
-    outlet = RequestQueues()
-    router = Router("front", SECRET, config, outlet, decode_outputs, observer=front.metrics)
+    metrics = Metrics(registry, priorities)
+    queues = RequestQueues()
+    router = Router("front", SECRET, config, queues, decode_outputs, observer=metrics)
+    state = HttpState(
+        http,
+        access(api_keys, "", "127.0.0.1"),
+        priorities,
+        registry,
+        vacant=router.fleet.vacant,
+        queued=router.fleet.waiting,
+        overloaded=metrics.refused,
+    )
     membership = Membership(router)
     launcher = LauncherLink("tcp://127.0.0.1:9", SECRET, "front", membership)
     await router.add_instance("i0", llumlet.endpoint)
     app = FastAPI()
     for layer in MIDDLEWARE:
         app.add_middleware(layer)
-    rules = access(api_keys, "", "127.0.0.1")
-    engines = Engines(router, outlet, cast("Tokenizer", Bytes()))
-    app.include_router(openai_api(engines, ["bytes"], TOKENS, rules.openai))
-    front.attach(app, router, membership, launcher, "bytes", rules)
+    engines = Engines(router, queues, cast("Tokenizer", Bytes()))
+    app.include_router(openai_api(engines, ["bytes"], TOKENS, state.access.openai))
+    extend(app, state, router, membership, launcher, "bytes")
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     server = UvicornServer(app, sock, access_log=False)
     await server.start()
     try:
-        yield Stubbed(sock.getsockname()[1], engine, metronome, outlet, router, registry)
+        yield Stubbed(sock.getsockname()[1], engine, metronome, queues, router, registry)
     finally:
         router.give_up("the test is over")
         await server.stop(2.0)

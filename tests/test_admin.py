@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from kvmig.engines.base import EngineLoad
 from kvmig.gateway.access import access
-from kvmig.gateway.admin import admin_api
-from kvmig.gateway.admin_models import AddBody
+from kvmig.gateway.admin import AddBody, admin_api
 from kvmig.ground.config import ClusterConfig, SchedulerConfig
 from tests.fake_llumlet import Cluster, cluster, eventually
 
@@ -27,7 +26,7 @@ async def served(
     async with cluster(config) as it:
         app = FastAPI()
         rule = access(keys, "", "127.0.0.1").admin
-        app.include_router(admin_api(it.router, it.router.instances, "the model", rule))
+        app.include_router(admin_api(it.router, it.router.fleet.rows, "the model", rule))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost/kvmig/v1"
@@ -52,8 +51,8 @@ def problem(answer: httpx.Response) -> tuple[int, dict[str, Any]]:
 async def test_instances_are_listed_and_infinite_freeness_is_null() -> None:
     async with served() as (it, client):
         it.llumlets[1].report(EngineLoad(100, 0, 0, 0, 0, 0))
-        await eventually(lambda: it.router.instances()[1].freeness == math.inf)
-        await eventually(lambda: it.router.instances()[0].freeness == 90.0)
+        await eventually(lambda: it.router.fleet.rows()[1].freeness == math.inf)
+        await eventually(lambda: it.router.fleet.rows()[0].freeness == 90.0)
         rows = (await client.get("/instances")).json()["data"]
         first, second = rows
         assert first == {

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Tail
-from kvmig.gateway.recovery import Recovery
+from kvmig.gateway.ownership import Ownership
 from kvmig.gateway.splice import Splicer
-from kvmig.gateway.verdict import Verdicts
 from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer import source_machine
 from kvmig.kvtransfer import source_machine as here
@@ -120,13 +119,13 @@ def _the_splice_takes_a_gap(plant: PLANT) -> None:
     plant.setattr(Splicer, "advance", advance)
 
 
-def _the_arbiter_guesses(plant: PLANT) -> None:
-    plant.setattr(Verdicts, "after", lambda self, question, committed: False)
+def _the_front_end_guesses(plant: PLANT) -> None:
+    plant.setattr(Ownership, "decide", lambda self, question, committed: "source")
 
 
 def _nobody_looks_for_the_lost(plant: PLANT) -> None:
-    plant.setattr(Recovery, "_leave", lambda self, entries, instance, reason: None)
-    plant.setattr(Recovery, "_leave_lost", lambda self: None)
+    plant.setattr(Ownership, "_leave", lambda self, entries, instance, reason: None)
+    plant.setattr(Ownership, "_leave_lost", lambda self: None)
 
 
 def _waits_for_the_dead(plant: PLANT) -> None:
@@ -158,7 +157,7 @@ def _waits_for_the_dead(plant: PLANT) -> None:
         (_the_lease_forgets_to_free, "reserved blocks"),
         (_an_arrow_is_missing, "no transition for cancel"),
         (_the_splice_takes_a_gap, "the client gets token"),
-        (_the_arbiter_guesses, "decode the request at once"),
+        (_the_front_end_guesses, "decode the request at once"),
         (_nobody_looks_for_the_lost, "waits for ever"),
         (_waits_for_the_dead, "nobody decodes for"),
     ],

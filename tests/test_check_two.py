@@ -74,7 +74,7 @@ def _the_front_end_forgets_all_when_one_ends(plant: PLANT) -> None:
 
     def forgetful(self: RequestTable, request_id: str) -> object:
         removed = remove(self, request_id)
-        self.entries.clear()
+        self.live.clear()
         return removed
 
     plant.setattr(RequestTable, "remove", forgetful)

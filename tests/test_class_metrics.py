@@ -51,7 +51,7 @@ def test_only_committed_moves_for_a_priority_count_as_such() -> None:
 async def test_preemptions_come_from_the_instances() -> None:
     registry = Registry()
     async with cluster() as it:
-        registry.register(ClassCollector(it.router.instances, CLASSES))
+        registry.register(ClassCollector(it.router.fleet.rows, CLASSES))
         counts = (Preempted(0, 5, 2), Preempted(-1, 1, 0))
         it.llumlets[0].report(EngineLoad(100, 0, 0, 0, 0, 0, preempted=counts))
         await eventually(
@@ -82,7 +82,7 @@ async def test_a_requests_latencies_are_what_its_client_sees(moved: bool) -> Non
     try:
         for llumlet in llumlets:
             await router.add_instance(llumlet.instance, llumlet.endpoint)
-        await eventually(lambda: all(row.blocks_total for row in router.instances()))
+        await eventually(lambda: all(row.blocks_total for row in router.fleet.rows()))
         owner = llumlets[int(await router.submit("r", "x", 20, -1, [b""]))]
         await owner.hear()
         clock.now += 2

@@ -36,8 +36,7 @@ from kvmig.controlplane.orders import (
 )
 from kvmig.engines.base import EngineLoad
 from kvmig.gateway.errors import LauncherGone, OrderFailed
-from kvmig.gateway.launcher_link import LauncherLink
-from kvmig.gateway.membership import Membership
+from kvmig.gateway.launcher import LauncherLink, Membership
 from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvmig.gateway.crashes import PATIENCE_S, Crashes, Verdict
+from kvmig.gateway.requests import PATIENCE_S, Crashes, Verdict
 
 
 def crashes(crashed: int, missing: int, since: float = 0.0) -> Crashes:

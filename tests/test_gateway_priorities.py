@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from kvmig.gateway.body import BodyMiddleware, Intake
-from kvmig.gateway.priorities import HEADER, PriorityMiddleware, checked_body
-from kvmig.ground.http import HttpConfig
+from kvmig.gateway.http import PRIORITY, checked_body
 from kvmig.ground.priorities import PriorityClass, with_normal
+from tests.http_states import behind_middleware
 
 CLASSES = with_normal([PriorityClass("high", -10)])
 ALLOWED = "must be high (-10) or normal (0)"
@@ -29,16 +27,12 @@ async def echo(request: Request) -> JSONResponse:
     body = await request.body()
     length = request.headers.get("content-length")
     assert length is None or int(length) == len(body)
-    return JSONResponse({"body": body.decode(), "header": request.headers.get(HEADER)})
+    return JSONResponse({"body": body.decode(), "header": request.headers.get(PRIORITY)})
 
 
 def application() -> Starlette:
-    app = Starlette(
-        routes=[Route("/", echo, methods=["GET", "POST"])],
-        middleware=[Middleware(BodyMiddleware), Middleware(PriorityMiddleware)],
-    )
-    app.state.priorities = CLASSES
-    app.state.intake = Intake(HttpConfig())
+    app = Starlette(routes=[Route("/", echo, methods=["GET", "POST"])])
+    behind_middleware(app, priorities=CLASSES)
     return app
 
 
@@ -86,12 +80,12 @@ async def test_another_priority_is_a_400_with_one_sentence(value: Any) -> None:
 
 
 async def test_the_header_is_checked_and_named_in_the_same_way() -> None:
-    answer = await post(b"{}", {HEADER: "high"})
+    answer = await post(b"{}", {PRIORITY: "high"})
     assert answer.json()["header"] == "-10"
-    answer = await post(b"{}", {HEADER: "7"})
+    answer = await post(b"{}", {PRIORITY: "7"})
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == HEADER
-    assert answer.json()["error"]["message"] == f"{HEADER} is 7, {ALLOWED}"
+    assert answer.json()["error"]["param"] == PRIORITY
+    assert answer.json()["error"]["message"] == f"{PRIORITY} is 7, {ALLOWED}"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +100,7 @@ async def test_other_calls_are_left_alone() -> None:
     assert form.json()["body"] == '{"priority": 7}'
     transport = httpx.ASGITransport(app=application())
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        assert (await client.get("/", headers={HEADER: "7"})).status_code == 200
+        assert (await client.get("/", headers={PRIORITY: "7"})).status_code == 200
 
 
 json_values = st.recursive(
@@ -119,4 +113,4 @@ json_values = st.recursive(
 @given(st.dictionaries(st.text(), json_values))
 def test_nothing_but_the_priority_changes(fields: dict[str, Any]) -> None:
     body = json.dumps({**fields, "priority": "high"}).encode()
-    assert json.loads(checked_body(body, CLASSES)) == {**fields, "priority": -10}
+    assert json.loads(checked_body(body, CLASSES)[0]) == {**fields, "priority": -10}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
-from kvmig.controlplane.messages import Fenced, Resolved
+from kvmig.controlplane.messages import Fence, Fenced, Resolved
 from kvmig.gateway import requests
 from kvmig.gateway.calls import Calls
 from kvmig.gateway.errors import (
@@ -16,15 +17,21 @@ from kvmig.gateway.errors import (
     RequestFinished,
     UnknownRequest,
 )
-from kvmig.gateway.requests import Entry, RequestTable, call_of
+from kvmig.gateway.requests import LiveRequest, RequestTable, call_of
 from kvmig.gateway.splice import Splicer
 from kvmig.ground.errors import PeerError
+from kvmig.kvtransfer.messages import Message
+from kvmig.kvtransfer.wire import Frame
 
 
-def entry(request_id: str, external_id: str) -> Entry:
-    return Entry(
+def entry(request_id: str, external_id: str) -> LiveRequest:
+    return LiveRequest(
         request_id, external_id, call_of(external_id), Splicer("0"), 10, 0, [b"payload"], 0.0
     )
+
+
+def fence(call_id: int) -> Fence:
+    return Fence(call_id, "r", 1)
 
 
 @pytest.mark.parametrize(
@@ -91,26 +98,32 @@ def test_an_id_cannot_be_used_twice_at_once() -> None:
 
 
 async def test_an_answer_reaches_who_asked() -> None:
-    calls = Calls()
-
-    def answer(call_id: int) -> None:
+    def answer(instance: str, question: Message, payload: Sequence[Frame]) -> None:
+        assert isinstance(question, Fence)
+        call_id = question.call_id
         calls.answer(call_id + 1, Fenced(call_id + 1, committed=False), [])  # nobody's
         calls.answer(call_id, Fenced(call_id, committed=True), [memoryview(b"x")])
         calls.answer(call_id, Fenced(call_id, committed=False), [])  # too late
 
-    message, payload = await calls.ask("0", answer, Fenced, 1.0, "Fence")
+    calls = Calls(answer)
+    message, payload = await calls.ask("0", fence, Fenced, 1.0, "Fence")
     assert message.committed
     assert [bytes(frame) for frame in payload] == [b"x"]
     assert len(calls) == 0
 
 
 async def test_a_question_ends_with_its_time_its_instance_or_a_wrong_answer() -> None:
-    calls = Calls()
+    def send(instance: str, question: Message, payload: Sequence[Frame]) -> None:
+        assert isinstance(question, Fence)
+        if instance == "wrong":
+            calls.answer(question.call_id, Resolved("", True), [])
+
+    calls = Calls(send)
     with pytest.raises(CallTimeout, match="instance 0 did not answer Fence within 0 s"):
-        await calls.ask("0", lambda _: None, Fenced, 0.0, "Fence")
-    with pytest.raises(PeerError, match="0 answered Fence with Resolved"):
-        await calls.ask("0", lambda n: calls.answer(n, Resolved("", True), []), Fenced, 1, "Fence")
-    lost = asyncio.ensure_future(calls.ask("0", lambda _: None, Fenced, 1.0, "Fence"))
+        await calls.ask("0", fence, Fenced, 0.0, "Fence")
+    with pytest.raises(PeerError, match="wrong answered Fence with Resolved"):
+        await calls.ask("wrong", fence, Fenced, 1, "Fence")
+    lost = asyncio.ensure_future(calls.ask("0", fence, Fenced, 1.0, "Fence"))
     await asyncio.sleep(0)
     calls.lost("1", "another one")
     calls.lost("0", "instance 0 is lost")
@@ -121,9 +134,9 @@ async def test_a_question_ends_with_its_time_its_instance_or_a_wrong_answer() ->
 
 def test_a_lost_run_is_known_by_its_id_no_more() -> None:
     table = RequestTable()
-    entry = Entry("r", "x", "x", Splicer("a"), 1, 0, [b""], 0.0)
+    entry = LiveRequest("r", "x", "x", Splicer("a"), 1, 0, [b""], 0.0)
     table.add(entry)
-    entry.heir, entry.destination = "b", "c"
+    entry.moved_to, entry.destination = "b", "c"
     assert entry.holders == {"a", "b", "c"}
 
     table.next_run(entry, 5.0)

@@ -11,16 +11,12 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from prometheus_client import CollectorRegistry
 
-from kvmig.gateway.body import BodyMiddleware, Intake
-from kvmig.gateway.connection import Connection
-from kvmig.gateway.readers import Readers
-from kvmig.gateway.refusals import RefusalMiddleware, Refusals
-from kvmig.gateway.request_id import RequestIdMiddleware
-from kvmig.gateway.shown import shown
+from kvmig.gateway.http import Connection, HttpState
+from kvmig.gateway.problems import shorten_value
 from kvmig.ground.http import HttpConfig
 from kvmig.openai_server.http_task import UvicornServer
+from tests.http_states import behind_middleware
 from tests.skipped_time import skipped_time
 
 SMALL = HttpConfig(max_body=2000, body_timeout_s=0.3)
@@ -30,15 +26,14 @@ TIMEOUT_S = 30.0
 class Front:
     """An application behind all limits, on a real port."""
 
-    def __init__(self, port: int, intake: Intake, registry: CollectorRegistry) -> None:
+    def __init__(self, port: int, state: HttpState) -> None:
         self.port = port
-        self.intake = intake
-        self._registry = registry
+        self.state = state
 
     def refused(self, status: int) -> float:
         """So many were answered so."""
         labels = {"status": str(status)}
-        return self._registry.get_sample_value("kvmig_http_refused_total", labels) or 0.0
+        return self.state.registry.get_sample_value("kvmig_http_refused_total", labels) or 0.0
 
     async def say(self, *parts: bytes, end: bool = False) -> bytes:
         """What the server answers until it closes; end: it is told that no more comes."""
@@ -63,12 +58,9 @@ class Front:
 
 @asynccontextmanager
 async def front(limits: HttpConfig = SMALL) -> AsyncIterator[Front]:
-    app, registry = FastAPI(), CollectorRegistry()
-    for layer in (BodyMiddleware, RefusalMiddleware, RequestIdMiddleware):
-        app.add_middleware(layer)
-    app.state.intake = intake = Intake(limits)
-    app.state.refusals = refusals = Refusals(registry)
-    app.state.connection = Connection.limited(limits.read_timeout_s, Readers(0), refusals.count)
+    app = FastAPI()
+    state = behind_middleware(app, limits)
+    app.state.connection = Connection.limited(limits.read_timeout_s, state.count)
 
     @app.post("/")
     async def size(request: Request) -> int:
@@ -78,8 +70,8 @@ async def front(limits: HttpConfig = SMALL) -> AsyncIterator[Front]:
     server = UvicornServer(app, sock, access_log=False)
     await server.start()
     try:
-        yield Front(sock.getsockname()[1], intake, registry)
-        assert intake.pending == 0
+        yield Front(sock.getsockname()[1], state)
+        assert state.pending == 0
     finally:
         await server.stop(2.0)
 
@@ -133,11 +125,11 @@ async def test_a_client_that_leaves_in_the_midst_of_its_body_leaves_nothing() ->
         _, writer = await asyncio.open_connection("127.0.0.1", one.port)
         writer.write(head("content-length: 100") + b"x")
         async with asyncio.timeout(TIMEOUT_S):
-            while one.intake.pending == 0:  # noqa: ASYNC110
+            while one.state.pending == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         writer.close()
         async with asyncio.timeout(TIMEOUT_S):
-            while one.intake.pending:  # noqa: ASYNC110
+            while one.state.pending:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
@@ -150,7 +142,7 @@ async def test_many_large_bodies_at_once_are_bounded_together() -> None:
             writers.append(writer)
             writer.write(part)
         async with asyncio.timeout(TIMEOUT_S):
-            while one.intake.pending < 8 * 99_999:  # noqa: ASYNC110
+            while one.state.pending < 8 * 99_999:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         answer = await one.echo(b"x" * 1000)
         assert answer.status_code == 503
@@ -158,7 +150,7 @@ async def test_many_large_bodies_at_once_are_bounded_together() -> None:
         for writer in writers:
             writer.close()
         async with asyncio.timeout(TIMEOUT_S):
-            while one.intake.pending:  # noqa: ASYNC110
+            while one.state.pending:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (await one.echo(b"x")).json() == 1
 
@@ -247,4 +239,4 @@ async def test_a_call_id_puts_no_header_into_the_answer(given: bytes) -> None:
     ],
 )
 def test_a_value_in_an_error_is_cut_short(value: Any, told: str) -> None:
-    assert shown(value) == told
+    assert shorten_value(value) == told

@@ -14,13 +14,13 @@ from fastapi import FastAPI
 
 from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode
 from kvmig.gateway.access import bearer
-from kvmig.gateway.request_id import RequestIdMiddleware
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import NoInstance
 from kvmig.kvtransfer.wire import Frame
 from kvmig.openai_server.answers import ChatAnswer, Piece, Token
 from kvmig.openai_server.generation import Choices, Engines, Generation, RequestQueues
 from kvmig.openai_server.routes import openai_api
+from tests.http_states import behind_middleware
 
 if TYPE_CHECKING:
     from kvmig.engines.transformers.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def instances() -> Instances:
 @pytest.fixture
 async def http(instances: Instances) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
-    app.add_middleware(RequestIdMiddleware)
+    behind_middleware(app)
     engines = Engines(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes()))
     app.include_router(openai_api(engines, ["bytes"], 100, bearer([])))
     transport = httpx.ASGITransport(app)

@@ -10,65 +10,66 @@ import httpx
 import pytest
 
 from bench.load.stub import StubEngine
-from kvmig.gateway.caller import Caller
-from kvmig.gateway.overload import LONGEST_S, Overload, Refusal
+from kvmig.gateway.http import LoadShedding, Overload
+from kvmig.gateway.requests import HttpCall
 from kvmig.ground.config import ClusterConfig, check
 from kvmig.ground.errors import ConfigError
 from kvmig.ground.http import HttpConfig
 from kvmig.ground.priorities import NORMAL, PriorityClass
 from tests.stubbed_front import Stubbed, stubbed_front
 
+LONGEST_S = LoadShedding.LONGEST_S
 HIGH = PriorityClass("high", -1)
 
 
 def test_one_more_than_the_limit_is_refused() -> None:
-    overload = Overload(2)
-    overload.hold(0, 1, 0.0)
-    assert overload.refusal(0, 0, 0.0) is None
-    overload.hold(0, 1, 0.0)
-    assert overload.refusal(0, 0, 0.0) == Refusal(2, LONGEST_S)
+    shedding = LoadShedding(2)
+    shedding.hold(0, 1, 0.0)
+    assert shedding.refusal(0, 0, 0.0) is None
+    shedding.hold(0, 1, 0.0)
+    assert shedding.refusal(0, 0, 0.0) == Overload(2, LONGEST_S)
 
 
 def test_what_waits_in_queues_counts_whoever_sent_it() -> None:
-    overload = Overload(2)
-    assert overload.refusal(0, 1, 0.0) is None
-    refusal = overload.refusal(0, 5, 0.0)
+    shedding = LoadShedding(2)
+    assert shedding.refusal(0, 1, 0.0) is None
+    refusal = shedding.refusal(0, 5, 0.0)
     assert refusal is not None
     assert refusal.waiting == 5
 
 
 def test_without_a_limit_nothing_is_refused() -> None:
-    overload = Overload(0)
-    overload.hold(0, 1_000_000, 0.0)
-    assert overload.refusal(0, 1_000_000, 0.0) is None
+    shedding = LoadShedding(0)
+    shedding.hold(0, 1_000_000, 0.0)
+    assert shedding.refusal(0, 1_000_000, 0.0) is None
 
 
 def test_those_that_run_after_it_are_no_reason_to_refuse_a_request() -> None:
-    overload = Overload(2)
-    overload.hold(0, 2, 0.0)
-    assert overload.refusal(-1, 0, 0.0) is None
-    overload.hold(-1, 2, 0.0)
-    assert overload.refusal(-1, 0, 0.0) is not None
+    shedding = LoadShedding(2)
+    shedding.hold(0, 2, 0.0)
+    assert shedding.refusal(-1, 0, 0.0) is None
+    shedding.hold(-1, 2, 0.0)
+    assert shedding.refusal(-1, 0, 0.0) is not None
 
 
 def test_those_that_run_before_it_are() -> None:
-    overload = Overload(2)
-    overload.hold(-1, 2, 0.0)
-    assert overload.refusal(0, 0, 0.0) is not None
+    shedding = LoadShedding(2)
+    shedding.hold(-1, 2, 0.0)
+    assert shedding.refusal(0, 0, 0.0) is not None
 
 
 @pytest.mark.parametrize(("every_s", "told_s"), [(0.5, 5), (0.01, 1), (20.0, 60)])
 def test_the_client_is_told_when_those_ahead_have_begun(every_s: float, told_s: int) -> None:
-    overload = Overload(10)
-    overload.hold(0, 60, 0.0)
+    shedding = LoadShedding(10)
+    shedding.hold(0, 60, 0.0)
     for step in range(1, 51):
-        overload.hold(0, -1, step * every_s)
-    refusal = overload.refusal(0, 0, 50 * every_s)
-    assert refusal == Refusal(10, told_s)
+        shedding.hold(0, -1, step * every_s)
+    refusal = shedding.refusal(0, 0, 50 * every_s)
+    assert refusal == Overload(10, told_s)
 
 
 class Count:
-    """What a caller's changes come to."""
+    """What a call's changes come to."""
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -78,26 +79,26 @@ class Count:
 
 
 def test_a_call_counts_as_one_until_its_requests_are_there_and_then_as_those() -> None:
-    caller, count = Caller(), Count()
-    caller.enter(count.hold)
+    call, count = HttpCall(), Count()
+    call.enter(count.hold)
     assert count.waiting == 1
-    caller.submitted("a")
-    caller.submitted("b")
+    call.submitted("a")
+    call.submitted("b")
     assert count.waiting == 2
-    caller.began("a")
-    caller.began("a")
+    call.began("a")
+    call.began("a")
     assert count.waiting == 1
-    caller.ended("b")
+    call.ended("b")
     assert count.waiting == 0
-    assert caller.request_ids == {"a"}
+    assert call.request_ids == {"a"}
 
 
 def test_a_call_that_ends_early_counts_no_more() -> None:
-    caller, count = Caller(), Count()
-    caller.enter(count.hold)
-    caller.leave()
+    call, count = HttpCall(), Count()
+    call.enter(count.hold)
+    call.leave()
     assert count.waiting == 0
-    caller.submitted("a")  # nobody counts it now
+    call.submitted("a")  # nobody counts it now
     assert count.waiting == 0
 
 

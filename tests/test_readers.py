@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kvmig.gateway.caller import Caller
-from kvmig.gateway.readers import Readers
-from kvmig.gateway.requests import Entry
+from kvmig.gateway.requests import HttpCall, LiveRequest
 from kvmig.gateway.splice import Splicer
 from kvmig.ground.http import HttpConfig
 from tests.stubbed_front import Stubbed, stubbed_front
@@ -19,42 +17,31 @@ LIMIT = 500
 SMALL_BUFFER = 4096
 
 
-def entry(caller: Caller, tokens: int = 0) -> Entry:
-    made = Entry("r", "r", "r", Splicer("i0"), 1, 0, (), 0.0, caller=caller)
-    caller.submitted("r")
-    made.splicer.next = tokens
-    return made
+def made(tokens: int = 0) -> tuple[HttpCall, LiveRequest]:
+    call = HttpCall()
+    request = LiveRequest("r", "r", "r", Splicer("i0"), 1, 0, (), 0.0, call=call)
+    request.splicer.next = tokens
+    return call, request
 
 
 def test_tokens_count_from_the_moment_at_which_the_client_stopped_reading() -> None:
-    readers, caller = Readers(10), Caller()
-    one = entry(caller, tokens=100)
-    readers.paused(caller)
-    assert readers.overdue({"r": one}) == []
-    one.splicer.next = 110
-    assert readers.overdue({"r": one}) == []
-    one.splicer.next = 111
-    assert readers.overdue({"r": one}) == [one]
+    call, request = made(tokens=100)
+    assert call.unread(request) == 0
+    call.stopped_reading()
+    assert call.unread(request) == 0
+    request.splicer.next = 110
+    assert call.unread(request) == 10
 
 
 def test_who_reads_again_begins_anew() -> None:
-    readers, caller = Readers(10), Caller()
-    one = entry(caller)
-    readers.paused(caller)
-    assert readers.overdue({"r": one}) == []
-    readers.resumed(caller)
-    one.splicer.next = 50
-    readers.paused(caller)
-    assert readers.overdue({"r": one}) == []
-
-
-def test_without_a_limit_nobody_is_overdue() -> None:
-    readers, caller = Readers(0), Caller()
-    one = entry(caller)
-    readers.paused(caller)
-    readers.overdue({"r": one})
-    one.splicer.next = 1_000_000
-    assert readers.overdue({"r": one}) == []
+    call, request = made()
+    call.stopped_reading()
+    assert call.unread(request) == 0
+    call.reads_again()
+    request.splicer.next = 50
+    assert call.unread(request) == 0
+    call.stopped_reading()
+    assert call.unread(request) == 0
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -79,7 +66,7 @@ async def test_a_client_that_never_reads_loses_its_request_and_holds_nothing_mor
         reader, writer = await front.call(1_000_000, receive_bytes=SMALL_BUFFER)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         front.metronome.set(RATE)
-        queues = front.outlet._queues
+        queues = front.queues._queues
         await until(lambda: bool(queues))
         queue = next(iter(queues.values()))
         await until(lambda: front.counted("kvmig_requests_unread_total") == 1)
@@ -117,8 +104,7 @@ async def test_a_connection_whose_client_never_reads_is_closed_in_time() -> None
         await until(lambda: front.engine.group.began != {})
         await until(lambda: len(front.engine.group) == 0)
         assert front.router.live() == []
-        assert front.router.readers._stuck == {}
-        await until(lambda: not front.outlet._queues)
+        await until(lambda: not front.queues._queues)
         writer.transport.abort()
 
 

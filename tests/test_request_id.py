@@ -11,17 +11,20 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from kvmig.gateway.request_id import RequestIdMiddleware, accepted, current_call
+from kvmig.gateway.http import accepted
+from kvmig.gateway.requests import current_call, current_call_id
+from tests.http_states import behind_middleware
 
 
 async def echo(request: Request) -> PlainTextResponse:
     """What the application sees."""
     headers = request.headers.getlist("x-request-id")
-    return PlainTextResponse(f"{headers} {current_call.get()}", headers={"x-request-id": "mine"})
+    return PlainTextResponse(f"{headers} {current_call_id()}", headers={"x-request-id": "mine"})
 
 
 async def get(headers: dict[str, str]) -> httpx.Response:
-    app = RequestIdMiddleware(Starlette(routes=[Route("/", echo)]))
+    app = Starlette(routes=[Route("/", echo)])
+    behind_middleware(app)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         return await client.get("/", headers=headers)

@@ -35,7 +35,7 @@ from kvmig.gateway.errors import (
     UnknownInstance,
     UnknownRequest,
 )
-from kvmig.gateway.request_id import current_call
+from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig, SchedulerConfig
 from kvmig.ground.errors import NoInstance
@@ -61,8 +61,8 @@ def other(it: Cluster, llumlet: FakeLlumlet) -> FakeLlumlet:
 
 async def test_an_instance_is_described_when_it_is_added() -> None:
     async with cluster() as it:
-        assert [row.id for row in it.router.instances()] == ["0", "1"]
-        assert it.router.engine_indexes() == {0: "0", 1: "1"}
+        assert [row.id for row in it.router.fleet.rows()] == ["0", "1"]
+        assert it.router.fleet.engine_indexes() == {0: "0", 1: "1"}
         with pytest.raises(ValueError, match="0 was added before"):
             await it.router.add_instance("0", it.llumlets[0].endpoint)
 
@@ -71,7 +71,7 @@ async def test_an_instance_that_does_not_answer_is_not_added() -> None:
     router = Router("front", SECRET, ClusterConfig(), Front(), decode)
     with pytest.raises(InstanceLost, match=r"instance 7 at tcp://127\.0\.0\.1:9 did not answer"):
         await router.add_instance("7", "tcp://127.0.0.1:9", timeout_s=0.1)
-    assert router.instances() == []
+    assert router.fleet.rows() == []
     with pytest.raises(NoInstance):
         await router.submit("r", "r", 1, 0, [b""])
     await router.close()
@@ -81,7 +81,7 @@ async def test_instances_tell_their_load() -> None:
     async with cluster() as it:
         it.llumlets[0].report(EngineLoad(100, 60, 2, 3, 4, 12), state="draining")
         await eventually(lambda: it.state(it.llumlets[0]) == "draining")
-        row = it.router.instances()[0]
+        row = it.router.fleet.rows()[0]
         assert (row.blocks_total, row.blocks_used, row.running, row.waiting) == (100, 60, 2, 3)
         assert row.freeness == -inf
 
@@ -216,7 +216,7 @@ async def test_outputs_that_were_aborted_before_they_came_out_are_dropped_in_sil
 async def test_an_instance_that_does_not_list_its_requests_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvmig.gateway.questions.LIST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvmig.gateway.router.LIST_TIMEOUT_S", 0.05)
     async with cluster() as it:
         a = await it.submit()
         del a.on[ListRequests]
@@ -297,7 +297,7 @@ async def test_the_id_of_a_call_with_several_sequences_is_ambiguous() -> None:
 
 async def test_the_http_calls_own_id_names_its_requests() -> None:
     async with cluster() as it:
-        token = current_call.set("what the client sent")
+        token = current_call.set(HttpCall("what the client sent"))
         try:
             await it.submit("r", "resp_123")
         finally:

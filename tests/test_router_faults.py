@@ -24,9 +24,9 @@ from kvmig.controlplane.messages import (
     Submit,
 )
 from kvmig.engines.base import RequestState
-from kvmig.gateway import crashes, recovery, router
+from kvmig.gateway import ownership, requests, router
 from kvmig.gateway.errors import InstanceLost
-from kvmig.gateway.ports import Unobserved
+from kvmig.gateway.ports import Observer
 from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import NoInstance
@@ -220,7 +220,7 @@ async def test_what_runs_again_goes_to_any_instance_that_is_fit(
     able: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with cluster() as it:
-        fleet = it.router._fleet
+        fleet = it.router.fleet
         monkeypatch.setattr(fleet, "fit", lambda instance: instance == able)
         assert fleet.dispatch(3, 0, Submit("r"), [b"payload"], fit=True) == able
         monkeypatch.setattr(fleet, "fit", lambda instance: False)
@@ -352,7 +352,7 @@ async def test_a_stream_that_goes_over_to_an_instance_lost_meanwhile_runs_again(
         a = await running(it, 10)
         b, c = others(it, a)
         b.step(("r", 1, 2, [12]))  # held: a's last token is still to come
-        await eventually(lambda: it.router._table.entries["r"].splicer.waits_since(1e12))
+        await eventually(lambda: it.router._table.live["r"].splicer.waits_since(1e12))
         await b.close()
         await eventually(lambda: it.state(b) == "lost")
         a.step(("r", 0, 1, [11]))
@@ -424,7 +424,7 @@ async def test_tokens_that_never_come_make_a_request_run_again(
 async def test_a_request_whose_tokens_get_lost_again_and_again_is_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recovery, "MAX_RUNS", 1)
+    monkeypatch.setattr(ownership, "MAX_RUNS", 1)
     async with cluster(instances=1) as it:
         a = await running(it, 10)
         a.step(("r", 0, 3, [13]))
@@ -480,7 +480,7 @@ async def test_instances_that_come_back_were_not_poisoned() -> None:
 async def test_a_suspect_takes_no_third_instance_along_but_goes_on_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crashes, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(requests, "PATIENCE_S", 1.0)
     async with cluster(instances=3) as it:
         a = await running(it, 10)
         await a.close()
@@ -502,7 +502,7 @@ async def test_removed_instances_are_no_crashes() -> None:
         await it.router.remove_instance(b.instance)
         (c,) = [one for one in others(it, a) if one is not b]
         assert (await resubmitted(c)).request_id == "r+2"
-        assert [row.id for row in it.router.instances()] == [c.instance]
+        assert [row.id for row in it.router.fleet.rows()] == [c.instance]
 
 
 # -- nobody there
@@ -513,7 +513,7 @@ async def test_requests_wait_for_an_instance_in_the_order_of_dispatch() -> None:
         a = await running(it, 10)
         await it.router.submit("urgent", "u", 20, -1, [b"payload"])
         await it.router.remove_instance(a.instance, crashed=True)
-        assert it.router.vacant()
+        assert it.router.fleet.vacant()
         with pytest.raises(NoInstance):
             await it.router.submit("new", "n", 20, 0, [b""])
         again = FakeLlumlet(a.instance)
@@ -522,7 +522,7 @@ async def test_requests_wait_for_an_instance_in_the_order_of_dispatch() -> None:
         assert [await again.hear(), await again.hear()] == [
             Submit("urgent+1"), Submit("r+1", (10,)),
         ]  # fmt: skip
-        assert it.router.engine_indexes() == {0: a.instance}
+        assert it.router.fleet.engine_indexes() == {0: a.instance}
         again.step(("r+1", 0, 1, [11]))
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
 
@@ -569,7 +569,7 @@ async def test_a_waiting_request_is_in_the_list_and_can_not_be_moved() -> None:
 
 
 @dataclass
-class Counted(Unobserved):
+class Counted(Observer):
     """An `Observer` that keeps what it hears."""
 
     heard: list[tuple[object, ...]] = field(default_factory=list)

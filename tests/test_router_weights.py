@@ -53,7 +53,7 @@ async def test_of_those_with_its_weights_one_of_its_class_comes_first() -> None:
             one.numerics = "other"
         await begin(it, it.llumlets[3], 10)
         it.llumlets[2].report(FULL)
-        await eventually(lambda: it.router.instances()[2].waiting == 3)
+        await eventually(lambda: it.router.fleet.rows()[2].waiting == 3)
         await it.llumlets[3].close()
         assert await it.llumlets[2].hear() == Submit("r+1", (10,))
 
@@ -175,8 +175,8 @@ async def test_new_requests_begin_under_the_preferred_weights_while_there_is_roo
     async with cluster(weights=["old", "new", "old"]) as it:
         if busy:
             it.llumlets[1].report(FULL)
-            await eventually(lambda: it.router.instances()[1].waiting == 3)
-        it.router.prefer("new")
+            await eventually(lambda: it.router.fleet.rows()[1].waiting == 3)
+        it.router.fleet.preferred = "new"
         places = set()
         for number in range(4):
             places.add(await it.router.submit(f"r{number}", "x", 20, 0, [b""]))

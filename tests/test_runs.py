@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Outputs, Span
-from kvmig.gateway.ports import Batch, Item, Unobserved
-from kvmig.gateway.requests import Entry, RequestTable
-from kvmig.gateway.splice import Action, Broken, Splicer
+from kvmig.gateway.ports import Arithmetic, Batch, Item, Observer
+from kvmig.gateway.requests import LiveRequest, RequestTable
+from kvmig.gateway.splice import Broken, Splicer
 from kvmig.gateway.streams import Streams
+
+if TYPE_CHECKING:
+    from kvmig.gateway.ports import Instances
 
 INSTANCES = "abc"
 
@@ -53,17 +57,16 @@ class World:
     )
 
     def __post_init__(self) -> None:
-        self.entry = Entry("r", "x", "x", Splicer("a"), 9, 0, [b""], 0.0)
+        self.entry = LiveRequest("r", "x", "x", Splicer("a"), 9, 0, [b""], 0.0)
         self.table.add(self.entry)
         self.copies.append(Copy("a", "r", 0, 0))
         self.streams = Streams(
             self.table,
             self,
             lambda payload: Batch([self.item]),
-            INSTANCES.index,
-            self.act,
-            lambda instance, span, last: self.stale.add(span.request_id),
-            Unobserved(),
+            cast("Instances", self),
+            Observer(),
+            lambda: 0.0,
         )
 
     # -- the front end
@@ -76,13 +79,23 @@ class World:
     def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
         raise AssertionError(reason)
 
-    def act(self, entry: Entry, action: Action) -> None:
-        assert not isinstance(action, Broken)
+    def index(self, instance: str) -> int:
+        return INSTANCES.index(instance)
+
+    def arithmetic(self, instance: str) -> Arithmetic:
+        return Arithmetic()
 
     def hear(self, instance: str) -> None:
-        if self.sent[instance]:
-            span, self.item = self.sent[instance].popleft()
-            self.streams.take(instance, Outputs([span]), [], 0.0)
+        if not self.sent[instance]:
+            return
+        span, self.item = self.sent[instance].popleft()
+        for _, item in self.streams.take(instance, Outputs([span]), [], 0.0):
+            request = self.table.runs.get(span.request_id)
+            if request is None:
+                self.stale.add(span.request_id)
+                continue
+            actions = self.streams.splice(request, instance, span, item, 0.0)
+            assert not any(isinstance(action, Broken) for action in actions)
 
     def run_again(self, instance: str) -> None:
         """Give the present run up, whatever it does, and start one there."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
-from kvmig.gateway.spreading import MOST_S, Ramp
+from kvmig.gateway.streams import MOST_S, Ramp
 from kvmig.kvtransfer.messages import Reserve
 from kvmig.kvtransfer.pause import MOST_STEPS, Measured, PauseTime, Spread, spread
 from tests.fake_cluster import cluster, until

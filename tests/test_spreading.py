@@ -6,16 +6,21 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Migrated, PauseAhead
-from kvmig.gateway.ports import Item
-from kvmig.gateway.spreading import GIVE_UP_S, Spreading
-from tests.fake_llumlet import Cluster, FakeLlumlet, Tokens, cluster, report
+from kvmig.gateway.ports import Item, Observer
+from kvmig.gateway.requests import RequestTable
+from kvmig.gateway.streams import GIVE_UP_S, Streams
+from tests.fake_llumlet import Cluster, FakeLlumlet, Tokens, cluster, decode, report
 from tests.skipped_time import Skip, skipped_time
+
+if TYPE_CHECKING:
+    from kvmig.gateway.ports import Instances
 
 SOURCE, DESTINATION = 0, 1
 TURNS = 5
@@ -44,11 +49,14 @@ class Client:
 @dataclass
 class Scene:
     client: Client
-    spreading: Spreading
+    streams: Streams
     skip: Skip
 
     def step(self, *tokens: int, request_id: str = "r", index: int = SOURCE) -> None:
-        self.spreading.deliver(index, [Tokens(request_id, [one]) for one in tokens], None)
+        self.deliver(index, [Tokens(request_id, [one]) for one in tokens], None)
+
+    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+        self.client.deliver(index, self.streams.due(index, items), meta)
 
     async def passes(self, seconds: float) -> None:
         self.skip(seconds)
@@ -64,16 +72,23 @@ class Scene:
 async def scene() -> AsyncIterator[Scene]:
     with skipped_time() as skip:
         client = Client()
-        spreading = Spreading(client, asyncio.get_running_loop().time)
+        streams = Streams(
+            RequestTable(),
+            client,
+            decode,
+            cast("Instances", None),
+            Observer(),
+            asyncio.get_running_loop().time,
+        )
         try:
-            yield Scene(client, spreading, skip)
+            yield Scene(client, streams, skip)
         finally:
-            spreading.close()
+            streams.close()
 
 
 async def test_each_token_is_held_a_little_longer_than_the_one_before_up_to_the_pause() -> None:
     async with scene() as it:
-        it.spreading.begin("r", SOURCE, pause_s=5.0, stretch_s=0.4)
+        it.streams.spread("r", SOURCE, pause_s=5.0, stretch_s=0.4)
         for number, held_s in enumerate((0.4, 0.8, 1.0, 1.0)):  # 1 s is the most
             it.step(number)
             await it.passes(held_s - 0.05)
@@ -84,57 +99,57 @@ async def test_each_token_is_held_a_little_longer_than_the_one_before_up_to_the_
 
 async def test_tokens_of_other_requests_and_statistics_go_on_at_once() -> None:
     async with scene() as it:
-        it.spreading.begin("r", SOURCE, 5.0, 0.4)
+        it.streams.spread("r", SOURCE, 5.0, 0.4)
         items = [Tokens("r", [1]), Tokens("other", [2])]
-        it.spreading.deliver(SOURCE, items, "statistics")
+        it.deliver(SOURCE, items, "statistics")
         assert it.client.came == {"other": [2]}
         assert it.client.metas == ["statistics"]
 
 
 async def test_the_new_owners_first_token_is_not_held_and_comes_after_what_was() -> None:
     async with scene() as it:
-        it.spreading.begin("r", SOURCE, 5.0, 0.4)
+        it.streams.spread("r", SOURCE, 5.0, 0.4)
         it.step(1)
         it.step(2)
         it.step(3, index=DESTINATION)
         it.step(4, index=DESTINATION)
         assert it.came == [1, 2, 3, 4]
-        assert len(it.spreading) == 0
+        assert len(it.streams._spreads) == 0
 
 
 async def test_a_request_that_ends_before_its_pause_is_not_held() -> None:
     async with scene() as it:
-        it.spreading.begin("r", SOURCE, 5.0, 0.4)
+        it.streams.spread("r", SOURCE, 5.0, 0.4)
         it.step(1)
-        it.spreading.deliver(SOURCE, [Tokens("r", [2], finished=True)], None)
+        it.deliver(SOURCE, [Tokens("r", [2], finished=True)], None)
         assert it.came == [1, 2]
-        assert len(it.spreading) == 0
+        assert len(it.streams._spreads) == 0
 
 
 async def test_a_request_that_fails_gets_what_was_held_first() -> None:
     async with scene() as it:
-        it.spreading.begin("r", SOURCE, 5.0, 0.4)
+        it.streams.spread("r", SOURCE, 5.0, 0.4)
         it.step(1)
-        it.spreading.fail(["r"], "its instance is lost", retry=True)
+        it.streams.fail(["r"], "its instance is lost", retry=True)
         assert it.came == [1]
         assert it.client.failed == ["r"]
 
 
 async def test_a_pause_that_never_comes_is_given_up() -> None:
     async with scene() as it:
-        it.spreading.begin("r", SOURCE, 5.0, 0.4)
+        it.streams.spread("r", SOURCE, 5.0, 0.4)
         it.step(1)
         await it.passes(GIVE_UP_S + 0.1)
-        assert len(it.spreading) == 0
+        assert len(it.streams._spreads) == 0
         it.step(2)
         assert it.came == [1, 2]
 
 
 async def test_nothing_is_delivered_after_the_close() -> None:
     async with scene() as it:
-        it.spreading.begin("r", SOURCE, 5.0, 0.4)
+        it.streams.spread("r", SOURCE, 5.0, 0.4)
         it.step(1)
-        it.spreading.close()
+        it.streams.close()
         await it.passes(20.0)
         assert it.came == []
 
@@ -154,15 +169,15 @@ def test_whatever_it_is_told_all_tokens_come_once_and_in_order(
                     it.step(given_out, index=index)
                     given_out += 1
                 elif event == BEGIN:
-                    it.spreading.begin("r", index, number, number / 4)
+                    it.streams.spread("r", index, number, number / 4)
                 elif event == END:
-                    it.spreading.end("r")
+                    it.streams.end_spread("r")
                 elif event == MOVE:
                     index = 1 - index
                 else:
                     await it.passes(number)
             await it.passes(GIVE_UP_S + 1.0)
-            assert len(it.spreading) == 0
+            assert len(it.streams._spreads) == 0
             return it.came, given_out
 
     came, given_out = asyncio.run(run())
@@ -207,7 +222,7 @@ async def test_a_client_that_leaves_leaves_nothing_held() -> None:
         llumlet = await it.submit()
         await foretold(it, llumlet)
         await it.router.abort(["r"])
-        assert len(it.router._spreading) == 0
+        assert len(it.router._streams._spreads) == 0
 
 
 @pytest.mark.parametrize("told_by", ["another instance", "its own of another request"])

@@ -70,7 +70,7 @@ class Submit(Message, frozen=True, tag=True):
     """Front end: run this request (payload frames: the adapter's encoding)."""
 
     request_id: str
-    """The run's own id, see `kvmig.gateway.requests.Entry`."""
+    """The run's own id, see `kvmig.gateway.requests.LiveRequest`."""
     output_token_ids: tuple[int, ...] = ()
     """It ran elsewhere and goes on after these."""
 

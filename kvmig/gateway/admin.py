@@ -1,27 +1,30 @@
-"""The admin API under /kvmig/v1: what there is, and moving requests by hand."""
+"""The admin API under /kvmig/v1: what there is, moving requests by hand, orders about instances."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from dataclasses import asdict
+from http import HTTPStatus
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Query
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from kvmig.controlplane.orders import AddInstances, DrainInstance, RestartInstances, StopDrain
 from kvmig.gateway.access import Rule
-from kvmig.gateway.admin_errors import PROBLEMS, Responses, guarded
-from kvmig.gateway.admin_models import (
-    ErrorBody,
-    Instance,
-    Listing,
-    Migration,
-    MigrationBody,
-    Request,
-)
-from kvmig.gateway.inventory import InstanceRow
-from kvmig.gateway.migrations import RECENT
-from kvmig.gateway.router import Router
+from kvmig.gateway.inventory import InstanceRow, RequestRow
+from kvmig.gateway.launcher import LauncherLink
+from kvmig.gateway.problems import PROBLEMS, ErrorBody, Responses, guarded
+from kvmig.gateway.router import RECENT, Router
+from kvmig.kvtransfer.report import MigrationReport
 
 PREFIX = "/kvmig/v1"
+MOST = 10_000
+"""Instances in one order; how many there may be is the launcher's to say."""
+
+# -- the routes
 
 
 def admin_api(
@@ -71,3 +74,263 @@ def admin_api(
         return Listing(data=[Migration.of(report) for report in newest_first[:limit]])
 
     return api
+
+
+def instances_api(
+    launcher: LauncherLink,
+    rows: Callable[[], Sequence[InstanceRow]],
+    model: str,
+    rule: Rule,
+) -> APIRouter:
+    """The routes, for `app.include_router`.
+
+    rows: of all instances, now. rule: who may call them.
+    """
+    errors: Responses = {status: {"model": ErrorBody} for status in (400, 404, 409, 503)}
+    adding = APIRouter(route_class=guarded(rule, tuple(AddBody.model_fields)))
+    restarting = APIRouter(route_class=guarded(rule, tuple(RestartBody.model_fields)))
+    draining = APIRouter(route_class=guarded(rule, tuple(DrainBody.model_fields)))
+
+    def told(names: Sequence[str]) -> list[Instance]:
+        return [Instance.of(row, model) for row in rows() if row.id in names]
+
+    @adding.post("/instances", status_code=HTTPStatus.CREATED, responses=errors)
+    async def add(body: AddBody | None = None) -> Listing[Instance]:
+        """Start instances; they are `starting` until they serve."""
+        wanted = body or AddBody()
+        names = await launcher.order(
+            lambda call_id: AddInstances(call_id, wanted.count, wanted.flags)
+        )
+        return Listing(data=told(names))
+
+    @restarting.post("/instances/restart", status_code=HTTPStatus.ACCEPTED, responses=errors)
+    async def restart(body: RestartBody | None = None) -> Listing[Instance]:
+        """Start them again, one after the other, each once its requests have gone elsewhere."""
+        wanted = body or RestartBody()
+        names = await launcher.order(
+            lambda call_id: RestartInstances(call_id, tuple(wanted.instances), wanted.deadline_s)
+        )
+        return Listing(data=told(names))
+
+    @draining.delete("/instances/{name}", status_code=HTTPStatus.ACCEPTED, responses=errors)
+    async def remove(
+        name: str,
+        now: bool = False,
+        deadline_s: Annotated[float | None, Query(ge=0, allow_inf_nan=False)] = None,
+    ) -> Listing[Instance]:
+        """Drain it, then end it; `now`: end it at once, its requests run again elsewhere."""
+        names = await launcher.order(
+            lambda call_id: DrainInstance(call_id, name, deadline_s, leave=True, now=now)
+        )
+        return Listing(data=told(names))
+
+    @draining.post("/instances/{name}/drain", status_code=HTTPStatus.ACCEPTED, responses=errors)
+    async def drain(name: str, body: DrainBody | None = None) -> Listing[Instance]:
+        """Let its requests go elsewhere; it stays, and takes no new ones."""
+        deadline_s = (body or DrainBody()).deadline_s
+        names = await launcher.order(lambda call_id: DrainInstance(call_id, name, deadline_s))
+        return Listing(data=told(names))
+
+    @draining.delete("/instances/{name}/drain", responses=errors)
+    async def stop_drain(name: str) -> Listing[Instance]:
+        """Let a draining instance serve again."""
+        names = await launcher.order(lambda call_id: StopDrain(call_id, name))
+        return Listing(data=told(names))
+
+    api = APIRouter(prefix=PREFIX, tags=["kvmig"], responses=PROBLEMS)
+    api.include_router(adding)
+    api.include_router(restarting)
+    api.include_router(draining)
+    return api
+
+
+# -- the JSON, typed for /openapi.json
+
+Row = TypeVar("Row", bound=BaseModel)
+
+
+def whole(value: Any) -> Any:
+    """JSON has one kind of numbers: 3.0 is an integer as good as 3."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class Listing(BaseModel, Generic[Row]):
+    """Many rows, as OpenAI's API lists things."""
+
+    object: Literal["list"] = "list"
+    data: list[Row]
+
+
+class Instance(BaseModel):
+    """An instance as last heard of. Sizes in KV blocks, counts in requests."""
+
+    id: str
+    index: int = Field(description="The label `engine` of vLLM's metrics; -1 until it has served.")
+    state: str = Field(description="starting, serving, draining, silent, hung, failed or lost.")
+    detail: str = Field(description="Why it is in this state; empty when it serves.")
+    model: str
+    endpoint: str
+    blocks_total: int
+    blocks_used: int
+    running: int
+    waiting: int
+    freeness: float | None = Field(
+        description="Blocks by which each of its requests can grow; below 0 when overloaded, "
+        "null when it is idle or draining (infinite)."
+    )
+    migrations_in: int = Field(description="Under way now.")
+    migrations_out: int = Field(description="Under way now.")
+    staging_used: int = Field(description="Staging buffers held by migrations out of it.")
+    unmovable: str = Field(
+        description="Why no request can be moved from it or to it; empty when they can."
+    )
+    weights: str = Field(description="Identity of its weights; a stream goes on under no others.")
+    numerics: str = Field(description="Its numerics class: instances of one round alike.")
+
+    @classmethod
+    def of(cls, row: InstanceRow, model: str) -> Instance:
+        """The row as JSON has it."""
+        freeness = row.freeness if math.isfinite(row.freeness) else None
+        return cls(**{**asdict(row), "model": model, "freeness": freeness})
+
+
+class Request(BaseModel):
+    """A live request: one sequence of a call."""
+
+    id: str
+    call_id: str = Field(description="The call's x-request-id.")
+    instance: str
+    state: str = Field(description="running, waiting, suspended or submitted.")
+    tokens: int = Field(description="Prompt and output tokens.")
+    output_tokens: int
+    blocks: int
+    priority: int
+    unmovable: str = Field(description="Why it can't be moved now; empty when it can.")
+    age_ms: float = Field(
+        description="How old this is: while an instance is in a long step, its last word counts."
+    )
+    migrating_to: str | None = Field(
+        description="Where it is being moved to, if that was asked for here."
+    )
+
+    @classmethod
+    def of(cls, row: RequestRow) -> Request:
+        """The row as JSON has it."""
+        return cls(**asdict(row))
+
+
+class MigrationBody(BaseModel):
+    """Move this request there."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    request_id: str = Field(
+        min_length=1,
+        description="x-request-id of the call, or a sequence's own id (GET /kvmig/v1/requests).",
+    )
+    destination: str = Field(min_length=1, description="Id of an instance.")
+    inexact: bool = Field(
+        default=False,
+        description="Also to an instance of another numerics class, where its tokens may differ.",
+    )
+
+
+class AddBody(BaseModel):
+    """Start so many instances more."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    count: Annotated[int, BeforeValidator(whole)] = Field(default=1, ge=1, le=MOST)
+    flags: str = Field(default="", description="vLLM's flags that only these get.")
+
+
+class DrainBody(BaseModel):
+    """Let an instance's requests go elsewhere."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    deadline_s: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="What is still there then goes on elsewhere by recompute, or ends with an "
+        "error where no other instance has its weights; null: --drain-deadline, and such requests "
+        "stay until they end.",
+    )
+
+
+class RestartBody(BaseModel):
+    """Start instances again, one after the other."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    instances: list[str] = Field(
+        default=[], max_length=MOST, description="Their ids; none: all that serve."
+    )
+    deadline_s: float | None = Field(default=None, ge=0, description="Of each drain, as there.")
+
+
+class StageParts(BaseModel):
+    """Where a stage's time went, milliseconds summed over its chunks, which may overlap."""
+
+    wait: float
+    gather: float
+    push: float
+    scatter: float
+
+
+class Stage(BaseModel):
+    """One live copy stage."""
+
+    blocks: int
+    bytes: int
+    ms: float
+    parts: StageParts
+
+
+class DowntimeParts(BaseModel):
+    """The pause in named parts, milliseconds, one after the other."""
+
+    drain: float
+    tail_copy: float
+    commit: float
+    first_token: float | None
+
+
+class Migration(BaseModel):
+    """What one migration did."""
+
+    id: str
+    request_id: str
+    source: str
+    destination: str
+    state: Literal["committed", "aborted"]
+    reason: str = Field(description="One word; empty when it committed.")
+    detail: str
+    why: str = Field(description="What it was for: the scheduler's word, or by-hand.")
+    exact: bool | None = Field(
+        description="Whether both instances are of one numerics class, so that the move changed no "
+        "token; null when the destination wasn't asked."
+    )
+    transport: str
+    hit_blocks: int = Field(description="Found in the destination's prefix cache, not sent.")
+    stages: list[Stage]
+    fused_chunks: int = Field(
+        description="Chunks that shared a transfer with those of other migrations."
+    )
+    tail_blocks: int
+    output_tokens: int | None = Field(
+        description="Tokens that the source put out; the next one is the destination's. "
+        "null when the request was never suspended."
+    )
+    bytes: int
+    total_ms: float
+    downtime_ms: DowntimeParts | None = Field(
+        description="null when the request was never suspended."
+    )
+    ended_at: float = Field(description="Unix time.")
+
+    @classmethod
+    def of(cls, report: MigrationReport) -> Migration:
+        """The report as JSON has it."""
+        return cls.model_validate(msgspec.to_builtins(report))

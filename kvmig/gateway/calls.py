@@ -1,19 +1,23 @@
-"""Questions to instances and their answers: numbered, with a time-out, failed with the instance."""
+"""Questions to instances and their answers: numbered, with a timeout, failed with the instance."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvmig.gateway.errors import CallTimeout, InstanceLost
+from kvmig.controlplane.messages import Call, CallDone
+from kvmig.gateway.errors import CallFailed, CallTimeout, InstanceLost
 from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import Message
+from kvmig.kvtransfer.wire import Frame
 
 M = TypeVar("M", bound=Message)
 Payload = list[memoryview]
+Send = Callable[[str, Message, Sequence[Frame]], None]
+"""To an instance, at once. Raises InstanceLost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,8 @@ class _Waiting:
 class Calls:
     """Open questions of one front end."""
 
-    def __init__(self) -> None:
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self._ids = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
 
@@ -35,24 +40,24 @@ class Calls:
     async def ask(
         self,
         instance: str,
-        send: Callable[[int], None],
+        make: Callable[[int], Message],
         answer: type[M],
         timeout_s: float,
         what: str,
+        payload: Sequence[Frame] = (),
     ) -> tuple[M, Payload]:
         """Send a question under a new id and wait for the answer and its payload.
 
-        send: gets the id and sends the message. what: names the question in errors.
-        Raises CallTimeout, InstanceLost, PeerError for an answer of another type, and
-        what `send` raises.
+        make: the question, from its id. what: names it in errors. Raises CallTimeout, InstanceLost,
+        and PeerError for an answer of another type.
         """
         call_id = next(self._ids)
         future: asyncio.Future[tuple[Message, Payload]] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = _Waiting(instance, future)
         try:
-            send(call_id)
+            self._send(instance, make(call_id), payload)
             async with asyncio.timeout(timeout_s):
-                message, payload = await future
+                message, came = await future
         except TimeoutError as error:
             late = f"instance {instance} did not answer {what} within {timeout_s:g} s"
             raise CallTimeout(late) from error
@@ -60,7 +65,7 @@ class Calls:
             del self._waiting[call_id]
         if not isinstance(message, answer):
             raise PeerError(f"{instance} answered {what} with {type(message).__name__}")
-        return message, payload
+        return message, came
 
     def answer(self, call_id: int, message: Message, payload: Payload) -> None:
         """An answer came. One that nobody waits for any more is ignored."""
@@ -73,3 +78,14 @@ class Calls:
         for waiting in self._waiting.values():
             if waiting.instance == instance and not waiting.future.done():
                 waiting.future.set_exception(InstanceLost(reason))
+
+    async def run(
+        self, instance: str, method: str, payload: Sequence[Frame], timeout_s: float
+    ) -> Payload:
+        """Run an engine method. Raises CallFailed, CallTimeout, InstanceLost."""
+        done, result = await self.ask(
+            instance, lambda call_id: Call(call_id, method), CallDone, timeout_s, method, payload
+        )
+        if done.error is not None:
+            raise CallFailed(f"{method} failed on instance {instance}: {done.error}")
+        return result

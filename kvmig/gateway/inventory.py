@@ -1,15 +1,18 @@
-"""What there is, for people: instances and requests as rows. Pure."""
+"""Rows of instances and requests, for people. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kvmig.controlplane.freeness import instance_freeness
-from kvmig.controlplane.messages import Member
+from kvmig.controlplane.messages import Member, Requests
 from kvmig.controlplane.view import InstanceView
 from kvmig.engines.base import Preempted, RequestState
-from kvmig.gateway.requests import Entry
+from kvmig.gateway.errors import AmbiguousRequest
+from kvmig.gateway.requests import LiveRequest, call_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class InstanceRow:
     headroom: Mapping[int, float] = field(default_factory=dict)
     """Priority -> KV blocks kept free for it."""
     unmovable: str = ""
-    """Why no request can be moved from it or to it; empty when they can."""
+    """Why no request can be moved from the instance or to it; empty when they can."""
     weights: str = ""
     """Identity of its weights."""
     numerics: str = ""
@@ -63,7 +66,7 @@ class RequestRow:
     unmovable: str
     """Why it can't be moved now; empty when it can."""
     age_ms: float
-    """How old what the instance told is."""
+    """Age of what the instance told."""
     migrating_to: str | None
 
 
@@ -109,7 +112,7 @@ def cluster_rows(linked: Sequence[InstanceRow], members: Iterable[Member]) -> li
 
 
 def request_rows(
-    entries: Iterable[Entry], told: Mapping[str, Sequence[RequestState]]
+    requests: Iterable[LiveRequest], told: Mapping[str, Sequence[RequestState]]
 ) -> list[RequestRow]:
     """Rows in order of arrival. told: each instance's own list.
 
@@ -119,24 +122,24 @@ def request_rows(
         (state.request_id, instance): state for instance, listed in told.items() for state in listed
     }
     rows = []
-    for entry in sorted(entries, key=lambda entry: entry.arrived):
-        places = [entry.owner, *sorted(entry.holders - {entry.owner}), *told]
-        found = next((at for at in places if (entry.run_id, at) in states), None)
+    for request in sorted(requests, key=lambda request: request.arrived):
+        places = [request.owner, *sorted(request.holders - {request.owner}), *told]
+        found = next((at for at in places if (request.run_id, at) in states), None)
         state = RequestState(
-            request_id=entry.request_id,
+            request_id=request.request_id,
             state="submitted",
-            tokens=entry.prompt_tokens + entry.splicer.next,
-            output_tokens=entry.splicer.next,
+            tokens=request.prompt_tokens + request.splicer.next,
+            output_tokens=request.splicer.next,
             blocks=0,
-            priority=entry.priority,
+            priority=request.priority,
         )
         if found is not None:
-            state = states[entry.run_id, found]
+            state = states[request.run_id, found]
         rows.append(
             RequestRow(
-                id=entry.request_id,
-                call_id=entry.call_id,
-                instance=found or entry.owner,
+                id=request.request_id,
+                call_id=request.call_id,
+                instance=found or request.owner,
                 state=state.state,
                 tokens=state.tokens,
                 output_tokens=state.output_tokens,
@@ -144,7 +147,59 @@ def request_rows(
                 priority=state.priority,
                 unmovable=state.unmovable,
                 age_ms=state.age_ms,
-                migrating_to=entry.destination,
+                migrating_to=request.destination,
             )
         )
     return rows
+
+
+# -- requests of other front ends
+
+# Instances know a request by the id of its present run (`LiveRequest.run_id`). vLLM's own id of it,
+# of which the call's is a part, ends with eight random hexadecimal digits.
+_RUN = re.compile(r"(?P<request>(?:\d+_)?(?P<external>.+)-[0-9a-f]{8})(?:\+\d+)?", re.DOTALL)
+
+
+class OthersRequest(NamedTuple):
+    """A live request of another front end. run_id: its id at its instance."""
+
+    row: RequestRow
+    run_id: str
+
+
+def others_requests(told: Mapping[str, Requests], own: str) -> list[OthersRequest]:
+    """Requests of all front ends but `own`, in no order. told: each instance's own list.
+
+    Example: run "cmpl-x-0-12345678+1" of another front end: request "cmpl-x-0-12345678",
+    call "x".
+    """
+    found: dict[str, OthersRequest] = {}
+    for instance, listed in told.items():
+        for state in listed.requests:
+            if listed.fronts.get(state.request_id, own) == own:
+                continue
+            parts = _RUN.fullmatch(state.request_id)
+            row = RequestRow(
+                id=parts["request"] if parts else state.request_id,
+                call_id=call_of(parts["external"]) if parts else state.request_id,
+                instance=instance,
+                state=state.state,
+                tokens=state.tokens,
+                output_tokens=state.output_tokens,
+                blocks=state.blocks,
+                priority=state.priority,
+                unmovable=state.unmovable,
+                age_ms=state.age_ms,
+                migrating_to=None,
+            )
+            found[state.request_id] = OthersRequest(row, state.request_id)
+    return list(found.values())
+
+
+def find_other(requests: list[OthersRequest], any_id: str) -> OthersRequest | None:
+    """By request id or call id; None if there is none. Raises AmbiguousRequest."""
+    matching = [one for one in requests if any_id in (one.row.id, one.row.call_id)]
+    if len(matching) > 1:
+        names = ", ".join(sorted(one.row.id for one in matching))
+        raise AmbiguousRequest(f"{any_id} has {len(matching)} live sequences, name one: {names}")
+    return matching[0] if matching else None

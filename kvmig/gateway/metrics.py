@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from kvmig.engines.base import Preempted
 from kvmig.gateway.inventory import InstanceRow
+from kvmig.gateway.ports import Observer
 from kvmig.ground.priorities import PriorityClass, class_of
 from kvmig.kvtransfer.report import Downtime, MigrationReport
 
@@ -35,7 +36,7 @@ def downtime_s(downtime: Downtime) -> float:
     return sum(part or 0.0 for part in parts) / 1000
 
 
-class Metrics:
+class Metrics(Observer):
     """Counts what happens to requests, migrations and instances: an `Observer` for the router."""
 
     def __init__(self, registry: CollectorRegistry, classes: Sequence[PriorityClass]) -> None:

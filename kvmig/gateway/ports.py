@@ -1,4 +1,4 @@
-"""What the gateway needs of the front side: how to read outputs, and where to put them."""
+"""Ports of the gateway: outputs, the sink of streams, instances, and an observer that counts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvmig.kvtransfer.wire import Frame
 
 
 class Item(Protocol):
-    """What one step gave one request (vLLM: `EngineCoreOutput`, as it is)."""
+    """Tokens of one request from one step (vLLM: `EngineCoreOutput`, as it is)."""
 
     request_id: str
-    """The id under which it was submitted; the front end puts its own in the place of a run's."""
+    """The run's id, as submitted; the front end puts the request's own in its place."""
 
     @property
     def new_token_ids(self) -> Sequence[int]:
-        """Its new tokens, in order."""
+        """The new tokens, in order."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Whether these are its last."""
+        """Whether these are the request's last tokens."""
         ...
 
 
@@ -48,16 +48,31 @@ class Decode(Protocol):
         ...
 
 
+class Sink(Protocol):
+    """Where streams end: the engine's front half. Called on the event loop; must not block."""
+
+    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+        """Tokens in their right order. index: the engine index of the instance they are from."""
+        ...
+
+    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+        """These requests get no more tokens; `reason` is a sentence for the client.
+
+        retry: another attempt may succeed; otherwise the request is to blame.
+        """
+        ...
+
+
 class Arithmetic(NamedTuple):
-    """By what an instance computes: what a stream that has begun there goes on with."""
+    """What an instance computes with: a stream that has begun there goes on with the same."""
 
     weights: str = ""
-    """Their identity; empty: nothing has been computed, or it isn't known by what."""
+    """Identity of the weights; empty: nothing has been computed, or it isn't known."""
     numerics: str = ""
-    """The class; empty: no matter which."""
+    """The numerics class; empty: no matter which."""
 
     def goes_on(self, there: Arithmetic) -> bool:
-        """Whether what has begun so may go on there."""
+        """Whether a stream that has begun so may go on there."""
         return self.weights in ("", there.weights) and self.numerics in ("", there.numerics)
 
 
@@ -65,27 +80,35 @@ NOT_BEGUN = Arithmetic()
 
 
 class Instances(Protocol):
-    """What decides about requests needs to know of instances: see `kvmig.gateway.fleet.Fleet`."""
+    """What decisions about requests need of instances; see `kvmig.gateway.instances.Fleet`."""
 
     @property
     def alive(self) -> list[str]:
-        """Those that are connected."""
+        """Connected instances."""
         ...
 
     def fit(self, instance: str) -> bool:
-        """Whether requests had better be there than elsewhere."""
+        """Whether the instance can be relied on."""
         ...
 
     def any_fit(self) -> bool:
-        """Whether there is one that is fit."""
+        """Whether some instance can be relied on."""
         ...
 
     def others_serve(self, instance: str, begun: Arithmetic = NOT_BEGUN) -> bool:
-        """Whether another one that is fit takes requests, also those that have begun so."""
+        """Whether another fit instance takes requests, also those that have begun so."""
         ...
 
     def ailing(self) -> dict[str, str]:
-        """Those that are connected and not fit: silent, hung or failed."""
+        """Connected instances that aren't fit: silent, hung or failed."""
+        ...
+
+    def index(self, instance: str) -> int:
+        """The engine index of the instance, also after it was removed."""
+        ...
+
+    def arithmetic(self, instance: str) -> Arithmetic:
+        """What the instance computes with, as last reported."""
         ...
 
     def send(self, instance: str, message: Message, payload: Sequence[Frame] = ()) -> None:
@@ -106,87 +129,32 @@ class Instances(Protocol):
         ...
 
 
-class Sink(Protocol):
-    """Where streams end: the front side. Called on the event loop; must not block."""
-
-    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
-        """Tokens in their right order. `index`: the engine index of the instance they are from."""
-        ...
-
-    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
-        """These requests get no more tokens; `reason` is a sentence for the client.
-
-        retry: it may go well another time; otherwise the request is to blame.
-        """
-        ...
-
-
-class Observer(Protocol):
-    """Who counts what happened (see `kvmig.gateway.metrics`)."""
+class Observer:
+    """Hears what happens, and counts nothing; `kvmig.gateway.metrics.Metrics` counts."""
 
     def migrated(self, report: MigrationReport, priority: int | None) -> None:
         """A migration ended. priority: the request's, if it is one of this front end's."""
-        ...
 
     def switched(self, gap_s: float | None) -> None:
         """A stream went over to a new owner; the gap is None when no token came before."""
-        ...
 
     def began(self, priority: int, ttft_s: float) -> None:
         """A request's first token came, so long after the request."""
-        ...
 
     def ended(self, priority: int, whole_s: float, decode_s: float, tokens: int) -> None:
         """A request's last token came, the `tokens`th, `decode_s` after the first."""
-        ...
 
     def missing(self, instance: str, ailment: str) -> None:
-        """An instance can't be relied on any more: it is silent, hung, failed or lost."""
-        ...
+        """An instance became silent, hung, failed or lost."""
 
     def ran_again(self, tokens: int) -> None:
-        """A request runs on another instance; KV of so many tokens is to be computed again."""
-        ...
+        """A request runs again on another instance; so many tokens are to be recomputed."""
 
     def poisoned(self) -> None:
         """A request was failed because instances crashed while they ran it."""
-        ...
 
     def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
-        """So many messages a process has refused since its start, by reason. Told often."""
-        ...
+        """A process has refused so many messages since its start, by reason. Told often."""
 
     def unread(self) -> None:
         """A request was failed because its client didn't read."""
-        ...
-
-
-class Unobserved:
-    """Counts nothing."""
-
-    def migrated(self, report: MigrationReport, priority: int | None) -> None:
-        """Not counted."""
-
-    def switched(self, gap_s: float | None) -> None:
-        """Not counted."""
-
-    def began(self, priority: int, ttft_s: float) -> None:
-        """Not counted."""
-
-    def ended(self, priority: int, whole_s: float, decode_s: float, tokens: int) -> None:
-        """Not counted."""
-
-    def missing(self, instance: str, ailment: str) -> None:
-        """Not counted."""
-
-    def ran_again(self, tokens: int) -> None:
-        """Not counted."""
-
-    def poisoned(self) -> None:
-        """Not counted."""
-
-    def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
-        """Not counted."""
-
-    def unread(self) -> None:
-        """Not counted."""

@@ -1,14 +1,14 @@
-"""The live requests of this front end, found by their own id or by their call's."""
+"""A live request of this front end, the HTTP call that it belongs to, and the table of all."""
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Literal
 
-from kvmig.gateway.caller import Caller
-from kvmig.gateway.crashes import Crashes
 from kvmig.gateway.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.gateway.splice import Splicer
@@ -16,6 +16,292 @@ from kvmig.kvtransfer.wire import Frame
 
 REMEMBERED = 4096
 """Ended requests that are still told apart from unknown ones."""
+PATIENCE_S = 12.0
+"""Longest wait for news of missing instances: a launcher ends a silent one after 10 s."""
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """One live request: one sequence of an HTTP call."""
+
+    request_id: str
+    external_id: str
+    """The engine's id of the client's request; several sequences may share it."""
+    call_id: str
+    """The x-request-id of the call."""
+    splicer: Splicer
+    """The client's stream."""
+    prompt_tokens: int
+    priority: int
+    payload: Sequence[Frame]
+    """The request as submitted, to run it again elsewhere."""
+    arrived: float
+    """In the router's clock."""
+    call: HttpCall | None = None
+
+    # what the client has
+    first_at: float | None = None
+    """When the first token came, in the router's clock."""
+    begun: Arithmetic = NOT_BEGUN
+    """What computed the first token: the request goes on under no other weights."""
+    output_token_ids: list[int] = field(default_factory=list)
+    """Tokens that the client has got: the next run goes on after them."""
+
+    # where it runs
+    run: int = 0
+    """A run starts with a Submit and goes on by migration, one epoch after the other. The next run
+    starts when that one is lost."""
+    destination: str | None = None
+    """Instance to which this front end's own order moves the request."""
+    moved_to: str | None = None
+    """Instance that runs the request, as a report says, before any of its tokens has come."""
+    moved_from_epoch: int = -1
+    """Epoch of the owner that the request left for `moved_to`."""
+    unplaced_since: float | None = None
+    """Since when the request has had no instance, in the router's clock."""
+    crashes: Crashes = field(default_factory=lambda: Crashes())  # noqa: PLW0108 - defined below
+    reconnected: set[str] = field(default_factory=set)
+    """Instances that were missing during this run and came back: they may have dropped their copy,
+    and its tokens may be lost."""
+
+    @property
+    def run_id(self) -> str:
+        """The request's id at instances, in this run alone."""
+        return f"{self.request_id}+{self.run}" if self.run else self.request_id
+
+    @property
+    def owner(self) -> str:
+        """The instance whose tokens the client gets."""
+        return self.splicer.owner
+
+    @property
+    def instance(self) -> str | None:
+        """The instance that runs the request, as far as is known; None without one."""
+        return None if self.unplaced_since is not None else self.moved_to or self.owner
+
+    @property
+    def holders(self) -> set[str]:
+        """Every instance that may hold something of the present run."""
+        if self.unplaced_since is not None:
+            return set()
+        return {one for one in (self.owner, self.destination, self.moved_to) if one is not None}
+
+    def note_move(self, to: str, from_epoch: int) -> None:
+        """A report says that the request went to `to` from the owner of `from_epoch`.
+
+        Reports of a request that moves on and on come from different instances, in any order.
+        """
+        known = -1 if self.moved_to is None else self.moved_from_epoch
+        if from_epoch >= self.splicer.epoch and from_epoch > known:
+            self.moved_to, self.moved_from_epoch = to, from_epoch
+
+    def note_switch(self, epoch: int) -> None:
+        """The client gets tokens of `epoch` now: reports of moves up to there are no news."""
+        if epoch > self.moved_from_epoch:
+            self.moved_to = None
+
+
+Verdict = Literal["run", "wait", "poison"]
+
+
+@dataclass(slots=True)
+class Crashes:
+    """Instances that went while they ran the request. Pure.
+
+    An instance is missing when its connection is lost or it is silent, hung or failed: it may
+    come back. Only the launcher, which sees the process, knows that it crashed.
+    """
+
+    crashed: list[str] = field(default_factory=list)
+    """Names, in the order of their crashes; a restarted one may be in it again."""
+    missing: dict[str, float] = field(default_factory=dict)
+    """Name -> since when."""
+
+    def missed(self, instance: str, now: float) -> None:
+        """The instance is missing, and the request ran there."""
+        self.missing.setdefault(instance, now)
+
+    def returned(self, instance: str) -> None:
+        """The instance is back. Unknown ones are ignored."""
+        self.missing.pop(instance, None)
+
+    def confirmed(self, instance: str) -> None:
+        """The instance has crashed. Ignored if it wasn't missing: the request didn't run there."""
+        if self.missing.pop(instance, None) is not None:
+            self.crashed.append(instance)
+
+    def verdict(self, now: float, most: int) -> Verdict:
+        """Whether the request may run on a further instance; `most` crashes make it poison.
+
+        With as many missing as would make it poison, the request waits until their fate is known,
+        so that it takes no further instance along; but no longer than PATIENCE_S.
+        """
+        if len(self.crashed) >= most:
+            return "poison"
+        if not self.missing or len(self.crashed) + len(self.missing) < most:
+            return "run"
+        return "wait" if now - max(self.missing.values()) < PATIENCE_S else "run"
+
+
+class HttpCall:
+    """One HTTP call: its x-request-id, its live requests, and how its client reads. Pure.
+
+    request_ids: kept by the request table.
+    """
+
+    __slots__ = (
+        "_hold", "_marks", "_submitted", "_unserved", "_waiting", "call_id", "request_ids",
+    )  # fmt: skip
+
+    def __init__(self, call_id: str = "") -> None:
+        self.call_id = call_id
+        self.request_ids: set[str] = set()
+        self._unserved: set[str] = set()
+        self._submitted = False
+        self._waiting = 0
+        self._hold: Callable[[int], None] | None = None
+        self._marks: dict[str, int] | None = None
+
+    # -- requests that wait for their first token
+
+    def enter(self, hold: Callable[[int], None]) -> None:
+        """Count the call's waiting requests from now on; `hold` is told by how much they change.
+
+        A call whose requests aren't there yet counts as one.
+        """
+        self._hold = hold
+        self._count(0 if self._submitted else 1)
+
+    def leave(self) -> None:
+        """The call is over: nothing of it waits."""
+        self._count(0)
+        self._hold = None
+
+    def submitted(self, request_id: str) -> None:
+        """The call has one more request."""
+        self._submitted = True
+        self.request_ids.add(request_id)
+        self._unserved.add(request_id)
+        self._count(len(self._unserved))
+
+    def began(self, request_id: str) -> None:
+        """The request has its first token."""
+        self._unserved.discard(request_id)
+        self._count(len(self._unserved))
+
+    def ended(self, request_id: str) -> None:
+        """The request is over."""
+        self.request_ids.discard(request_id)
+        self.began(request_id)
+
+    def _count(self, waiting: int) -> None:
+        if self._hold is not None and waiting != self._waiting:
+            self._hold(waiting - self._waiting)
+            self._waiting = waiting
+
+    # -- a client that doesn't read
+
+    def stopped_reading(self) -> None:
+        """Nothing more can be written to the client: tokens pile up here."""
+        self._marks = {}
+
+    def reads_again(self) -> None:
+        """The client reads again, or is gone."""
+        self._marks = None
+
+    def unread(self, request: LiveRequest) -> int:
+        """The request's tokens since the first such look at which its client didn't read."""
+        if self._marks is None:
+            return 0
+        return request.splicer.next - self._marks.setdefault(
+            request.request_id, request.splicer.next
+        )
+
+
+current_call: ContextVar[HttpCall | None] = ContextVar("current_call", default=None)
+"""The HTTP call that this task works for."""
+
+
+def current_call_id() -> str:
+    """The x-request-id of that call; empty outside of one."""
+    call = current_call.get()
+    return "" if call is None else call.call_id
+
+
+class RequestTable:
+    """All live requests by id, and the ids of those that ended lately."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, LiveRequest] = {}
+        """By request id; read only."""
+        self.runs: dict[str, LiveRequest] = {}
+        """By run id, which is what instances know; read only."""
+        self._calls: defaultdict[str, set[str]] = defaultdict(set)
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(tuple(self.live.values()))
+
+    def __len__(self) -> int:
+        return len(self.live)
+
+    def add(self, request: LiveRequest) -> None:
+        """Raises ValueError if the id is taken: engines never use one twice."""
+        if request.request_id in self.live:
+            raise ValueError(f"request {request.request_id} is running already")
+        self.live[request.request_id] = self.runs[request.run_id] = request
+        for name in {request.call_id, request.external_id}:
+            self._calls[name].add(request.request_id)
+        if request.call is not None:
+            request.call.submitted(request.request_id)
+
+    def remove(self, request_id: str) -> LiveRequest | None:
+        """Forget an ended request; None if it isn't here."""
+        request = self.live.pop(request_id, None)
+        if request is None:
+            return None
+        del self.runs[request.run_id]
+        if request.call is not None:
+            request.call.ended(request_id)
+        names = {request.call_id, request.external_id}
+        for name in names:
+            self._calls[name].discard(request_id)
+            if not self._calls[name]:
+                del self._calls[name]
+        for name in (request_id, *names):
+            self._ended[name] = None
+            self._ended.move_to_end(name)
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        return request
+
+    def next_run(self, request: LiveRequest, now: float) -> None:
+        """Give the present run up: nothing of it counts any more, and no instance has the next."""
+        del self.runs[request.run_id]
+        request.run += 1
+        self.runs[request.run_id] = request
+        request.moved_to = request.destination = None
+        request.reconnected = set()
+        if request.unplaced_since is None:
+            request.unplaced_since = now
+
+    def find(self, any_id: str) -> LiveRequest:
+        """By request id, external id or call id.
+
+        Raises UnknownRequest, RequestFinished or AmbiguousRequest.
+        """
+        if any_id in self.live:
+            return self.live[any_id]
+        found = self._calls.get(any_id, set())
+        if len(found) == 1:
+            return self.live[next(iter(found))]
+        if found:
+            names = ", ".join(sorted(found))
+            raise AmbiguousRequest(f"{any_id} has {len(found)} live sequences, name one: {names}")
+        if any_id in self._ended:
+            raise RequestFinished(f"request {any_id} has finished")
+        raise UnknownRequest(f"there is no request {any_id}")
+
 
 _EXTERNAL = re.compile(r"cmpl-(?P<completion>.+)-\d+|chatcmpl-(?P<chat>.+)", re.DOTALL)
 
@@ -27,154 +313,3 @@ def call_of(external_id: str) -> str:
     """
     found = _EXTERNAL.fullmatch(external_id)
     return (found["completion"] or found["chat"]) if found else external_id
-
-
-@dataclass(slots=True)
-class Entry:
-    """One live request (one sequence of a call)."""
-
-    request_id: str
-    external_id: str
-    """The engine's id of what the client asked for: several sequences may share it."""
-    call_id: str
-    splicer: Splicer
-    prompt_tokens: int
-    priority: int
-    payload: Sequence[Frame]
-    """As submitted, so that it can run again elsewhere."""
-    arrived: float
-    """In the router's clock."""
-    caller: Caller | None = None
-    """Whose it is."""
-    destination: str | None = None
-    """Where it is being moved to, when this front end asked for it."""
-    first_at: float | None = None
-    """When its first token came, in the router's clock."""
-    heir: str | None = None
-    """Who is known to run it now, though none of its tokens has come yet."""
-    bequeathed: int = -1
-    """Under which epoch it ran at the instance that it went to the heir from."""
-    begun: Arithmetic = NOT_BEGUN
-    """By what its first token was computed: it goes on under no other weights."""
-    output_token_ids: list[int] = field(default_factory=list)
-    """What the client has got: from there it runs again when its instance is lost."""
-    run: int = 0
-    """A run starts with a Submit and goes on by migration, one epoch after the other; the next
-    one starts when that is lost."""
-    unplaced_since: float | None = None
-    """Since when it has had no instance to run on; in the router's clock."""
-    crashes: Crashes = field(default_factory=Crashes)
-    lost: set[str] = field(default_factory=set)
-    """Instances that came back during this run: what they had of it then, they may have dropped,
-    and tokens of it that nobody expected may be lost."""
-
-    @property
-    def run_id(self) -> str:
-        """Its id at instances, of this run alone."""
-        return f"{self.request_id}+{self.run}" if self.run else self.request_id
-
-    @property
-    def instance(self) -> str | None:
-        """Where it runs, as far as is known; None without an instance."""
-        return None if self.unplaced_since is not None else self.heir or self.owner
-
-    @property
-    def owner(self) -> str:
-        """The instance that runs it, as far as the client has seen."""
-        return self.splicer.owner
-
-    @property
-    def holders(self) -> set[str]:
-        """Every instance that may hold something of its present run."""
-        if self.unplaced_since is not None:
-            return set()
-        return {one for one in (self.owner, self.destination, self.heir) if one is not None}
-
-    def inherit(self, heir: str, epoch: int) -> None:
-        """It went to `heir`, from where it ran under `epoch`.
-
-        What different instances tell of a request that moves on and on comes in any order.
-        """
-        known = -1 if self.heir is None else self.bequeathed
-        if epoch >= self.splicer.epoch and epoch > known:
-            self.heir, self.bequeathed = heir, epoch
-
-    def reached(self, epoch: int) -> None:
-        """The client gets tokens of `epoch` now: whoever it came from is no news any more."""
-        if epoch > self.bequeathed:
-            self.heir = None
-
-
-class RequestTable:
-    """All live requests, and the ids of those that ended lately."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-        """By request id; read only."""
-        self.runs: dict[str, Entry] = {}
-        """By run id, which is what instances know; read only."""
-        self._calls: defaultdict[str, set[str]] = defaultdict(set)
-        self._ended: OrderedDict[str, None] = OrderedDict()
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(tuple(self.entries.values()))
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def add(self, entry: Entry) -> None:
-        """Raises ValueError if the id is taken: engines never use one twice."""
-        if entry.request_id in self.entries:
-            raise ValueError(f"request {entry.request_id} is running already")
-        self.entries[entry.request_id] = self.runs[entry.run_id] = entry
-        for name in {entry.call_id, entry.external_id}:
-            self._calls[name].add(entry.request_id)
-        if entry.caller is not None:
-            entry.caller.submitted(entry.request_id)
-
-    def remove(self, request_id: str) -> Entry | None:
-        """Forget an ended request; None if it isn't here."""
-        entry = self.entries.pop(request_id, None)
-        if entry is None:
-            return None
-        del self.runs[entry.run_id]
-        if entry.caller is not None:
-            entry.caller.ended(request_id)
-        names = {entry.call_id, entry.external_id}
-        for name in names:
-            self._calls[name].discard(request_id)
-            if not self._calls[name]:
-                del self._calls[name]
-        for name in (request_id, *names):
-            self._ended[name] = None
-            self._ended.move_to_end(name)
-        while len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
-        return entry
-
-    def next_run(self, entry: Entry, now: float) -> None:
-        """Its present run is lost: nothing of it counts any more, and it has no instance."""
-        del self.runs[entry.run_id]
-        entry.run += 1
-        self.runs[entry.run_id] = entry
-        entry.heir = entry.destination = None
-        entry.lost = set()
-        if entry.unplaced_since is None:
-            entry.unplaced_since = now
-
-    def find(self, any_id: str) -> Entry:
-        """By request id, external id or call id.
-
-        Raises UnknownRequest, RequestFinished or AmbiguousRequest.
-        """
-        if any_id in self.entries:
-            return self.entries[any_id]
-        live = self._calls.get(any_id, set())
-        if len(live) == 1:
-            return self.entries[next(iter(live))]
-        if live:
-            names = ", ".join(sorted(live))
-            raise AmbiguousRequest(f"{any_id} has {len(live)} live sequences, name one: {names}")
-        if any_id in self._ended:
-            raise RequestFinished(f"request {any_id} has finished")
-        raise UnknownRequest(f"there is no request {any_id}")

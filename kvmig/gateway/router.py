@@ -1,4 +1,8 @@
-"""The heart of the front end: which instance runs a request, and whose tokens its client gets."""
+"""The router of a front end: which instance gets a request, and whose tokens its client gets.
+
+A token goes instance -> router -> streams -> sink; an order goes the other way, from the engine's
+front half or the admin API to the router, and from there to an instance.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,15 @@ import logging
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from kvmig.controlplane.messages import (
     CallDone,
-    Discard,
+    Fence,
     Fenced,
+    ListRequests,
     LoadReport,
+    Migrate,
     Migrated,
     Outputs,
     Overrun,
@@ -22,25 +30,28 @@ from kvmig.controlplane.messages import (
     Submit,
 )
 from kvmig.controlplane.policy import policy_of
-from kvmig.gateway.arbiter import FENCE_TIMEOUT_S, Arbiter
-from kvmig.gateway.caller import current_caller
 from kvmig.gateway.calls import Calls
-from kvmig.gateway.endings import Endings
-from kvmig.gateway.errors import UnknownRequest
-from kvmig.gateway.fleet import Fleet
-from kvmig.gateway.foreign import find_foreign, foreign_requests
-from kvmig.gateway.inventory import InstanceRow, RequestRow, request_rows
-from kvmig.gateway.links import Link
-from kvmig.gateway.migrations import Migrations
-from kvmig.gateway.ports import Decode, Observer, Sink, Unobserved
-from kvmig.gateway.questions import Questions
-from kvmig.gateway.readers import Readers
-from kvmig.gateway.recovery import Recovery
-from kvmig.gateway.request_id import current_call
-from kvmig.gateway.requests import Entry, RequestTable, call_of
-from kvmig.gateway.splice import Action, Broken, Splicer, Stale, Switched
-from kvmig.gateway.spreading import Spreading
-from kvmig.gateway.strays import Strays
+from kvmig.gateway.errors import (
+    AlreadyMigrating,
+    CallTimeout,
+    InstanceLost,
+    MigrationDisabled,
+    RequestFinished,
+    SameInstance,
+    UnknownRequest,
+)
+from kvmig.gateway.instances import Fleet, Instance
+from kvmig.gateway.inventory import (
+    OthersRequest,
+    RequestRow,
+    find_other,
+    others_requests,
+    request_rows,
+)
+from kvmig.gateway.ownership import Ownership
+from kvmig.gateway.ports import Decode, Observer, Sink
+from kvmig.gateway.requests import LiveRequest, RequestTable, call_of, current_call, current_call_id
+from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
@@ -52,16 +63,22 @@ from kvmig.kvtransfer.wire import Frame, Refusals
 HOLD_S = 10.0
 """Longest wait for an old owner's tokens while the new one's are there."""
 TICK_S = 0.2
-"""Between two looks for what nobody tells of."""
+"""Between two looks for silent instances, and for tokens that never come."""
+FENCE_TIMEOUT_S = 2.0
+"""Longest wait for a destination's word on whether it committed."""
+LIST_TIMEOUT_S = 2.0
+"""Longest wait for an instance's list of requests."""
+RECENT = 1000
+"""Reports of migrations that are kept."""
+
+_NEVER_BEGAN = ("already_migrating", "unknown_request")
+"""Reasons of migrations that are answered as errors, not recorded."""
 
 log = logging.getLogger(__name__)
 
 
 class Router:
-    """Engine-agnostic. Make, use and close it inside one running event loop.
-
-    Requests run again elsewhere when their instance is lost or ails, see `Recovery`.
-    """
+    """Engine-agnostic. Make, use and close it inside one running event loop."""
 
     def __init__(
         self,
@@ -76,15 +93,10 @@ class Router:
         lost_after_s: float = 10.0,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
-        self._name = name
-        self._observer = observer or Unobserved()
-        self._clock = clock
-        self._table = RequestTable()
-        self.readers = Readers(config.http.max_unread)
-        self._calls = Calls()
+        """name: of this front end; it counts what happens to its own requests."""
         silent_after_s = config.faults.silent_after_s
         tick_s = min(TICK_S, silent_after_s / 4)
-        self._fleet = Fleet(
+        self.fleet = Fleet(
             name,
             secret,
             policy_of(config.scheduler),
@@ -94,49 +106,41 @@ class Router:
             tick_s,
             self,
         )
-        self._spreading = Spreading(sink, clock)
-        self._endings = Endings(self._table, self._fleet, self._spreading)
-        self._strays = Strays(self._endings.tell)
-        self._recovery = Recovery(
+        self.reports: deque[MigrationReport] = deque(maxlen=RECENT)
+        """The last migrations, whoever asked for them, oldest first."""
+        self._name = name
+        self._config = config
+        self._observer = observer = observer or Observer()
+        self._clock = clock
+        self._fence_timeout_s = fence_timeout_s
+        self._table = RequestTable()
+        self._calls = Calls(self.fleet.send)
+        self._streams = Streams(self._table, sink, decode, self.fleet, observer, clock)
+        self._ownership = Ownership(
             self._table,
-            self._fleet,
-            self._endings,
-            self._observer,
+            self.fleet,
+            self._streams,
+            observer,
             clock,
             config.faults,
             config.scheduler.inexact_moves,
         )
-        self._questions = Questions(self._calls, self._fleet)
-        self._arbiter = Arbiter(
-            self._table, self._calls, self._fleet.send, self._fleet.fit, fence_timeout_s
-        )
-        self._migrations = Migrations(
-            self._table, self._calls, self._fleet, self._observer, config.scheduler.migration, name
-        )
-        self._streams = Streams(
-            self._table,
-            self._spreading,
-            decode,
-            self._fleet.index,
-            self._act,
-            self._strays.stop,
-            self._observer,
-            self._fleet.arithmetic,
-        )
         self._refusals = Refusals()
+        self._fences: dict[tuple[str, int], asyncio.Task[bool]] = {}
+        """Destinations that are asked whether they committed: by run id and epoch."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._watch(tick_s))
 
     async def close(self) -> None:
         """Disconnect from all; nothing is delivered any more."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._fences.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._spreading.close()
-        await self._arbiter.close()
-        await self._fleet.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._streams.close()
+        await self.fleet.close()
 
-    # -- instances
+    # -- instances come and go
 
     async def add_instance(
         self, instance: str, endpoint: str, timeout_s: float = 30.0, index: int | None = None
@@ -147,48 +151,24 @@ class Router:
         earlier one of its name. Raises InstanceLost, and ValueError if there is one of that
         name.
         """
-        return await self._fleet.add(instance, endpoint, timeout_s, index)
+        return await self.fleet.add(instance, endpoint, timeout_s, index)
 
     async def remove_instance(self, instance: str, *, crashed: bool = False) -> None:
         """Disconnect for good; requests that it still runs run again elsewhere.
 
         crashed: its process has died, maybe of one of them. Unknown ones are ignored.
         """
-        if await self._fleet.remove(instance):
+        if await self.fleet.remove(instance):
             reason = f"instance {instance} {'has died' if crashed else 'was removed'}"
             self._calls.lost(instance, reason)
-            self._recovery.removed(instance, reason, crashed=crashed)
-
-    def silence_s(self) -> dict[str, float]:
-        """For how long each connected instance has said nothing, in seconds."""
-        return self._fleet.silence_s()
-
-    def vacant(self) -> bool:
-        """Whether no instance is connected, so that new requests can't be taken."""
-        return not self._fleet.alive
-
-    def waiting(self, priority: int) -> int:
-        """Requests in instances' queues, of any front end, that aren't after this priority."""
-        return self._fleet.waiting(priority)
+            self._ownership.removed(instance, reason, crashed=crashed)
 
     def evacuate(self, instance: str, *, ends: bool = False) -> None:
-        """What still runs there shall go on elsewhere, by recompute.
+        """Run the instance's requests elsewhere, by recompute.
 
-        ends: what no other instance has the weights of ends with an error.
+        ends: a request whose weights no other instance has ends with an error.
         """
-        self._recovery.evacuate(instance, ends=ends)
-
-    def prefer(self, weights: str) -> None:
-        """New requests had better begin under these; empty: no matter which."""
-        self._fleet.preferred = weights
-
-    def instances(self) -> list[InstanceRow]:
-        """All instances as last heard of, in the order in which they were added."""
-        return self._fleet.rows()
-
-    def engine_indexes(self) -> dict[int, str]:
-        """Instance by engine index, those that are gone included."""
-        return self._fleet.engine_indexes()
+        self._ownership.evacuate(instance, ends=ends)
 
     async def call(
         self,
@@ -201,8 +181,9 @@ class Router:
 
         Raises CallFailed, CallTimeout, InstanceLost.
         """
-        names = self._fleet.alive if instances is None else instances
-        return await self._questions.run(names, method, payload, timeout_s)
+        names = self.fleet.alive if instances is None else instances
+        answers = (self._calls.run(name, method, payload, timeout_s) for name in names)
+        return dict(zip(names, await asyncio.gather(*answers), strict=True))
 
     # -- requests
 
@@ -214,60 +195,78 @@ class Router:
         priority: int,
         payload: Sequence[Frame],
     ) -> str:
-        """Send a new request to the instance that the policy picks, and return its id.
+        """Send a new request to the instance that the policy picks, and return its name.
 
         The payload is kept as long as the request lives. Raises NoInstance.
         """
-        instance = self._fleet.dispatch(prompt_tokens, priority, Submit(request_id), payload)
+        instance = self.fleet.dispatch(prompt_tokens, priority, Submit(request_id), payload)
         self._table.add(
-            Entry(
+            LiveRequest(
                 request_id=request_id,
                 external_id=external_id,
-                call_id=current_call.get() or call_of(external_id),
+                call_id=current_call_id() or call_of(external_id),
                 splicer=Splicer(instance),
                 prompt_tokens=prompt_tokens,
                 priority=priority,
                 payload=payload,
                 arrived=self._clock(),
-                caller=current_caller.get(),
+                call=current_call.get(),
             )
         )
         return instance
 
     async def abort(self, request_ids: Sequence[str], complete: bool = False) -> None:
-        """These are not wanted any more. Unknown ids are ignored.
+        """End requests whose clients want no more. Unknown ids are ignored.
 
         complete: their clients have all that they wanted, up to a stop string.
         """
-        entries = [self._table.entries[one] for one in request_ids if one in self._table.entries]
-        for entry in entries:
+        requests = [self._table.live[one] for one in request_ids if one in self._table.live]
+        for request in requests:
             if complete:
-                self._streams.ended(entry)
+                self._streams.end(request)
             else:
-                self._table.remove(entry.request_id)
-            self._spreading.end(entry.request_id)
-        self._endings.abort(entries)
+                self._table.remove(request.request_id)
+            self._streams.end_spread(request.request_id)
+        self._ownership.abort(requests)
 
     def give_up(self, reason: str) -> None:
         """End all live requests: each client gets an error."""
-        self._endings.give_up(list(self._table), reason)
+        self._ownership.give_up(list(self._table), reason)
 
     def live(self) -> list[str]:
         """Ids of all requests that have not ended."""
-        return list(self._table.entries)
+        return list(self._table.live)
 
     async def requests(self) -> list[RequestRow]:
         """All live requests: ours in order of arrival, then those of other front ends.
 
         Instances that don't answer are left out.
         """
-        told = await self._questions.requests()
+        told = await self._list_requests()
         ours = request_rows(self._table, {name: one.requests for name, one in told.items()})
-        return [*ours, *(one.row for one in foreign_requests(told, self._name))]
+        return [*ours, *(one.row for one in others_requests(told, self._name))]
+
+    async def _list_requests(self) -> dict[str, Requests]:
+        """The requests of each fit instance; none of one that doesn't answer."""
+
+        async def ask(instance: str) -> Requests:
+            try:
+                told, _ = await self._calls.ask(
+                    instance, ListRequests, Requests, LIST_TIMEOUT_S, "ListRequests"
+                )
+            except (CallTimeout, InstanceLost) as error:
+                log.warning("requests of instance %s are not listed: %s", instance, error)
+                return Requests(0, [])
+            return told
+
+        names = [name for name in self.fleet.alive if self.fleet.fit(name)]
+        return dict(zip(names, await asyncio.gather(*map(ask, names)), strict=True))
+
+    # -- migrations by hand
 
     async def migrate(
         self,
-        request_id: str,
+        any_id: str,
         destination: str,
         timeout_s: float = 120.0,
         *,
@@ -278,111 +277,212 @@ class Router:
         inexact: also to an instance where its tokens may differ. Raises what
         `kvmig.gateway.errors` names when it can't start.
         """
+        if not self._config.scheduler.migration:
+            raise MigrationDisabled("migration is off: the server runs with --no-migration")
+        self.fleet.endpoint(destination)
         try:
-            return await self._migrations.migrate(request_id, destination, timeout_s, inexact)
+            request = self._table.find(any_id)
         except UnknownRequest:
-            told = foreign_requests(await self._questions.requests(), self._name)
-            found = find_foreign(told, request_id)
+            found = find_other(others_requests(await self._list_requests(), self._name), any_id)
             if found is None:
                 raise
-            return await self._migrations.migrate_foreign(found, destination, timeout_s, inexact)
+            return await self._migrate_other(found, destination, timeout_s, inexact)
+        source, run_id = request.instance, request.run_id
+        if source is None:
+            raise InstanceLost(f"request {any_id} has no instance now")
+        if request.destination is not None and source != destination:
+            raise AlreadyMigrating(f"request {any_id} is being moved to {request.destination}")
+        endpoint = self._check_places(any_id, source, destination)
+        request.destination = destination
+        try:
+            answer, _ = await self._calls.ask(
+                source,
+                lambda call_id: Migrate(call_id, run_id, destination, endpoint, inexact),
+                Migrated,
+                timeout_s,
+                "Migrate",
+            )
+        finally:
+            if request.run_id == run_id:
+                request.destination = None
+        report = replace(answer.report, request_id=request.request_id)
+        if report.reason == "already_migrating":
+            raise AlreadyMigrating(f"request {any_id} is being moved already")
+        if report.reason == "unknown_request" and request.request_id not in self._table.live:
+            raise RequestFinished(f"request {any_id} has finished")
+        return report
 
-    @property
-    def reports(self) -> deque[MigrationReport]:
-        """The last 1000 migrations, whoever asked for them, oldest first."""
-        return self._migrations.reports
+    async def _migrate_other(
+        self, found: OthersRequest, destination: str, timeout_s: float, inexact: bool
+    ) -> MigrationReport:
+        """Move a request of another front end, which hears of it from the instances."""
+        request_id, source = found.row.id, found.row.instance
+        endpoint = self._check_places(request_id, source, destination)
+        answer, _ = await self._calls.ask(
+            source,
+            lambda call_id: Migrate(call_id, found.run_id, destination, endpoint, inexact),
+            Migrated,
+            timeout_s,
+            "Migrate",
+        )
+        if answer.report.reason == "already_migrating":
+            raise AlreadyMigrating(f"request {request_id} is being moved already")
+        if answer.report.reason == "unknown_request":
+            raise RequestFinished(f"request {request_id} has finished")
+        return replace(answer.report, request_id=request_id)
 
-    # -- what comes over the links
+    def _check_places(self, any_id: str, source: str, destination: str) -> str:
+        """The destination's endpoint, if both instances can take part."""
+        if source == destination:
+            raise SameInstance(f"request {any_id} runs on instance {destination} already")
+        for instance in (source, destination):
+            if instance not in self.fleet.alive:
+                raise InstanceLost(f"instance {instance} is not connected")
+        return self.fleet.endpoint(destination)
 
-    def on_message(self, link: Link, message: Message, payload: list[memoryview]) -> None:
-        """See `Listener`."""
-        self._fleet.heard(link.instance)
+    # -- what comes from instances: see `Listener`
+
+    def on_message(self, instance: Instance, message: Message, payload: list[memoryview]) -> None:
+        if instance.health is not None:
+            instance.health.heard()
         match message:
             case Outputs():
-                if not payload:
-                    raise PeerError(f"{link.instance} sent outputs without items", "unusable")
-                self._streams.take(link.instance, message, payload, self._clock())
+                self._take(instance.name, message, payload)
             case LoadReport():
-                self._fleet.report(message)
-                self.messages_refused(message.instance, message.refused)
+                self.fleet.report(message)
+                self._observer.messages_refused(message.instance, message.refused)
             case CallDone() | Requests() | Fenced():
                 self._calls.answer(message.call_id, message, payload)
             case Migrated():
                 self._migrated(message, payload)
             case PauseAhead():
-                self._spread(link.instance, message)
+                request = self._table.runs.get(message.request_id)
+                if request is not None and request.owner == instance.name:
+                    pause_s, stretch_s = message.pause_ms / 1e3, message.stretch_ms / 1e3
+                    self._streams.spread(request.request_id, instance.index, pause_s, stretch_s)
             case Overrun():
-                link.drop(f"instance {link.instance} had more to say than was read here")
+                instance.drop(f"instance {instance.name} had more to say than was read here")
             case Resolve():
-                self._start(self._resolve(link.instance, message))
+                self._start(self._resolve(instance.name, message))
             case _:
-                log.warning("instance %s sent %s", link.instance, type(message).__name__)
+                log.warning("instance %s sent %s", instance.name, type(message).__name__)
                 self.refused(PeerError(f"{type(message).__name__} isn't for a front end"))
 
-    def on_refused(self, link: Link, error: PeerError) -> None:
-        """See `Listener`."""
+    def on_refused(self, instance: Instance, error: PeerError) -> None:
         self.refused(error)
+
+    def on_lost(self, instance: Instance, reason: str) -> None:
+        self.fleet.forget(instance)
+        log.warning("connection to instance %s: %s", instance.name, reason)
+        reason = f"instance {instance.name} is lost"
+        self._calls.lost(instance.name, reason)
+        self._ownership.lost(instance.name, reason)
+
+    def _take(self, instance: str, outputs: Outputs, payload: list[memoryview]) -> None:
+        if not payload:
+            raise PeerError(f"{instance} sent outputs without items", "unusable")
+        now = self._clock()
+        for span, item in self._streams.take(instance, outputs, payload, now):
+            if span.epoch < 0:
+                continue  # aborted there before it came out: nobody's
+            request = self._table.runs.get(span.request_id)
+            if request is None:
+                self._ownership.stop_unknown_output(instance, span, item.finished)
+                continue
+            for action in self._streams.splice(request, instance, span, item, now):
+                self._ownership.act(request, action)
+
+    def _migrated(self, message: Migrated, payload: list[memoryview]) -> None:
+        """A report came of a migration, whoever asked for it and whoever has the request."""
+        report, request = message.report, self._table.runs.get(message.report.request_id)
+        if report.reason not in _NEVER_BEGAN:
+            if request is not None:
+                report = replace(report, request_id=request.request_id)
+            self.reports.append(report)
+            if message.front in ("", self._name):
+                self._observer.migrated(report, None if request is None else request.priority)
+        self._calls.answer(message.call_id, message, payload)
+        if request is None:
+            return
+        if report.state == "aborted":
+            self._streams.end_spread(request.request_id)
+        if report.state == "committed":
+            self._ownership.moved(request, report.destination, report.epoch, message.epoch)
+        if report.reason == "orphaned":
+            self._ownership.run_again([request], report.detail)
+
+    async def _resolve(self, source: str, question: Resolve) -> None:
+        """Answer a source whose Commit got no answer: whether it shall free its copy.
+
+        The same question gets the same answer, however often it is asked.
+        """
+        owner = self._ownership.owner(question)
+        if owner is None:
+            key = (question.request_id, question.epoch)
+            if key not in self._fences:
+                self._fences[key] = task = asyncio.create_task(self._fence(question))
+                task.add_done_callback(lambda _: self._fences.pop(key))
+            committed = await asyncio.shield(self._fences[key])
+            owner = self._ownership.decide(question, committed)
+        self._ownership.send_quietly(source, Resolved(question.mid, owner != "source"))
+
+    async def _fence(self, question: Resolve) -> bool:
+        """Tell the destination to commit no more; whether it has committed."""
+        destination = question.destination
+        if not self.fleet.fit(destination):
+            # What it would say can't matter: from now on none of its tokens does.
+            log.warning("request %s stays: %s is not fit", question.request_id, destination)
+            return False
+        try:
+            answer, _ = await self._calls.ask(
+                destination,
+                lambda call_id: Fence(call_id, question.request_id, question.epoch),
+                Fenced,
+                self._fence_timeout_s,
+                "Fence",
+            )
+        except (CallTimeout, InstanceLost, PeerError) as error:
+            log.warning("request %s stays where it is: %s", question.request_id, error)
+            return False
+        return answer.committed
+
+    # -- what goes wrong
 
     def refused(self, error: PeerError) -> None:
         """Count a message that this front end can't take, whoever sent it."""
         self._refusals.count(error)
-        self.messages_refused(self._name, self._refusals.told())
+        self._observer.messages_refused(self._name, self._refusals.told())
 
     def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
-        """So many a process has refused since its start, by reason."""
+        """A process has refused so many messages since its start, by reason."""
         self._observer.messages_refused(process, counts)
 
-    def on_lost(self, link: Link, reason: str) -> None:
-        """See `Listener`."""
-        self._fleet.forget(link.instance)
-        log.warning("connection to instance %s: %s", link.instance, reason)
-        reason = f"instance {link.instance} is lost"
-        self._calls.lost(link.instance, reason)
-        self._recovery.lost(link.instance, reason)
+    async def _watch(self, period_s: float) -> None:
+        """Look again and again for silent instances, and for tokens that never come."""
+        while True:
+            await asyncio.sleep(period_s)
+            try:
+                self._look()
+            except Exception:  # without it no silent instance would ever be found
+                log.exception("a look at the instances failed")
 
-    def _migrated(self, message: Migrated, payload: list[memoryview]) -> None:
-        entry = self._migrations.ended(message)
-        self._calls.answer(message.call_id, message, payload)
-        report = message.report
-        if entry is not None and report.state == "aborted":
-            self._spreading.end(entry.request_id)
-        if entry is not None and report.state == "committed":
-            self._recovery.moved(entry, report.destination, report.epoch, message.epoch)
-        if entry is not None and report.reason == "orphaned":
-            self._recovery.run_again([entry], report.detail)
+    def _look(self) -> None:
+        self.fleet.tick()
+        long_ago = self._clock() - HOLD_S
+        overdue = [one for one in self._table if one.splicer.waits_since(long_ago)]
+        self._ownership.run_again(overdue, "tokens of its last owner were lost")
+        self._give_up_unread()
+        self._ownership.tick()
 
-    def _spread(self, source: str, pause: PauseAhead) -> None:
-        entry = self._table.runs.get(pause.request_id)
-        if entry is not None and entry.owner == source:
-            index = self._fleet.index(source)
-            pause_s, stretch_s = pause.pause_ms / 1e3, pause.stretch_ms / 1e3
-            self._spreading.begin(entry.request_id, index, pause_s, stretch_s)
-
-    async def _resolve(self, source: str, question: Resolve) -> None:
-        moved = await self._arbiter.moved(question)
-        self._endings.tell(source, Resolved(question.mid, moved))
-
-    def _act(self, entry: Entry, action: Action) -> None:
-        match action:
-            case Stale(instance, epoch):
-                if self._endings.tell(instance, Discard(entry.run_id, epoch)):
-                    entry.splicer.told(action)
-            case Switched(_, _, epoch, gap_s):
-                entry.reached(epoch)
-                self._observer.switched(gap_s)
-            case Broken(reason):
-                self._recovery.run_again([entry], reason)
-
-    # -- small things
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens a KV block, as load reports count; whoever knows it sets it."""
-        return self._fleet.block_tokens
-
-    @block_tokens.setter
-    def block_tokens(self, tokens: int) -> None:
-        self._fleet.block_tokens = tokens
+    def _give_up_unread(self) -> None:
+        most = self._config.http.max_unread
+        if not most:
+            return
+        unread = [one for one in self._table if one.call and one.call.unread(one) > most]
+        reason = f"its client has not read for more than {most} tokens (--max-unread)"
+        self._ownership.give_up(unread, reason, retry=False)
+        for _ in unread:
+            self._observer.unread()
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
@@ -393,29 +493,3 @@ class Router:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_coro(), exc_info=error)
-
-    async def _watch(self, period_s: float) -> None:
-        """Find out what nobody tells: silent instances, and tokens that never come."""
-        while True:
-            await asyncio.sleep(period_s)
-            try:
-                self._look()
-            except Exception:  # without it no silent instance would ever be found
-                log.exception("a look at the instances failed")
-
-    def _look(self) -> None:
-        self._fleet.tick()
-        long_ago = self._clock() - HOLD_S
-        overdue = [one for one in self._table if one.splicer.waits_since(long_ago)]
-        self._recovery.run_again(overdue, "tokens of its last owner were lost")
-        self._give_up_unread()
-        self._recovery.tick()
-
-    def _give_up_unread(self) -> None:
-        unread = self.readers.overdue(self._table.entries)
-        if unread:
-            most = self.readers.max_unread
-            reason = f"its client has not read for more than {most} tokens (--max-unread)"
-            self._endings.give_up(unread, reason, retry=False)
-            for _ in unread:
-                self._observer.unread()

@@ -1,8 +1,8 @@
-"""One stream out of what several owners send: the exact tokens, none lost, none twice.
+"""Splices one stream out of several owners' outputs: the exact tokens, none lost, none twice. Pure.
 
-Pure. Each owner decodes under its own epoch, and a higher one takes over where the
-lower one stopped; but their connections are different, so outputs of the new owner
-may arrive first. They are held until the stream has come to where they start.
+Each owner decodes under its own epoch, and a higher one takes over where the lower one stopped; but
+their connections are different, so outputs of the new owner may arrive first. They are held until
+the stream has come to where they start.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from kvmig.gateway.ports import Item
 from kvmig.kvtransfer.source_machine import LEAP
 
 HOLD_LIMIT = 1024
-"""Items of one request that wait for the old owner's; more is an error."""
+"""Most items of one request that wait for the old owner's; more is an error."""
 
 
 class Stale(NamedTuple):
-    """The instance runs a copy of the request that nobody listens to: tell it, once."""
+    """The instance runs a copy of the request whose tokens don't count: tell it, once."""
 
     instance: str
     epoch: int
@@ -47,7 +47,7 @@ Action = Stale | Switched | Broken
 
 
 class Fed(NamedTuple):
-    """What follows from one item: (instance, item) to deliver in this order, and what to do."""
+    """The outcome of one item: (instance, item) to deliver in this order, and what else to do."""
 
     deliver: list[tuple[str, Item]]
     actions: list[Action]
@@ -65,8 +65,8 @@ class _Held(NamedTuple):
 class Splicer:
     """The stream of one request.
 
-    owner, epoch: who decodes it as far as the client has seen; next: index of the
-    token that the client gets next; last_at: when it got the last item.
+    owner, epoch: the instance whose tokens the client gets, and under which epoch; next: index of
+    the client's next token; last_at: when the last item came.
     """
 
     __slots__ = (
@@ -85,16 +85,16 @@ class Splicer:
         self._told: set[Stale] = set()
 
     def restart(self, owner: str) -> None:
-        """A new run goes on where the stream is. Whoever feeds it hears nothing of earlier runs."""
+        """Begin a new run where the stream is. Outputs of earlier runs must not be fed any more."""
         self.owner, self.epoch, self.closed = owner, 0, False
         self._held = []
         for names in (self._fenced, self._granted, self._told):
             names.clear()
 
     def advance(self, epoch: int, start: int, count: int, now: float) -> bool:
-        """Whether `count` tokens are just what comes next, as nearly always; then count them.
+        """Count `count` tokens if they are just what comes next, as nearly always.
 
-        The caller delivers the item. False: nothing happened, `feed` it.
+        True: the caller delivers the item. False: nothing happened, `feed` it.
         """
         if epoch != self.epoch or start != self.next or self._held or self.closed:
             return False
@@ -103,7 +103,7 @@ class Splicer:
         return True
 
     def feed(self, instance: str, span: Span, item: Item, now: float) -> Fed:
-        """Take an item in from `instance`, whose outputs come in their order."""
+        """Take an item from `instance`, whose outputs come in their order."""
         fed = Fed([], [])
         end = span.start + len(item.new_token_ids)
         if self.closed or span.epoch < self.epoch or self.fenced(span.epoch):
@@ -123,7 +123,7 @@ class Splicer:
         return fed
 
     def told(self, stale: Stale) -> None:
-        """The instance was told of it: once is enough."""
+        """The instance was sent Discard: once is enough."""
         self._told.add(stale)
 
     def waits_since(self, then: float) -> bool:
@@ -143,8 +143,10 @@ class Splicer:
         self._granted.add(epoch)
 
     def fence(self, epoch: int) -> bool:
-        """Never take a token of `epoch`, nor of where the request may have gone on to from
-        there; False if it runs the request already."""
+        """Shut out `epoch` and every later one that a migration from there may have begun.
+
+        False if it runs the request already.
+        """
         if self.reached(epoch):
             return False
         self._fenced.add(epoch)
@@ -174,7 +176,7 @@ class Splicer:
         self.owner, self.epoch = to.instance, to.epoch
 
     def _sort_out(self, fed: Fed) -> None:
-        """Of what is held, keep what is still to come."""
+        """Keep those of the held items that are still to come."""
         kept = []
         for held in self._held:
             if held.epoch < self.epoch or self.closed:

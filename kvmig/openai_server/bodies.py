@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from kvmig.engines.transformers.payload import MOST_LOGPROBS
-from kvmig.gateway.admin_models import whole
+from kvmig.gateway.admin import whole
 
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 64, 256, 1024
 """Each piece of text is compared with all of them."""
@@ -162,7 +162,7 @@ class Body(_Strict):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     """None: 1."""
     priority: int = 0
-    """Of a class of the cluster: `kvmig.gateway.priorities` has looked."""
+    """Of a class of the cluster: `kvmig.gateway.http` has looked."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """-1, 0, None: all tokens."""

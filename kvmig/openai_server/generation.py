@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Send
 
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
-from kvmig.gateway.admin_errors import problem
 from kvmig.gateway.errors import GatewayError
 from kvmig.gateway.ports import Batch, Item
+from kvmig.gateway.problems import problem
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import NoInstance
 from kvmig.openai_server.answers import Answer, Piece, Token, usage

@@ -15,10 +15,9 @@ from starlette.responses import JSONResponse
 
 from kvmig.engines.transformers.payload import Submitted
 from kvmig.gateway.access import Rule
-from kvmig.gateway.admin_errors import PROBLEMS, guarded
 from kvmig.gateway.errors import GatewayError
-from kvmig.gateway.request_id import current_call
-from kvmig.gateway.shown import shown
+from kvmig.gateway.problems import PROBLEMS, guarded, shorten_value
+from kvmig.gateway.requests import current_call_id
 from kvmig.openai_server.answers import (
     EVENTS,
     Answer,
@@ -70,7 +69,7 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
         if isinstance(prompt, str):
             caller.check_length("prompt", prompt)
             prompt = await asyncio.to_thread(engines.tokenizer.encode, prompt)
-        call_id = current_call.get()
+        call_id = current_call_id()
         asked = body.max_tokens or USUAL_TOKENS
         name, spell = body.model or names[0], engines.tokenizer.spell
         answer = CompletionAnswer(f"cmpl-{call_id}", name, body.n or 1, spell)
@@ -88,7 +87,7 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
             )
         except ValueError as error:
             raise BadRequest("messages", str(error)) from error
-        call_id = current_call.get()
+        call_id = current_call_id()
         asked = body.max_completion_tokens or body.max_tokens
         if body.top_logprobs is not None and not body.logprobs:
             raise BadRequest("top_logprobs", "top_logprobs wants logprobs, which must be true")
@@ -167,7 +166,7 @@ class _Caller:
         """
         if body.model and body.model not in self._names:
             names = " or ".join(self._names)
-            raise UnknownModel(f"there is no model {shown(body.model)}, only {names}")
+            raise UnknownModel(f"there is no model {shorten_value(body.model)}, only {names}")
         vocabulary = self._engines.tokenizer.vocabulary
         if not prompt:
             raise BadRequest("prompt", "the prompt has no token, must have one or more")
@@ -179,7 +178,7 @@ class _Caller:
         if room < (asked or 1):
             raise BadRequest(
                 "max_tokens" if room > 0 else "prompt",
-                f"the prompt has {len(prompt)} tokens and max_tokens is {shown(asked)},"
+                f"the prompt has {len(prompt)} tokens and max_tokens is {shorten_value(asked)},"
                 f" together must be {self._max_tokens} or less",
             )
         temperature = 1.0 if body.temperature is None else body.temperature

@@ -15,9 +15,9 @@ from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 
 from kvmig.gateway.access import bearer
-from kvmig.gateway.admin_errors import as_problem
 from kvmig.gateway.app import MIDDLEWARE
 from kvmig.gateway.ports import Batch
+from kvmig.gateway.problems import as_problem
 from kvmig.gateway.router import Router
 from kvmig.openai_server.generation import Engines, RequestQueues, Tokenizer, decode_outputs
 from kvmig.openai_server.http_task import UvicornServer
@@ -76,7 +76,7 @@ class TokenServer:
         )
         async def health() -> Response:
             """200 while there is an instance to serve."""
-            return Response(status_code=503 if router.vacant() else 200)
+            return Response(status_code=503 if router.fleet.vacant() else 200)
 
         engines = Engines(router, self.sink, self._tokenizer)
         names = args.served_model_name or [args.model]

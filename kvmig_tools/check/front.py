@@ -1,25 +1,21 @@
-"""What the front end has of one request: table, splice, arbitration and recovery as they run.
+"""The front end's part in one request: table, streams and ownership as they run.
 
 The glue is that of `kvmig.gateway.router`.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmig.controlplane.messages import Discard, Fence, Fenced, Resolve, Resolved, Span, Submit
-from kvmig.gateway.arbiter import FENCE_TIMEOUT_S
-from kvmig.gateway.endings import Endings
+from kvmig.controlplane.messages import Fence, Fenced, Outputs, Resolve, Resolved, Submit
 from kvmig.gateway.errors import InstanceLost
-from kvmig.gateway.ports import NOT_BEGUN, Arithmetic, Batch, Item, Unobserved
-from kvmig.gateway.recovery import Recovery
-from kvmig.gateway.requests import Entry, RequestTable
-from kvmig.gateway.router import HOLD_S, TICK_S
-from kvmig.gateway.splice import Action, Broken, Splicer, Stale, Switched
+from kvmig.gateway.ownership import Ownership
+from kvmig.gateway.ports import NOT_BEGUN, Arithmetic, Batch, Item, Observer
+from kvmig.gateway.requests import LiveRequest, RequestTable
+from kvmig.gateway.router import FENCE_TIMEOUT_S, HOLD_S, TICK_S
+from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
-from kvmig.gateway.verdict import Verdicts
 from kvmig.ground.errors import NoInstance
 from kvmig.ground.faults import FaultConfig
 from kvmig.kvtransfer.messages import Message
@@ -62,15 +58,11 @@ class Front(Part):
         self._batch: list[Item] = []
         self._asking: dict[str, tuple[Resolve, str]] = {}
         """Questions of sources that the destination was asked for, by migration."""
-        self._strays: set[tuple[str, str, int]] = set()
         self.table = RequestTable() if table is None else table
-        self._endings = Endings(self.table, self, self)
-        self._recovery = Recovery(self.table, self, self._endings, Unobserved(), _no_time, ALWAYS)
-        self._verdicts = Verdicts(self.table, self._discard)
-        self._streams = Streams(
-            self.table, self, self._decode, _no_index, self._act, self._stray, Unobserved()
-        )
-        self.table.add(Entry(request, request, request, Splicer(owner), 1, 0, (), 0.0))
+        observer = Observer()
+        self._streams = Streams(self.table, self, self._decode, self, observer, _no_time)
+        self._ownership = Ownership(self.table, self, self._streams, observer, _no_time, ALWAYS)
+        self.table.add(LiveRequest(request, request, request, Splicer(owner), 1, 0, (), 0.0))
 
     def facts(self) -> Facts:
         """See `Part`; decodes: the run whose tokens count, and the epochs that are fenced."""
@@ -79,20 +71,25 @@ class Front(Part):
                  FENCE_TIMEOUT_S)
             for mid, (question, _) in self._asking.items()
         ]  # fmt: skip
-        entry = self.table.entries.get(self.request)
-        if entry is None:
+        request = self.table.live.get(self.request)
+        if request is None:
             return Facts(tuple(moves), links=tuple(self.alive))
-        unplaced = entry.unplaced_since is not None
-        missing = not unplaced and entry.instance not in self.alive
-        returned = any(one in self.alive for one in self._recovery.missing)
-        if (unplaced and self.alive) or missing or returned or entry.heir in entry.lost:
+        unplaced = request.unplaced_since is not None
+        missing = not unplaced and request.instance not in self.alive
+        returned = any(one in self.alive for one in self._ownership.missing)
+        if (
+            (unplaced and self.alive)
+            or missing
+            or returned
+            or request.moved_to in request.reconnected
+        ):
             moves.append(Move(" looks at the instances", ("look",), "go", TICK_S))
-        if entry.splicer.waits_since(1.0):
+        if request.splicer.waits_since(1.0):
             moves.append(Move(" waits too long for tokens", ("overdue",), "hold", HOLD_S))
         known = [*range(9), *range(LEAP, LEAP + 9)]
-        fenced = tuple((entry.run_id, epoch) for epoch in known if entry.splicer.fenced(epoch))
+        fenced = tuple((request.run_id, epoch) for epoch in known if request.splicer.fenced(epoch))
         alive = tuple(self.alive)
-        return Facts(tuple(moves), holds=(entry.run_id,), decodes=fenced, links=alive)
+        return Facts(tuple(moves), holds=(request.run_id,), decodes=fenced, links=alive)
 
     # -- events
 
@@ -102,7 +99,7 @@ class Front(Part):
         match message:
             case Piece(outputs, token, finished):
                 self._batch = [Output(outputs.spans[0].request_id, (token,), finished)]
-                self._streams.take(instance, outputs, (), 0.0)
+                self._take(instance, outputs)
                 self._batch = []
             case Left():
                 self._left(message)
@@ -115,17 +112,29 @@ class Front(Part):
             case Lost():
                 self._lost(instance)
 
+    def _take(self, instance: str, outputs: Outputs) -> None:
+        """As `Router._take`."""
+        for span, item in self._streams.take(instance, outputs, (), 0.0):
+            if span.epoch < 0:
+                continue
+            request = self.table.runs.get(span.request_id)
+            if request is None:
+                self._ownership.stop_unknown_output(instance, span, item.finished)
+                continue
+            for action in self._streams.splice(request, instance, span, item, 0.0):
+                self._ownership.act(request, action)
+
     def unanswered(self, mid: str) -> None:
         """No Fenced came in time."""
         self._say(mid, committed=False)
 
     def look(self) -> None:
         """As `Router._look`."""
-        self._recovery.tick()
+        self._ownership.tick()
 
     def overdue(self) -> None:
         """As `Router._look`, long after an item was held."""
-        self._recovery.run_again(list(self.table), "tokens of its last owner were lost")
+        self._ownership.run_again(list(self.table), "tokens of its last owner were lost")
 
     def back(self, instance: str) -> None:
         """It was connected to again."""
@@ -134,29 +143,29 @@ class Front(Part):
 
     def client_leaves(self) -> None:
         """As `Router.abort`."""
-        entry = self.table.remove(self.request)
-        if entry is not None:
-            self._endings.abort([entry])
+        request = self.table.remove(self.request)
+        if request is not None:
+            self._ownership.abort([request])
 
     def _lost(self, instance: str) -> None:
         if instance in self.alive:
             self.alive.remove(instance)
-        self._recovery.lost(instance, f"instance {instance} is lost")
+        self._ownership.lost(instance, f"instance {instance} is lost")
         for mid, (question, _) in list(self._asking.items()):
             if question.destination == instance:
                 self._say(mid, committed=False)
 
     def _left(self, left: Left) -> None:
-        entry = self.table.runs.get(left.run)
-        if entry is not None and left.committed:
-            self._recovery.moved(entry, left.destination, left.epoch, left.before)
-        if entry is not None and left.reason == "orphaned":
-            self._recovery.run_again([entry], left.reason)
+        request = self.table.runs.get(left.run)
+        if request is not None and left.committed:
+            self._ownership.moved(request, left.destination, left.epoch, left.before)
+        if request is not None and left.reason == "orphaned":
+            self._ownership.run_again([request], left.reason)
 
     def _resolve(self, source: str, question: Resolve) -> None:
-        known = self._verdicts.known(question)
-        if known is not None:
-            self._endings.tell(source, Resolved(question.mid, known))
+        owner = self._ownership.owner(question)
+        if owner is not None:
+            self._ownership.send_quietly(source, Resolved(question.mid, owner != "source"))
         elif question.mid in self._asking:
             self._asking[question.mid] = question, source
         else:
@@ -169,29 +178,8 @@ class Front(Part):
 
     def _say(self, mid: str, committed: bool) -> None:
         question, source = self._asking.pop(mid)
-        moved = self._verdicts.after(question, committed)
-        self._endings.tell(source, Resolved(mid, moved))
-
-    def _discard(self, question: Resolve) -> None:
-        with contextlib.suppress(InstanceLost):
-            self.send(question.destination, Discard(question.request_id, question.epoch))
-
-    def _act(self, entry: Entry, action: Action) -> None:
-        match action:
-            case Stale(instance, epoch):
-                if self._endings.tell(instance, Discard(entry.run_id, epoch)):
-                    entry.splicer.told(action)
-            case Switched(epoch=epoch):
-                entry.reached(epoch)
-            case Broken(reason):
-                self._recovery.run_again([entry], reason)
-
-    def _stray(self, instance: str, span: Span, last: bool) -> None:
-        key = (instance, span.request_id, span.epoch)
-        if last or key in self._strays:
-            return
-        if self._endings.tell(instance, Discard(span.request_id, span.epoch)):
-            self._strays.add(key)
+        owner = self._ownership.decide(question, committed)
+        self._ownership.send_quietly(source, Resolved(mid, owner != "source"))
 
     # -- a fleet
 
@@ -210,6 +198,14 @@ class Front(Part):
     def ailing(self) -> dict[str, str]:
         """An instance is connected or lost here."""
         return {}
+
+    def index(self, instance: str) -> int:
+        """Nobody looks at it."""
+        return 0
+
+    def arithmetic(self, instance: str) -> Arithmetic:
+        """All are alike."""
+        return NOT_BEGUN
 
     def send(self, instance: str, message: Message, payload: Sequence[Frame] = ()) -> None:
         """Raises InstanceLost if it is known to be."""
@@ -256,7 +252,3 @@ class Front(Part):
 
 def _no_time() -> float:
     return 0.0
-
-
-def _no_index(instance: str) -> int:
-    return 0

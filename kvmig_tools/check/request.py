@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvmig.gateway.links import RETRY_S
+from kvmig.gateway.instances import RETRY_S
 from kvmig.gateway.requests import RequestTable
 from kvmig_tools.check.cluster import DEAD, Cluster, Edge, State, Step, ends, part_name
 from kvmig_tools.check.faults import Faults

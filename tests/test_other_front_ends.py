@@ -7,7 +7,7 @@ import pytest
 from kvmig.controlplane.messages import Requests
 from kvmig.engines.base import RequestState
 from kvmig.gateway.errors import AmbiguousRequest
-from kvmig.gateway.foreign import find_foreign, foreign_requests
+from kvmig.gateway.inventory import find_other, others_requests
 
 
 def told(*run_ids: str, front: str = "b", instance: str = "i0") -> dict[str, Requests]:
@@ -16,7 +16,7 @@ def told(*run_ids: str, front: str = "b", instance: str = "i0") -> dict[str, Req
 
 
 def test_a_run_is_named_as_its_request_and_call() -> None:
-    (found,) = foreign_requests(told("cmpl-x-0-12345678+1"), "a")
+    (found,) = others_requests(told("cmpl-x-0-12345678+1"), "a")
 
     assert (found.row.id, found.row.call_id) == ("cmpl-x-0-12345678", "x")
     assert (found.run_id, found.row.instance) == ("cmpl-x-0-12345678+1", "i0")
@@ -25,37 +25,37 @@ def test_a_run_is_named_as_its_request_and_call() -> None:
 def test_ones_own_and_nobodys_are_left_out() -> None:
     nobodys = {"i0": Requests(0, told("cmpl-x-0-12345678")["i0"].requests)}
 
-    assert foreign_requests(told("cmpl-x-0-12345678", front="a"), "a") == []
-    assert foreign_requests(nobodys, "a") == []
+    assert others_requests(told("cmpl-x-0-12345678", front="a"), "a") == []
+    assert others_requests(nobodys, "a") == []
 
 
 def test_what_two_instances_tell_of_is_one_request() -> None:
     twice = told("chatcmpl-x-12345678") | told("chatcmpl-x-12345678", instance="i1")
 
-    assert [one.row.call_id for one in foreign_requests(twice, "a")] == ["x"]
+    assert [one.row.call_id for one in others_requests(twice, "a")] == ["x"]
 
 
 def test_one_is_found_by_its_id_or_its_calls() -> None:
-    found = foreign_requests(told("cmpl-x-0-12345678", "chatcmpl-y-12345678"), "a")
+    found = others_requests(told("cmpl-x-0-12345678", "chatcmpl-y-12345678"), "a")
 
     for name in ("x", "cmpl-x-0-12345678"):
-        one = find_foreign(found, name)
+        one = find_other(found, name)
         assert one is not None
         assert one.row.call_id == "x"
-    assert find_foreign(found, "z") is None
+    assert find_other(found, "z") is None
 
 
 def test_a_call_of_several_sequences_must_be_named_by_one_of_them() -> None:
-    found = foreign_requests(told("0_cmpl-x-0-12345678", "1_cmpl-x-0-12345678"), "a")
+    found = others_requests(told("0_cmpl-x-0-12345678", "1_cmpl-x-0-12345678"), "a")
 
     with pytest.raises(AmbiguousRequest, match="2 live sequences, name one: 0_cmpl-x-0-12345678"):
-        find_foreign(found, "x")
-    one = find_foreign(found, "1_cmpl-x-0-12345678")
+        find_other(found, "x")
+    one = find_other(found, "1_cmpl-x-0-12345678")
     assert one is not None
     assert one.row.id == "1_cmpl-x-0-12345678"
 
 
 def test_an_id_that_vllm_has_not_made_stands_for_itself() -> None:
-    (found,) = foreign_requests(told("odd"), "a")
+    (found,) = others_requests(told("odd"), "a")
 
     assert (found.row.id, found.row.call_id) == ("odd", "odd")

@@ -1,22 +1,25 @@
-"""Errors in OpenAI's shape, and the door of a route."""
+"""Errors as HTTP answers, in OpenAI's shape, and the route class that gives them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvmig.gateway.access import Denied, Rule
-from kvmig.gateway.admin_models import ErrorBody, Problem
 from kvmig.gateway.errors import GatewayError
-from kvmig.gateway.shown import MOST, shown
 from kvmig.ground.errors import KvmigError
+
+MOST = 100
+"""Characters of a value in an error's sentence."""
 
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
@@ -28,6 +31,22 @@ _TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
     HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
 }
+
+
+class Problem(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error shape."""
+
+    error: Problem
+
 
 Responses = dict[int | str, dict[str, Any]]
 """Answers as FastAPI documents them."""
@@ -72,7 +91,7 @@ def invalid(error: RequestValidationError, allowed: Sequence[str]) -> Response:
         case "missing":
             message = f"{field or 'the body'} is missing, needed are {', '.join(allowed)}"
         case _:
-            message = f"{field or 'the body'} is {shown(first['input'])}: {first['msg']}"
+            message = f"{field or 'the body'} is {shorten_value(first['input'])}: {first['msg']}"
     return problem(HTTPStatus.BAD_REQUEST, message, field)
 
 
@@ -103,3 +122,23 @@ def guarded(rule: Rule, fields: Sequence[str]) -> type[APIRoute]:
             return answer
 
     return Route
+
+
+def shorten_value(value: Any) -> str:
+    """A value as Python writes it, in printable ASCII and cut short. Pure.
+
+    Example: a list of a million numbers is "[0, 1, 2]... (1000000 items)".
+    """
+    match value:
+        case str() | bytes() if len(value) > MOST:
+            return f"{value[:MOST]!a}..."
+        case list() | dict() if len(value) > MOST:
+            few = islice(value.items() if isinstance(value, dict) else value, 3)
+            return f"{_cut(ascii(list(few)))}... ({len(value)} items)"
+        case int() if value.bit_length() > 3 * MOST:
+            return f"a number of {value.bit_length()} bits"
+    return _cut(ascii(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST else f"{text[:MOST]}..."

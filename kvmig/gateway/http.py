@@ -1,0 +1,536 @@
+"""HTTP calls: the connection, and the one middleware that every call passes before its application.
+
+A call gets its id; then, in this order, it is refused if its client may not call, if nothing is
+taken now, if its body is too large or too slow, if its priority is unknown, or if too many requests
+wait already. Who isn't let in hears so before anything of the body is kept, counted or parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import re
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, ClassVar, NamedTuple, cast
+
+import msgspec
+import prometheus_client
+from prometheus_client import CollectorRegistry
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from kvmig.gateway.access import ADMIN, Access
+from kvmig.gateway.problems import denial, problem, shorten_value
+from kvmig.gateway.requests import HttpCall, current_call
+from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.http import BODIES, HEAD_BYTES, HEAD_S, HttpConfig
+from kvmig.ground.priorities import PriorityClass, named, names_and_numbers, with_priority
+
+CALL_ID = "x-request-id"
+PRIORITY = "x-vllm-priority"
+PRIORITY_FIELD = "priority"
+SCOPE = "kvmig.call"
+"""Where an ASGI scope has its `HttpCall`: the connection finds it there."""
+UNREAD_BYTES = 1 << 20
+"""Of a denied call's body that are taken, and dropped, so that its client sees the answer."""
+DISCARD_S = 2.0
+"""Longest time for what comes of a body that is refused."""
+RETRY_AFTER = {"Retry-After": "5"}
+WORK = frozenset(
+    {
+        "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch",
+        "/v1/responses", "/v1/messages", "/inference/v1/generate", "/invocations",
+        "/cohere/v2/chat", "/generative_scoring", "/v1/audio/transcriptions",
+        "/v1/audio/translations", "/v1/embeddings", "/v2/embed", "/pooling", "/classify",
+        "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+    }
+)  # fmt: skip
+"""Paths whose calls engines work for, of vLLM's application and our own."""
+
+
+class Refused(Exception):
+    """The call is answered with this instead.
+
+    unread: how much of its body is taken, and dropped; the connection is closed then.
+    """
+
+    def __init__(self, answer: Response, unread: int = 0) -> None:
+        if unread:
+            answer.headers["connection"] = "close"
+        self.answer = answer
+        self.unread = unread
+
+
+@dataclass
+class HttpState:
+    """What the calls of one front end share: limits, rules and counts; `app.state.kvmig`.
+
+    vacant, queued and overloaded: the router's and the metrics', see `LoadShedding.refusal`.
+    """
+
+    config: HttpConfig
+    access: Access
+    priorities: Sequence[PriorityClass]
+    registry: CollectorRegistry
+    closed: bool = False
+    """The server stops and takes no new requests."""
+    vacant: Callable[[], bool] = lambda: False
+    """Whether there is no instance."""
+    queued: Callable[[int], int] = lambda priority: 0
+    """Requests in instances' queues that aren't after this priority."""
+    overloaded: Callable[[int], None] = lambda priority: None
+    """Counts a call that was answered 429."""
+    clock: Clock = monotonic
+    pending: int = 0
+    """Bytes of bodies that are on their way in."""
+    shedding: LoadShedding = field(init=False)
+    _refused: prometheus_client.Counter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shedding = LoadShedding(self.config.max_waiting)
+        self._refused = prometheus_client.Counter(
+            "kvmig_http_refused_total",
+            "Calls that were answered with an error of the client's, by status: 401 and 403 "
+            "(not allowed), 408 and 431 (slow or too large heads, slow bodies), 413, 422, ...",
+            ("status",),
+            registry=self.registry,
+        )
+
+    def count(self, status: int) -> None:
+        """Count an answer that begins, if it is an error of the client's."""
+        if 400 <= status < 500:
+            self._refused.labels(str(status)).inc()
+
+
+class HttpMiddleware:
+    """Pure ASGI, outside of the engine's application. `app.state.kvmig`: its `HttpState`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        state: HttpState = scope["app"].state.kvmig
+        # A copy: the server's own list stays as it came.
+        headers = MutableHeaders(raw=list(scope["headers"]))
+        call = scope[SCOPE] = HttpCall(accepted(headers.get(CALL_ID)))
+        headers[CALL_ID] = call.call_id
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[CALL_ID] = call.call_id
+                state.count(message["status"])
+            await send(message)
+
+        token = current_call.set(call)
+        try:
+            inner = {**scope, "headers": headers.raw}
+            if scope["type"] == "websocket":
+                await self.app(inner, receive, send_counted)
+            else:
+                await self._serve(state, call, inner, headers, receive, send_counted)
+        finally:
+            current_call.reset(token)
+
+    async def _serve(
+        self,
+        state: HttpState,
+        call: HttpCall,
+        scope: Scope,
+        headers: MutableHeaders,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        try:
+            check_access(state, scope["method"], path, headers)
+            if scope["method"] == "POST":
+                check_open(state, scope["path"])
+            message = await read_body(state, headers, receive)
+            if message is None:
+                return  # the client has left
+            priority = 0
+            if scope["method"] == "POST":
+                message, priority = check_priority(state, headers, message)
+            if path in WORK:
+                check_load(state, priority)
+        except Refused as refused:
+            if refused.unread and "expect" not in headers:
+                # Whoever asks before sending hasn't sent it yet.
+                await discard(receive, refused.unread)
+            await refused.answer(scope, receive, send)
+            return
+        if path in WORK:
+            call.enter(lambda change: state.shedding.hold(priority, change, state.clock()))
+        try:
+            await self.app(scope, first(message, receive), send)
+        finally:
+            call.leave()
+
+
+# -- the call's id
+
+_GOOD = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,126}[\x21-\x7e])?")
+
+
+def accepted(given: str | None) -> str:
+    """The client's id if it is printable ASCII of at most 128 characters, else a new one.
+
+    vLLM bases its request ids on it. Two live calls with one id don't confuse anything: sequences
+    have ids of their own, and the call's id is ambiguous.
+    """
+    return given if given is not None and _GOOD.fullmatch(given) else uuid.uuid4().hex
+
+
+# -- who may call, and when
+
+
+def check_access(state: HttpState, method: str, path: str, headers: MutableHeaders) -> None:
+    """Raises Refused, 401 or 403, for a call that isn't allowed."""
+    denied = state.access.denied(method, path, headers)
+    if denied is not None:
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        raise Refused(denial(denied), UNREAD_BYTES if has_body else 0)
+
+
+def check_open(state: HttpState, path: str) -> None:
+    """Raises Refused, 503, while the server stops or has no instance for a POST.
+
+    An operator may ask for instances when there is none.
+    """
+    if state.closed:
+        sentence = "the server is stopping and takes no new requests"
+    elif state.vacant() and not path.startswith(ADMIN):
+        sentence = "no instance is there to run it"
+    else:
+        return
+    raise Refused(problem(HTTPStatus.SERVICE_UNAVAILABLE, sentence, headers=RETRY_AFTER))
+
+
+# -- the body
+
+
+async def read_body(state: HttpState, headers: MutableHeaders, receive: Receive) -> Message | None:
+    """The whole body as one message; None if the client leaves.
+
+    Raises Refused: 413, 408, or 503 when too many bodies are on their way in.
+    """
+    most = state.config.max_body
+    length = headers.get("content-length")
+    if length is not None and length.isdecimal() and int(length[:20]) > most:
+        raise _too_large(most)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(state.config.body_timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return None
+                part = message.get("body", b"")
+                parts.append(part)
+                size += len(part)
+                state.pending += len(part)
+                if size > most:
+                    raise _too_large(most)
+                if state.pending > BODIES * most:
+                    sentence = "too many large bodies are on their way in, try again"
+                    status = HTTPStatus.SERVICE_UNAVAILABLE
+                    raise Refused(problem(status, sentence, headers=RETRY_AFTER), most)
+                if not message.get("more_body", False):
+                    return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+    except TimeoutError:
+        late_s = state.config.body_timeout_s
+        sentence = f"the body did not arrive within {late_s:g} s (--body-timeout)"
+        raise Refused(problem(HTTPStatus.REQUEST_TIMEOUT, sentence), most) from None
+    finally:
+        state.pending -= size
+
+
+def _too_large(most: int) -> Refused:
+    sentence = f"the body is too large, allowed are {most} bytes (--max-body)"
+    return Refused(problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, sentence), most)
+
+
+async def discard(receive: Receive, most: int) -> None:
+    """Take some of the rest: a client that still sends when we close would not see the answer."""
+    left = most
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+
+
+def first(message: Message, receive: Receive) -> Receive:
+    """`message`, then whatever `receive` gives."""
+    pending = [message]
+
+    async def next_message() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return next_message
+
+
+# -- the priority: vLLM's request models have a field for it, and a header that goes before it. Both
+# must name a configured class. A call without one is of the class of priority 0.
+
+
+class UnknownPriority(ValueError):
+    """`param`: the field or header that is to blame."""
+
+    def __init__(self, param: str, value: Any, classes: Sequence[PriorityClass]) -> None:
+        allowed = names_and_numbers(classes)
+        super().__init__(f"{param} is {shorten_value(value)}, must be {allowed}")
+        self.param = param
+
+
+def check_priority(
+    state: HttpState, headers: MutableHeaders, message: Message
+) -> tuple[Message, int]:
+    """The body and the header with numbers in place of names, and the call's number.
+
+    Raises Refused, 400.
+    """
+    number = 0
+    try:
+        if "json" in headers.get("content-type", "").lower():
+            body, number = checked_body(message["body"], state.priorities)
+            if "content-length" in headers:
+                headers["content-length"] = str(len(body))
+            message = {**message, "body": body}
+        if (given := headers.get(PRIORITY)) is not None:
+            number = _checked_header(given, state.priorities)
+            headers[PRIORITY] = str(number)
+    except UnknownPriority as error:
+        raise Refused(problem(HTTPStatus.BAD_REQUEST, str(error), error.param)) from error
+    return message, number
+
+
+def checked_body(body: bytes, classes: Sequence[PriorityClass]) -> tuple[bytes, int]:
+    """`body` with the number of the class that it names, or itself; and the number.
+
+    What is no JSON object is the engine's to refuse. Raises UnknownPriority.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return body, 0
+    if PRIORITY_FIELD not in fields:
+        return body, 0
+    try:
+        value = msgspec.json.decode(fields[PRIORITY_FIELD])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        cut = bytes(fields[PRIORITY_FIELD])[:100].decode(errors="replace")
+        raise UnknownPriority(PRIORITY_FIELD, cut, classes) from None
+    number = _number_of(PRIORITY_FIELD, value, classes)
+    if number == value:
+        return body, number
+    return msgspec.json.encode({**fields, PRIORITY_FIELD: number}), number
+
+
+def _checked_header(given: str, classes: Sequence[PriorityClass]) -> int:
+    try:
+        value: int | str = int(given)
+    except ValueError:
+        value = given
+    return _number_of(PRIORITY, value, classes)
+
+
+def _number_of(param: str, value: Any, classes: Sequence[PriorityClass]) -> int:
+    """The number of the class that `value`, a name or a number, means. Raises UnknownPriority."""
+    found = None
+    if isinstance(value, str):
+        found = named(classes, value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        found = with_priority(classes, value)
+    if found is None:
+        raise UnknownPriority(param, value, classes)
+    return found.priority
+
+
+# -- load shedding
+
+
+class Overload(NamedTuple):
+    """waiting: requests ahead of one; retry_after_s: until they have begun, at the present pace."""
+
+    waiting: int
+    retry_after_s: int
+
+
+class LoadShedding:
+    """Refuses requests while too many wait for their first token. Pure.
+
+    By priority: a request is refused for those that run before it or with it, never for others.
+    limit: of requests that wait; 0: none.
+    """
+
+    PACE_S = 30.0
+    """Requests that began so long ago tell nothing of the present pace."""
+    SHORTEST_S, LONGEST_S = 1, 60
+    """Of the time that a client is told to wait."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._waiting: Counter[int] = Counter()
+        self._began: deque[float] = deque(maxlen=256)
+
+    def hold(self, priority: int, change: int, now: float) -> None:
+        """More or fewer requests of this priority wait."""
+        self._waiting[priority] += change
+        if change < 0:
+            self._began.extend([now] * -change)
+
+    def refusal(self, priority: int, queued: int, now: float) -> Overload | None:
+        """Whether one more request is too many.
+
+        queued: of any front end's, as instances tell, that aren't after this priority.
+        """
+        ours = sum(count for other, count in self._waiting.items() if other <= priority)
+        ahead = max(ours, queued)
+        if not self.limit or ahead < self.limit:
+            return None
+        return Overload(ahead, self._until_begun_s(ahead, now))
+
+    def _until_begun_s(self, ahead: int, now: float) -> int:
+        began = [at for at in self._began if now - at <= self.PACE_S]
+        if len(began) < 2:
+            return self.LONGEST_S
+        pace = len(began) / max(now - began[0], 1e-3)
+        return max(self.SHORTEST_S, min(self.LONGEST_S, math.ceil(ahead / pace)))
+
+
+def check_load(state: HttpState, priority: int) -> None:
+    """Raises Refused, 429 with Retry-After, while too many requests wait."""
+    overload = state.shedding.refusal(priority, state.queued(priority), state.clock())
+    if overload is None:
+        return
+    state.overloaded(priority)
+    sentence = (
+        f"{overload.waiting} requests wait for their first token, allowed are"
+        f" {state.shedding.limit} (--max-waiting): try again in {overload.retry_after_s} s"
+    )
+    headers = {"Retry-After": str(overload.retry_after_s)}
+    raise Refused(problem(HTTPStatus.TOO_MANY_REQUESTS, sentence, headers=headers))
+
+
+# -- the connection
+
+REQUEST_TIMEOUT, HEADERS_TOO_LARGE = 408, 431
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's HTTP connection, with bounds on a head's size and time, and on a pause in reading.
+
+    uvicorn waits for a call's headers for ever, and keeps whatever comes of them; and for ever for
+    a client that doesn't read its answer. This class has no limits of its own: a front end serves
+    with one that has, see `limited`. `on_refusal` hears of answers before there is a call.
+    """
+
+    head_bytes: ClassVar[int] = HEAD_BYTES
+    head_s: ClassVar[float] = HEAD_S
+    read_timeout_s: ClassVar[float] = HttpConfig().read_timeout_s
+    on_refusal: ClassVar[Callable[[int], None]] = staticmethod(lambda status: None)
+
+    _in_head = True
+    _came = 0
+    _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _paused: HttpCall | None = None
+
+    @classmethod
+    def limited(cls, read_timeout_s: float, on_refusal: Callable[[int], None]) -> type[Connection]:
+        """The connections of one front end: uvicorn makes them, and gives them nothing else."""
+        own = {"read_timeout_s": read_timeout_s, "on_refusal": staticmethod(on_refusal)}
+        return type(cls.__name__, (cls,), own)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        self._end_pause()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client hasn't read for so long that everything in between is full."""
+        super().pause_writing()
+        self._end_pause()
+        self._unread = self.loop.call_later(self.read_timeout_s, self.transport.abort)
+        self._paused = cast("dict[str, HttpCall]", self.scope or {}).get(SCOPE)
+        if self._paused is not None:
+            self._paused.stopped_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_pause()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            # A read is small: what it has beyond the last call's body counts too much at most once.
+            self._came += len(data)
+            if self._came > self.head_bytes:
+                self._refuse(HEADERS_TOO_LARGE, f"Headers of more than {self.head_bytes} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin_head()
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        type(self).on_refusal(400)
+        super().send_400_response(msg)
+
+    def _begin_head(self) -> None:
+        self._in_head, self._came = True, 0
+        if self._late is None:
+            self._late = self.loop.call_later(self.head_s, self._too_late)
+
+    def _end_head(self) -> None:
+        self._in_head = False
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _end_pause(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        if self._paused is not None:
+            self._paused.reads_again()
+            self._paused = None
+
+    def _too_late(self) -> None:
+        self._late = None
+        self._refuse(REQUEST_TIMEOUT, f"No headers within {self.head_s:g} s.")
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        if self.transport.is_closing():
+            return
+        type(self).on_refusal(status)
+        # Between two answers only: else it would end up inside of one. (None before the first.)
+        if self.cycle is None or self.cycle.response_complete:  # type: ignore[redundant-expr]
+            body = sentence.encode()
+            head = STATUS_LINE[status] + (
+                b"content-type: text/plain\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+                % len(body)
+            )
+            self.transport.write(head + body)
+        self.transport.close()

@@ -1,0 +1,31 @@
+"""The middleware of a front end, around any application."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+
+from kvmig.gateway.access import access
+from kvmig.gateway.http import HttpMiddleware, HttpState
+from kvmig.ground.http import HttpConfig
+from kvmig.ground.priorities import NORMAL, PriorityClass
+
+
+def behind_middleware(
+    app: Starlette,
+    http: HttpConfig | None = None,
+    priorities: Sequence[PriorityClass] = (NORMAL,),
+    *,
+    closed: bool = False,
+    vacant: Callable[[], bool] = lambda: False,
+) -> HttpState:
+    """Put `app` behind it, with a state of its own."""
+    rules = access([], "", "127.0.0.1")
+    state = HttpState(
+        http or HttpConfig(), rules, priorities, CollectorRegistry(), closed=closed, vacant=vacant
+    )
+    app.add_middleware(HttpMiddleware)
+    app.state.kvmig = state
+    return state

@@ -1,0 +1,74 @@
+"""What a front end tells instances of copies that nobody wants: once, and heard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from kvmig.controlplane.messages import Discard, Resolve, Span
+from kvmig.gateway.errors import InstanceLost
+from kvmig.gateway.ownership import Ownership
+from kvmig.gateway.ports import Observer
+from kvmig.gateway.requests import LiveRequest, RequestTable
+from kvmig.gateway.splice import Splicer
+from kvmig.ground.faults import FaultConfig
+from kvmig.kvtransfer.messages import Message
+
+if TYPE_CHECKING:
+    from kvmig.gateway.ports import Instances
+    from kvmig.gateway.streams import Streams
+
+
+class Sends:
+    """Instances, the first message to which is lost with its connection if `fails`."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.sent: list[tuple[str, Message]] = []
+        self.fails = fails
+
+    def send(self, instance: str, message: Message, payload: object = ()) -> None:
+        self.sent.append((instance, message))
+        if self.fails:
+            self.fails = False
+            raise InstanceLost("instance i0 is not connected")
+
+
+def ownership(table: RequestTable, sends: Sends) -> Ownership:
+    instances, streams = cast("Instances", sends), cast("Streams", None)
+    return Ownership(table, instances, streams, Observer(), lambda: 0.0, FaultConfig())
+
+
+def test_an_instance_that_could_not_be_told_is_told_again() -> None:
+    sends = Sends(fails=True)
+    it = ownership(RequestTable(), sends)
+    for start in range(3):
+        it.stop_unknown_output("i0", Span("r", 1, start), last=False)
+    assert sends.sent == [("i0", Discard("r", 1))] * 2
+
+
+def test_the_last_output_of_a_copy_needs_no_answer() -> None:
+    sends = Sends()
+    ownership(RequestTable(), sends).stop_unknown_output("i0", Span("r", 1, 0), last=True)
+    assert sends.sent == []
+
+
+def test_a_request_that_ended_has_no_owner_and_one_that_stays_keeps_its_source() -> None:
+    sends, table = Sends(), RequestTable()
+    it = ownership(table, sends)
+    question = Resolve("m1", "r", 1, "b")
+    assert it.owner(question) == "nobody"
+    table.add(LiveRequest("r", "x", "x", Splicer("a"), 9, 0, [b""], 0.0))
+    assert it.owner(question) is None
+    assert it.decide(question, committed=False) == "source"
+    assert it.owner(question) == "source"
+    assert sends.sent == [("b", Discard("r", 1))] * 2
+
+
+def test_a_destination_that_committed_owns_the_request() -> None:
+    table = RequestTable()
+    it = ownership(table, Sends())
+    request = LiveRequest("r", "x", "x", Splicer("a"), 9, 0, [b""], 0.0)
+    table.add(request)
+    question = Resolve("m1", "r", 1, "b")
+    assert it.decide(question, committed=True) == "destination"
+    assert it.owner(question) == "destination"
+    assert request.instance == "b"
