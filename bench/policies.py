@@ -24,13 +24,9 @@ import msgspec
 from rich.table import Table
 
 from bench import report
-from kvmig.controlplane.balance import balance
-from kvmig.controlplane.defragment import make_room, move_queues
 from kvmig.controlplane.dispatch import FewestWithRoom, RoomiestAfter
-from kvmig.controlplane.drain import drain
-from kvmig.controlplane.extremes import pair_extremes
 from kvmig.controlplane.policy import POLICIES, Policy
-from kvmig.controlplane.protect import protect
+from kvmig.controlplane.rules import balance, drain, make_room, move_queues, pair_extremes, protect
 from kvmig.controlplane.victims import VictimRule
 from kvmig_tools.sim import cost
 from kvmig_tools.sim.cluster import SimCluster

@@ -34,7 +34,7 @@ from kvmig.controlplane.dispatch import NewRequest
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member
 from kvmig.controlplane.policy import POLICIES, policy_of
 from kvmig.controlplane.scheduler import Scheduler
-from kvmig.controlplane.view_builder import ViewBuilder
+from kvmig.controlplane.view import ViewBuilder
 from kvmig.engines.base import EngineLoad
 from kvmig.ground.config import SchedulerConfig
 
@@ -76,7 +76,7 @@ class Cluster:
         self._random = random.Random(seed)
         self._requests = requests
         self._names = [f"i{number}" for number in range(instances)]
-        self._scheduler = Scheduler(chosen)
+        self._scheduler = Scheduler(chosen.rounds)
         self._dispatch = chosen.dispatcher()
         self._decoder = msgspec.msgpack.Decoder(ClusterMessage)
         self._builder = ViewBuilder(headroom=chosen.headroom)

@@ -20,7 +20,7 @@ from kvmig.cli.children import Child, running
 from kvmig.cli.instance import first_of
 from kvmig.cli.process import end_loading, say
 from kvmig.cli.pulse import SILENT_S, Pulse
-from kvmig.controlplane.restarts import Restarts
+from kvmig.controlplane.child import Restarts
 from kvmig.gateway.access import access
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.discreet import Discreet

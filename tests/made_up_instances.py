@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvmig.controlplane.messages import LoadReport, Member
-from kvmig.controlplane.view import ClusterView, InstanceView
-from kvmig.controlplane.view_builder import ViewBuilder
+from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.engines.base import ClassLoad, EngineLoad
 
 

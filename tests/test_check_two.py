@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmig.controlplane.tracking import Tracking
+from kvmig.controlplane.fronts import Tracking
 from kvmig.gateway.requests import RequestTable
 from kvmig.kvtransfer.destination_machine import Attempt, Tombstones
 from kvmig.kvtransfer.messages import Reserve

@@ -19,16 +19,14 @@ from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.launcher import Handle
 from kvmig.cli.shapes import InstanceShape, Shapes
 from kvmig.controlplane.messages import (
+    AddInstances,
     ClusterMessage,
+    DrainInstance,
+    Evacuate,
     LoadReport,
     Member,
     Members,
     MessagesRefused,
-)
-from kvmig.controlplane.orders import (
-    AddInstances,
-    DrainInstance,
-    Evacuate,
     OrderRefused,
     Scale,
     SetState,

@@ -22,9 +22,7 @@ from kvmig.controlplane.dispatch import (
 )
 from kvmig.controlplane.messages import LoadReport, Member
 from kvmig.controlplane.policy import POLICIES
-from kvmig.controlplane.view import ClusterView, InstanceView
-from kvmig.controlplane.view_builder import ViewBuilder
-from kvmig.controlplane.virtual_usage import usage
+from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder, usage
 from kvmig.engines.base import ClassLoad, EngineLoad
 from kvmig.ground.config import PolicyName
 from kvmig.ground.errors import NoInstance

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable
 from math import inf
+from typing import Literal, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -15,9 +19,39 @@ from kvmig.controlplane.freeness import (
     instance_freeness,
     slack,
 )
-from kvmig.controlplane.view import InstanceView
-from kvmig.controlplane.virtual_usage import Holding, usage, virtual_usage
+from kvmig.controlplane.view import Headroom, InstanceView, usage
 from kvmig.engines.base import ClassLoad, EngineLoad, GroupLoad
+
+Place = Literal["running", "head", "behind", "terminating"]
+"""Where a request stands; `terminating` is the fake one that empties an instance."""
+
+
+class Holding(NamedTuple):
+    """A request's weight: blocks that it holds when running, blocks that it wants when queued."""
+
+    place: Place
+    blocks: float = 0.0
+    priority: int = 0
+
+
+def virtual_usage(holdings: Iterable[Holding], headroom: Headroom | None = None) -> list[float]:
+    """The virtual usage of each request of one instance, in the order given."""
+    held = list(holdings)
+    headroom = headroom or {}
+    running = Counter(one.priority for one in held if one.place == "running")
+
+    def weigh(one: Holding) -> float:
+        match one.place:
+            case "running":
+                return one.blocks + headroom.get(one.priority, 0.0) / running[one.priority]
+            case "head":
+                return one.blocks
+            case "behind":
+                return 0.0
+            case "terminating":
+                return math.inf
+
+    return [weigh(one) for one in held]
 
 
 def test_each_rule_weighs_its_request() -> None:

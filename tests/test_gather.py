@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.defragment import make_room, move_queues
-from kvmig.controlplane.gather import OPEN_BLOCKS, gather
-from kvmig.controlplane.ledger import Pairing, Rounds
-from kvmig.controlplane.rebalance import rebalance
+from kvmig.controlplane.rules import OPEN_BLOCKS, gather, make_room, move_queues
+from kvmig.controlplane.scheduler import Pairing, Rounds, rebalance
 from kvmig.controlplane.view import InstanceView
 from tests.made_up_instances import cluster, instance
 

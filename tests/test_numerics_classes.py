@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvmig.controlplane.ledger import Rounds
 from kvmig.controlplane.policy import POLICIES, policy_of
-from kvmig.controlplane.rebalance import rebalance
+from kvmig.controlplane.scheduler import Rounds, rebalance
 from kvmig.controlplane.view import InstanceView
 from kvmig.engines.identity import difference, numerics_class
 from kvmig.ground.config import PolicyName, SchedulerConfig

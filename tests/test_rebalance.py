@@ -7,15 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmig.controlplane.balance import balance
 from kvmig.controlplane.freeness import batch_size, free_blocks, slack
-from kvmig.controlplane.ledger import Pairing, Rounds
 from kvmig.controlplane.messages import Pair, Pairs
 from kvmig.controlplane.policy import policy_of
-from kvmig.controlplane.rebalance import rebalance
-from kvmig.controlplane.scheduler import UNPAIR, Scheduler
-from kvmig.controlplane.view import ClusterView, InstanceView
-from kvmig.controlplane.virtual_usage import usage
+from kvmig.controlplane.rules import balance
+from kvmig.controlplane.scheduler import UNPAIR, Pairing, Rounds, Scheduler, rebalance
+from kvmig.controlplane.view import ClusterView, InstanceView, usage
 from kvmig.engines.base import EngineLoad
 from kvmig.ground.config import SchedulerConfig
 
@@ -266,7 +263,7 @@ def test_a_pair_helps_and_leaves_the_destination_above_its_threshold(
 
 
 def test_a_pair_is_renewed_every_round_and_undone_once() -> None:
-    scheduler = Scheduler(policy_of(SchedulerConfig()))
+    scheduler = Scheduler(policy_of(SchedulerConfig()).rounds)
     uneven = cluster(instance("a", 90, 9), instance("b", 10, 1))
     pair = ("a", Pairs((Pair("b", "tcp://b", 40, 84),)))
     assert scheduler.round(uneven) == [pair]
@@ -277,7 +274,7 @@ def test_a_pair_is_renewed_every_round_and_undone_once() -> None:
 
 
 def test_an_instance_that_left_is_told_nothing() -> None:
-    scheduler = Scheduler(policy_of(SchedulerConfig()))
+    scheduler = Scheduler(policy_of(SchedulerConfig()).rounds)
     scheduler.round(cluster(instance("a", 90, 9), instance("b", 10, 1)))
     assert scheduler.round(cluster(instance("b", 10, 1))) == []
 
@@ -294,11 +291,14 @@ def test_without_migration_and_under_other_policies_nothing_is_paired(
     config: SchedulerConfig,
 ) -> None:
     view = cluster(instance("a", 90, 9), instance("b", 10, 1))
-    assert Scheduler(policy_of(config)).round(view) == []
+    assert Scheduler(policy_of(config).rounds).round(view) == []
 
 
 @given(st.lists(INSTANCES, max_size=4))
 def test_the_same_views_give_the_same_orders(rounds: list[list[InstanceView]]) -> None:
-    one, two = Scheduler(policy_of(SchedulerConfig())), Scheduler(policy_of(SchedulerConfig()))
+    one, two = (
+        Scheduler(policy_of(SchedulerConfig()).rounds),
+        Scheduler(policy_of(SchedulerConfig()).rounds),
+    )
     for instances in rounds:
         assert one.round(cluster(*instances)) == two.round(cluster(*instances))

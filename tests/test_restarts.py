@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmig.controlplane.restarts import PAUSES_S, STABLE_S, Restarts
+from kvmig.controlplane.child import PAUSES_S, STABLE_S, Restarts
 
 
 def test_the_pauses_grow_and_the_last_one_repeats() -> None:

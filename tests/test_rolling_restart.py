@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.controlplane.orders import RestartInstances, StopDrain
+from kvmig.controlplane.messages import RestartInstances, StopDrain
 from kvmig.gateway.errors import OrderFailed
 from tests.test_cluster_orders import BUSY, IDLE, World, drain, world
 

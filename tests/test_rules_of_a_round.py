@@ -10,15 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.balance import balance
-from kvmig.controlplane.defragment import make_room, move_queues
-from kvmig.controlplane.drain import drain
-from kvmig.controlplane.extremes import pair_extremes
-from kvmig.controlplane.gather import gather
-from kvmig.controlplane.ledger import MAX_DESTINATIONS, MAX_SOURCES, Ledger, Pairing, Rounds
 from kvmig.controlplane.policy import POLICIES
-from kvmig.controlplane.protect import protect
-from kvmig.controlplane.rebalance import rebalance
+from kvmig.controlplane.rules import (
+    balance,
+    drain,
+    gather,
+    make_room,
+    move_queues,
+    pair_extremes,
+    protect,
+)
+from kvmig.controlplane.scheduler import (
+    MAX_DESTINATIONS,
+    MAX_SOURCES,
+    Ledger,
+    Pairing,
+    Rounds,
+    rebalance,
+)
 from kvmig.controlplane.view import InstanceView
 from kvmig.engines.base import ClassLoad
 from tests.made_up_instances import cluster, instance

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmig.controlplane.scaling import In, Out, Scaler
-from kvmig.controlplane.view import ClusterView, InstanceView
-from kvmig.controlplane.virtual_usage import usage
+from kvmig.controlplane.view import ClusterView, InstanceView, usage
 from kvmig.engines.base import EngineLoad
 from kvmig.ground.config import ClusterConfig, check
 from kvmig.ground.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.step_watch import MOST_S, StepWatch
+from kvmig.controlplane.reporter import MOST_S, StepWatch
 
 LOOK_S = 0.1
 

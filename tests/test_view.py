@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.columns import FIELDS
 from kvmig.controlplane.messages import LoadReport, Member
-from kvmig.controlplane.view import ClusterView
-from kvmig.controlplane.view_builder import ViewBuilder
+from kvmig.controlplane.view import FIELDS, ClusterView, ViewBuilder
 from kvmig.engines.base import EngineLoad
 
 

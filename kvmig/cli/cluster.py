@@ -12,11 +12,11 @@ from kvmig.cli.launcher import Handle, Launcher
 from kvmig.cli.refusal_board import RefusalBoard
 from kvmig.cli.rolling import Rolling
 from kvmig.cli.shapes import InstanceShape, Shapes
-from kvmig.controlplane.messages import Member
-from kvmig.controlplane.orders import (
+from kvmig.controlplane.messages import (
     AddInstances,
     DrainInstance,
     Evacuate,
+    Member,
     OrderRefused,
     RestartInstances,
     Scale,

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import zmq
 
 from kvmig.cli.cluster import Cluster
-from kvmig.controlplane.messages import ClusterMessage, Member, Members
-from kvmig.controlplane.orders import (
+from kvmig.controlplane.messages import (
     AddInstances,
+    ClusterMessage,
     DrainInstance,
+    Member,
+    Members,
     OrderDone,
     OrderRefused,
     RestartInstances,

@@ -10,9 +10,8 @@ from typing import Literal, NamedTuple, Protocol
 from kvmig.cli.launcher import Handle
 from kvmig.cli.llumlet_link import LlumletLink
 from kvmig.cli.refusal_board import RefusalBoard
-from kvmig.controlplane.messages import Member, MemberState
-from kvmig.controlplane.orders import OrderRefused, SetState
-from kvmig.controlplane.restarts import Restarts
+from kvmig.controlplane.child import Restarts
+from kvmig.controlplane.messages import Member, MemberState, OrderRefused, SetState
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import StartupError
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from kvmig.controlplane.messages import ClusterMessage, LoadReport
-from kvmig.controlplane.orders import SetState
+from kvmig.controlplane.messages import ClusterMessage, LoadReport, SetState
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.wire import Refusals

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from kvmig.cli.instance import Deadline, Instance
-from kvmig.controlplane.orders import OrderRefused
+from kvmig.controlplane.messages import OrderRefused
 
 
 class Rolling:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from kvmig.cli.children import Child, running
 from kvmig.cli.cluster import Cluster
 from kvmig.cli.instance import first_of
-from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused
-from kvmig.controlplane.orders import Scale
-from kvmig.controlplane.restarts import Restarts
+from kvmig.controlplane.child import Restarts
+from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused, Scale
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import KvmigError, PeerError, StartupError, TransportError

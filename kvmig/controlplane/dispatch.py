@@ -12,9 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmig.controlplane.columns import Column, Columns, Mask
 from kvmig.controlplane.freeness import Queued, batch_sizes, free_blocks_of
-from kvmig.controlplane.view import ClusterView, InstanceView, number_of
+from kvmig.controlplane.view import ClusterView, Column, Columns, InstanceView, Mask, number_of
 from kvmig.ground.errors import NoInstance
 
 _IDLE = 1e12

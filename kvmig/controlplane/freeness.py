@@ -14,8 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvmig.controlplane.columns import Column, Columns
-from kvmig.controlplane.view import InstanceView
+from kvmig.controlplane.view import Column, Columns, InstanceView
 
 Queued = Literal["head", "all"]
 """How much of a queue counts.

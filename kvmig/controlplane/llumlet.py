@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 
-from kvmig.controlplane.fronts import Fronts
+from kvmig.controlplane.fronts import Fronts, Tracking
 from kvmig.controlplane.headroom import measured_headroom
 from kvmig.controlplane.messages import (
     URGENT,
@@ -29,19 +29,18 @@ from kvmig.controlplane.messages import (
     Overrun,
     Pair,
     Pairs,
+    PauseAhead,
     Requests,
+    Resolve,
     Resolved,
+    SetState,
     Submit,
     Welcome,
 )
-from kvmig.controlplane.orders import SetState
 from kvmig.controlplane.pairing import Pairing
 from kvmig.controlplane.peers import Peers
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import Reporter
-from kvmig.controlplane.resolutions import Resolutions
-from kvmig.controlplane.stream_owner import StreamOwner
-from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
 from kvmig.ground.config import ClusterConfig
@@ -440,3 +439,67 @@ class Llumlet:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("llumlet %s: a task failed", self.instance, exc_info=error)
+
+
+class Resolutions:
+    """Those that are open, by migration."""
+
+    def __init__(self, send: Callable[[bytes, Resolve], None]) -> None:
+        """send: to a front end; raises TransportError if it is gone."""
+        self._send = send
+        self._open: dict[str, asyncio.Future[bool]] = {}
+
+    async def ask(self, front: bytes, question: Resolve) -> bool:
+        """Whether the request has moved; whoever asks knows how long to wait, and asks again.
+
+        Raises TransportError if the front end is gone.
+        """
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._open[question.mid] = answer
+        try:
+            self._send(front, question)
+            return await answer
+        finally:
+            del self._open[question.mid]
+
+    def answer(self, message: Resolved) -> None:
+        """The front end's word. One that nobody waits for any more is ignored."""
+        answer = self._open.get(message.mid)
+        if answer is not None and not answer.done():
+            answer.set_result(message.moved)
+
+
+class StreamOwner:
+    """send: to a front end; raises TransportError if it is gone."""
+
+    def __init__(
+        self,
+        fronts: Fronts,
+        tracking: Tracking,
+        resolutions: Resolutions,
+        send: Callable[[bytes, Message], None],
+    ) -> None:
+        self._fronts = fronts
+        self._tracking = tracking
+        self._resolutions = resolutions
+        self._send = send
+
+    async def resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
+        """Ask who runs the request. Raises TransportError if its front end is gone."""
+        question = Resolve(mid, request_id, epoch, destination)
+        return await self._resolutions.ask(self._of(request_id), question)
+
+    def foretell(self, request_id: str, pause_ms: float, stretch_ms: float) -> bool:
+        """Say that a pause comes, so that it can be spread; False if the front end is gone."""
+        try:
+            self._send(self._of(request_id), PauseAhead(request_id, pause_ms, stretch_ms))
+        except TransportError:
+            return False
+        return True
+
+    def _of(self, request_id: str) -> bytes:
+        track = self._tracking.get(request_id)
+        front = self._fronts.identity(track.gateway) if track else None
+        if front is None:
+            raise TransportError(f"the front end of {request_id} is gone")
+        return front

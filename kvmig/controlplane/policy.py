@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvmig.controlplane.balance import balance
-from kvmig.controlplane.defragment import make_room, move_queues
 from kvmig.controlplane.dispatch import (
     Dispatch,
     FewestWithRoom,
@@ -20,11 +18,16 @@ from kvmig.controlplane.dispatch import (
     RoomiestAfter,
     RoundRobin,
 )
-from kvmig.controlplane.drain import drain
-from kvmig.controlplane.extremes import pair_extremes
-from kvmig.controlplane.gather import gather
-from kvmig.controlplane.ledger import Rounds
-from kvmig.controlplane.protect import protect
+from kvmig.controlplane.rules import (
+    balance,
+    drain,
+    gather,
+    make_room,
+    move_queues,
+    pair_extremes,
+    protect,
+)
+from kvmig.controlplane.scheduler import Rounds
 from kvmig.controlplane.victims import VictimRule
 from kvmig.ground.config import PolicyName, SchedulerConfig
 

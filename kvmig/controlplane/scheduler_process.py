@@ -19,13 +19,12 @@ from kvmig.controlplane.messages import (
     Member,
     Members,
     MessagesRefused,
+    Scale,
 )
-from kvmig.controlplane.orders import Scale
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.scaling import In, Out, Scaler
 from kvmig.controlplane.scheduler import Scheduler
-from kvmig.controlplane.view import ClusterView
-from kvmig.controlplane.view_builder import ViewBuilder
+from kvmig.controlplane.view import ClusterView, ViewBuilder
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.discreet import Discreet
@@ -65,7 +64,7 @@ class SchedulerProcess:
         self._round_s = config.scheduler.round_ms / 1000
         self._clock = clock
         policy = policy_of(config.scheduler)
-        self._scheduler = Scheduler(policy)
+        self._scheduler = Scheduler(policy.rounds)
         self._scaler = Scaler(config.scaling) if config.scaling is not None else None
         self._launcher = b""
         self._builder = ViewBuilder(

@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvmig.controlplane.orders import AddInstances, DrainInstance, RestartInstances, StopDrain
+from kvmig.controlplane.messages import AddInstances, DrainInstance, RestartInstances, StopDrain
 from kvmig.gateway.access import Rule
 from kvmig.gateway.inventory import InstanceRow, RequestRow
 from kvmig.gateway.launcher import LauncherLink

@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import ClassVar
 
-from kvmig.controlplane.orders import Refusal
+from kvmig.controlplane.messages import Refusal
 from kvmig.ground.errors import KvmigError
 
 

@@ -13,8 +13,7 @@ import msgspec
 from kvmig.controlplane.dispatch import NewRequest, allowed
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Welcome
 from kvmig.controlplane.policy import Policy
-from kvmig.controlplane.view import ClusterView, InstanceView
-from kvmig.controlplane.view_builder import ViewBuilder
+from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.gateway.errors import InstanceLost, UnknownInstance
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic

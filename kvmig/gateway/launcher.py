@@ -8,8 +8,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused
-from kvmig.controlplane.orders import Evacuate, OrderDone
+from kvmig.controlplane.messages import (
+    ClusterMessage,
+    Evacuate,
+    Member,
+    Members,
+    MessagesRefused,
+    OrderDone,
+)
 from kvmig.gateway.errors import InstanceLost, LauncherGone, OrderFailed
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import PeerError, StartupError, TransportError

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvmig.controlplane.fronts import Tracking
 from kvmig.controlplane.messages import (
     AbortRequests,
     Discard,
@@ -17,7 +18,6 @@ from kvmig.controlplane.messages import (
     Resolved,
     Submit,
 )
-from kvmig.controlplane.tracking import Tracking
 from kvmig.engines.base import Emitted
 from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine, Tombstones
 from kvmig.kvtransfer.messages import ChunkDone, Message, Reserve

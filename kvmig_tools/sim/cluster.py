@@ -9,8 +9,7 @@ from kvmig.controlplane.dispatch import NewRequest
 from kvmig.controlplane.messages import Member
 from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.scheduler import Scheduler
-from kvmig.controlplane.view import ClusterView
-from kvmig.controlplane.view_builder import ViewBuilder
+from kvmig.controlplane.view import ClusterView, ViewBuilder
 from kvmig.ground.priorities import NORMAL, PriorityClass
 from kvmig.ground.scaling import ScalingConfig
 from kvmig_tools.sim.cost import CostModel
@@ -82,7 +81,7 @@ class SimCluster:
         self._since: dict[str, float] = {}
         self._network = Network(self.events, cost.copy.bandwidth)
         self._dispatch = policy.dispatcher()
-        self._scheduler = Scheduler(policy)
+        self._scheduler = Scheduler(policy.rounds)
         self._builder = ViewBuilder(headroom=policy.headroom)
         self._headroom = None
         if len(classes) > 1:
