@@ -18,8 +18,8 @@ from bench.load.stub import StubEngine
 from bench.load.words import TransformersWords
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.gateway.access import access
-from kvmig.gateway.app import MIDDLEWARE, extend
-from kvmig.gateway.http import HttpState
+from kvmig.gateway.app import extend
+from kvmig.gateway.http import HttpMiddleware, HttpState
 from kvmig.gateway.launcher import LauncherLink, Membership
 from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
@@ -118,8 +118,7 @@ async def stubbed_front(
     launcher = LauncherLink("tcp://127.0.0.1:9", SECRET, "front", membership)
     await router.add_instance("i0", llumlet.endpoint)
     app = FastAPI()
-    for layer in MIDDLEWARE:
-        app.add_middleware(layer)
+    app.add_middleware(HttpMiddleware)
     engines = Engines(router, queues, cast("Tokenizer", Bytes()))
     app.include_router(openai_api(engines, ["bytes"], TOKENS, state.access.openai))
     extend(app, state, router, membership, launcher, "bytes")

@@ -9,7 +9,6 @@ import pytest
 
 from kvmig.controlplane.messages import Fence, Fenced, Resolved
 from kvmig.gateway import requests
-from kvmig.gateway.calls import Calls
 from kvmig.gateway.errors import (
     AmbiguousRequest,
     CallTimeout,
@@ -17,6 +16,7 @@ from kvmig.gateway.errors import (
     RequestFinished,
     UnknownRequest,
 )
+from kvmig.gateway.questions import Questions
 from kvmig.gateway.requests import LiveRequest, RequestTable, call_of
 from kvmig.gateway.splice import Splicer
 from kvmig.ground.errors import PeerError
@@ -101,35 +101,35 @@ async def test_an_answer_reaches_who_asked() -> None:
     def answer(instance: str, question: Message, payload: Sequence[Frame]) -> None:
         assert isinstance(question, Fence)
         call_id = question.call_id
-        calls.answer(call_id + 1, Fenced(call_id + 1, committed=False), [])  # nobody's
-        calls.answer(call_id, Fenced(call_id, committed=True), [memoryview(b"x")])
-        calls.answer(call_id, Fenced(call_id, committed=False), [])  # too late
+        questions.answer(call_id + 1, Fenced(call_id + 1, committed=False), [])  # nobody's
+        questions.answer(call_id, Fenced(call_id, committed=True), [memoryview(b"x")])
+        questions.answer(call_id, Fenced(call_id, committed=False), [])  # too late
 
-    calls = Calls(answer)
-    message, payload = await calls.ask("0", fence, Fenced, 1.0, "Fence")
+    questions = Questions(answer)
+    message, payload = await questions.ask("0", fence, Fenced, 1.0, "Fence")
     assert message.committed
     assert [bytes(frame) for frame in payload] == [b"x"]
-    assert len(calls) == 0
+    assert len(questions) == 0
 
 
 async def test_a_question_ends_with_its_time_its_instance_or_a_wrong_answer() -> None:
     def send(instance: str, question: Message, payload: Sequence[Frame]) -> None:
         assert isinstance(question, Fence)
         if instance == "wrong":
-            calls.answer(question.call_id, Resolved("", True), [])
+            questions.answer(question.call_id, Resolved("", True), [])
 
-    calls = Calls(send)
+    questions = Questions(send)
     with pytest.raises(CallTimeout, match="instance 0 did not answer Fence within 0 s"):
-        await calls.ask("0", fence, Fenced, 0.0, "Fence")
+        await questions.ask("0", fence, Fenced, 0.0, "Fence")
     with pytest.raises(PeerError, match="wrong answered Fence with Resolved"):
-        await calls.ask("wrong", fence, Fenced, 1, "Fence")
-    lost = asyncio.ensure_future(calls.ask("0", fence, Fenced, 1.0, "Fence"))
+        await questions.ask("wrong", fence, Fenced, 1, "Fence")
+    lost = asyncio.ensure_future(questions.ask("0", fence, Fenced, 1.0, "Fence"))
     await asyncio.sleep(0)
-    calls.lost("1", "another one")
-    calls.lost("0", "instance 0 is lost")
+    questions.lost("1", "another one")
+    questions.lost("0", "instance 0 is lost")
     with pytest.raises(InstanceLost, match="instance 0 is lost"):
         await lost
-    assert len(calls) == 0
+    assert len(questions) == 0
 
 
 def test_a_lost_run_is_known_by_its_id_no_more() -> None:

@@ -89,12 +89,12 @@ class World:
         if not self.sent[instance]:
             return
         span, self.item = self.sent[instance].popleft()
-        for _, item in self.streams.take(instance, Outputs([span]), [], 0.0):
+        for _, item in self.streams.take(instance, Outputs([span]), [memoryview(b"")]):
             request = self.table.runs.get(span.request_id)
             if request is None:
                 self.stale.add(span.request_id)
                 continue
-            actions = self.streams.splice(request, instance, span, item, 0.0)
+            actions = self.streams.splice(request, instance, span, item)
             assert not any(isinstance(action, Broken) for action in actions)
 
     def run_again(self, instance: str) -> None:

@@ -1,4 +1,4 @@
-"""What kvmig adds to the engine's HTTP application: middleware, admin API, metrics."""
+"""Extends the engine's HTTP application: admin API, metrics, limits of connections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
 from kvmig.gateway.admin import admin_api, instances_api
-from kvmig.gateway.http import Connection, HttpMiddleware, HttpState
+from kvmig.gateway.http import Connection, HttpState
 from kvmig.gateway.inventory import InstanceRow, cluster_rows
 from kvmig.gateway.launcher import LauncherLink, Membership
 from kvmig.gateway.metrics import (
@@ -19,9 +19,6 @@ from kvmig.gateway.metrics import (
 )
 from kvmig.gateway.router import Router
 
-MIDDLEWARE = (HttpMiddleware,)
-"""The engine's application adds them when it is built."""
-
 
 def extend(
     app: FastAPI,
@@ -31,7 +28,10 @@ def extend(
     launcher: LauncherLink,
     model: str,
 ) -> None:
-    """Add everything to `app`, before it serves. Our /metrics takes the place of its own."""
+    """Add kvmig's routes and state to `app`, before it serves; `HttpMiddleware` is there already.
+
+    Our /metrics takes the place of its own.
+    """
     rows_of_router = router.fleet.rows
 
     def rows() -> list[InstanceRow]:

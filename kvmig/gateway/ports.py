@@ -80,41 +80,17 @@ NOT_BEGUN = Arithmetic()
 
 
 class Instances(Protocol):
-    """What decisions about requests need of instances; see `kvmig.gateway.instances.Fleet`."""
+    """What decisions about requests need of instances; described in `Fleet`, which has it."""
 
     @property
-    def alive(self) -> list[str]:
-        """Connected instances."""
-        ...
-
-    def fit(self, instance: str) -> bool:
-        """Whether the instance can be relied on."""
-        ...
-
-    def any_fit(self) -> bool:
-        """Whether some instance can be relied on."""
-        ...
-
-    def others_serve(self, instance: str, begun: Arithmetic = NOT_BEGUN) -> bool:
-        """Whether another fit instance takes requests, also those that have begun so."""
-        ...
-
-    def ailing(self) -> dict[str, str]:
-        """Connected instances that aren't fit: silent, hung or failed."""
-        ...
-
-    def index(self, instance: str) -> int:
-        """The engine index of the instance, also after it was removed."""
-        ...
-
-    def arithmetic(self, instance: str) -> Arithmetic:
-        """What the instance computes with, as last reported."""
-        ...
-
-    def send(self, instance: str, message: Message, payload: Sequence[Frame] = ()) -> None:
-        """Queue a message, at once. Raises InstanceLost."""
-        ...
-
+    def alive(self) -> list[str]: ...
+    def fit(self, instance: str) -> bool: ...
+    def any_fit(self) -> bool: ...
+    def others_serve(self, instance: str, begun: Arithmetic = NOT_BEGUN) -> bool: ...
+    def ailing(self) -> dict[str, str]: ...
+    def index(self, instance: str) -> int: ...
+    def arithmetic(self, instance: str) -> Arithmetic: ...
+    def send(self, instance: str, message: Message, payload: Sequence[Frame] = ()) -> None: ...
     def dispatch(
         self,
         tokens: int,
@@ -124,9 +100,7 @@ class Instances(Protocol):
         *,
         fit: bool = False,
         begun: Arithmetic = NOT_BEGUN,
-    ) -> str:
-        """Send a request of so many tokens somewhere. Raises NoInstance."""
-        ...
+    ) -> str: ...
 
 
 class Observer:

@@ -27,10 +27,10 @@ from kvmig.controlplane.messages import (
     Requests,
     Resolve,
     Resolved,
+    Span,
     Submit,
 )
 from kvmig.controlplane.policy import policy_of
-from kvmig.gateway.calls import Calls
 from kvmig.gateway.errors import (
     AlreadyMigrating,
     CallTimeout,
@@ -49,7 +49,8 @@ from kvmig.gateway.inventory import (
     request_rows,
 )
 from kvmig.gateway.ownership import Ownership
-from kvmig.gateway.ports import Decode, Observer, Sink
+from kvmig.gateway.ports import Decode, Item, Observer, Sink
+from kvmig.gateway.questions import Questions
 from kvmig.gateway.requests import LiveRequest, RequestTable, call_of, current_call, current_call_id
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
@@ -114,7 +115,7 @@ class Router:
         self._clock = clock
         self._fence_timeout_s = fence_timeout_s
         self._table = RequestTable()
-        self._calls = Calls(self.fleet.send)
+        self._questions = Questions(self.fleet.send)
         self._streams = Streams(self._table, sink, decode, self.fleet, observer, clock)
         self._ownership = Ownership(
             self._table,
@@ -160,7 +161,7 @@ class Router:
         """
         if await self.fleet.remove(instance):
             reason = f"instance {instance} {'has died' if crashed else 'was removed'}"
-            self._calls.lost(instance, reason)
+            self._questions.lost(instance, reason)
             self._ownership.removed(instance, reason, crashed=crashed)
 
     def evacuate(self, instance: str, *, ends: bool = False) -> None:
@@ -182,7 +183,7 @@ class Router:
         Raises CallFailed, CallTimeout, InstanceLost.
         """
         names = self.fleet.alive if instances is None else instances
-        answers = (self._calls.run(name, method, payload, timeout_s) for name in names)
+        answers = (self._questions.run(name, method, payload, timeout_s) for name in names)
         return dict(zip(names, await asyncio.gather(*answers), strict=True))
 
     # -- requests
@@ -251,7 +252,7 @@ class Router:
 
         async def ask(instance: str) -> Requests:
             try:
-                told, _ = await self._calls.ask(
+                told, _ = await self._questions.ask(
                     instance, ListRequests, Requests, LIST_TIMEOUT_S, "ListRequests"
                 )
             except (CallTimeout, InstanceLost) as error:
@@ -295,7 +296,7 @@ class Router:
         endpoint = self._check_places(any_id, source, destination)
         request.destination = destination
         try:
-            answer, _ = await self._calls.ask(
+            answer, _ = await self._questions.ask(
                 source,
                 lambda call_id: Migrate(call_id, run_id, destination, endpoint, inexact),
                 Migrated,
@@ -318,7 +319,7 @@ class Router:
         """Move a request of another front end, which hears of it from the instances."""
         request_id, source = found.row.id, found.row.instance
         endpoint = self._check_places(request_id, source, destination)
-        answer, _ = await self._calls.ask(
+        answer, _ = await self._questions.ask(
             source,
             lambda call_id: Migrate(call_id, found.run_id, destination, endpoint, inexact),
             Migrated,
@@ -347,12 +348,13 @@ class Router:
             instance.health.heard()
         match message:
             case Outputs():
-                self._take(instance.name, message, payload)
+                for span, item in self._streams.take(instance.name, message, payload):
+                    self._splice(instance.name, span, item)
             case LoadReport():
                 self.fleet.report(message)
                 self._observer.messages_refused(message.instance, message.refused)
             case CallDone() | Requests() | Fenced():
-                self._calls.answer(message.call_id, message, payload)
+                self._questions.answer(message.call_id, message, payload)
             case Migrated():
                 self._migrated(message, payload)
             case PauseAhead():
@@ -375,22 +377,19 @@ class Router:
         self.fleet.forget(instance)
         log.warning("connection to instance %s: %s", instance.name, reason)
         reason = f"instance {instance.name} is lost"
-        self._calls.lost(instance.name, reason)
+        self._questions.lost(instance.name, reason)
         self._ownership.lost(instance.name, reason)
 
-    def _take(self, instance: str, outputs: Outputs, payload: list[memoryview]) -> None:
-        if not payload:
-            raise PeerError(f"{instance} sent outputs without items", "unusable")
-        now = self._clock()
-        for span, item in self._streams.take(instance, outputs, payload, now):
-            if span.epoch < 0:
-                continue  # aborted there before it came out: nobody's
-            request = self._table.runs.get(span.request_id)
-            if request is None:
-                self._ownership.stop_unknown_output(instance, span, item.finished)
-                continue
-            for action in self._streams.splice(request, instance, span, item, now):
-                self._ownership.act(request, action)
+    def _splice(self, instance: str, span: Span, item: Item) -> None:
+        """Take an output that isn't just what comes next in its stream."""
+        if span.epoch < 0:
+            return  # aborted there before it came out: nobody's
+        request = self._table.runs.get(span.request_id)
+        if request is None:
+            self._ownership.stop_unknown_output(instance, span, item.finished)
+            return
+        for action in self._streams.splice(request, instance, span, item):
+            self._ownership.act(request, action)
 
     def _migrated(self, message: Migrated, payload: list[memoryview]) -> None:
         """A report came of a migration, whoever asked for it and whoever has the request."""
@@ -401,7 +400,7 @@ class Router:
             self.reports.append(report)
             if message.front in ("", self._name):
                 self._observer.migrated(report, None if request is None else request.priority)
-        self._calls.answer(message.call_id, message, payload)
+        self._questions.answer(message.call_id, message, payload)
         if request is None:
             return
         if report.state == "aborted":
@@ -434,7 +433,7 @@ class Router:
             log.warning("request %s stays: %s is not fit", question.request_id, destination)
             return False
         try:
-            answer, _ = await self._calls.ask(
+            answer, _ = await self._questions.ask(
                 destination,
                 lambda call_id: Fence(call_id, question.request_id, question.epoch),
                 Fenced,

@@ -78,13 +78,16 @@ class Streams:
         self._spreads: dict[str, _Spread] = {}
 
     def take(
-        self, instance: str, outputs: Outputs, payload: Sequence[memoryview], now: float
+        self, instance: str, outputs: Outputs, payload: Sequence[memoryview]
     ) -> list[tuple[Span, Item]]:
         """Deliver the outputs of an instance's step that come next in their streams.
 
         Returns the others, for `splice`. Raises PeerError when spans and items don't match,
         msgspec.MsgspecError when items can't be read; nothing is delivered then.
         """
+        if not payload:
+            raise PeerError(f"{instance} sent outputs without items", "unusable")
+        now = self._clock()
         batch = self._decode(payload)
         if len(batch.items) != len(outputs.spans):
             raise PeerError(
@@ -113,10 +116,9 @@ class Streams:
         self._sink.deliver(index, self.due(index, items), batch.meta)
         return others
 
-    def splice(
-        self, request: LiveRequest, instance: str, span: Span, item: Item, now: float
-    ) -> list[Action]:
+    def splice(self, request: LiveRequest, instance: str, span: Span, item: Item) -> list[Action]:
         """Deliver what follows from an output that didn't just come next; what else to do."""
+        now = self._clock()
         fed = request.splicer.feed(instance, span, item, now)
         for owner, pairs in itertools.groupby(fed.deliver, key=lambda pair: pair[0]):
             items = [one for _, one in pairs]

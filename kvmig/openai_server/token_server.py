@@ -15,7 +15,7 @@ from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 
 from kvmig.gateway.access import bearer
-from kvmig.gateway.app import MIDDLEWARE
+from kvmig.gateway.http import HttpMiddleware
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.problems import as_problem
 from kvmig.gateway.router import Router
@@ -64,9 +64,7 @@ class TokenServer:
         assert self._tokenizer is not None
         args = self._args
         app = FastAPI(title="kvmig", docs_url=None, redoc_url=None)
-        for layer in MIDDLEWARE:
-            app.add_middleware(layer)
-
+        app.add_middleware(HttpMiddleware)
         app.add_exception_handler(HTTPException, as_problem)
 
         @app.get(

@@ -21,7 +21,7 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.front import OutputQueue, RoutedLLM, apply_ready, decode_outputs
-from kvmig.gateway.app import MIDDLEWARE
+from kvmig.gateway.http import HttpMiddleware
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
 from kvmig.ground.http import KEEP_ALIVE_S
@@ -70,10 +70,8 @@ class VllmServer(HttpTask):
             log_requests=args.enable_log_requests,
             log_stats=not args.disable_log_stats,
         )
-        args.middleware = [
-            *args.middleware,
-            *(f"{one.__module__}.{one.__name__}" for one in MIDDLEWARE),
-        ]
+        ours = f"{HttpMiddleware.__module__}.{HttpMiddleware.__name__}"
+        args.middleware = [*args.middleware, ours]  # the last one is the outermost
         tasks = await llm.get_supported_tasks()
         app = build_app(args, tasks, llm.model_config)
         await init_app_state(llm, app.state, args, tasks)

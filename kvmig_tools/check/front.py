@@ -113,15 +113,15 @@ class Front(Part):
                 self._lost(instance)
 
     def _take(self, instance: str, outputs: Outputs) -> None:
-        """As `Router._take`."""
-        for span, item in self._streams.take(instance, outputs, (), 0.0):
+        """As `Router.on_message` and `Router._splice`."""
+        for span, item in self._streams.take(instance, outputs, (memoryview(b""),)):
             if span.epoch < 0:
                 continue
             request = self.table.runs.get(span.request_id)
             if request is None:
                 self._ownership.stop_unknown_output(instance, span, item.finished)
                 continue
-            for action in self._streams.splice(request, instance, span, item, 0.0):
+            for action in self._streams.splice(request, instance, span, item):
                 self._ownership.act(request, action)
 
     def unanswered(self, mid: str) -> None:

@@ -26,7 +26,7 @@ class _Waiting:
     future: asyncio.Future[tuple[Message, Payload]]
 
 
-class Calls:
+class Questions:
     """Open questions of one front end."""
 
     def __init__(self, send: Send) -> None:
