@@ -27,8 +27,8 @@ from kvmig.ground.discreet import Discreet
 from kvmig.ground.errors import StartupError
 
 COLLECT = (20_000, 20, 50)
-"""Thresholds of Python's collector. By its own it walks all streams again and again: 10,000 cost a
-fifth of a front end's time; what it finds there is little."""
+"""Thresholds of Python's garbage collector. With the default ones it walks all streams again and
+again: with 10,000 streams that costs a fifth of a front end's time, and frees little."""
 GRACE_S = 2.0
 """How long connections may take to close once nothing runs any more."""
 
@@ -37,26 +37,26 @@ class FrontLaunch(Discreet, frozen=True, kw_only=True):
     """Everything that a front end must know to start (JSON; the secret in base64)."""
 
     name: str
-    """Its own among the front ends of all times: llumlets number them by it."""
+    """Unique among the front ends of all times: llumlets tell them apart by it."""
     launcher: str
     """The launcher's endpoint."""
     secret: bytes
     admin_key: str = ""
-    """Of the admin API; empty: see `kvmig.gateway.access`."""
+    """The admin API's key; empty: see `kvmig.gateway.access`."""
     config: ClusterConfig
     engine_argv: list[str]
     """MODEL and the engine's flags."""
     listening: int = -1
-    """Descriptor of the port's socket, for one in a process of its own."""
+    """Descriptor of the port's socket, for a front end in a process of its own."""
     pulse: int = -1
-    """Descriptor for `kvmig.cli.pulse.beat`, for such a one."""
+    """Descriptor for `kvmig.cli.pulse.beat`, for such a front end."""
 
 
 class FrontEnd:
-    """Make it inside a running event loop. `start`, then `drain` or not, then `close`."""
+    """One front end, made inside a running event loop: `start`, maybe `drain`, then `close`."""
 
     def __init__(self, launch: FrontLaunch, args: Namespace, sock: socket.socket) -> None:
-        """args: of `launch.engine_argv`. sock: listening; it is closed with the front end."""
+        """args: `launch.engine_argv`, parsed. sock: listening; closed with the front end."""
         from prometheus_client import REGISTRY
 
         from kvmig.gateway.http import HttpState
@@ -93,7 +93,7 @@ class FrontEnd:
         self._started = False
 
     async def start(self) -> None:
-        """Return once requests are taken: when the launcher has told who serves.
+        """Return once requests are taken: the launcher has named the instances, and they answer.
 
         Raises KvmigError; `close` it then, too.
         """
@@ -108,22 +108,19 @@ class FrontEnd:
         self._router.fleet.block_tokens = config.migration.unit_tokens or block_tokens
         names = args.served_model_name or [args.model]
         self._started = True
-        await self._server.start(
-            self._router,
-            lambda app: extend(
-                app, self._http, self._router, self._membership, self._launcher, names[0]
-            ),
-        )
+        app = await self._server.make_app(self._router)
+        extend(app, self._http, self._router, self._membership, self._launcher, names[0])
+        await self._server.serve(app)
         gc.collect()
         gc.freeze()  # what is there by now stays
         gc.set_threshold(*COLLECT)
 
     async def ended(self) -> None:
-        """Wait until its HTTP server has stopped by itself."""
+        """Wait until the HTTP server has stopped by itself."""
         await self._server.ended()
 
     async def drain(self, at_once: asyncio.Event) -> None:
-        """Take nothing new; wait for what runs, for the time-out, or for `at_once`."""
+        """Take nothing new; wait for live requests to end, for the timeout, or for `at_once`."""
         self._http.closed = True
         running, timeout_s = len(self._router.live()), self._launch.config.drain_timeout_s
         if running:
@@ -160,7 +157,7 @@ class FrontEnds:
     """
 
     def __init__(self, launch: FrontLaunch, sock: socket.socket) -> None:
-        """launch: of any of them, but for the name. sock: listening; the caller closes it."""
+        """launch: of each front end, but for the name. sock: listening; the caller closes it."""
         self._launch = launch
         self._sock = sock
         self._children: dict[int, Child] = {}
@@ -182,7 +179,7 @@ class FrontEnds:
         await asyncio.Event().wait()
 
     async def drain(self, at_once: asyncio.Event) -> None:
-        """They take nothing new; wait for what runs, for the time-out, or for `at_once`."""
+        """Let all take nothing new; wait for live requests, for the timeout, or for `at_once`."""
         self._stop_keeping()
         for child in self._children.values():
             child.terminate()
@@ -209,7 +206,7 @@ class FrontEnds:
             task.cancel()
 
     async def _begin(self, number: int) -> None:
-        """Start it, and wait until it takes requests. Raises StartupError."""
+        """Start a front end, and wait until it takes requests. Raises StartupError."""
         pulse = self._pulses[number] = Pulse()
         shared = [self._sock.fileno(), pulse.descriptor]
         launch = msgspec.structs.replace(
@@ -248,7 +245,7 @@ class FrontEnds:
                 how = str(error)
 
     async def _dies(self, number: int) -> str:
-        """Wait until it ends or hangs, and end it; how."""
+        """Wait until the front end ends or hangs, and end it; how."""
         how = await first_of(self._children[number].ended(), self._hangs(number))
         await self._end(number, 0.0)
         return how

@@ -20,15 +20,15 @@ from kvmig.front_end import FrontEnd, FrontLaunch
 from kvmig.ground.errors import KvmigError, StartupError
 
 
-class Ends:
-    """What the launcher wants: `stop` at SIGTERM, `at_once` at a second one or at its end."""
+class StopSignals:
+    """The launcher's wishes: `stop` at SIGTERM, `at_once` at a second one or at its own end."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.at_once = asyncio.Event()
 
     def listen(self) -> None:
-        """SIGINT is the launcher's to understand: a terminal sends it to all."""
+        """Listen to SIGTERM and stdin. SIGINT is for the launcher: a terminal sends it to all."""
         loop = asyncio.get_running_loop()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         loop.add_signal_handler(signal.SIGTERM, self._signalled)
@@ -45,12 +45,12 @@ class Ends:
 
 
 async def run(launch: FrontLaunch, descriptor: int) -> None:
-    """Serve until the launcher wants an end, or has come to one. Raises StartupError."""
-    ends = Ends()
-    ends.listen()
+    """Serve until the launcher wants an end, or has ended. Raises StartupError."""
+    signals = StopSignals()
+    signals.listen()
     args = kind_of(launch.config.engine).parse(launch.engine_argv)
     front = FrontEnd(launch, args, socket.socket(fileno=launch.listening))
-    stopped = asyncio.create_task(ends.stop.wait())
+    stopped = asyncio.create_task(signals.stop.wait())
     try:
         starting = asyncio.create_task(front.start())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -59,19 +59,19 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
             await asyncio.wait([starting])
             return
         await starting
-        ends.listen()  # an HTTP server may have put its own in place
+        signals.listen()  # an HTTP server may have put its own in place
         beating = asyncio.create_task(beat(launch.pulse), name="pulse")
         try:
             announce(descriptor, Announcement(endpoint="shared"))
         except StartupError:  # the launcher is ending, or gone: nobody waits for it
-            ends.stop.set()
-            ends.at_once.set()
+            signals.stop.set()
+            signals.at_once.set()
         ended = asyncio.create_task(front.ended())
         await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
         if not stopped.done():
             raise StartupError("its HTTP server has stopped")
-        await front.drain(ends.at_once)
+        await front.drain(signals.at_once)
         beating.cancel()
     finally:
         stopped.cancel()

@@ -1,4 +1,4 @@
-"""Who may call what: rules on a call's headers. Pure.
+"""Access rules: which calls are let in, by their headers. Pure.
 
 The OpenAI API asks for a key where there are keys. The admin API moves and ends what belongs to
 everybody, so without a key it is for people on this machine only: not for other machines, not
@@ -22,18 +22,18 @@ PROXIED = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
 class Denied(NamedTuple):
-    """What a call is answered with instead."""
+    """The answer to a call that isn't let in."""
 
     status: HTTPStatus
     message: str
 
 
 Rule = Callable[[Mapping[str, str]], Denied | None]
-"""Of a call's headers, by names in lower case: None for a call that is let in."""
+"""Takes a call's headers, by names in lower case; gives None for a call that is let in."""
 
 
 def bearer(keys: Sequence[str]) -> Rule:
-    """Calls that bear one of the keys; all where there are none."""
+    """A rule for calls that bear one of the keys; all calls where there are none."""
 
     def rule(headers: Mapping[str, str]) -> Denied | None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -46,7 +46,7 @@ def bearer(keys: Sequence[str]) -> Rule:
 
 
 def local_only(bound: str) -> Rule:
-    """Calls by programs of this machine. bound: the address that the server listens on."""
+    """A rule for programs of this machine. bound: the address that the server listens on."""
     closed = Denied(
         HTTPStatus.FORBIDDEN,
         f"the admin API is for calls from this machine only: set {ADMIN_KEY} at the start, and"
@@ -67,9 +67,9 @@ def local_only(bound: str) -> Rule:
 
 
 ADMIN = "/kvmig/"
-"""Under which the admin API is."""
+"""Prefix of the admin API's paths."""
 OPENAI = ("/v1", "/v2", "/inference", "/cohere")
-"""Under which vLLM asks for a key whatever the method."""
+"""Prefixes of paths for which vLLM asks for a key whatever the method."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Access:
 
 
 def access(api_keys: Sequence[str], admin_key: str, bound: str) -> Access:
-    """admin_key: empty if there is none, the API's keys open the admin API then, too.
+    """The rules of a front end. admin_key: empty: the API's keys open the admin API, too.
 
     bound: the address that the server listens on.
     """

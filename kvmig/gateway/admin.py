@@ -22,7 +22,7 @@ from kvmig.kvtransfer.report import MigrationReport
 
 PREFIX = "/kvmig/v1"
 MOST = 10_000
-"""Instances in one order; how many there may be is the launcher's to say."""
+"""Most instances in one order; the launcher has its own limit."""
 
 # -- the routes
 
@@ -33,7 +33,7 @@ def admin_api(
     model: str,
     rule: Rule,
 ) -> APIRouter:
-    """The routes, for `app.include_router`.
+    """Routes that show instances, requests and migrations, and move a request.
 
     rows: of all instances, now. model: the served model's name. rule: who may call them.
     """
@@ -82,16 +82,13 @@ def instances_api(
     model: str,
     rule: Rule,
 ) -> APIRouter:
-    """The routes, for `app.include_router`.
-
-    rows: of all instances, now. rule: who may call them.
-    """
+    """Routes that give orders about instances; the parameters are those of `admin_api`."""
     errors: Responses = {status: {"model": ErrorBody} for status in (400, 404, 409, 503)}
     adding = APIRouter(route_class=guarded(rule, tuple(AddBody.model_fields)))
     restarting = APIRouter(route_class=guarded(rule, tuple(RestartBody.model_fields)))
     draining = APIRouter(route_class=guarded(rule, tuple(DrainBody.model_fields)))
 
-    def told(names: Sequence[str]) -> list[Instance]:
+    def listed(names: Sequence[str]) -> list[Instance]:
         return [Instance.of(row, model) for row in rows() if row.id in names]
 
     @adding.post("/instances", status_code=HTTPStatus.CREATED, responses=errors)
@@ -101,7 +98,7 @@ def instances_api(
         names = await launcher.order(
             lambda call_id: AddInstances(call_id, wanted.count, wanted.flags)
         )
-        return Listing(data=told(names))
+        return Listing(data=listed(names))
 
     @restarting.post("/instances/restart", status_code=HTTPStatus.ACCEPTED, responses=errors)
     async def restart(body: RestartBody | None = None) -> Listing[Instance]:
@@ -110,7 +107,7 @@ def instances_api(
         names = await launcher.order(
             lambda call_id: RestartInstances(call_id, tuple(wanted.instances), wanted.deadline_s)
         )
-        return Listing(data=told(names))
+        return Listing(data=listed(names))
 
     @draining.delete("/instances/{name}", status_code=HTTPStatus.ACCEPTED, responses=errors)
     async def remove(
@@ -122,20 +119,20 @@ def instances_api(
         names = await launcher.order(
             lambda call_id: DrainInstance(call_id, name, deadline_s, leave=True, now=now)
         )
-        return Listing(data=told(names))
+        return Listing(data=listed(names))
 
     @draining.post("/instances/{name}/drain", status_code=HTTPStatus.ACCEPTED, responses=errors)
     async def drain(name: str, body: DrainBody | None = None) -> Listing[Instance]:
         """Let its requests go elsewhere; it stays, and takes no new ones."""
         deadline_s = (body or DrainBody()).deadline_s
         names = await launcher.order(lambda call_id: DrainInstance(call_id, name, deadline_s))
-        return Listing(data=told(names))
+        return Listing(data=listed(names))
 
     @draining.delete("/instances/{name}/drain", responses=errors)
     async def stop_drain(name: str) -> Listing[Instance]:
         """Let a draining instance serve again."""
         names = await launcher.order(lambda call_id: StopDrain(call_id, name))
-        return Listing(data=told(names))
+        return Listing(data=listed(names))
 
     api = APIRouter(prefix=PREFIX, tags=["kvmig"], responses=PROBLEMS)
     api.include_router(adding)

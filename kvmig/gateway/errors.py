@@ -1,4 +1,4 @@
-"""What can go wrong when somebody asks the gateway for something, with its HTTP status."""
+"""Errors of the gateway's answers, with their HTTP statuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmig.ground.errors import KvmigError
 
 
 class GatewayError(KvmigError):
-    """Base: `status` is the HTTP answer, `param` the field that is to blame."""
+    """Base of all. status: of the HTTP answer; param: the field that is to blame."""
 
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     param: str | None = None
@@ -77,7 +77,7 @@ class CallTimeout(GatewayError):
 
 
 class LauncherGone(GatewayError):
-    """Nobody is there to start or end instances."""
+    """No launcher is connected to start or end instances."""
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
 

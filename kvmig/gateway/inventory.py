@@ -35,23 +35,23 @@ class InstanceRow:
     """Under way now."""
     migrations_out: int
     staging_used: int
-    """Staging buffers held by migrations out of it."""
+    """Staging buffers held by migrations out of the instance."""
     preempted: tuple[Preempted, ...] = ()
     detail: str = ""
-    """For people: why it is in this state."""
+    """Why the instance is in this state, for people."""
     headroom: Mapping[int, float] = field(default_factory=dict)
-    """Priority -> KV blocks kept free for it."""
+    """Priority -> KV blocks kept free for its class."""
     unmovable: str = ""
     """Why no request can be moved from the instance or to it; empty when they can."""
     weights: str = ""
-    """Identity of its weights."""
+    """Identity of the instance's weights."""
     numerics: str = ""
-    """Its numerics class."""
+    """The instance's numerics class."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """One live request of this front end."""
+    """One live request, of this front end or another."""
 
     id: str
     call_id: str
@@ -64,7 +64,7 @@ class RequestRow:
     blocks: int
     priority: int
     unmovable: str
-    """Why it can't be moved now; empty when it can."""
+    """Why the request can't be moved now; empty when it can."""
     age_ms: float
     """Age of what the instance told."""
     migrating_to: str | None
@@ -94,10 +94,10 @@ def instance_row(index: int, view: InstanceView, ailment: str) -> InstanceRow:
 
 
 def cluster_rows(linked: Sequence[InstanceRow], members: Iterable[Member]) -> list[InstanceRow]:
-    """Rows of all instances: `linked`, those that are connected to, in the order of `members`.
+    """Rows of all instances, in the order of `members`. linked: those that are connected to.
 
-    The launcher's word counts, but where a front end can't reach the instance, or that says
-    itself that something is wrong.
+    The launcher's word on a state counts, unless a front end can't reach the instance, or the
+    instance itself says that something is wrong.
     """
     rows = {row.id: row for row in linked}
     joined = []
@@ -135,22 +135,31 @@ def request_rows(
         )
         if found is not None:
             state = states[request.run_id, found]
-        rows.append(
-            RequestRow(
-                id=request.request_id,
-                call_id=request.call_id,
-                instance=found or request.owner,
-                state=state.state,
-                tokens=state.tokens,
-                output_tokens=state.output_tokens,
-                blocks=state.blocks,
-                priority=state.priority,
-                unmovable=state.unmovable,
-                age_ms=state.age_ms,
-                migrating_to=request.destination,
-            )
-        )
+        place = found or request.owner
+        rows.append(_row(request.request_id, request.call_id, place, state, request.destination))
     return rows
+
+
+def _row(
+    request_id: str,
+    call_id: str,
+    instance: str,
+    state: RequestState,
+    migrating_to: str | None = None,
+) -> RequestRow:
+    return RequestRow(
+        id=request_id,
+        call_id=call_id,
+        instance=instance,
+        state=state.state,
+        tokens=state.tokens,
+        output_tokens=state.output_tokens,
+        blocks=state.blocks,
+        priority=state.priority,
+        unmovable=state.unmovable,
+        age_ms=state.age_ms,
+        migrating_to=migrating_to,
+    )
 
 
 # -- requests of other front ends
@@ -179,19 +188,9 @@ def others_requests(told: Mapping[str, Requests], own: str) -> list[OthersReques
             if listed.fronts.get(state.request_id, own) == own:
                 continue
             parts = _RUN.fullmatch(state.request_id)
-            row = RequestRow(
-                id=parts["request"] if parts else state.request_id,
-                call_id=call_of(parts["external"]) if parts else state.request_id,
-                instance=instance,
-                state=state.state,
-                tokens=state.tokens,
-                output_tokens=state.output_tokens,
-                blocks=state.blocks,
-                priority=state.priority,
-                unmovable=state.unmovable,
-                age_ms=state.age_ms,
-                migrating_to=None,
-            )
+            request_id = parts["request"] if parts else state.request_id
+            call_id = call_of(parts["external"]) if parts else state.request_id
+            row = _row(request_id, call_id, instance, state)
             found[state.request_id] = OthersRequest(row, state.request_id)
     return list(found.values())
 

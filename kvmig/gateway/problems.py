@@ -51,7 +51,7 @@ class ErrorBody(BaseModel):
 Responses = dict[int | str, dict[str, Any]]
 """Answers as FastAPI documents them."""
 PROBLEMS: Responses = {status: {"model": ErrorBody} for status in ("4XX", "5XX")}
-"""Of any route: no key (401, 403), a body too large or too late (413, 408), ..."""
+"""Answers of any route: no key (401, 403), a body too large or too late (413, 408), ..."""
 
 
 def problem(

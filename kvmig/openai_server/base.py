@@ -1,10 +1,10 @@
-"""What a front end needs of the OpenAI server for its kind of engine."""
+"""The OpenAI server of a front end, for each kind of engine."""
 
 from __future__ import annotations
 
 import socket
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from fastapi import FastAPI
@@ -15,11 +15,11 @@ from kvmig.ground.config import ClusterConfig
 
 
 class OpenAIServer(Protocol):
-    """`load`, `learn`, `start`; then `stop`, also when `start` has failed."""
+    """Serves the API: `load`, `learn`, `make_app`, `serve`; then `stop`, also after a failure."""
 
     @property
     def sink(self) -> Sink:
-        """Where the router's streams end."""
+        """The end of the router's streams."""
         ...
 
     def decode(self, payload: Sequence[memoryview]) -> Batch:
@@ -40,15 +40,16 @@ class OpenAIServer(Protocol):
         """
         ...
 
-    async def start(self, router: Router, prepare: Callable[[FastAPI], None]) -> None:
-        """Serve; return once requests are taken. Raises StartupError.
+    async def make_app(self, router: Router) -> FastAPI:
+        """The OpenAI API's application, to be extended before it serves."""
+        ...
 
-        prepare: adds what kvmig has beside the OpenAI API.
-        """
+    async def serve(self, app: FastAPI) -> None:
+        """Serve with `app.state.connection`; return once calls are taken. Raises StartupError."""
         ...
 
     async def ended(self) -> None:
-        """Wait until it has stopped."""
+        """Wait until the server has stopped."""
         ...
 
     async def stop(self, grace_s: float) -> None:
@@ -59,7 +60,10 @@ class OpenAIServer(Protocol):
 def openai_server(
     config: ClusterConfig, argv: list[str], args: Namespace, sock: socket.socket
 ) -> OpenAIServer:
-    """For the cluster's engine. argv: its flags; args: parsed. Inside a running event loop."""
+    """Make the server for the cluster's engine, inside a running event loop.
+
+    argv: the engine's flags; args: the same, parsed.
+    """
     if config.engine == "transformers":
         from kvmig.engines.transformers.tokenizer import Tokenizer
         from kvmig.openai_server.token_server import TokenServer

@@ -56,7 +56,7 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
 
     rule: who may call them.
     """
-    caller = _Caller(engines, names, max_tokens)
+    runner = _Runner(engines, names, max_tokens)
     completions = APIRouter(route_class=guarded(rule, field_names(CompletionBody)))
     chats = APIRouter(route_class=guarded(rule, field_names(ChatBody)))
     api = APIRouter(prefix="/v1", route_class=guarded(rule, ()), responses=PROBLEMS)
@@ -67,19 +67,19 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
         """One prompt."""
         prompt = body.prompt
         if isinstance(prompt, str):
-            caller.check_length("prompt", prompt)
+            runner.check_length("prompt", prompt)
             prompt = await asyncio.to_thread(engines.tokenizer.encode, prompt)
         call_id = current_call_id()
         asked = body.max_tokens or USUAL_TOKENS
         name, spell = body.model or names[0], engines.tokenizer.spell
         answer = CompletionAnswer(f"cmpl-{call_id}", name, body.n or 1, spell)
-        submitted = caller.checked(body, prompt, asked, body.logprobs)
-        return await caller.run(request, body, submitted, f"cmpl-{call_id}-0", answer)
+        submitted = runner.checked(body, prompt, asked, body.logprobs)
+        return await runner.run(request, body, submitted, f"cmpl-{call_id}-0", answer)
 
     @chats.post("/chat/completions", response_model=ChatCompletion, responses={200: EVENTS})
     async def chat(request: Request, body: ChatBody) -> Response:
         """One conversation."""
-        caller.check_length("messages", *(one.content for one in body.messages))
+        runner.check_length("messages", *(one.content for one in body.messages))
         messages = [one.model_dump(exclude_none=True) for one in body.messages]
         try:
             prompt = await asyncio.to_thread(
@@ -93,8 +93,8 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
             raise BadRequest("top_logprobs", "top_logprobs wants logprobs, which must be true")
         logprobs = body.top_logprobs or 0 if body.logprobs else None
         answer = ChatAnswer(f"chatcmpl-{call_id}", body.model or names[0], engines.tokenizer.spell)
-        submitted = caller.checked(body, prompt, asked, logprobs)
-        return await caller.run(request, body, submitted, f"chatcmpl-{call_id}", answer)
+        submitted = runner.checked(body, prompt, asked, logprobs)
+        return await runner.run(request, body, submitted, f"chatcmpl-{call_id}", answer)
 
     @api.get("/models", response_model=Models)
     async def models() -> Response:
@@ -117,7 +117,7 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
     return api
 
 
-class _Caller:
+class _Runner:
     """Checks what a call asks for, and runs it."""
 
     def __init__(self, engines: Engines, names: Sequence[str], max_tokens: int) -> None:

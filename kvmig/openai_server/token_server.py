@@ -60,7 +60,7 @@ class TokenServer:
         self._max_tokens = min(one for one in limits if one)
         return engines[0].block_tokens
 
-    async def start(self, router: Router, prepare: Callable[[FastAPI], None]) -> None:
+    async def make_app(self, router: Router) -> FastAPI:
         assert self._tokenizer is not None
         args = self._args
         app = FastAPI(title="kvmig", docs_url=None, redoc_url=None)
@@ -79,8 +79,11 @@ class TokenServer:
         engines = Engines(router, self.sink, self._tokenizer)
         names = args.served_model_name or [args.model]
         app.include_router(openai_api(engines, names, self._max_tokens, bearer(args.api_key)))
-        prepare(app)
-        self._http = UvicornServer(app, self._sock, access_log=not args.disable_uvicorn_access_log)
+        return app
+
+    async def serve(self, app: FastAPI) -> None:
+        access_log = not self._args.disable_uvicorn_access_log
+        self._http = UvicornServer(app, self._sock, access_log=access_log)
         await self._http.start()
 
     async def ended(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import socket
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -60,7 +60,7 @@ class VllmServer(HttpTask):
         tokens: int = cache.block_size
         return tokens
 
-    async def start(self, router: Router, prepare: Callable[[FastAPI], None]) -> None:
+    async def make_app(self, router: Router) -> FastAPI:
         args = self._args
         self._llm = llm = RoutedLLM(
             self._config,
@@ -73,9 +73,11 @@ class VllmServer(HttpTask):
         ours = f"{HttpMiddleware.__module__}.{HttpMiddleware.__name__}"
         args.middleware = [*args.middleware, ours]  # the last one is the outermost
         tasks = await llm.get_supported_tasks()
-        app = build_app(args, tasks, llm.model_config)
+        app: FastAPI = build_app(args, tasks, llm.model_config)
         await init_app_state(llm, app.state, args, tasks)
-        prepare(app)
+        return app
+
+    async def serve(self, app: FastAPI) -> None:
         self._app = app
         await self.run(self._serve(app))
 
