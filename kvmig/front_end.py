@@ -30,7 +30,7 @@ COLLECT = (20_000, 20, 50)
 """Thresholds of Python's garbage collector. With the default ones it walks all streams again and
 again: with 10,000 streams that costs a fifth of a front end's time, and frees little."""
 GRACE_S = 2.0
-"""How long connections may take to close once nothing runs any more."""
+"""Time for connections to close once no request runs any more."""
 
 
 class FrontLaunch(Discreet, frozen=True, kw_only=True):

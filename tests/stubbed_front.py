@@ -26,7 +26,7 @@ from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig, MigrationConfig
 from kvmig.ground.http import HttpConfig
 from kvmig.ground.priorities import PriorityClass
-from kvmig.openai_server.generation import Engines, RequestQueues, decode_outputs
+from kvmig.openai_server.generation import Backend, RequestQueues, decode_outputs
 from kvmig.openai_server.http_task import UvicornServer
 from kvmig.openai_server.routes import openai_api
 
@@ -119,8 +119,8 @@ async def stubbed_front(
     await router.add_instance("i0", llumlet.endpoint)
     app = FastAPI()
     app.add_middleware(HttpMiddleware)
-    engines = Engines(router, queues, cast("Tokenizer", Bytes()))
-    app.include_router(openai_api(engines, ["bytes"], TOKENS, state.access.openai))
+    backend = Backend(router, queues, cast("Tokenizer", Bytes()))
+    app.include_router(openai_api(backend, ["bytes"], TOKENS, state.access.openai))
     extend(app, state, router, membership, launcher, "bytes")
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)

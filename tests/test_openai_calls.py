@@ -18,7 +18,7 @@ from kvmig.gateway.router import Router
 from kvmig.ground.errors import NoInstance
 from kvmig.kvtransfer.wire import Frame
 from kvmig.openai_server.answers import ChatAnswer, Piece, Token
-from kvmig.openai_server.generation import Choices, Engines, Generation, RequestQueues
+from kvmig.openai_server.generation import Backend, Choices, Generation, RequestQueues
 from kvmig.openai_server.routes import openai_api
 from tests.http_states import behind_middleware
 
@@ -98,8 +98,8 @@ def instances() -> Instances:
 async def http(instances: Instances) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     behind_middleware(app)
-    engines = Engines(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes()))
-    app.include_router(openai_api(engines, ["bytes"], 100, bearer([])))
+    backend = Backend(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes()))
+    app.include_router(openai_api(backend, ["bytes"], 100, bearer([])))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
@@ -254,9 +254,9 @@ async def test_one_choice_that_fails_ends_them_all(
 async def test_a_stream_whose_client_leaves_ends_all_choices_though_it_is_cancelled(
     instances: Instances,
 ) -> None:
-    engines = Engines(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes()))
+    backend = Backend(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes()))
     submitted = Submitted(prompt_token_ids=[1], max_tokens=9)
-    choices = Choices([Generation(engines, "c", submitted, (), choice) for choice in range(2)])
+    choices = Choices([Generation(backend, "c", submitted, (), choice) for choice in range(2)])
     await choices.begin()
 
     async def read() -> None:

@@ -268,7 +268,7 @@ class RestartBody(BaseModel):
 
 
 class StageParts(BaseModel):
-    """Where a stage's time went, milliseconds summed over its chunks, which may overlap."""
+    """Parts of a stage's time, in milliseconds summed over its chunks, which may overlap."""
 
     wait: float
     gather: float
@@ -295,7 +295,7 @@ class DowntimeParts(BaseModel):
 
 
 class Migration(BaseModel):
-    """What one migration did."""
+    """Report of one migration."""
 
     id: str
     request_id: str

@@ -37,9 +37,9 @@ CALL_ID = "x-request-id"
 PRIORITY = "x-vllm-priority"
 PRIORITY_FIELD = "priority"
 SCOPE = "kvmig.call"
-"""Where an ASGI scope has its `HttpCall`: the connection finds it there."""
+"""Key of an ASGI scope's `HttpCall`; the connection looks for it there."""
 UNREAD_BYTES = 1 << 20
-"""Of a denied call's body that are taken, and dropped, so that its client sees the answer."""
+"""Bytes of a denied call's body that are taken, and dropped, so that its client sees the answer."""
 DISCARD_S = 2.0
 """Longest time for what comes of a body that is refused."""
 RETRY_AFTER = {"Retry-After": "5"}
@@ -70,7 +70,7 @@ class Refused(Exception):
 
 @dataclass
 class HttpState:
-    """What the calls of one front end share: limits, rules and counts; `app.state.kvmig`.
+    """Limits, rules and counts that all calls of one front end share; `app.state.kvmig`.
 
     vacant, queued and overloaded: the router's and the metrics', see `LoadShedding.refusal`.
     """
@@ -378,9 +378,9 @@ class LoadShedding:
     """
 
     PACE_S = 30.0
-    """Requests that began so long ago tell nothing of the present pace."""
+    """The present pace is that of requests that began within so long."""
     SHORTEST_S, LONGEST_S = 1, 60
-    """Of the time that a client is told to wait."""
+    """Bounds of the time that a client is told to wait."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -45,19 +45,19 @@ class Listening:
         self._ticked = now
 
     def tick(self, now: float) -> None:
-        """To be called every `period_s`. Much later: we slept, and count one period or two."""
+        """Count the time since the last tick, two periods at most: after longer, we slept."""
         self.total_s += min(now - self._ticked, 2 * self._period_s)
         self._ticked = now
 
 
 class Health:
-    """What a connected instance has said, and when: from its Welcome or first report on. Pure."""
+    """State of a connected instance, from its Welcome or first report on. Pure."""
 
     def __init__(self, listening: Listening) -> None:
         self.state = ""
-        """As in its last load report; empty before."""
+        """From the last load report; empty before."""
         self.arithmetic: Arithmetic | None = None
-        """As in its last load report."""
+        """From the last load report; None before."""
         self._listening = listening
         self.heard()
 
@@ -125,7 +125,7 @@ class Instance:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """What the instance computes with, as last told."""
+        """Weights and numerics of the instance, as last told."""
         if self.health is not None and self.health.arithmetic is not None:
             return self.health.arithmetic
         return Arithmetic("" if self.welcome is None else self.welcome.weights)
@@ -264,13 +264,13 @@ class Fleet:
         self._view = ViewBuilder(headroom=policy.headroom)
         self._instances: dict[str, Instance] = {}
         self._indexes: dict[str, int] = {}
-        """Of all that ever were."""
+        """Engine indexes of all instances that ever were."""
         self._listening = Listening(tick_s, clock())
 
     async def add(
         self, name: str, endpoint: str, timeout_s: float, index: int | None = None
     ) -> bytes:
-        """See `Router.add_instance`."""
+        """Connect; see `Router.add_instance`."""
         if name in self._instances:
             raise ValueError(f"instance {name} was added before")
         index = self._indexes.setdefault(name, len(self._indexes) if index is None else index)
@@ -338,7 +338,7 @@ class Fleet:
         return "" if health is None else health.ailment(self._silent_after_s)
 
     def arithmetic(self, instance: str) -> Arithmetic:
-        """What the instance computes with, as last told."""
+        """Weights and numerics of the instance, as last told."""
         one = self._instances.get(instance)
         return Arithmetic("") if one is None else one.arithmetic
 
@@ -351,7 +351,7 @@ class Fleet:
         return {index: name for name, index in self._indexes.items()}
 
     def endpoint(self, instance: str) -> str:
-        """Where the instance listens. Raises UnknownInstance."""
+        """The instance's endpoint. Raises UnknownInstance."""
         if instance not in self._instances:
             known = ", ".join(self._instances)
             raise UnknownInstance(f"there is no instance {instance}, only {known}")

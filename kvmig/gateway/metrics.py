@@ -250,7 +250,7 @@ class _Labelled(Collector):
 
 
 def of_all_front_ends(own: CollectorRegistry) -> CollectorRegistry:
-    """What to read on a scrape: `own`, or the sums over all front ends where there are several.
+    """The registry to read on a scrape: `own`, or sums over all front ends where there are several.
 
     Those write their values to files in the folder that PROMETHEUS_MULTIPROC_DIR names.
     """
@@ -276,7 +276,7 @@ def with_instances(
 
 
 class ClassCollector(Collector):
-    """What the instances tell of each class, read when somebody scrapes."""
+    """Preemptions and headroom by priority class, read when somebody scrapes."""
 
     def __init__(
         self, rows: Callable[[], Iterable[InstanceRow]], classes: Sequence[PriorityClass]

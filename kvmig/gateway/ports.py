@@ -49,14 +49,14 @@ class Decode(Protocol):
 
 
 class Sink(Protocol):
-    """Where streams end: the engine's front half. Called on the event loop; must not block."""
+    """End of all streams: the engine's front half. Called on the event loop; must not block."""
 
     def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
         """Tokens in their right order. index: the engine index of the instance they are from."""
         ...
 
     def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
-        """These requests get no more tokens; `reason` is a sentence for the client.
+        """End requests that get no more tokens; `reason` is a sentence for the client.
 
         retry: another attempt may succeed; otherwise the request is to blame.
         """
@@ -64,7 +64,7 @@ class Sink(Protocol):
 
 
 class Arithmetic(NamedTuple):
-    """What an instance computes with: a stream that has begun there goes on with the same."""
+    """Weights and numerics of an instance: a stream that has begun there goes on with the same."""
 
     weights: str = ""
     """Identity of the weights; empty: nothing has been computed, or it isn't known."""
@@ -80,7 +80,7 @@ NOT_BEGUN = Arithmetic()
 
 
 class Instances(Protocol):
-    """What decisions about requests need of instances; described in `Fleet`, which has it."""
+    """The part of `kvmig.gateway.instances.Fleet`, described there, that decisions need."""
 
     @property
     def alive(self) -> list[str]: ...

@@ -67,13 +67,13 @@ def problem(
 
 
 def denial(denied: Denied) -> Response:
-    """Of a call that isn't let in."""
+    """The answer to a call that isn't let in."""
     asks = denied.status is HTTPStatus.UNAUTHORIZED
     return problem(*denied, headers={"WWW-Authenticate": "Bearer"} if asks else None)
 
 
 async def as_problem(_: Request, error: Exception) -> Response:
-    """What no route took, as an exception handler: 404, 405."""
+    """An exception handler for calls that no route took: 404, 405."""
     assert isinstance(error, HTTPException)
     return problem(HTTPStatus(error.status_code), error.detail, headers=error.headers)
 

@@ -17,7 +17,7 @@ from kvmig.kvtransfer.wire import Frame
 M = TypeVar("M", bound=Message)
 Payload = list[memoryview]
 Send = Callable[[str, Message, Sequence[Frame]], None]
-"""To an instance, at once. Raises InstanceLost."""
+"""Sends a message to an instance, at once. Raises InstanceLost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class _Waiting:
 
 
 class Questions:
-    """Open questions of one front end."""
+    """Open questions of one front end to its instances."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

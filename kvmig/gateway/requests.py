@@ -43,7 +43,7 @@ class LiveRequest:
     first_at: float | None = None
     """When the first token came, in the router's clock."""
     begun: Arithmetic = NOT_BEGUN
-    """What computed the first token: the request goes on under no other weights."""
+    """Weights and numerics of the first token: the request goes on under no other weights."""
     output_token_ids: list[int] = field(default_factory=list)
     """Tokens that the client has got: the next run goes on after them."""
 
@@ -233,9 +233,9 @@ class RequestTable:
 
     def __init__(self) -> None:
         self.live: dict[str, LiveRequest] = {}
-        """By request id; read only."""
+        """Live requests by request id; read only."""
         self.runs: dict[str, LiveRequest] = {}
-        """By run id, which is what instances know; read only."""
+        """Live requests by run id, which is what instances know; read only."""
         self._calls: defaultdict[str, set[str]] = defaultdict(set)
         self._ended: OrderedDict[str, None] = OrderedDict()
 
@@ -286,7 +286,7 @@ class RequestTable:
             request.unplaced_since = now
 
     def find(self, any_id: str) -> LiveRequest:
-        """By request id, external id or call id.
+        """Find a request by its id, external id or call id.
 
         Raises UnknownRequest, RequestFinished or AmbiguousRequest.
         """

@@ -32,7 +32,7 @@ GIVE_UP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """How long the tokens before a pause are held. Pure."""
+    """Delays of the tokens before a pause. Pure."""
 
     pause_s: float
     stretch_s: float
@@ -155,7 +155,7 @@ class Streams:
             )
 
     def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
-        """See `Sink.fail`; tokens that are held come first."""
+        """Fail requests, see `Sink.fail`; tokens that are held come first."""
         for request_id in request_ids:
             self.end_spread(request_id)
         self._sink.fail(request_ids, reason, retry)

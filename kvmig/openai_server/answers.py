@@ -211,7 +211,7 @@ class Usage(BaseModel):
 
 
 class TextChoice(BaseModel):
-    """What a completion reads. logprobs: parallel lists, where they were asked for."""
+    """Text of a completion. logprobs: parallel lists, where they were asked for."""
 
     index: int
     text: str
@@ -239,7 +239,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """What the assistant says. logprobs: `content`, where they were asked for."""
+    """Message of a chat. logprobs: `content`, where they were asked for."""
 
     index: int
     message: ChatMessage

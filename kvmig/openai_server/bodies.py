@@ -152,7 +152,7 @@ class Body(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    """Of no meaning here."""
+    """Ignored."""
     # vLLM's own
     stop_token_ids: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(max_length=MOST_STOP_IDS)]
@@ -162,7 +162,7 @@ class Body(_Strict):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     """None: 1."""
     priority: int = 0
-    """Of a class of the cluster: `kvmig.gateway.http` has looked."""
+    """A configured class's: `kvmig.gateway.http` has checked it."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """-1, 0, None: all tokens."""
@@ -182,7 +182,7 @@ class Body(_Strict):
 
     @property
     def usage(self) -> StreamOptions:
-        """What a stream says about it."""
+        """The stream options, or the default ones."""
         return self.stream_options or StreamOptions()
 
 
@@ -193,11 +193,11 @@ class CompletionBody(Body):
     echo: Annotated[Any, Only(False)] = False
     suffix: Annotated[Any, Only("")] = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    """Of the tokens, and of so many of the likeliest."""
+    """Log-probabilities of the tokens, and of so many of the likeliest."""
 
 
 class Message(_Strict):
-    """Of a conversation."""
+    """Message of a conversation."""
 
     role: str
     content: Annotated[str, BeforeValidator(as_text), CONTENT]
@@ -213,7 +213,7 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] = {}
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    """Of the likeliest tokens; None: 0."""
+    """Number of the likeliest tokens; None: 0."""
     response_format: Annotated[Any, Only({"type": "text"})] = None
     tools: Annotated[Any, Only([])] = None
     tool_choice: Annotated[Any, Only("none")] = None

@@ -118,7 +118,7 @@ def decode_outputs(payload: Sequence[memoryview]) -> Batch:
 
 
 @dataclass(frozen=True)
-class Engines:
+class Backend:
     """Router, queues and tokenizer that all requests of a front end share."""
 
     router: Router
@@ -131,20 +131,20 @@ class Generation:
 
     def __init__(
         self,
-        engines: Engines,
+        backend: Backend,
         external_id: str,
         request: Submitted,
         stops: Sequence[str],
         choice: int | None = None,
     ) -> None:
         """external_id: of the call; the request's own has it in it. choice: of several."""
-        self._router, self._queues = engines.router, engines.queues
+        self._router, self._queues = backend.router, backend.queues
         self._external_id = external_id
         # As vLLM ends its ids: `kvmig.gateway.inventory` reads them.
         place = "" if choice is None else f"{choice}_"
         self._request_id = f"{place}{external_id}-{secrets.token_hex(4)}"
         self._request = request
-        self._detokenizer = Detokenizer(engines.tokenizer.decode, request.prompt_token_ids)
+        self._detokenizer = Detokenizer(backend.tokenizer.decode, request.prompt_token_ids)
         self._stops = StopStrings(stops)
         self._queue = self._queues.open(self._request_id)
         self._tokens = 0

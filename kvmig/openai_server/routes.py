@@ -28,10 +28,10 @@ from kvmig.openai_server.answers import (
     Models,
 )
 from kvmig.openai_server.bodies import Body, ChatBody, CompletionBody, field_names
-from kvmig.openai_server.generation import Choices, Engines, Generation, stream, whole
+from kvmig.openai_server.generation import Backend, Choices, Generation, stream, whole
 
 USUAL_TOKENS = 16
-"""Of a completion that says nothing of its length, as OpenAI has it."""
+"""Default max_tokens of a completion, as OpenAI has it."""
 
 
 class BadRequest(GatewayError):
@@ -51,12 +51,12 @@ class UnknownModel(GatewayError):
     param = "model"
 
 
-def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Rule) -> APIRouter:
+def openai_api(backend: Backend, names: Sequence[str], max_tokens: int, rule: Rule) -> APIRouter:
     """The routes under /v1. names: of the model; max_tokens: of a request, prompt and output.
 
     rule: who may call them.
     """
-    runner = _Runner(engines, names, max_tokens)
+    runner = _Runner(backend, names, max_tokens)
     completions = APIRouter(route_class=guarded(rule, field_names(CompletionBody)))
     chats = APIRouter(route_class=guarded(rule, field_names(ChatBody)))
     api = APIRouter(prefix="/v1", route_class=guarded(rule, ()), responses=PROBLEMS)
@@ -68,10 +68,10 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
         prompt = body.prompt
         if isinstance(prompt, str):
             runner.check_length("prompt", prompt)
-            prompt = await asyncio.to_thread(engines.tokenizer.encode, prompt)
+            prompt = await asyncio.to_thread(backend.tokenizer.encode, prompt)
         call_id = current_call_id()
         asked = body.max_tokens or USUAL_TOKENS
-        name, spell = body.model or names[0], engines.tokenizer.spell
+        name, spell = body.model or names[0], backend.tokenizer.spell
         answer = CompletionAnswer(f"cmpl-{call_id}", name, body.n or 1, spell)
         submitted = runner.checked(body, prompt, asked, body.logprobs)
         return await runner.run(request, body, submitted, f"cmpl-{call_id}-0", answer)
@@ -83,7 +83,7 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
         messages = [one.model_dump(exclude_none=True) for one in body.messages]
         try:
             prompt = await asyncio.to_thread(
-                engines.tokenizer.encode_chat, messages, body.chat_template_kwargs
+                backend.tokenizer.encode_chat, messages, body.chat_template_kwargs
             )
         except ValueError as error:
             raise BadRequest("messages", str(error)) from error
@@ -92,7 +92,7 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
         if body.top_logprobs is not None and not body.logprobs:
             raise BadRequest("top_logprobs", "top_logprobs wants logprobs, which must be true")
         logprobs = body.top_logprobs or 0 if body.logprobs else None
-        answer = ChatAnswer(f"chatcmpl-{call_id}", body.model or names[0], engines.tokenizer.spell)
+        answer = ChatAnswer(f"chatcmpl-{call_id}", body.model or names[0], backend.tokenizer.spell)
         submitted = runner.checked(body, prompt, asked, logprobs)
         return await runner.run(request, body, submitted, f"chatcmpl-{call_id}", answer)
 
@@ -120,14 +120,14 @@ def openai_api(engines: Engines, names: Sequence[str], max_tokens: int, rule: Ru
 class _Runner:
     """Checks what a call asks for, and runs it."""
 
-    def __init__(self, engines: Engines, names: Sequence[str], max_tokens: int) -> None:
-        self._engines = engines
+    def __init__(self, backend: Backend, names: Sequence[str], max_tokens: int) -> None:
+        self._backend = backend
         self._names = names
         self._max_tokens = max_tokens
 
     def check_length(self, param: str, *texts: str) -> None:
         """Raises BadRequest for what can't be few enough tokens: to count them takes long."""
-        length, most = sum(map(len, texts)), self._max_tokens * self._engines.tokenizer.longest
+        length, most = sum(map(len, texts)), self._max_tokens * self._backend.tokenizer.longest
         if length > most:
             raise BadRequest(param, f"{param} has {length} characters, must have {most} or less")
 
@@ -144,7 +144,7 @@ class _Runner:
         choices = Choices(
             [
                 Generation(
-                    self._engines,
+                    self._backend,
                     external_id,
                     replace(submitted, seed=seed_of(submitted, choice)),
                     body.stop,
@@ -167,7 +167,7 @@ class _Runner:
         if body.model and body.model not in self._names:
             names = " or ".join(self._names)
             raise UnknownModel(f"there is no model {shorten_value(body.model)}, only {names}")
-        vocabulary = self._engines.tokenizer.vocabulary
+        vocabulary = self._backend.tokenizer.vocabulary
         if not prompt:
             raise BadRequest("prompt", "the prompt has no token, must have one or more")
         if not 0 <= min(prompt) <= max(prompt) < vocabulary:
@@ -184,7 +184,7 @@ class _Runner:
         temperature = 1.0 if body.temperature is None else body.temperature
         stops = {*(body.stop_token_ids or ())}
         if not body.ignore_eos:
-            stops.update(self._engines.tokenizer.eos_ids)
+            stops.update(self._backend.tokenizer.eos_ids)
         return Submitted(
             prompt_token_ids=prompt,
             max_tokens=asked or room,

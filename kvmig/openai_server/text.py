@@ -21,7 +21,7 @@ class Detokenizer:
         self._read = len(self._ids)
 
     def add(self, token_id: int) -> str:
-        """What is certain with this token; empty in the midst of a character."""
+        """Add a token; the text that is certain with it, empty in the midst of a character."""
         self._ids.append(token_id)
         piece = self._piece()
         if not piece or piece.endswith("\ufffd"):
@@ -30,7 +30,7 @@ class Detokenizer:
         return piece
 
     def rest(self) -> str:
-        """What was held back, when no token comes any more."""
+        """The text that was held back, when no token comes any more."""
         piece = self._piece()
         self._begin = self._read = len(self._ids)
         return piece
@@ -69,7 +69,7 @@ class StopStrings:
         return Cut(text, False)
 
     def rest(self) -> str:
-        """What was held back, when no text comes any more."""
+        """The text that was held back, when no text comes any more."""
         text, self._held = self._held, ""
         return text
 

@@ -19,7 +19,7 @@ from kvmig.gateway.http import HttpMiddleware
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.problems import as_problem
 from kvmig.gateway.router import Router
-from kvmig.openai_server.generation import Engines, RequestQueues, Tokenizer, decode_outputs
+from kvmig.openai_server.generation import Backend, RequestQueues, Tokenizer, decode_outputs
 from kvmig.openai_server.http_task import UvicornServer
 from kvmig.openai_server.routes import openai_api
 
@@ -76,9 +76,9 @@ class TokenServer:
             """200 while there is an instance to serve."""
             return Response(status_code=503 if router.fleet.vacant() else 200)
 
-        engines = Engines(router, self.sink, self._tokenizer)
+        backend = Backend(router, self.sink, self._tokenizer)
         names = args.served_model_name or [args.model]
-        app.include_router(openai_api(engines, names, self._max_tokens, bearer(args.api_key)))
+        app.include_router(openai_api(backend, names, self._max_tokens, bearer(args.api_key)))
         return app
 
     async def serve(self, app: FastAPI) -> None:

@@ -1,4 +1,4 @@
-"""The priority of a call at the door: classes by name and number, everything else is refused."""
+"""The middleware: a call's id, who is let in, and its priority."""
 
 from __future__ import annotations
 
@@ -7,16 +7,105 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
-from kvmig.gateway.http import PRIORITY, checked_body
+from kvmig.gateway.http import PRIORITY, accepted, checked_body
+from kvmig.gateway.requests import current_call, current_call_id
 from kvmig.ground.priorities import PriorityClass, with_normal
 from tests.http_states import behind_middleware
+
+
+async def echo_id(request: Request) -> PlainTextResponse:
+    """What the application sees."""
+    headers = request.headers.getlist("x-request-id")
+    return PlainTextResponse(f"{headers} {current_call_id()}", headers={"x-request-id": "mine"})
+
+
+async def get(headers: dict[str, str]) -> httpx.Response:
+    app = Starlette(routes=[Route("/", echo_id)])
+    behind_middleware(app)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.get("/", headers=headers)
+
+
+async def test_a_clients_id_goes_through() -> None:
+    answer = await get({"X-Request-Id": "the client's own"})
+    assert answer.headers.get_list("x-request-id") == ["the client's own"]
+    assert answer.text == "[\"the client's own\"] the client's own"
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-Request-Id": "x" * 129}, {"X-Request-Id": ""}])
+async def test_a_missing_or_bad_id_is_made_anew(headers: dict[str, str]) -> None:
+    answer = await get(headers)
+    (made,) = answer.headers.get_list("x-request-id")
+    assert len(made) == 32
+    assert answer.text == f"['{made}'] {made}"
+    assert current_call.get() is None
+
+
+@given(st.text())
+def test_what_is_accepted_is_printable_ascii_of_at_most_128(given: str) -> None:
+    good = accepted(given)
+    assert 1 <= len(good) <= 128
+    assert good.isascii()
+    assert good.isprintable()
+    if (
+        1 <= len(given) <= 128
+        and given.isascii()
+        and given.isprintable()
+        and given == given.strip()
+    ):
+        assert good == given
+
+
+# -- while nobody could be served
+
+
+async def knock(path: str, closed: bool = False, vacant: bool = False) -> httpx.Response:
+    app = FastAPI()
+    behind_middleware(app, closed=closed, vacant=lambda: vacant)
+
+    @app.post("/{path:path}")
+    async def answer() -> str:
+        return "in"
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        return await client.post(path)
+
+
+async def test_without_an_instance_new_requests_are_told_to_come_again() -> None:
+    answer = await knock("/v1/completions", vacant=True)
+    assert answer.status_code == 503
+    assert answer.headers["Retry-After"] == "5"
+    assert answer.json()["error"]["message"] == "no instance is there to run it"
+
+
+async def test_without_an_instance_an_operator_is_let_in() -> None:
+    answer = await knock("/kvmig/v1/instances", vacant=True)
+    assert answer.json() == "in"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/kvmig/v1/instances"])
+async def test_a_server_that_stops_lets_nobody_in(path: str) -> None:
+    answer = await knock(path, closed=True)
+    assert answer.status_code == 503
+    assert "stopping" in answer.json()["error"]["message"]
+
+
+async def test_the_gate_is_open_otherwise() -> None:
+    assert (await knock("/v1/completions")).json() == "in"
+
+
+# -- the priority of a call: a class's name or number, everything else is refused
+
 
 CLASSES = with_normal([PriorityClass("high", -10)])
 ALLOWED = "must be high (-10) or normal (0)"
