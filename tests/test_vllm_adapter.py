@@ -503,7 +503,7 @@ async def test_during_a_long_step_the_last_list_is_told_with_its_age(
     pair.submit(pair.a, "there", PROMPT)
     await pair.step(pair.a, until=("there", 2))
     (fresh,) = await pair.done(pair.a.engine.requests())
-    monkeypatch.setattr("kvmig.engines.vllm.adapter._LIST_WAIT_S", 0.01)
+    monkeypatch.setattr("kvmig.engines.vllm.serving._LIST_WAIT_S", 0.01)
     (old,) = await pair.a.engine.requests()  # nobody takes the call
 
     assert (fresh.request_id, fresh.age_ms) == ("there", 0.0)
@@ -526,7 +526,7 @@ async def test_a_step_that_expects_a_commit_waits_for_it(
     tail = await pair.suspend(pair.a, "moved", sent)
     blocks = await pair.done(pair.b.engine.grow("moved", tail.num_tokens))
     await pair.copy(pair.a, pair.b, tail.block_ids, [blocks[place] for place in tail.places])
-    for module in ("step_hold", "vllm.core"):  # nothing but the commit may end the wait
+    for module in ("steps", "vllm.core"):  # nothing but the commit may end the wait
         monkeypatch.setattr(f"kvmig.engines.{module}.limit_s", lambda step_s: 60.0)
     engine = pair.b.engine
     engine.expect("moved", 0.0)

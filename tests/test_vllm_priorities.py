@@ -36,7 +36,7 @@ async def pair(engines: Pair) -> AsyncIterator[Pair]:
 def preempted(side: Side) -> dict[int, Preempted]:
     """Counts by priority until now."""
     side.engine._load_at = 0.0
-    side.engine.between_steps()
+    side.engine._between_steps()
     return {one.priority: one for one in side.engine.load().preempted}
 
 

@@ -12,7 +12,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from kvmig.engines.base import Export
-from kvmig.engines.vllm.adapter import VllmEngine
+from kvmig.engines.vllm.serving import ServingVllm
 from kvmig.engines.vllm.sides import Destination, Progress, encode_progress
 from kvmig.engines.vllm.tables import Tables
 from kvmig.ground.errors import MigrationRefused
@@ -71,7 +71,7 @@ def test_what_was_never_reserved_is_not_grown_or_committed() -> None:
     [[], [b"\xc1"], [encode_progress(Progress([], 0, prefilled=False))], [b"\x80", b"\x80"]],
 )
 async def test_an_export_of_another_engine_is_refused_as_such(payload: list[bytes]) -> None:
-    engine = object.__new__(VllmEngine)
+    engine = object.__new__(ServingVllm)
     with pytest.raises(MigrationRefused, match="export of another kind") as refusal:
         await engine.reserve(Export("r", 64, payload))
     assert refusal.value.reason == "incompatible"

@@ -33,9 +33,9 @@ async def test_it_answers_and_says_of_itself_and_of_each_request_why_none_moves(
     tokens: list[int] = []
     finished: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     with environment(ENVIRONMENT):
-        from kvmig.engines.vllm import adapter, factory
+        from kvmig.engines.vllm import factory, memory
 
-        monkeypatch.setattr(adapter, "BlockMemory", refuse)
+        monkeypatch.setattr(memory, "SharedCache", refuse)
         engine = factory()
     try:
         engine.connect(hear, lambda *done: None, lambda error: None)

@@ -76,7 +76,7 @@ async def until_stopped() -> None:
 PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Before the first start again in a row, the second, ...; the last one repeats."""
 STABLE_S = 60.0
-"""Who has served for so long starts a new row with its next death."""
+"""A process that has served for so long starts a new row with its next death."""
 
 
 class Restarts:

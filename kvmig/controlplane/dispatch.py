@@ -21,16 +21,16 @@ _IDLE = 1e12
 
 
 class NewRequest(msgspec.Struct, frozen=True):
-    """What dispatch knows of a request."""
+    """A request as dispatch knows it."""
 
     demand_blocks: float
     """KV blocks of its prompt and first token."""
     priority: int = 0
     """vLLM's: the smaller one runs first."""
     weights: str = ""
-    """It has begun under these, and goes on under no others; empty: it has not begun."""
+    """The weights under which it has begun; it goes on under no others. Empty: not begun."""
     numerics: str = ""
-    """The class that it has begun in: it goes on there, if anybody of that class serves."""
+    """The numerics class in which it has begun: it goes on there, if anybody of it serves."""
     preferred: str = ""
     """Weights under which it had better begin, where there is room for it."""
 
@@ -79,7 +79,7 @@ class Rotation:
         self._taken = -1
 
     def take(self, rows: NDArray[np.intp]) -> int:
-        """One of `rows`, which are not empty and in order."""
+        """Take one of `rows`, which are not empty and in order."""
         after = int(np.searchsorted(rows, self._taken, side="right"))
         self._taken = int(rows[after if after < len(rows) else 0])
         return self._taken

@@ -49,7 +49,7 @@ class Fronts:
             raise PeerError(f"{identity!r} is no front end") from None
 
     def number(self, identity: bytes) -> int:
-        """Its number. Raises PeerError for others."""
+        """The front end's number. Raises PeerError for others."""
         return self._number[self.name(identity)]
 
     def number_of(self, name: str) -> int | None:
@@ -102,20 +102,20 @@ class Tracking:
         self._left: OrderedDict[str, str] = OrderedDict()
 
     def begin(self, request_id: str, epoch: int, emitted: int, gateway: str) -> None:
-        """It runs here from now on, `emitted` output tokens in."""
+        """The request runs here from now on, `emitted` output tokens in."""
         self._here[request_id] = Track(epoch, emitted, gateway)
         self._left.pop(request_id, None)
 
     def get(self, request_id: str) -> Track | None:
-        """None if it doesn't run here."""
+        """The request's track; None if it doesn't run here."""
         return self._here.get(request_id)
 
     def end(self, request_id: str) -> None:
-        """It finished or was aborted. Unknown ids are ignored."""
+        """The request finished or was aborted. Unknown ids are ignored."""
         self._here.pop(request_id, None)
 
     def left(self, request_id: str, endpoint: str) -> None:
-        """It runs at `endpoint` now."""
+        """The request runs at `endpoint` now."""
         self._here.pop(request_id, None)
         self._left[request_id] = endpoint
         while len(self._left) > FORWARDED:

@@ -20,7 +20,7 @@ STEP_TIMES_S = 30.0
 async def measured_headroom(
     engine: ServingEngine, classes: Sequence[PriorityClass]
 ) -> dict[int, float]:
-    """Of each priority; the engine is measured only for classes with a target."""
+    """The headroom of each priority; an engine is measured only for classes with a target."""
     targets = any(one.target_ms for one in classes)
     times = await engine.step_times(STEP_TIMES_S) if targets else []
     return headroom_blocks(classes, times, engine.load().total_blocks, engine.layout.block_tokens)

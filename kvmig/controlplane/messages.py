@@ -79,7 +79,7 @@ class Evacuate(Message, frozen=True, tag=True):
 
     instance: str
     ends: bool = False
-    """What could go on nowhere, for nobody else has its weights, ends with an error."""
+    """End requests with an error that can go on nowhere, for nobody else has their weights."""
 
 
 class SetState(Message, frozen=True, tag=True):
@@ -122,7 +122,7 @@ class Welcome(Message, frozen=True, tag=True):
 
     @property
     def version(self) -> Version:
-        """That the llumlet speaks."""
+        """The version that the llumlet speaks."""
         return Version(self.protocol, self.minor)
 
 
@@ -152,7 +152,7 @@ class LoadReport(Message, frozen=True, tag=True):
     weights: str = ""
     """Identity of its weights: a stream that has begun goes on nowhere else."""
     numerics: str = ""
-    """Its numerics class: nothing moves to another one unless somebody has said so."""
+    """Numerics class: nothing moves to another one unless somebody has said so."""
 
 
 class Overrun(Message, frozen=True, tag=True):
@@ -168,7 +168,7 @@ class Submit(Message, frozen=True, tag=True):
     request_id: str
     """The run's own id, see `kvmig.gateway.requests.LiveRequest`."""
     output_token_ids: tuple[int, ...] = ()
-    """It ran elsewhere and goes on after these."""
+    """Tokens of a request that ran elsewhere: it goes on after these."""
 
 
 class AbortRequests(Message, frozen=True, tag=True):
@@ -298,7 +298,7 @@ class Resolved(Message, frozen=True, tag=True):
 
 
 MemberState = Literal["starting", "serving", "draining", "failed"]
-"""What the launcher knows of an instance; failed: given up."""
+"""The state of an instance as the launcher knows it; failed: given up."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -333,7 +333,7 @@ class MessagesRefused(Message, frozen=True, tag=True):
 
 
 Why = Literal["balance", "defragment", "priority", "drain", "queue"]
-"""What a move is for.
+"""The purpose of a move.
 
 balance: more freeness for the source; defragment: room for the head of its queue; priority:
 less company for its requests of a higher priority; drain: it shall be empty; queue: a

@@ -1,4 +1,4 @@
-"""What a llumlet does while the scheduler has paired it: move requests to its destinations.
+"""Moves of a paired llumlet: its requests go to the destinations that the scheduler names.
 
 One request at a time to each destination, to several destinations at once.
 """
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 REMEMBERED = 4096
 MOST_WAITING = 64
-"""Of the queue that are listed at a time: those behind them come once these have left."""
+"""Waiting requests that are listed at a time: those behind them come once these have left."""
 
 
 @dataclass(slots=True)
@@ -113,8 +113,8 @@ class Pairing:
         return report.reason in ("finished", "aborted_by_client", "started", "unknown_request")
 
     async def _choose(self, destination: str) -> tuple[RequestState, Pair, Listing] | None:
-        """Of those that were listed when the pairs came: a list costs the engine time, so it makes
-        none for each victim, but another one when all of these are done with.
+        """A victim among the requests that were listed when the pairs came: a list costs the engine
+        time, so it makes none for each victim, but another one when all of these are done with.
         """
         while True:
             listing = self._listing

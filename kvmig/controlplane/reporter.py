@@ -13,14 +13,14 @@ class Reporter:
     def __init__(self, report_ms: float, hung_after_s: float, now: float) -> None:
         self.wanted = "serving"
         self.seq = 0
-        """Of the last report."""
+        """Number of the last report."""
         self._report_s = report_ms / 1000
         self._steps = StepWatch(hung_after_s, now)
         self._reported_at = 0.0
         self._reported: tuple[object, ...] = ()
 
     def state(self, now: float, step_s: float, failed: bool) -> str:
-        """What to report; `failed` once the present step, of `step_s` seconds, won't end.
+        """The state to report; `failed` once the present step, of `step_s` seconds, won't end.
 
         To be called often.
         """
@@ -43,8 +43,8 @@ class Reporter:
 
 
 MOST_S = 0.5
-"""Of the time between two looks: more means that this process itself stood still (stopped, or
-on a machine that did), and the engine's thread with it."""
+"""Most of the time between two looks that counts: more means that this process itself stood
+still (stopped, or on a machine that did), and the engine's thread with it."""
 
 
 class StepWatch:

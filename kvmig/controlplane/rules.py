@@ -16,7 +16,7 @@ from kvmig.controlplane.scheduler import Ledger, Takers
 from kvmig.controlplane.view import Column, InstanceView, Mask
 
 OPEN_SHARE = 0.5
-"""Of the serving instances: those that shall be able to start a prompt at once."""
+"""Share of the serving instances that shall be able to start a prompt at once."""
 OPEN_BLOCKS = 20.0
 """Free blocks that make an instance without a queue open."""
 
@@ -168,7 +168,7 @@ def _move_queue(ledger: Ledger, source: int, takers: Takers, borrowed: float) ->
 
 
 def _pass_head(ledger: Ledger, source: int, takers: Takers) -> None:
-    """Who waits behind its head goes to the first of `takers`, if anybody fits there."""
+    """Pair an instance with the first of `takers` that requests behind its head fit on."""
     columns = ledger.columns
     behind, count = float(columns.behind[source]), float(columns.waiting[source]) - 1
     if count < 1:
@@ -230,7 +230,7 @@ def _missing(ledger: Ledger) -> Column:
 
 
 def _keepers(ledger: Ledger) -> Takers:
-    """Those with a headroom and the most room with it, and no queue: better there than waiting."""
+    """Instances with a headroom, the most room with it and no queue: better than waiting."""
     kept = ledger.columns.kept
     free = ledger.serving & (ledger.columns.waiting == 0) & (kept > 0)
     free &= ledger.batch < ledger.columns.seats
@@ -238,7 +238,7 @@ def _keepers(ledger: Ledger) -> Takers:
 
 
 def _takers(ledger: Ledger) -> Takers:
-    """Those with the most room and no queue of their own."""
+    """Instances with the most room and no queue of their own."""
     free = ledger.serving & (ledger.columns.waiting == 0) & (ledger.batch < ledger.columns.seats)
     return Takers(ledger, free, ledger.rooms(), ledger.room)
 

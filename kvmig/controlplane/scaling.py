@@ -20,7 +20,7 @@ from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.ground.scaling import ScalingConfig
 
 ANSWER_S = 10.0
-"""Before the same is asked for again: the launcher may be busy, or can't start what is wanted."""
+"""Pause before the same is asked for again: the launcher may be busy, or can't start more."""
 
 
 class Out(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class In(msgspec.Struct, frozen=True):
 
 
 class Scaler:
-    """Ask it once a round; whoever asks does what it says, at once."""
+    """Decides when to scale; asked once a round, and its orders are carried out at once."""
 
     def __init__(self, config: ScalingConfig) -> None:
         self._config = config
@@ -44,11 +44,11 @@ class Scaler:
         self._high_since: float | None = None
         self._acted_at = -math.inf
         self._asked_at = -math.inf
-        """For more instances, none of which has been seen."""
+        """When more instances were asked for, none of which has been seen."""
         self._members: frozenset[str] = frozenset()
 
     def decide(self, view: ClusterView) -> Out | In | None:
-        """What to do now; None: nothing."""
+        """The order to give now; None: none."""
         config, now = self._config, view.now
         members = frozenset(one.instance for one in view.instances)
         if members != self._members:  # the cool-down runs from when it is done

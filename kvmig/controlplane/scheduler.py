@@ -22,11 +22,11 @@ MAX_SOURCES = 128
 """Instances that a rule looks at in a round, the worst first: the others' turn comes in
 the next one. It bounds what a round costs when everybody is overloaded at once."""
 MAX_DESTINATIONS = 4
-"""Of one source in a round."""
+"""Destinations of one source in a round."""
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler does each round. Freeness in KV blocks a request."""
+    """Rules and thresholds of a round. Freeness in KV blocks a request."""
 
     rules: tuple[Callable[[Ledger], None], ...]
     """In their order."""
@@ -92,7 +92,7 @@ class Ledger:
 
     @property
     def pairings(self) -> list[Pairing]:
-        """What was decided, in order."""
+        """The pairs that were decided, in order."""
         return list(self._pairs.values())
 
     def room(self, row: int) -> float:
@@ -105,19 +105,19 @@ class Ledger:
         return rooms
 
     def slacks(self) -> Column:
-        """Of each, as predicted now."""
+        """The slack of each, as predicted now."""
         return slacks(self.free, self.batch)
 
     def slack(self, row: int) -> float:
-        """Of one, as predicted now."""
+        """The slack of one, as predicted now."""
         return slack(float(self.free[row]), int(self.batch[row]))
 
     def worst(self, rows: Mask, by: Column) -> list[int]:
-        """Those that may still give, lowest `by` first, at most MAX_SOURCES."""
+        """Rows that may still give, lowest `by` first, at most MAX_SOURCES."""
         return [row for row in _first(rows, by) if row not in self._takes]
 
     def best(self, rows: Mask, by: Column) -> list[int]:
-        """Those that may still take, highest `by` first, at most MAX_SOURCES."""
+        """Rows that may still take, highest `by` first, at most MAX_SOURCES."""
         return [row for row in _first(rows, -by) if row not in self._gives]
 
     def gives(self, row: int) -> bool:
@@ -247,7 +247,7 @@ class Scheduler:
         return self._rounds is not None
 
     def round(self, view: ClusterView) -> list[tuple[str, Pairs]]:
-        """What to tell which source now: its pairs, renewed every round, or to stop."""
+        """The orders of this round by source: its pairs, renewed every round, or to stop."""
         if self._rounds is None:
             return []
         last, self._pairings = (

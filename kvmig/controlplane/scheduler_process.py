@@ -42,14 +42,14 @@ TELL_S = 1.0
 
 
 class SchedulerLaunch(Discreet, frozen=True):
-    """What the launcher writes to the scheduler's stdin (JSON; the secret in base64)."""
+    """The launcher's document for the scheduler's stdin (JSON; the secret in base64)."""
 
     secret: bytes
     config: ClusterConfig
 
 
 class SchedulerReady(msgspec.Struct, frozen=True):
-    """What the scheduler announces: where it takes Members."""
+    """The scheduler's announcement: where it takes Members."""
 
     endpoint: str
 

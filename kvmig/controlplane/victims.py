@@ -12,7 +12,7 @@ from kvmig.engines.base import RequestState
 
 
 class VictimRule(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request must be to be worth a move."""
+    """The rule that says which requests are worth a move."""
 
     cooldown_s: float = 2.0
     """A request that came here by a migration stays at least so long, but in a drain."""
@@ -103,7 +103,7 @@ def _queue(
 def _defragment(
     able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
 ) -> RequestState | None:
-    """As few blocks as free enough: the smallest that does alone, else the largest that fits."""
+    """The smallest request that frees enough alone, else the largest that fits."""
     left, room = pair.budget_blocks - spent, pair.room_blocks - spent
     fitting = [one for one in able if one.state == "running" and 0 < one.blocks <= room]
     if left <= 0 or not fitting:
@@ -117,7 +117,7 @@ def _defragment(
 def _drain(
     able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
 ) -> RequestState | None:
-    """Those that wait, for they cost nothing; then whatever runs, in prefill or not."""
+    """A waiting request, which costs nothing; then whatever runs, in prefill or not."""
     waiting = next((one for one in able if one.state == "waiting"), None)
     if waiting is not None:
         return waiting

@@ -1,4 +1,4 @@
-"""What policies see: instances as last heard of, at one moment.
+"""The view of the cluster that policies see: instances as last heard of, at one moment.
 
 The cluster is kept as columns, one row an instance: a report changes one row, a policy computes
 over whole columns. With 10,000 instances a column is 80 kB, and an operation on one takes some
@@ -163,7 +163,7 @@ _OTHER = 3.0
 
 @lru_cache(maxsize=1024)
 def number_of(words: str) -> float:
-    """One that stands for these words in a column; others have another one."""
+    """A number that stands for these words in a column; other words have another one."""
     return float(int.from_bytes(blake2b(words.encode(), digest_size=6).digest()))
 
 
@@ -187,7 +187,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     migrations_out: int = 0
     staging_used: int = 0
     headroom: dict[int, float] = msgspec.field(default_factory=dict)
-    """Of each priority, whether or not it has requests here."""
+    """Headroom of each priority, whether or not it has requests here."""
     bandwidth: float = 0.0
     """KV blocks a second that migrations out of it have lately sent; 0: none was measured."""
     reported_at: float | None = None
@@ -200,7 +200,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
     """Identity of its weights; empty until it is heard of."""
     numerics: str = ""
-    """Its numerics class."""
+    """Numerics class of the instance."""
 
     @property
     def requests(self) -> int:
@@ -209,7 +209,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
         return load.running + load.waiting + self.migrations_in + self.pending_requests
 
     def row(self, stale_after_s: float) -> tuple[float, ...]:
-        """Its row in `Columns`."""
+        """The instance's row in `Columns`."""
         load = self.load
         state = _STATES.get(self.state, _OTHER)
         free = load.total_blocks - self.virtual_blocks - self.pending_blocks
@@ -334,7 +334,7 @@ class ViewBuilder:
         self._columns = None
 
     def members(self, members: Iterable[Member]) -> None:
-        """These and no others; one with a new endpoint starts anew."""
+        """Keep these members and no others; one with a new endpoint starts anew."""
         wanted = {member.instance: member for member in members}
         for instance in [known for known in self._entries if known not in wanted]:
             self.leave(instance)

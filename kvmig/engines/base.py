@@ -23,13 +23,13 @@ from kvmig.ground.layout import KVLayout
 
 
 class ClassLoad(msgspec.Struct, frozen=True):
-    """What the requests of one priority hold. Sizes in KV blocks, counts in requests."""
+    """The load of one priority's requests. Sizes in KV blocks, counts in requests."""
 
     priority: int
     running: int
     waiting: int
     used_blocks: int
-    """Of those that run."""
+    """Blocks of those that run."""
 
 
 class GroupLoad(msgspec.Struct, frozen=True):
@@ -47,11 +47,11 @@ class Preempted(msgspec.Struct, frozen=True):
     priority: int
     times: int
     below: int
-    """Those of `times` at which a request of a smaller number was in the batch."""
+    """The preemptions at which a request of a smaller number was in the batch."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """What an instance holds now: of one size however many requests it has.
+    """The load of an instance now: of one size however many requests it has.
 
     Sizes in KV blocks, counts in requests.
     """
@@ -65,17 +65,17 @@ class EngineLoad(msgspec.Struct, frozen=True):
     waiting_blocks: int
     """Demand of all waiting requests."""
     classes: tuple[ClassLoad, ...] = ()
-    """One a priority that has requests here; empty: all are of priority 0."""
+    """The load of each priority that has requests here; empty: all are of priority 0."""
     groups: tuple[GroupLoad, ...] = ()
     """Further pools of blocks."""
     preempted: tuple[Preempted, ...] = ()
-    """One a priority of which a request was ever preempted."""
+    """Preemptions of each priority that was ever preempted."""
     seats: int = 0
     """Requests that can run at once; 0: as many as there are blocks for."""
     preempted_waiting: int = 0
-    """Of those that wait: ran here already and were preempted; 0 where the engine can't tell."""
+    """Waiting requests that ran here and were preempted; 0 where the engine can't tell."""
     prefill_blocks: int = 0
-    """Of running requests: what is still to be computed of their prompts before they decode."""
+    """Blocks of running requests' prompts that are still to be computed before they decode."""
 
 
 class RequestState(msgspec.Struct, frozen=True):
@@ -125,10 +125,10 @@ HOLE = -1
 
 
 MOST_BYTES = 256 << 20
-"""Of a request as it was submitted: what is larger stays where it is. In a second or two a
-connection carries so much, and as long a destination is waited for."""
+"""A request that was submitted with more stays where it is. A connection carries so much in a
+second or two, and a destination is waited for as long."""
 MOST_FRAMES = 4000
-"""Pieces of it, such as images."""
+"""Pieces of such a request, such as images."""
 
 
 def too_large(payload: Sequence[bytes]) -> str:
@@ -153,15 +153,15 @@ class Export(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """What may be copied while the source decodes on."""
+    """The blocks that may be copied while the source decodes on."""
 
     block_ids: list[int]
     """Full blocks of the request after the first `sent`, in order. They don't change any more."""
     num_tokens: int
-    """That the destination must have room for, and for one block more: the request's tokens now.
+    """The request's tokens now: the destination must have room for them and one block more.
     0: it waits and holds no block. It will wait there, whether there is room now or not."""
     decoding: bool = False
-    """Its prompt is computed: it gets a token each step."""
+    """Whether its prompt is computed: then it gets a token each step."""
     places: list[int] = []
     """Where each of `block_ids` is among the request's blocks, see `Engine.grow`; empty: from the
     first `sent` on, one after the other."""
@@ -177,7 +177,7 @@ class Tail(msgspec.Struct, frozen=True):
     state: bytes
     """The adapter's own: tokens since the export, sampling state."""
     checksums: list[int] = []
-    """Of `block_ids`, where `suspend` has gathered them already."""
+    """Checksums of `block_ids`, where `suspend` has gathered them already."""
     places: list[int] = []
     """As in `Stage`."""
 
@@ -192,7 +192,7 @@ class CameBlocks:
     fused: memoryview
     """[n * block_bytes]"""
     checksums: list[int]
-    """What the source has read."""
+    """Checksums of what the source has read."""
 
     def check(self, checksums: Sequence[int]) -> None:
         """Raises MigrationRefused ("corrupt") unless the destination has read the same."""
@@ -214,7 +214,7 @@ class Engine(Protocol):
     layout: KVLayout
     """Another one, with other `weights`, once these have been updated."""
     numerics: str
-    """Its class (`kvmig.engines.identity`): engines with equal weights and classes round alike."""
+    """Its numerics class, see `kvmig.engines.identity`."""
     can_hold: bool
     """Whether a step waits for a commit that it expects: see `expect`."""
     unmovable: str
@@ -322,7 +322,7 @@ Frame = bytes | bytearray | memoryview
 
 
 class Emitted(msgspec.Struct, frozen=True):
-    """What one step gave one request."""
+    """The tokens that one step gave one request."""
 
     request_id: str
     tokens: int
@@ -382,7 +382,7 @@ class ServingEngine(Engine, Protocol):
         ...
 
     def describe(self) -> bytes:
-        """What front ends must know of the engine, in the adapter's encoding."""
+        """The engine's description for front ends, in the adapter's encoding."""
         ...
 
     async def warm_up(self) -> None:

@@ -23,7 +23,7 @@ from kvmig.kernels.copy import address_of, backend, checksum_fused, start_copy
 
 
 class Copies(Protocol):
-    """What runs on a copy thread: ids [n], a buffer [n * block_bytes], n checksums.
+    """Copies as a copy thread runs them: ids [n], a buffer [n * block_bytes], n checksums.
 
     urgent: ahead of what else a device copies; a CPU has nothing else.
     """
@@ -38,7 +38,7 @@ class Copies(Protocol):
 
 
 class BlockCopies:
-    """What an engine's `gather` and `scatter` may be: one copy at a time."""
+    """An engine's `gather` and `scatter`: one copy at a time."""
 
     def __init__(self, layout: KVLayout, by: Copies | None = None) -> None:
         """layout: of memory that outlives this; by: how, None: as whole blocks in the host's
@@ -96,7 +96,7 @@ class CopyThread:
         self._lanes = deque(), deque()
 
     def submit(self, copy: Callable[[], list[int]], urgent: bool) -> Future[list[int]]:
-        """What `copy` returns, or raises. Raises RuntimeError after `close`."""
+        """A future of what `copy` returns, or raises. Raises RuntimeError after `close`."""
         future: Future[list[int]] = Future()
         with self._lock:
             self._thread.submit(self._run_next)
@@ -104,7 +104,7 @@ class CopyThread:
         return future
 
     def close(self) -> None:
-        """Wait for all that was submitted."""
+        """Wait for all submitted copies."""
         self._thread.shutdown(wait=True)
 
     def _run_next(self) -> None:

@@ -249,15 +249,15 @@ class CheckedServingEngine(CheckedEngine):
 
 @dataclass
 class Entry:
-    """One request at one engine."""
+    """What is known of one request at one engine."""
 
     history: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     num_tokens: int = 0
     blocks: dict[int, int] = field(default_factory=dict)
-    """Those named so far, by their place: from the destination's hits on."""
+    """Blocks named so far, by their place: from the destination's hits on."""
     hits: int = 0
     checksums: dict[int, int] = field(default_factory=dict)
-    """Of staged blocks, by place, when they were gathered first."""
+    """Checksums of staged blocks, by place, when they were gathered first."""
     state: str = ""
     """leaving, suspended, released or reserved; empty: not moving."""
 
@@ -288,7 +288,7 @@ class Rulebook:
         return ContractViolation(rule, request_id, f"{detail}. {RULES[rule]}", history)
 
     def layout_is(self, layout: KVLayout) -> None:
-        """What the engine says now."""
+        """Check the layout that the engine says now."""
         if replace(layout, weights=self._layout.weights) != self._layout:
             raise self.broken("same-layout", "", f"it was {self._layout}, is {layout}")
 
@@ -325,7 +325,7 @@ class Rulebook:
                 raise self.broken("same-content", request_id, f"block {place} has changed")
 
     def left(self, request_id: str, state: str) -> None:
-        """It was resumed (state empty) or released."""
+        """The request was resumed (state empty) or released."""
         entry = self.entry(request_id)
         self._entries[request_id] = Entry(entry.history, state=state)
 
@@ -353,7 +353,7 @@ class Rulebook:
                 )
 
     def free(self, request_id: str) -> None:
-        """It was committed or cancelled: nothing is known of its blocks any more."""
+        """The request was committed or cancelled: nothing is known of its blocks any more."""
         self.left(request_id, "")
 
     # -- both

@@ -23,11 +23,11 @@ from kvmig.kernels.select import kernels
 from kvmig.kernels.side_stream import Device, SideStream
 
 SCRATCH_BYTES = 16 << 20
-"""Of the GPU's memory, and as much pinned memory where that is needed."""
+"""Scratch of the GPU's memory, and as much pinned memory where that is needed."""
 CTAS_FOR_HOST = 8
-"""As many as keep PCIe busy."""
+"""Thread blocks of a copy to or from the host: as many as keep PCIe busy."""
 CTAS_ON_DEVICE = 32
-"""As many as leave the GPU to the engine's steps."""
+"""Thread blocks of a copy on the GPU: as many as leave it to the engine's steps."""
 
 
 class DeviceCopies:
@@ -125,7 +125,7 @@ class DeviceCopies:
             self._stream.settle()
 
     def _parts(self, ids: Sequence[int], address: int) -> Iterator[tuple[Sequence[int], int]]:
-        """As many ids as the scratch holds, and where their bytes are in the buffer."""
+        """Parts of as many ids as the scratch holds, and where their bytes are in the buffer."""
         for first in range(0, len(ids), self._fit):
             yield ids[first : first + self._fit], address + first * self._plan.unit_bytes
 
@@ -189,7 +189,7 @@ class StepMarks:
         self._events.rotate(-1)
 
     def precede(self, stream: int) -> None:
-        """What `stream` gets from now on comes after all steps whose outputs are known.
+        """Let what `stream` gets from now on come after all steps whose outputs are known.
 
         From any thread: an event that is recorded anew meanwhile is only a later one.
         """

@@ -1,4 +1,4 @@
-"""What two engines must agree on: the identity of their weights, and their numerics class.
+"""The two things that engines must agree on: weights, by identity, and numerics, by class.
 
 Weights are equal where a request may go on, whatever folder they are in. Their identity is made of
 the checkpoint's files, not of what an engine has loaded: so it can be known before an instance is
@@ -21,12 +21,12 @@ from typing import BinaryIO
 from kvmig.ground.errors import StartupError
 
 MOST_BYTES = 4 << 20
-"""That are read of all tensors together, beyond LEAST_BYTES of each."""
+"""Bytes that are read of all tensors together, beyond LEAST_BYTES of each."""
 LEAST_BYTES = 64
 PIECES = 4
-"""Of a tensor: its first bytes, its last ones, and some between."""
+"""Pieces that are read of a tensor: its first bytes, its last ones, and some between."""
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
-"""Of weights without a header that we read: each file counts as one tensor."""
+"""Formats of weights without a header that we read: each file counts as one tensor."""
 SETTINGS = ("config.json", "hf_quant_config.json", "adapter_config.json")
 """Files that say how the tensors are computed with."""
 

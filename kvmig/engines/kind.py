@@ -14,7 +14,7 @@ from kvmig.ground.errors import ConfigError
 
 
 class EngineKind(Protocol):
-    """One kind. Its flags come as `argv`: MODEL, and whatever isn't one of kvmig's own."""
+    """One kind of engine. Its flags come as `argv`: MODEL, and all that aren't kvmig's own."""
 
     takes_units: bool
     """Whether its instances can differ in shape (`MigrationConfig.unit_tokens`)."""
@@ -48,7 +48,7 @@ class EngineKind(Protocol):
         ...
 
     def print_help(self) -> None:
-        """Its own flags."""
+        """Print the help of its own flags."""
         ...
 
     def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:

@@ -13,13 +13,13 @@ from collections.abc import Collection
 from kvmig.engines.base import Cadence
 
 WEIGHT = 0.2
-"""Of a new step in the average."""
+"""Weight of a new step in the average."""
 IDLE_STEPS = 3.0
 """An engine that has made no step for so many of its steps' time does nothing."""
 
 
 HOLD = 0.3
-"""Of a step: longer no step waits."""
+"""Share of a step that a step waits at most."""
 MOST_S = 0.015
 
 
@@ -44,7 +44,7 @@ class CadenceMeter:
         self._last = ended, period_ms + WEIGHT * (ms - period_ms)
 
     def cadence(self, now: float) -> Cadence:
-        """As seen at `now`; from any thread."""
+        """The engine's cadence at `now`; from any thread."""
         if (last := self._last) is None:
             return Cadence(0.0, 0.0)
         ended, period_ms = last

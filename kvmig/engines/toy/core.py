@@ -24,7 +24,7 @@ VOCABULARY = 256
 HALF = 8
 """Bytes of a token's key, and of its value."""
 LOST = ord("?")
-"""What is put out where the KV cache is wrong."""
+"""The token that is put out where the KV cache is wrong."""
 _NUMBER = re.compile(rb"(\d{4})([ \n])(\d{0,3})$")
 _ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 
@@ -130,9 +130,9 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     preemptions: int = 0
     arrival: int = 0
-    """Its number among those that came to this engine."""
+    """Number among the requests that came to this engine."""
     owed: bool = False
-    """It has just come from elsewhere, where somebody waits for its first token."""
+    """Whether it has just come from elsewhere, where somebody waits for its first token."""
 
     @property
     def num_outputs(self) -> int:
@@ -174,19 +174,19 @@ class Batch:
         self.below: Counter[int] = Counter()
 
     def find(self, request_id: str) -> Request | None:
-        """Of those that run or wait."""
+        """The request with this id, if it runs or waits."""
         for request in (*self.running, *self.waiting):
             if request.request_id == request_id:
                 return request
         return None
 
     def enter(self, request: Request) -> None:
-        """A new one: it runs if it has blocks, else it waits."""
+        """Take a new request: it runs if it has blocks, else it waits."""
         request.arrival = next(self._arrivals)
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
-        """One that was here before."""
+        """Let a request that was here before run or wait again."""
         if request.blocks:
             self.running.append(request)
         else:
@@ -197,7 +197,7 @@ class Batch:
         (self.running if request in self.running else self.waiting).remove(request)
 
     def step(self, hold: int | None = None, prefill: int | None = None) -> list[Request]:
-        """One step; returns those that got a token. hold, prefill: see `Script`."""
+        """Make one step; the requests that got a token. hold, prefill: see `Script`."""
         self._admit()
         given = [
             one
@@ -238,7 +238,7 @@ class Batch:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Its KV is computed again later."""
+        """Let the request wait; its KV is computed again later."""
         priority = request.asked.priority
         self.running.remove(request)
         self.preempted[priority] += 1

@@ -206,7 +206,7 @@ class ToyEngine:
     # -- what it does and holds
 
     def cadence(self) -> Cadence:
-        """Its steps are so short that nobody need wait for their ends."""
+        """None: steps are so short that nobody need wait for their ends."""
         return Cadence(0.0, 0.0)
 
     def load(self) -> EngineLoad:
@@ -294,7 +294,7 @@ class ToyEngine:
         """A step after a pause is like any other."""
 
     def expect(self, request_id: str, ms: float) -> None:
-        """Its steps wait for nobody."""
+        """Nothing: steps wait for nobody."""
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         try:
@@ -371,13 +371,13 @@ class Source:
             self._batch.put_back(leaving.request)
 
     def release(self, request_id: str) -> None:
-        """It runs elsewhere now."""
+        """Free a suspended request, which runs elsewhere now."""
         leaving = self._leaving.pop(request_id, None)
         if leaving is not None and leaving.suspended:
             self._cache.give_back(leaving.request.blocks)
 
     def forget(self, request_id: str) -> Request | None:
-        """Its client has left; the request, if it was suspended."""
+        """Forget a request whose client has left; returns it if it was suspended."""
         leaving = self._leaving.pop(request_id, None)
         return leaving.request if leaving is not None and leaving.suspended else None
 

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class ToyKind:
-    """Its start imports nothing of a real engine."""
+    """The toy for the launcher; its start imports nothing of a real engine."""
 
     takes_units = False
     shares_memory = False

@@ -1,4 +1,4 @@
-"""What a toy shall do and when, in a file that a test writes: a gate, faults."""
+"""A toy's script: gates and faults, in a file that a test writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     load: bool = True
     """False: an engine that is made waits."""
     counts_by: int = 1
-    """What the weights on disk make of a model that is loaded now."""
+    """The weights on disk: a model that is loaded now counts by so many."""
     hold: int | None = None
     """A request that has put out so many tokens gets no more, but for one wherever it comes to."""
     prefill: int | None = None
@@ -29,7 +29,7 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     @property
     def weights(self) -> str:
-        """Their identity."""
+        """The identity of these weights."""
         return f"counts-by-{self.counts_by}"
 
 
@@ -42,7 +42,7 @@ class ScriptFile:
         self._script = Script()
 
     def read(self) -> Script:
-        """As it is now. Raises msgspec.MsgspecError."""
+        """The script as it is now. Raises msgspec.MsgspecError."""
         if self._path is None:
             return self._script
         try:

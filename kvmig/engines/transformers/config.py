@@ -1,4 +1,4 @@
-"""What an engine is told at start, checked before anything is loaded."""
+"""An engine's configuration, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvmig.models import BUNDLED
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine. Sizes of the KV cache in blocks of `block_tokens` tokens."""
+    """The configuration of one engine. Sizes of the KV cache in blocks of `block_tokens` tokens."""
 
     model: str = str(BUNDLED)
     """Folder or name of a checkpoint, or only of its configuration with `random_weights`."""
@@ -22,7 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weights_seed: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
-    """Of weights and KV cache; cuda: torch's current GPU."""
+    """Where weights and KV cache lie; cuda: torch's current GPU."""
     block_tokens: int = 16
     num_blocks: int = 256
     max_batch_tokens: int = 256

@@ -84,7 +84,7 @@ _FIELDS = {
 }
 """Flag -> field of EngineConfig."""
 SERVED_BLOCKS = 2048
-"""Of an instance's KV cache, unless told otherwise."""
+"""KV blocks of an instance, unless told otherwise."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -151,7 +151,7 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def engine_fields(args: Namespace) -> dict[str, Any]:
-    """What `kvmig.engines.transformers.factory` takes."""
+    """The fields that `kvmig.engines.transformers.factory` takes."""
     return {"model": args.model} | {field: getattr(args, flag) for flag, field in _FIELDS.items()}
 
 

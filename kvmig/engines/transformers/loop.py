@@ -30,7 +30,7 @@ class StepLoop:
         self.between_steps: Callable[[], None] = lambda: None
         """Called on the loop's thread after each step and each call."""
         self.stream: Any = self._processor.inputs_and_outputs.compute_stream
-        """What steps are queued on; None on a CPU."""
+        """The stream that steps are queued on; None on a CPU."""
         self.after_step: Callable[[], None] = lambda: None
         """Called on the loop's thread after each step, before all else."""
         self.step_began: float | None = None

@@ -24,7 +24,7 @@ from kvmig.engines.transformers.sampling import Logprobs, add_sampling
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
 
 NAME = "kvmig"
-"""What `ContinuousBatchingConfig.scheduler_type` calls `MigratingScheduler`."""
+"""The name of `MigratingScheduler` for `ContinuousBatchingConfig.scheduler_type`."""
 
 
 def make_manager(config: EngineConfig) -> tuple[Any, Logprobs]:

@@ -1,4 +1,4 @@
-"""What clients and other engines exchange with this one: msgpack of these."""
+"""Messages that clients and other engines exchange with this one, in msgpack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 MOST_LOGPROBS = 20
-"""Of the likeliest tokens, as vLLM has it."""
+"""Most of the likeliest tokens that a request may ask for, as vLLM has it."""
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +23,7 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     temperature: float = 0.0
     """0: greedy."""
     seed: int | None = None
-    """Of sampling; drawn at submission when there is none."""
+    """Seed of sampling; drawn at submission when there is none."""
     top_k: int = 0
     """Only the so many likeliest tokens; 0: all."""
     top_p: float = 1.0
@@ -31,13 +31,13 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     min_p: float = 0.0
     """Only tokens with this share of the likeliest one's probability."""
     logprobs: int | None = None
-    """Of each token that is put out, and of so many of the likeliest; None: of none."""
+    """Log-probabilities of each output token, and of so many of the likeliest; None: of none."""
     priority: int = 0
-    """Of a class; a transformers engine has one."""
+    """The priority of a class; a transformers engine has one."""
 
 
 class Logprob(msgspec.Struct, array_like=True, frozen=True):
-    """Of one token, natural; of the likeliest ones by their ids, the likeliest first."""
+    """Natural log-probability of one token; of the likeliest by their ids, the likeliest first."""
 
     value: float
     top_ids: list[int] = []
@@ -45,7 +45,7 @@ class Logprob(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Output(msgspec.Struct):
-    """What one step gave one request; an `Item` of `kvmig.gateway.ports`."""
+    """The output of one step for one request; an `Item` of `kvmig.gateway.ports`."""
 
     request_id: str
     token_ids: list[int]

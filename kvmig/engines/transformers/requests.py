@@ -101,11 +101,11 @@ class Held:
     submitted: Submitted
     client: int
     suspended: State | None = None
-    """Its state while it is out of the scheduler."""
+    """The request's state while it is out of the scheduler."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the prompt as it was submitted."""
+        """Tokens of the prompt as it was submitted."""
         return len(self.submitted.prompt_token_ids)
 
 
@@ -129,7 +129,7 @@ class Requests:
         return self._held[request_id]
 
     def state(self, request_id: str) -> State | None:
-        """Its present state, which is another object after it was preempted."""
+        """The request's present state, which is another object after a preemption."""
         held = self._held.get(request_id)
         if held is None:
             return None
@@ -181,7 +181,7 @@ class Requests:
         self.scheduler.block_new_requests = False
 
     def took(self, batch: Iterable[Any]) -> dict[int, list[Output]]:
-        """What the step that has just ended gave each client's requests."""
+        """The outputs of the step that has just ended, by client."""
         outputs: dict[int, list[Output]] = {}
         for future in batch:
             state = future.state

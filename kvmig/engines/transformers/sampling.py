@@ -78,7 +78,7 @@ class Logprobs(ContinuousBatchingLogitsProcessor):
         return scores
 
     def of(self, request_id: str, token: int, top: int) -> Logprob:
-        """Of the last step's token, and of the `top` likeliest. Raises KeyError."""
+        """Scores of the last step's token and of the `top` likeliest. Raises KeyError."""
         assert self._found is not None
         row = self._found[self._places[request_id]]
         values, ids = row.topk(min(top, row.numel()))

@@ -75,7 +75,7 @@ class ServingTransformers:
         processor = manager.batch_processor
         self._blocks = Blocks(processor.cache, manager.model.config.to_json_string(), weights)
         self.max_request_tokens = self._blocks.total * self._blocks.tokens
-        """Of one request, prompt and outputs: more could never be computed here."""
+        """Most tokens of one request, prompt and outputs: more could never be computed here."""
         self._requests = Requests(processor.scheduler, self._blocks, logprobs)
         self._source = Source(self._requests)
         self._destination = Destination(self._requests, self.max_request_tokens)
@@ -277,7 +277,7 @@ class ServingTransformers:
         return [encode(request)]
 
     def decode_outputs(self, frames: Sequence[Frame]) -> list[Output]:
-        """What `connect`'s `on_outputs` got."""
+        """The outputs that `connect`'s `on_outputs` got."""
         return decode(frames[0], list[Output])
 
     # -- on the engine's thread

@@ -64,7 +64,7 @@ class Source:
             self._requests.resume(request_id)
 
     def release(self, request_id: str) -> None:
-        """It runs elsewhere now."""
+        """Forget a suspended request, which runs elsewhere now."""
         self._forget(request_id)
         if request_id in self._requests and self._requests.held(request_id).suspended:
             self._requests.drop([request_id])
@@ -200,7 +200,7 @@ class Destination:
             raise MigrationRefused("no_batch_slot", f"{taken} requests run, or are about to")
 
     def _check_room(self, num_tokens: int) -> None:
-        """It must not squeeze out those who run here."""
+        """Raise MigrationRefused where the request would squeeze out those that run here."""
         blocks, scheduler = self._blocks, self._requests.scheduler
         needed, free = blocks.needed(self._with_spare(num_tokens)), blocks.free_now()
         margin = scheduler.safety_margin * blocks.total if scheduler.active_requests else 0

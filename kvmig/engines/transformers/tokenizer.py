@@ -13,7 +13,7 @@ from kvmig.ground.errors import ConfigError
 
 
 class Tokenizer:
-    """Of one model. max_tokens: that its positions allow; None: not known.
+    """The tokenizer of one model. max_tokens: that its positions allow; None: not known.
 
     longest: characters of a token at most.
     """

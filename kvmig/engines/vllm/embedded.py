@@ -23,7 +23,7 @@ _CPU_STEPS = threading.RLock()
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step gave one request."""
+    """The output of one step for one request."""
 
     request_id: str
     token_ids: list[int]
@@ -68,7 +68,7 @@ class EmbeddedVllm(ServingVllm):
         return list(encode_request(request))
 
     def decode_outputs(self, frames: Sequence[Frame]) -> list[Output]:
-        """What `connect`'s `on_outputs` got."""
+        """The outputs that `connect`'s `on_outputs` got."""
         return [
             Output(
                 one.request_id,

@@ -1,4 +1,4 @@
-"""What an engine holds, read between two steps; blocks are those of `Units`."""
+"""The load of an engine, read between two steps; blocks are those of `Units`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Listing(NamedTuple):
     """The requests at one moment between two steps."""
 
     states: list[RequestState]
-    """Of those that run or are suspended."""
+    """States of the requests that run or are suspended."""
     waiting: list[list[Request]]
-    """Of each queue, see `Holdings.in_order`."""
+    """The requests of each queue, see `Holdings.in_order`."""
 
 
 class Holdings:
-    """One engine's requests. Made before the first of them comes."""
+    """Tells of one engine's requests. Made before the first of them comes."""
 
     def __init__(self, scheduler: Scheduler, tables: Tables, unmovable_here: str) -> None:
         """unmovable_here: why none of the requests can be moved, if so."""
@@ -98,7 +98,7 @@ class Holdings:
         ]
 
     def waiting_states(self, waiting: Iterable[Request]) -> list[RequestState]:
-        """Of requests that wait."""
+        """The states of requests that wait."""
         return [self._state(request, "waiting") for request in waiting]
 
     # -- helpers
@@ -155,7 +155,7 @@ class Preemptions:
         scheduler._preempt_request = self._count
 
     def counts(self) -> tuple[Preempted, ...]:
-        """One a priority of which a request was ever preempted."""
+        """The preemptions of each priority that was ever preempted."""
         return tuple(
             Preempted(priority, times, self._below[priority])
             for priority, times in sorted(self._times.items())
@@ -180,7 +180,7 @@ class CountingQueue(RequestQueue):
         """demand: blocks that admitting a request of so many tokens takes."""
         super().__init__()
         self.blocks = 0
-        """That admitting all of these requests takes."""
+        """Blocks that admitting all of these requests takes."""
         self.preempted = 0
         """Requests that ran here already."""
         self.by_priority: Counter[int] = Counter()
@@ -193,7 +193,7 @@ class CountingQueue(RequestQueue):
         raise NotImplementedError
 
     def in_order(self, requests: list[Request]) -> list[Request]:
-        """What `first` gave, the next to start first. Needn't run on the engine's thread."""
+        """The requests that `first` gave, the next to start first. On any thread."""
         raise NotImplementedError
 
     def add_request(self, request: Request) -> None:
@@ -260,7 +260,7 @@ class FcfsQueue(CountingQueue, FCFSRequestQueue):
         return list(islice(self, most))
 
     def in_order(self, requests: list[Request]) -> list[Request]:
-        """As they are."""
+        """The requests as they are."""
         return requests
 
 
@@ -283,14 +283,14 @@ class PriorityQueue(CountingQueue, PriorityRequestQueue):
         return found
 
     def in_order(self, requests: list[Request]) -> list[Request]:
-        """As vLLM compares requests."""
+        """The requests as vLLM compares them."""
         return sorted(requests, key=lambda one: (one.priority, one.arrival_time, one.request_id))
 
 
 def queues_of(
     scheduler: Scheduler, demand: Callable[[int], int]
 ) -> tuple[CountingQueue, CountingQueue]:
-    """Its queues in the order in which it empties them; made counting ones while still empty."""
+    """The scheduler's queues in the order in which it empties them, replaced by counting ones."""
     kind = PriorityQueue if scheduler.policy is SchedulingPolicy.PRIORITY else FcfsQueue
     if not isinstance(scheduler.waiting, CountingQueue):
         assert not scheduler.waiting

@@ -24,7 +24,7 @@ class Adapters:
         self._loaded: dict[int, str] = {}
 
     def identity(self, adapter: LoRARequest | None) -> str:
-        """Of what is, or is about to be, loaded; empty for none.
+        """The identity of an adapter that is, or is about to be, loaded; empty for none.
 
         Raises MigrationRefused where another one is on disk by now: nobody knows whether vLLM,
         which forgets adapters when it has too many, has the former still.
@@ -39,7 +39,7 @@ class Adapters:
         return found
 
     def forget(self, number: int) -> None:
-        """It is loaded anew the next time."""
+        """Forget an adapter that will be loaded anew the next time."""
         self._loaded.pop(number, None)
 
 

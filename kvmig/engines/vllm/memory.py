@@ -177,7 +177,7 @@ def _order(config: VllmConfig) -> str:
 
 
 def _block_model(config: VllmConfig, kv_cache: KVCacheConfig, rank: RankCache) -> str:
-    """What must agree for whole blocks to be exchanged."""
+    """A digest of what must agree for whole blocks to be exchanged."""
     return _digest(
         _order(config),
         *(f"{group.layer_names} {group.kv_cache_spec}" for group in kv_cache.kv_cache_groups),
@@ -188,7 +188,7 @@ def _block_model(config: VllmConfig, kv_cache: KVCacheConfig, rank: RankCache) -
 
 
 def _unit_model(config: VllmConfig, rank: RankCache, heads: int) -> str:
-    """What must agree for units to be exchanged."""
+    """A digest of what must agree for units to be exchanged."""
     layer = rank.layers[0]
     return _digest("units", layer.dtype, str(strips_of(layer)), str(heads), *_model_words(config))
 

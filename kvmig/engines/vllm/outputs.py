@@ -20,8 +20,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 logger = logging.getLogger(__name__)
 
 ANOTHER_CLOCK_S = 10.0
-"""What comes so much later than anything before it was told by another clock: the instance has
-been started again elsewhere."""
+"""An output that comes so much later than any before it was told by another clock: the instance
+has been started again elsewhere."""
 
 
 class CarefulOutputs(OutputProcessor):
@@ -53,7 +53,7 @@ class CarefulOutputs(OutputProcessor):
         """The handler has failed between two batches, and goes on: no stream lacks anything."""
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        """Its own task hears of the error, and aborts it everywhere."""
+        """Tell the request's own task of the error; it aborts the request everywhere."""
         logger.error("request %s failed: %r", request_id, error, exc_info=error)
         state = self.request_states.get(request_id)
         if state is not None and state.queue is not None:

@@ -122,10 +122,10 @@ class Progress(msgspec.Struct, frozen=True):
     adapter: str = ""
     """Identity of its LoRA adapter; empty without one."""
     draft_token_ids: list[int] = []
-    """What the speculative method proposes for the next step."""
+    """Drafts of the speculative method for the next step."""
     events: list[tuple[int, float]] = []
-    """What its first output will tell of its queue (`EngineCoreEventType`, seconds ago); empty
-    once that was sent. Ages, since each machine has a clock of its own."""
+    """The times in the queue that its first output will tell (`EngineCoreEventType`, seconds
+    ago); empty once it was sent. Ages, since each machine has a clock of its own."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -296,7 +296,7 @@ class Source:
         )
 
     def _sent(self, leaving: Leaving, sent: int) -> Sent:
-        """What the destination has; at first that is what its prefix cache held."""
+        """The blocks that the destination has; at first those that its prefix cache held."""
         if leaving.sent is None:
             leaving.sent = Sent(sent * self._tables.block_tokens, sent)
         leaving.sent.back_to(sent)
@@ -358,7 +358,7 @@ class Arriving:
     exported: Progress
     has_blocks: bool = False
     hit_tokens: int = 0
-    """Whose blocks the prefix cache here held already."""
+    """Tokens whose blocks the prefix cache here held already."""
 
 
 class Destination:
@@ -602,7 +602,7 @@ class Destination:
 
     @property
     def _managers(self) -> tuple[SingleTypeKVCacheManager, ...]:
-        """One a block table."""
+        """vLLM's manager of each block table."""
         return tuple(self._scheduler.kv_cache_manager.coordinator.single_type_managers)
 
     def _known(self, request_id: str) -> Arriving:
@@ -613,7 +613,7 @@ class Destination:
 
 
 def _prefill_stats(request: Request, tail: Progress) -> PrefillStats | None:
-    """What vLLM reports with the first token; None once it was reported."""
+    """The prefill statistics that vLLM reports with the first token; None once it has."""
     if tail.prefilled:
         return None
     stats = PrefillStats()

@@ -61,10 +61,10 @@ class Sent:
     hits: int
     """How `hit_tokens` are counted among the blocks that were sent."""
     places: list[int] = field(default_factory=list)
-    """Of those that were named after them, in order."""
+    """Places of the blocks that were named after them, in order."""
 
     def back_to(self, sent: int) -> None:
-        """What was named beyond the first `sent` blocks didn't go."""
+        """Forget the blocks that were named beyond the first `sent`: they didn't go."""
         del self.places[max(0, sent - self.hits) :]
 
 

@@ -168,7 +168,7 @@ class Units:
     per_block: int = 1
 
     def ids(self, block_ids: Sequence[int]) -> list[int]:
-        """Of all units of these blocks, in order."""
+        """The ids of all units of these blocks, in order."""
         if self.per_block == 1:
             return list(block_ids)
         n = self.per_block

@@ -159,7 +159,7 @@ class StepTimes:
         self._grow()
 
     def take(self, outputs: EngineCoreOutputs) -> None:
-        """One step's outputs."""
+        """Take one step's outputs."""
         if self.ended.is_set():
             return
         emitted = [one.request_id for one in outputs.outputs if one.new_token_ids]

@@ -48,7 +48,7 @@ def describe_cache(worker: Any, layer_names: Sequence[str]) -> RankCache:
 
 
 def _pages(config: KVCacheConfig) -> tuple[Page, ...]:
-    """Of a block of any group. Raises UnsupportedLayout."""
+    """The pages of a block of any group. Raises UnsupportedLayout."""
     specs: dict[str, KVCacheSpec] = {}
     for group in config.kv_cache_groups:
         whole = group.kv_cache_spec
@@ -114,7 +114,7 @@ def _storage(worker: Any, layer_names: Sequence[str]) -> torch.UntypedStorage:
 
 
 def _tensors(cache: Any) -> list[torch.Tensor]:
-    """Of one layer: a tensor, or one for each part of a state."""
+    """The tensors of one layer: one, or one for each part of a state."""
     return [cache] if isinstance(cache, torch.Tensor) else list(cache)
 
 
