@@ -10,11 +10,11 @@ from typing import Any
 
 from kvmig.ground.config import MigrationConfig, Transport
 from kvmig.ground.errors import MigrationRefused, PeerError, TransportError
+from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.messages import Hello, Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.source import Foretell, nothing_told
 from kvmig.kvtransfer.transports.select import open_staging
 from kvmig.kvtransfer.wire import Frame
 from tests.fake_engine import FakeEngine
@@ -29,7 +29,7 @@ SECRET = b"a secret of the cluster"
 Drop = Callable[[Message], bool]
 
 
-class Node:
+class Node(Host):
     """One llumlet. drop: messages that it loses when they come."""
 
     def __init__(self, name: str, engine: FakeEngine, config: MigrationConfig) -> None:
@@ -44,20 +44,12 @@ class Node:
             engine,
             config,
             self.stagings,
-            send_to=self._send_to,
-            reply=self._reply,
-            resolve=self._resolve,
-            on_commit=self._on_commit,
-            on_commit_failed=self._on_commit_failed,
-            on_left=lambda request_id, endpoint: self.left.append((request_id, endpoint)),
-            foretell=lambda *told: self.foretell(*told),
-            on_no_memory=lambda error: self.on_no_memory(error),
-            has_front=lambda gateway: gateway in self.fronts,
+            self,
         )
         engine.on_started = lambda request_id: self.migrations.stepped(request_id, 1)
         self.drop: Drop = lambda message: False
-        self.on_no_memory: Callable[[MemoryError], None] = lambda error: None
-        self.foretell: Foretell = nothing_told
+        self.no_memory: list[MemoryError] = []
+        self.foretell: Callable[[str, float, float], bool] = lambda *told: False
         self.heard: list[Message] = []
         self.committing: dict[str, tuple[int, int, str]] = {}
         self.left: list[tuple[str, str]] = []
@@ -70,15 +62,27 @@ class Node:
         self._clients: dict[str, tuple[Client, asyncio.Task[None]]] = {}
         self._serving = asyncio.create_task(self._serve())
 
-    def _on_commit(self, request_id: str, epoch: int, outputs: int, gateway: str) -> None:
+    def on_commit(self, request_id: str, epoch: int, outputs: int, gateway: str) -> None:
         if self.refuse_commit:
             raise MigrationRefused("incompatible", "no front end")
         self.committing[request_id] = (epoch, outputs, gateway)
 
-    def _on_commit_failed(self, request_id: str) -> None:
+    def on_left(self, request_id: str, endpoint: str) -> None:
+        self.left.append((request_id, endpoint))
+
+    def on_no_memory(self, error: MemoryError) -> None:
+        self.no_memory.append(error)
+
+    def has_front(self, gateway: str) -> bool:
+        return gateway in self.fronts
+
+    def announce_pause(self, request_id: str, pause_ms: float, stretch_ms: float) -> bool:
+        return self.foretell(request_id, pause_ms, stretch_ms)
+
+    def on_commit_failed(self, request_id: str) -> None:
         self.committing.pop(request_id, None)
 
-    async def _resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
+    async def resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
         """As the front end does: the destination's word, or nobody's."""
         self.asked.append(request_id)
         if self.front_end_is_gone:
@@ -87,13 +91,13 @@ class Node:
             await asyncio.get_running_loop().create_future()
         return await self.peers[destination].migrations.fence(request_id, epoch)
 
-    def _send_to(self, endpoint: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send_to(self, endpoint: str, message: Message, payload: Sequence[Frame] = ()) -> None:
         if endpoint not in self._clients:
             client = Client(endpoint, SECRET, "peer", self.name, PeerMessage)
             self._clients[endpoint] = (client, asyncio.create_task(self._hear(endpoint, client)))
         self._clients[endpoint][0].send(message, payload)
 
-    def _reply(self, sender: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def reply(self, sender: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
         self.server.send(sender, message, payload)
 
     async def _serve(self) -> None:

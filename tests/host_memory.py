@@ -9,7 +9,7 @@ import os
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.face import Device
 from kvmig.kvtransfer.transports.mapped import Allocation, Donor, Export, Exported, take
-from kvmig.kvtransfer.wire import Refusals
+from kvmig.kvtransfer.wire import RefusalCounter
 
 OFFSET = mmap.PAGESIZE
 """Of the memory in its allocation, as a GPU's allocator has it."""
@@ -21,9 +21,9 @@ class HostMemory:
     transport = "cuda-ipc"
     device: Device = "cpu"
 
-    def __init__(self, refusals: Refusals | None = None) -> None:
+    def __init__(self, refusals: RefusalCounter | None = None) -> None:
         self.mapped: dict[int, mmap.mmap] = {}
-        self.refusals = refusals or Refusals()
+        self.refusals = refusals or RefusalCounter()
 
     def allocate(self, nbytes: int) -> Allocation:
         """A memfd, mapped; the descriptor is kept for `export`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.kvtransfer.report import Bandwidth, MigrationReport, StageReport
+from kvmig.kvtransfer.measured import BlockRate
+from kvmig.kvtransfer.report import MigrationReport, StageReport
 
 
 def report(*stages: StageReport) -> MigrationReport:
@@ -14,17 +15,17 @@ def report(*stages: StageReport) -> MigrationReport:
 
 
 def test_the_first_measurement_counts_whole_and_later_ones_in_part() -> None:
-    bandwidth = Bandwidth(block_bytes=1000)
-    assert bandwidth.blocks_s == 0
-    bandwidth.take(report(StageReport(10, 10_000, 50.0), StageReport(10, 10_000, 50.0)))
-    assert bandwidth.blocks_s == pytest.approx(200)
-    bandwidth.take(report(StageReport(10, 10_000, 100.0)))
-    assert bandwidth.blocks_s == pytest.approx(200 + 0.3 * (100 - 200))
+    rate = BlockRate(block_bytes=1000)
+    assert rate.blocks_s == 0
+    rate.observe(report(StageReport(10, 10_000, 50.0), StageReport(10, 10_000, 50.0)))
+    assert rate.blocks_s == pytest.approx(200)
+    rate.observe(report(StageReport(10, 10_000, 100.0)))
+    assert rate.blocks_s == pytest.approx(200 + 0.3 * (100 - 200))
 
 
 def test_a_migration_that_copied_nothing_live_says_nothing() -> None:
-    bandwidth = Bandwidth(block_bytes=1000)
-    bandwidth.take(report(StageReport(10, 10_000, 50.0)))
+    rate = BlockRate(block_bytes=1000)
+    rate.observe(report(StageReport(10, 10_000, 50.0)))
     for nothing in (report(), report(StageReport(0, 0, 3.0))):
-        bandwidth.take(nothing)
-        assert bandwidth.blocks_s == pytest.approx(200)
+        rate.observe(nothing)
+        assert rate.blocks_s == pytest.approx(200)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.kvtransfer.copying import ChunkSizer, cut, slot_bytes
+from kvmig.kvtransfer.measured import ChunkSizer, slot_bytes
 
 MS = st.floats(min_value=1e-6, max_value=1e6)
 COPIES = st.lists(st.tuples(st.integers(0, 1 << 40), MS), max_size=20)
@@ -70,7 +70,7 @@ def test_chunks_put_together_are_the_blocks(
 ) -> None:
     sizer = ChunkSizer(8, 64, 2.0)
     joined: list[int] = []
-    for first, chunk in cut(ids, sizer):
+    for first, chunk in sizer.cut(ids):
         assert first == len(joined)
         joined.extend(chunk)
         if copies:

@@ -8,8 +8,8 @@ from tests.test_house import MODULES, PACKAGE
 
 WALL = re.compile(r"\btime\.time\(|\btime_ns\(|datetime\.(?:now|utcnow|today)\(|CLOCK_REALTIME")
 SHOWN = {
-    "engines/vllm/embedded.py", "engines/vllm/warmup.py", "kvtransfer/migrations.py",
-    "kvtransfer/source.py", "openai_server/answers.py", "openai_server/routes.py",
+    "engines/vllm/embedded.py", "engines/vllm/warmup.py", "kvtransfer/timeline.py",
+    "openai_server/answers.py", "openai_server/routes.py",
 }  # fmt: skip
 """Where it is only told to people, to clients, or to vLLM as a request's arrival (which vLLM
 orders requests by that come to one engine, and reports)."""

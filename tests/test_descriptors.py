@@ -15,7 +15,7 @@ from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import cuda_ipc, mapped
 from kvmig.kvtransfer.transports.mapped import Donor, MappedStaging, Place, take
 from kvmig.kvtransfer.transports.select import Site, open_offer
-from kvmig.kvtransfer.wire import Refusals
+from kvmig.kvtransfer.wire import RefusalCounter
 from tests.host_memory import HostMemory
 
 WAIT_S = 20.0
@@ -47,12 +47,12 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def refusals() -> Refusals:
-    return Refusals()
+def refusals() -> RefusalCounter:
+    return RefusalCounter()
 
 
 @pytest.fixture
-def donor(refusals: Refusals) -> Iterator[Donor]:
+def donor(refusals: RefusalCounter) -> Iterator[Donor]:
     memory = os.memfd_create("kvmig-test")
     os.write(memory, b"shared")
     made = Donor(memory, refusals)
@@ -61,24 +61,26 @@ def donor(refusals: Refusals) -> Iterator[Donor]:
     made.close()
 
 
-def test_who_has_the_ticket_gets_the_same_memory(donor: Donor, refusals: Refusals) -> None:
+def test_who_has_the_ticket_gets_the_same_memory(donor: Donor, refusals: RefusalCounter) -> None:
     for _ in range(2):
         copy = take(donor.ticket, refusals)
         assert os.pread(copy, 6, 0) == b"shared"
         assert not os.get_inheritable(copy)
         os.close(copy)
-    assert refusals.told() == {}
+    assert refusals.counts() == {}
 
 
-def test_who_has_another_word_gets_nothing_and_is_counted(donor: Donor, refusals: Refusals) -> None:
+def test_who_has_another_word_gets_nothing_and_is_counted(
+    donor: Donor, refusals: RefusalCounter
+) -> None:
     with pytest.raises(TransportError, match="it refused"):
         take(replace(donor.ticket, secret="00" * mapped.SECRET_BYTES), refusals)
-    assert refusals.told() == {"unauthenticated": 1}
+    assert refusals.counts() == {"unauthenticated": 1}
 
 
 @pytest.mark.parametrize("said", [b"", b"half", b"GET / HTTP/1.1\r\n\r\n"])
 def test_a_stranger_is_counted_whatever_it_says(
-    said: bytes, donor: Donor, refusals: Refusals
+    said: bytes, donor: Donor, refusals: RefusalCounter
 ) -> None:
     for leaves in (True, False):
         with connected(donor.ticket.socket) as stranger:
@@ -86,12 +88,12 @@ def test_a_stranger_is_counted_whatever_it_says(
             if leaves:
                 stranger.shutdown(socket.SHUT_WR)
             assert heard(stranger) == b""
-    assert refusals.told() == {"unauthenticated": 2}
+    assert refusals.counts() == {"unauthenticated": 2}
     os.close(take(donor.ticket, refusals))
 
 
 def test_another_users_process_gets_nothing_whatever_it_knows(
-    donor: Donor, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+    donor: Donor, refusals: RefusalCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as others:
         others.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -99,12 +101,12 @@ def test_another_users_process_gets_nothing_whatever_it_knows(
             with contextlib.suppress(OSError):  # it was closed to us at once
                 stranger.sendall(bytes.fromhex(donor.ticket.secret))
             assert heard(stranger) == b""
-    assert refusals.told() == {"unauthenticated": 1}
+    assert refusals.counts() == {"unauthenticated": 1}
     os.close(take(donor.ticket, refusals))
 
 
 def test_the_word_is_not_told_to_another_users_socket(
-    refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+    refusals: RefusalCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as squatter:
         squatter.bind("\0kvmig-test-squatter")
@@ -117,11 +119,11 @@ def test_the_word_is_not_told_to_another_users_socket(
         came, _ = squatter.accept()
         with came:
             assert heard(came) == b""
-    assert refusals.told() == {"unauthenticated": 1}
+    assert refusals.counts() == {"unauthenticated": 1}
 
 
 def test_strangers_at_an_inbox_are_counted_where_its_process_counts(
-    refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+    refusals: RefusalCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_ipc, "CudaMemory", HostMemory)
     memory = HostMemory()
@@ -136,24 +138,24 @@ def test_strangers_at_an_inbox_are_counted_where_its_process_counts(
         assert heard(stranger) == b""
     inbox.close()
     staging.close()
-    assert refusals.told() == {"unauthenticated": 1}
+    assert refusals.counts() == {"unauthenticated": 1}
 
 
-def test_a_donor_that_is_gone_gives_nothing(donor: Donor, refusals: Refusals) -> None:
+def test_a_donor_that_is_gone_gives_nothing(donor: Donor, refusals: RefusalCounter) -> None:
     donor.close()
     donor.close()
     with pytest.raises(TransportError, match="no descriptor from"):
         take(donor.ticket, refusals)
 
 
-def test_a_peer_that_stands_still_holds_up_no_other(donor: Donor, refusals: Refusals) -> None:
+def test_a_peer_that_stands_still_holds_up_no_other(donor: Donor, refusals: RefusalCounter) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(f"\0{donor.ticket.socket}")
         os.close(take(donor.ticket, refusals))
 
 
 def test_a_donor_that_stands_still_is_given_up(
-    refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+    refusals: RefusalCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mapped, "TIMEOUT_S", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as deaf:

@@ -131,7 +131,7 @@ def strangers_by_tcp(endpoint: str, said: bytes, count: int = 1) -> None:
 
 async def counted(server: Server, count: int) -> None:
     async with asyncio.timeout(20):
-        while server.refusals.told() != {"unauthenticated": count}:  # noqa: ASYNC110
+        while server.refusals.counts() != {"unauthenticated": count}:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
@@ -193,4 +193,4 @@ async def test_a_server_closes_while_libzmq_waits_for_events_to_be_taken() -> No
     server.close()
     strangers.join(20)
     assert not strangers.is_alive()
-    assert 0 < server.refusals.told()["unauthenticated"] <= came
+    assert 0 < server.refusals.counts()["unauthenticated"] <= came

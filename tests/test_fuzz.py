@@ -24,7 +24,7 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer import link
-from kvmig.kvtransfer.destination_machine import Tombstones
+from kvmig.kvtransfer.destination_machine import SourceMessage, Tombstones
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import (
     VERSION,
@@ -124,6 +124,7 @@ def test_a_tombstone_bears_any_message_in_any_order(kinds: list[type[Message]], 
     for at, kind in enumerate(kinds):
         mid = str(at % (names + 1))
         message = msgspec.structs.replace(example(kind), mid=mid)
+        assert isinstance(message, SourceMessage)
         for action in tombstones.answer(mid, message):
             assert type(action).__name__ in ("Answer", "ReserveBlocks", "FreeBlocks")
     assert not tombstones.fence(("text", 7))
@@ -244,8 +245,8 @@ async def test_a_source_bears_any_answer_at_any_time(
                 if turn % WAITED_LONG == 0:
                     them.skip_answer()
                 kind = rng.choice(FROM_A_DESTINATION)
-                for mid, departure in migrations._departures.items():
-                    decided = departure.session.machine.beyond and kind in LAST_WORDS
+                for mid, session in migrations._departures.items():
+                    decided = session.machine.beyond and kind in LAST_WORDS
                     if not decided and rng.random() < 0.02:
                         migrations.receive_reply(endpoint, _answer(rng, kind, mid), [])
                 await asyncio.sleep(0)

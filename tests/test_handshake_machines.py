@@ -93,7 +93,7 @@ def commit(blocks: int = 3) -> Commit:
 
 def test_the_source_goes_from_export_to_release() -> None:
     machine = SourceMachine("m", max_stages=8)
-    assert machine.start() == [source_machine.Export()]
+    assert machine.start() == [source_machine.ExportRequest()]
     assert machine.exported(30) == [source_machine.SendReserve(0, 30)]
     assert machine.reserved(2) == [source_machine.Check(sent=2)]
     assert machine.checked(Stage([4, 5, 6], 31)) == [source_machine.SendReserve(1, 31)]

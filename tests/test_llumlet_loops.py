@@ -111,7 +111,7 @@ async def test_an_abort_of_many_ends_all_though_one_has_left_for_an_instance_tha
             front.client.send(Submit(name), engine.encode_request([1, 2, 3], 100))
         assert await front.requests() == {"a", "b"}
         it._tracking.left("gone", "tcp://127.0.0.1:1")
-        monkeypatch.setattr(it._peers, "send", gone)
+        monkeypatch.setattr(it._host, "send_to", gone)
         front.client.send(AbortRequests(["gone", "a", "b"]))
         assert await front.requests() == set()
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
 from kvmig.engines.steps import limit_s
+from kvmig.kvtransfer.measured import LeadTime
 from kvmig.kvtransfer.messages import Message, Reserve
-from kvmig.kvtransfer.pause import NEAR, PUT_OFF_STEPS, LeadTime, due_ms, put_off_ms
+from kvmig.kvtransfer.pause import NEAR, PUT_OFF_STEPS, due_ms, put_off_ms
 from tests.fake_cluster import Cluster, cluster, until
 from tests.fake_engine import BLOCK_TOKENS, FakeEngine
 

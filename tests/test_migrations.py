@@ -191,13 +191,11 @@ async def test_a_failing_destination_leaves_the_request_at_the_source(
 
 @pytest.mark.parametrize("side", ["a", "b"])
 async def test_a_migration_that_runs_out_of_memory_is_told_at_once(side: str) -> None:
-    told: list[MemoryError] = []
     async with cluster(source=FakeEngine(at_once=False)) as them:
         node = them.a if side == "a" else them.b
-        node.on_no_memory = told.append
         node.engine.before = failing("gather" if side == "a" else "grow", MemoryError("none"))
         moving = asyncio.ensure_future(them.move())
-        await until(lambda: bool(told))
+        await until(lambda: bool(node.no_memory))
         them.skip_answer()
         await asyncio.wait([moving])
         assert isinstance(moving.exception(), MemoryError) == (side == "a")

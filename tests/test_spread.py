@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
 from kvmig.gateway.streams import MOST_S, Ramp
+from kvmig.kvtransfer.measured import MeasuredPause, PauseTime
 from kvmig.kvtransfer.messages import Reserve
-from kvmig.kvtransfer.pause import MOST_STEPS, Measured, PauseTime, Spread, spread
+from kvmig.kvtransfer.pause import MOST_STEPS, Spread, spread
 from tests.fake_cluster import cluster, until
 from tests.fake_engine import FakeEngine
 
@@ -60,8 +61,8 @@ def test_nonsense_holds_nothing_for_long() -> None:
 def test_a_pause_is_foretold_by_those_before_it() -> None:
     pause = PauseTime()
     for _ in range(50):
-        pause.observe(True, Measured(1.0, 10.0, 5.0, first_token_ms=11.0), step_ms=10.0)
-        pause.observe(False, Measured(0.0, 4.0, 2.0, first_token_ms=10.0), step_ms=10.0)
+        pause.observe(True, MeasuredPause(1.0, 10.0, 5.0, first_token_ms=11.0), step_ms=10.0)
+        pause.observe(False, MeasuredPause(0.0, 4.0, 2.0, first_token_ms=10.0), step_ms=10.0)
     assert pause.expected_ms(True) == pytest.approx(1.0 + 2.0 + 5.0 + 1.0, rel=0.01)
     assert pause.expected_ms(False) == pytest.approx(1.0 + 2.0, rel=0.01)
 
@@ -69,7 +70,7 @@ def test_a_pause_is_foretold_by_those_before_it() -> None:
 def test_a_first_step_that_is_quicker_than_a_usual_one_foretells_no_pause() -> None:
     pause = PauseTime()
     for _ in range(50):
-        pause.observe(True, Measured(0.0, 2.0, 1.0, first_token_ms=5.0), step_ms=20.0)
+        pause.observe(True, MeasuredPause(0.0, 2.0, 1.0, first_token_ms=5.0), step_ms=20.0)
     assert pause.expected_ms(True) == pytest.approx(0.0, abs=0.01)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import msgspec
 import torch
 
-from kvmig.engines.base import Emitted
+from kvmig.engines.base import Emitted, ServingEngine
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
 from kvmig.ground.config import MigrationConfig, Transport
 from kvmig.ground.errors import KvmigError, TransportError
+from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.messages import Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.transports.select import open_staging
@@ -86,6 +87,32 @@ def _received(control: Connection) -> Any:
         return None
 
 
+class _Way(Host):
+    """The pipe to the other process, and the engine that runs what comes."""
+
+    def __init__(self, engine: ServingEngine, peer: Connection, mode: str) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._mode = mode
+        self._codec = Codec(PeerMessage)
+
+    def send_to(self, endpoint: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+        self._send(False, message, payload)
+
+    def reply(self, sender: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
+        self._send(True, message, payload)
+
+    def _send(self, to_source: bool, message: Message, payload: Sequence[Frame]) -> None:
+        frames = [bytes(frame) for frame in self._codec.encode(message, payload)]
+        self._peer.send((self._mode, to_source, frames))
+
+    async def resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
+        raise TransportError("nobody arbitrates here")
+
+    def on_commit(self, request_id: str, epoch: int, output_tokens: int, gateway: str) -> None:
+        self._engine.assign(request_id, CLIENT)
+
+
 class EngineProcess:
     """Messages of migrations go to the other process by a pipe, blocks by the transport."""
 
@@ -117,36 +144,18 @@ class EngineProcess:
             config.transport, "bench", name, config.staging_chunks, config.chunk_bytes
         )
         self._migrations = {
-            LIVE: self._migrations_of(LIVE, name, config),
-            BLOCKING: self._migrations_of(
-                BLOCKING, name, msgspec.structs.replace(config, max_stages=0)
+            LIVE: Migrations(
+                name, self.engine, config, self._stagings, _Way(self.engine, peer, LIVE)
+            ),
+            BLOCKING: Migrations(
+                name,
+                self.engine,
+                msgspec.structs.replace(config, max_stages=0),
+                self._stagings,
+                _Way(self.engine, peer, BLOCKING),
             ),
         }
         loop.add_reader(peer.fileno(), self._hear)
-
-    def _migrations_of(self, mode: str, name: str, config: MigrationConfig) -> Migrations:
-        def send(to_source: bool) -> Callable[[Any, Message, Sequence[Frame]], None]:
-            def to(_: Any, message: Message, payload: Sequence[Frame] = ()) -> None:
-                frames = [bytes(frame) for frame in self._codec.encode(message, payload)]
-                self._peer.send((mode, to_source, frames))
-
-            return to
-
-        async def nobody(mid: str, request_id: str, epoch: int, destination: str) -> bool:
-            raise TransportError("nobody arbitrates here")
-
-        return Migrations(
-            name,
-            self.engine,
-            config,
-            self._stagings,
-            send_to=send(False),
-            reply=send(True),
-            resolve=nobody,
-            on_commit=lambda request_id, *_: self.engine.assign(request_id, CLIENT),
-            on_commit_failed=lambda request_id: None,
-            on_left=lambda request_id, endpoint: None,
-        )
 
     # -- calls
 

@@ -8,7 +8,7 @@ import logging
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, SetState
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.link import Client
-from kvmig.kvtransfer.wire import Refusals
+from kvmig.kvtransfer.wire import RefusalCounter
 
 RETRY_S = 0.5
 """Between two attempts to connect."""
@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 class LlumletLink:
     """Make it inside a running event loop; `close` it. report: the last one that came."""
 
-    def __init__(self, instance: str, endpoint: str, secret: bytes, refusals: Refusals) -> None:
+    def __init__(
+        self, instance: str, endpoint: str, secret: bytes, refusals: RefusalCounter
+    ) -> None:
         """refusals: counts what is refused."""
         self.report: LoadReport | None = None
         self._instance = instance

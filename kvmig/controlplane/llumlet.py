@@ -29,33 +29,29 @@ from kvmig.controlplane.messages import (
     Overrun,
     Pair,
     Pairs,
-    PauseAhead,
     Requests,
-    Resolve,
     Resolved,
     SetState,
     Submit,
     Welcome,
 )
+from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.pairing import Pairing
-from kvmig.controlplane.peers import Peers
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import Reporter
 from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import (
-    MigrationRefused,
     PeerBehind,
     PeerError,
     StartupError,
     TransportError,
 )
-from kvmig.kvtransfer.copying import slot_bytes
 from kvmig.kvtransfer.link import Server
+from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import VERSION, Hello, Message, PeerMessage
-from kvmig.kvtransfer.migrations import Migrations
-from kvmig.kvtransfer.report import Bandwidth, MigrationReport
+from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.transports.select import open_staging, site_of
 from kvmig.kvtransfer.wire import REFUSED
@@ -97,34 +93,25 @@ class Llumlet:
                 slot_bytes(config.migration.chunk_bytes, engine.layout.block_bytes),
                 site_of(config.migration, self._server.refusals),
             )
-        self._peers = Peers(
-            instance, secret, self._from_peer, self._peer_lost, self._server.refusals
-        )
-        self._resolutions = Resolutions(self._server.send)
-        owner = StreamOwner(self._fronts, self._tracking, self._resolutions, self._server.send)
-        self._migrations = Migrations(
+        self._host = MigrationHost(
             instance,
+            secret,
             engine,
             config.migration,
             self._stagings,
-            send_to=self._peers.send,
-            reply=self._server.send,
-            resolve=owner.resolve,
-            foretell=owner.foretell,
-            on_commit=self._on_commit,
-            on_commit_failed=self._on_commit_failed,
-            on_left=self._on_left,
-            on_no_memory=self._on_exit,
-            refusals=self._server.refusals,
-            has_front=self._fronts.has,
+            self._server,
+            self._fronts,
+            self._tracking,
+            self._on_exit,
         )
+        self._migrations = self._host.migrations
         self._pairing = Pairing(
             engine.requests,
             self._migrations.moving,
             self._migrate_for_pair,
             policy_of(config.scheduler).victims,
         )
-        self._bandwidth = Bandwidth(engine.layout.block_bytes)
+        self._host.on_arrived = self._pairing.arrived
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._headroom: dict[int, float] = {}
@@ -141,13 +128,13 @@ class Llumlet:
         self._engine.connect(self._on_outputs, self._on_call_done, self._on_exit)
         await self._warm_up()
         self._headroom = await measured_headroom(self._engine, self._config.priorities)
-        for loop in (self._receive(), self._report(), self._pairing.run()):
+        for loop in (self._receive, self._report, self._pairing.run):
             self._spawn(self._for_ever(loop))
 
-    async def _for_ever(self, loop: Coroutine[Any, Any, None]) -> None:
+    async def _for_ever(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Without any of these an instance would be there and not serve: rather none at all."""
         try:
-            await loop
+            await loop()
         except Exception as error:
             self._on_exit(error)
             raise
@@ -172,7 +159,7 @@ class Llumlet:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._peers.close()
+        await self._host.close()
         self._server.close()
         await self._engine.close(timeout_s)
         for staging in self._stagings.values():
@@ -219,7 +206,7 @@ class Llumlet:
             case Fence():
                 self._spawn(self._fence(sender, message))
             case Resolved():
-                self._resolutions.answer(message)
+                self._host.resolved(message)
             case Pairs() | SetState():
                 self._obey(message)
             case _:
@@ -259,7 +246,7 @@ class Llumlet:
             endpoint = self._tracking.went_to(request_id)
             if endpoint is not None:
                 with contextlib.suppress(TransportError):  # the request is gone with it
-                    self._peers.send(endpoint, AbortRequests([request_id]))
+                    self._host.send_to(endpoint, AbortRequests([request_id]))
 
     def _discard(self, message: Discard) -> None:
         track = self._tracking.get(message.request_id)
@@ -308,29 +295,7 @@ class Llumlet:
             urgent=why in URGENT,
             inexact=inexact or self._config.scheduler.inexact_moves,
         )
-        self._bandwidth.take(report)
         return Migrated(0, msgspec.structs.replace(report, why=why), gateway, epoch)
-
-    def _on_commit(self, request_id: str, epoch: int, output_tokens: int, gateway: str) -> None:
-        """Just before a request starts here. Raises MigrationRefused without its front end."""
-        client = self._fronts.number_of(gateway)
-        if client is None:
-            raise MigrationRefused("incompatible", f"front end {gateway} is not connected here")
-        self._engine.assign(request_id, client)
-        self._tracking.begin(request_id, epoch, output_tokens, gateway)
-        self._pairing.arrived(request_id)
-
-    def _on_commit_failed(self, request_id: str) -> None:
-        self._tracking.end(request_id)
-
-    def _on_left(self, request_id: str, endpoint: str) -> None:
-        self._tracking.left(request_id, endpoint)
-
-    def _from_peer(self, endpoint: str, message: Message, payload: list[memoryview]) -> None:
-        self._migrations.receive_reply(endpoint, message, payload)
-
-    def _peer_lost(self, endpoint: str) -> None:
-        self._migrations.peer_lost(endpoint)
 
     # -- what the engine gives
 
@@ -382,9 +347,9 @@ class Llumlet:
             *moving,
             state=state,
             staging_used=self._migrations.staging_used,
-            bandwidth=self._bandwidth.blocks_s,
+            bandwidth=self._migrations.blocks_s,
             headroom=self._headroom,
-            refused=self._server.refusals.told(),
+            refused=self._server.refusals.counts(),
             unmovable=self._engine.unmovable,
             weights=weights,
             numerics=self._engine.numerics,
@@ -439,67 +404,3 @@ class Llumlet:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("llumlet %s: a task failed", self.instance, exc_info=error)
-
-
-class Resolutions:
-    """Those that are open, by migration."""
-
-    def __init__(self, send: Callable[[bytes, Resolve], None]) -> None:
-        """send: to a front end; raises TransportError if it is gone."""
-        self._send = send
-        self._open: dict[str, asyncio.Future[bool]] = {}
-
-    async def ask(self, front: bytes, question: Resolve) -> bool:
-        """Whether the request has moved; whoever asks knows how long to wait, and asks again.
-
-        Raises TransportError if the front end is gone.
-        """
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._open[question.mid] = answer
-        try:
-            self._send(front, question)
-            return await answer
-        finally:
-            del self._open[question.mid]
-
-    def answer(self, message: Resolved) -> None:
-        """The front end's word. One that nobody waits for any more is ignored."""
-        answer = self._open.get(message.mid)
-        if answer is not None and not answer.done():
-            answer.set_result(message.moved)
-
-
-class StreamOwner:
-    """send: to a front end; raises TransportError if it is gone."""
-
-    def __init__(
-        self,
-        fronts: Fronts,
-        tracking: Tracking,
-        resolutions: Resolutions,
-        send: Callable[[bytes, Message], None],
-    ) -> None:
-        self._fronts = fronts
-        self._tracking = tracking
-        self._resolutions = resolutions
-        self._send = send
-
-    async def resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
-        """Ask who runs the request. Raises TransportError if its front end is gone."""
-        question = Resolve(mid, request_id, epoch, destination)
-        return await self._resolutions.ask(self._of(request_id), question)
-
-    def foretell(self, request_id: str, pause_ms: float, stretch_ms: float) -> bool:
-        """Say that a pause comes, so that it can be spread; False if the front end is gone."""
-        try:
-            self._send(self._of(request_id), PauseAhead(request_id, pause_ms, stretch_ms))
-        except TransportError:
-            return False
-        return True
-
-    def _of(self, request_id: str) -> bytes:
-        track = self._tracking.get(request_id)
-        front = self._fronts.identity(track.gateway) if track else None
-        if front is None:
-            raise TransportError(f"the front end of {request_id} is gone")
-        return front

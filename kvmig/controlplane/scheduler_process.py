@@ -170,7 +170,7 @@ class SchedulerProcess:
         told: dict[str, int] = {}
         while True:
             await asyncio.sleep(TELL_S)
-            counts = self._server.refusals.told()
+            counts = self._server.refusals.counts()
             if counts == told or not self._launcher:
                 continue
             try:

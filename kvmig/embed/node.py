@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from kvmig.engines.base import Engine
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import TransportError
-from kvmig.kvtransfer.copying import slot_bytes
+from kvmig.kvtransfer.context import Host
+from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.transports.select import open_staging
 from kvmig.kvtransfer.wire import Frame
 
 
-class Node:
+class Node(Host):
     """Endpoints are names here. A message comes with the next turn of the event loop."""
 
     def __init__(
@@ -29,6 +30,7 @@ class Node:
         """others: by name, this one among them once it is made."""
         self._name = name
         self._others = others
+        self._on_commit = on_commit
         self._stagings = open_staging(
             config.transport,
             "embedded",
@@ -37,18 +39,7 @@ class Node:
             slot_bytes(config.chunk_bytes, engine.layout.block_bytes),
         )
         try:
-            self.migrations = Migrations(
-                name,
-                engine,
-                config,
-                self._stagings,
-                send_to=self._send_to,
-                reply=self._reply,
-                resolve=self._resolve,
-                on_commit=lambda request_id, epoch, outputs, gateway: on_commit(request_id),
-                on_commit_failed=lambda request_id: None,
-                on_left=lambda request_id, endpoint: None,
-            )
+            self.migrations = Migrations(name, engine, config, self._stagings, self)
         except BaseException:
             self.free()
             raise
@@ -58,19 +49,25 @@ class Node:
         for staging in self._stagings.values():
             staging.close()
 
-    def _send_to(self, endpoint: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send_to(self, endpoint: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+        """Deliver to another engine's migrations. Raises TransportError if there is none."""
         if endpoint not in self._others:
             raise TransportError(f"{endpoint} is no engine here")
         receive = self._others[endpoint].migrations.receive
         loop = asyncio.get_running_loop()
         loop.call_soon(receive, self._name.encode(), message, _views(payload))
 
-    def _reply(self, sender: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def reply(self, sender: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
+        """Deliver a destination's answer."""
         receive = self._others[sender.decode()].migrations.receive_reply
         loop = asyncio.get_running_loop()
         loop.call_soon(receive, self._name, message, _views(payload))
 
-    async def _resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
+    def on_commit(self, request_id: str, epoch: int, output_tokens: int, gateway: str) -> None:
+        """Tell the embedding program."""
+        self._on_commit(request_id)
+
+    async def resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
         """The destination's word is final."""
         return await self._others[destination].migrations.fence(request_id, epoch)
 

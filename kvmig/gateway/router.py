@@ -59,7 +59,7 @@ from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.wire import Frame, Refusals
+from kvmig.kvtransfer.wire import Frame, RefusalCounter
 
 HOLD_S = 10.0
 """Longest wait for an old owner's tokens while the new one's are there."""
@@ -126,7 +126,7 @@ class Router:
             config.faults,
             config.scheduler.inexact_moves,
         )
-        self._refusals = Refusals()
+        self._refusals = RefusalCounter()
         self._fences: dict[tuple[str, int], asyncio.Task[bool]] = {}
         """Destinations that are asked whether they committed: by run id and epoch."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -450,7 +450,7 @@ class Router:
     def refused(self, error: PeerError) -> None:
         """Count a message that this front end can't take, whoever sent it."""
         self._refusals.count(error)
-        self._observer.messages_refused(self._name, self._refusals.told())
+        self._observer.messages_refused(self._name, self._refusals.counts())
 
     def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
         """A process has refused so many messages since its start, by reason."""

@@ -66,6 +66,8 @@ class Answer:
 
 
 Action = ReserveBlocks | Scatter | RunRequest | FreeBlocks | Answer
+SourceMessage = Reserve | Chunk | Commit | Abort
+"""Messages that the machine hears; others of the source aren't its business."""
 
 
 class S(StrEnum):
@@ -147,6 +149,18 @@ class DestinationMachine(Machine):
         return self.state is S.COMMITTED
 
     # -- messages
+
+    def hear(self, message: SourceMessage) -> list[Action]:
+        """A message of the source, whichever it is."""
+        match message:
+            case Reserve():
+                return self.reserve(message)
+            case Chunk():
+                return self.chunk(message)
+            case Commit():
+                return self.commit(message)
+            case Abort():
+                return self.abort()
 
     def reserve(self, message: Reserve) -> list[Action]:
         """Pre-allocate for a stage. A repeated one is answered again."""
@@ -255,7 +269,11 @@ Attempt = tuple[str, int]
 
 
 class Tombstones:
-    """Ended machines by migration, and by attempt."""
+    """Ended machines of one instance, by migration and by attempt.
+
+    A tombstone answers late and repeated messages, and fences, as the migration ended: so a
+    commit is never taken back and a cancelled one never happens.
+    """
 
     def __init__(self) -> None:
         self._ended: OrderedDict[str, DestinationMachine] = OrderedDict()
@@ -279,14 +297,17 @@ class Tombstones:
             while len(remembered) > REMEMBERED:
                 remembered.popitem(last=False)
 
-    def answer(self, mid: str, message: Message) -> list[Action]:
-        """To a message of a migration that has ended or was never heard of: Commit and Abort
-        end that, too."""
+    def answer(self, mid: str, message: SourceMessage) -> list[Action]:
+        """Answer a message of a migration that has ended, or was never heard of: Commit and Abort
+        end that, too. A late Chunk brings what isn't wanted any more.
+        """
+        if isinstance(message, Chunk):
+            return []
         machine = self._ended.get(mid)
         if machine is not None:
-            return _late(machine, message)
+            return machine.hear(message)
         machine = DestinationMachine(mid)
-        actions = _late(machine, message)
+        actions = machine.hear(message)
         if machine.ended:
             attempt = (message.request_id, message.epoch) if isinstance(message, Commit) else None
             self.bury(machine, attempt)
@@ -300,14 +321,3 @@ class Tombstones:
             self.bury(machine, attempt)
         machine.fence()
         return machine.committed_here
-
-
-def _late(machine: DestinationMachine, message: Message) -> list[Action]:
-    match message:
-        case Reserve():
-            return machine.reserve(message)
-        case Commit():
-            return machine.commit(message)
-        case Abort():
-            return machine.abort()
-    return []  # it brings what isn't wanted any more

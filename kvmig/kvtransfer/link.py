@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvmig.ground.errors import PeerBehind, PeerError, TransportError
 from kvmig.kvtransfer.messages import VERSION, Hello, Message, Version
-from kvmig.kvtransfer.wire import MAX_FRAME, Codec, Frame, Refusals
+from kvmig.kvtransfer.wire import MAX_FRAME, Codec, Frame, RefusalCounter
 
 LEAST_BYTES = 16
 """Of a secret."""
@@ -129,7 +129,7 @@ class Doorkeeper:
     libzmq holds 2,000 events; its I/O thread waits while nobody takes them.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, refusals: Refusals) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, refusals: RefusalCounter) -> None:
         self._socket = socket
         self._refusals = refusals
         self._handshakes = Handshakes()
@@ -165,7 +165,7 @@ class Doorkeeper:
                         self._handshakes.closed(int(told["value"]))
                     case _:
                         self._handshakes.failed()
-        self._refusals.strangers(self._handshakes.failures(now))
+        self._refusals.count_strangers(self._handshakes.failures(now))
 
 
 HIGH_WATER = 10_000
@@ -235,13 +235,13 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         version: Version = VERSION,
-        refusals: Refusals | None = None,
+        refusals: RefusalCounter | None = None,
     ) -> None:
         """Binds `host`:`port` (0: any free one); counts in `refusals`, or in its own.
 
         Raises zmq.ZMQError if it can't bind.
         """
-        self.refusals = Refusals() if refusals is None else refusals
+        self.refusals = RefusalCounter() if refusals is None else refusals
         keys = derive(secret)
         self._version = version
         self._hello = Hello(version.major, role, name, version.minor)
@@ -323,7 +323,7 @@ class Client:
         name: str,
         messages: UnionType,
         version: Version = VERSION,
-        refusals: Refusals | None = None,
+        refusals: RefusalCounter | None = None,
     ) -> None:
         """Connects and says Hello; whether that worked is seen at the first `recv`.
 
@@ -332,7 +332,7 @@ class Client:
         """
         keys = derive(secret)
         self.endpoint = endpoint
-        self._refusals = Refusals() if refusals is None else refusals
+        self._refusals = RefusalCounter() if refusals is None else refusals
         self._version = version
         self._codec = Codec(messages)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)

@@ -19,7 +19,7 @@ from kvmig.kvtransfer.machine import Machine, Table
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class ExportRequest:
     """Ask the engine for the request's description."""
 
 
@@ -93,7 +93,7 @@ class SendAbort:
 
 
 Action = (
-    Export | SendReserve | Check | Copy | Suspend | SendTail | SendCommit
+    ExportRequest | SendReserve | Check | Copy | Suspend | SendTail | SendCommit
     | AskArbiter | Resume | Release | SendAbort
 )  # fmt: skip
 
@@ -268,7 +268,7 @@ class SourceMachine(Machine):
 
     def start(self) -> list[Action]:
         """The first action; not an event."""
-        return [Export()]
+        return [ExportRequest()]
 
     def exported(self, num_tokens: int) -> list[Action]:
         """The engine described the request."""

@@ -59,7 +59,7 @@ REFUSED = (PeerError, InvalidTransition, msgspec.MsgspecError)
 """What comes of messages that can't be taken, or whose contents can't."""
 
 
-class Refusals:
+class RefusalCounter:
     """Of one process, over all its sockets; some of them are served by threads of their own."""
 
     def __init__(self) -> None:
@@ -72,13 +72,13 @@ class Refusals:
         with self._lock:
             self._counts[reason] += 1
 
-    def strangers(self, connections: int) -> None:
+    def count_strangers(self, connections: int) -> None:
         """So many more that didn't prove that they have the cluster's secret."""
         if connections:
             with self._lock:
                 self._counts["unauthenticated"] += connections
 
-    def told(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """All so far."""
         with self._lock:
             return dict(self._counts)

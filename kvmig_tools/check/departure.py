@@ -109,7 +109,7 @@ class Departure:
             self.follow(site, machine.failed("timeout"))
 
     def hear(self, site: Site, message: object) -> None:
-        """As `SourceSession._feed`."""
+        """As `SourceSession._hear`."""
         machine = self.machine
         match message:
             case Reserved(stage=stage, hit_blocks=hit):
@@ -175,16 +175,16 @@ class Departure:
                 self.doing = action
             case here.Copy() | here.Suspend() | here.SendTail():
                 self.doing = action
-            case here.Export() | here.Check():
+            case here.ExportRequest() | here.Check():
                 return self._look(site, action)
         return []
 
-    def _look(self, site: Site, action: here.Export | here.Check) -> list[here.Action]:
+    def _look(self, site: Site, action: here.ExportRequest | here.Check) -> list[here.Action]:
         slot = site.engine.active(self.run)
         if slot is None:
             return self._failed("finished")
         match action:
-            case here.Export():
+            case here.ExportRequest():
                 return self.machine.exported(max(slot.full, 0))
             case here.Check() if slot.full < 0:
                 return self.machine.checked(Stage([], 0))

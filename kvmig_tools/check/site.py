@@ -19,7 +19,13 @@ from kvmig.controlplane.messages import (
     Submit,
 )
 from kvmig.engines.base import Emitted
-from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine, Tombstones
+from kvmig.kvtransfer.destination_machine import (
+    Action,
+    Answer,
+    DestinationMachine,
+    SourceMessage,
+    Tombstones,
+)
 from kvmig.kvtransfer.messages import ChunkDone, Message, Reserve
 from kvmig.kvtransfer.source_machine import QUESTIONS, Epochs, SourceMachine
 from kvmig_tools.check.arrival import Arrival, answered
@@ -288,7 +294,7 @@ class Site(Part):
         self.out.start(self)
 
     def _receive(self, mid: str, message: object) -> None:
-        """As `Arrivals.receive`."""
+        """As `Migrations.receive`."""
         if mid in self.arrivals:
             self.arrivals[mid].hear(self, message)
         elif (
@@ -297,7 +303,7 @@ class Site(Part):
             and not self.tombstones.knows(mid)
         ):
             self._begin(mid, message)
-        elif isinstance(message, Message):
+        elif isinstance(message, SourceMessage):
             self._answers(mid, self.tombstones.answer(mid, message))
 
     def _begin(self, mid: str, message: Reserve) -> None:

@@ -121,7 +121,7 @@ class Migration:
 
     def _do_here(self, action: here.Action) -> None:
         match action:
-            case here.Export():
+            case here.ExportRequest():
                 self._at_source(self._export)
             case here.SendReserve(stage, num_tokens):
                 export = base.Export(self.request.request_id, num_tokens, [])

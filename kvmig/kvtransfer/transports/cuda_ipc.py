@@ -23,17 +23,17 @@ from kvmig.kvtransfer.transports.mapped import (
     MappedStaging,
     take,
 )
-from kvmig.kvtransfer.wire import Refusals
+from kvmig.kvtransfer.wire import RefusalCounter
 
 NAME = "cuda-ipc"
 
 
-def open_staging(slots: int, slot_bytes: int, refusals: Refusals) -> Staging:
+def open_staging(slots: int, slot_bytes: int, refusals: RefusalCounter) -> Staging:
     """Slots in this process's GPU. Raises TransportError if there is none."""
     return MappedStaging(CudaMemory(refusals), slots, slot_bytes)
 
 
-def open_inbox(offer: Offer, refusals: Refusals) -> Inbox:
+def open_inbox(offer: Offer, refusals: RefusalCounter) -> Inbox:
     """Buffers in this process's GPU. Raises TransportError if there is none."""
     return MappedInbox(CudaMemory(refusals), offer)
 
@@ -44,7 +44,7 @@ class CudaMemory:
     transport = NAME
     device: Device = "cuda"
 
-    def __init__(self, refusals: Refusals) -> None:
+    def __init__(self, refusals: RefusalCounter) -> None:
         """Raises TransportError without a GPU or the CUDA library."""
         import torch
 

@@ -27,7 +27,7 @@ from kvmig.kernels.face import Device
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import Announce, Channel, Inbox, Shape, Staging, check_slot
 from kvmig.kvtransfer.transports.worker import Worker
-from kvmig.kvtransfer.wire import Refusals
+from kvmig.kvtransfer.wire import RefusalCounter
 
 
 def view(address: int, nbytes: int, owner: object, device: Device = "cpu") -> memoryview:
@@ -70,7 +70,7 @@ class Donor:
     connects without both is a stranger, and counted.
     """
 
-    def __init__(self, descriptor: int, refusals: Refusals) -> None:
+    def __init__(self, descriptor: int, refusals: RefusalCounter) -> None:
         """Keeps a copy of `descriptor` of its own until `close`."""
         self._descriptor = os.dup(descriptor)
         self._refusals = refusals
@@ -107,7 +107,7 @@ class Donor:
         if self._knows(peer):
             socket.send_fds(peer, [b"!"], [self._descriptor])
         else:
-            self._refusals.strangers(1)
+            self._refusals.count_strangers(1)
 
     def _knows(self, peer: socket.socket) -> bool:
         if not _ours(peer):
@@ -119,7 +119,7 @@ class Donor:
         return secrets.compare_digest(word, self._secret)
 
 
-def take(ticket: Ticket, refusals: Refusals) -> int:
+def take(ticket: Ticket, refusals: RefusalCounter) -> int:
     """A copy of the donor's descriptor; the caller closes it. Blocks for TIMEOUT_S at most.
 
     Raises TransportError if the donor is gone, gives none, or is another user's: anybody may
@@ -131,7 +131,7 @@ def take(ticket: Ticket, refusals: Refusals) -> int:
         try:
             donor.connect(f"\0{ticket.socket}")
             if not _ours(donor):
-                refusals.strangers(1)
+                refusals.count_strangers(1)
                 raise TransportError(f"no descriptor from {ticket.socket}: another user's socket")
             donor.sendall(bytes.fromhex(ticket.secret))
             size = socket.CMSG_SPACE(array.array("i").itemsize)

@@ -14,7 +14,7 @@ from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import cuda_ipc, nixl, shm, tcp
 from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging
-from kvmig.kvtransfer.wire import Refusals
+from kvmig.kvtransfer.wire import RefusalCounter
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Site:
     """Of shared memory."""
     trusted: bool = True
     """Whether `auto` may take what is IN_THE_CLEAR."""
-    refusals: Refusals = field(default_factory=Refusals)
+    refusals: RefusalCounter = field(default_factory=RefusalCounter)
     """Counts strangers at sockets of a transport's own."""
 
     def takes(self, name: str, allowed: Transport) -> bool:
@@ -40,7 +40,7 @@ class Site:
 HERE = Site()
 
 
-def site_of(config: MigrationConfig, refusals: Refusals) -> Site:
+def site_of(config: MigrationConfig, refusals: RefusalCounter) -> Site:
     """Of an instance."""
     return Site(trusted=config.trust_network, refusals=refusals)
 

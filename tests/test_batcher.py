@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.ground.clock import monotonic
+from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import MigrationRefused
-from kvmig.kvtransfer.copying import ChunkSizer, Part, Shuttle, SlotShare
+from kvmig.kvtransfer.context import Host, SourceContext
+from kvmig.kvtransfer.copying import ChunkBatcher, QueuedChunk, SharedSlot
 from kvmig.kvtransfer.messages import Bundle, Chunk, Message
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.transports.tcp import TcpStaging
@@ -24,20 +25,23 @@ MOST = 8
 
 
 class Line:
-    """A shuttle, and what it has said."""
+    """A batcher, and what it has sent."""
 
     def __init__(self, slots: int = 2, timeout_s: float = 5.0) -> None:
         self.engine = FakeEngine()
         self.engine.memory[:] = bytes(number % 251 for number in range(len(self.engine.memory)))
-        self.sizer = ChunkSizer(BLOCK_BYTES, MOST * BLOCK_BYTES, 2.0)
-        self.sizer.observe(MOST * BLOCK_BYTES, 1e-6)
         self.staging: Staging = TcpStaging(slots, MOST * BLOCK_BYTES)
-        self.shuttle = Shuttle(self.engine, self.sizer, timeout_s, monotonic)
+        config = MigrationConfig(
+            chunk_bytes=MOST * BLOCK_BYTES, chunk_ms=2.0, reply_timeout_ms=timeout_s * 1e3
+        )
+        context = SourceContext(cast("Host", self), self.engine, config, {"tcp": self.staging})
+        context.sizer.observe(MOST * BLOCK_BYTES, 1e-6)
+        self.batcher = ChunkBatcher(context, "b")
         self.said: list[list[Chunk]] = []
         self.bytes: dict[tuple[str, int], bytes] = {}
-        self.shares: list[SlotShare] = []
+        self.shares: list[SharedSlot] = []
 
-    def send(self, message: Message, payload: Any) -> None:
+    def send_to(self, endpoint: str, message: Message, payload: Any) -> None:
         assert isinstance(message, Chunk | Bundle)
         chunks = [message] if isinstance(message, Chunk) else message.chunks
         self.said.append(chunks)
@@ -45,13 +49,13 @@ class Line:
             end = chunk.offset + chunk.nbytes
             self.bytes[chunk.mid, chunk.first] = bytes(payload[0][chunk.offset : end])
 
-    def part(self, mid: str, first: int, blocks: list[int]) -> Part:
+    def part(self, mid: str, first: int, blocks: list[int]) -> QueuedChunk:
         channel = self.staging.channel("")
-        return Part(mid, 1, first, blocks, self.staging, channel, self.send, self.shares.append)
+        return QueuedChunk(mid, 1, first, blocks, self.staging, channel, self.shares.append)
 
-    def add(self, mid: str, blocks: list[int], first: int = 0) -> Part:
+    def add(self, mid: str, blocks: list[int], first: int = 0) -> QueuedChunk:
         part = self.part(mid, first, blocks)
-        self.shuttle.add(part)
+        self.batcher.add(part)
         return part
 
     def names(self) -> list[list[str]]:
@@ -116,9 +120,9 @@ async def test_a_copy_that_fails_ends_those_in_it_and_no_others() -> None:
 async def test_what_is_withdrawn_is_not_sent() -> None:
     line = Line()
     kept, unwanted = line.add("a", [0]), line.add("b", [1])
-    assert line.shuttle.withdraw(unwanted)
+    assert line.batcher.withdraw(unwanted)
     await kept.sent
-    assert not line.shuttle.withdraw(kept)
+    assert not line.batcher.withdraw(kept)
     assert line.names() == [["a"]]
 
 
@@ -136,7 +140,7 @@ async def test_closing_cancels_what_waits() -> None:
     await line.add("a", [0]).sent
     part = line.add("b", [0])
     await asyncio.sleep(0)
-    await line.shuttle.close()
+    await line.batcher.close()
     assert part.sent.cancelled()
     line.shares[0].drop()
     assert line.staging.held == 0

@@ -1,0 +1,123 @@
+"""What one instance's migrations have measured, for those that come after them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvmig.kvtransfer.report import MigrationReport
+
+WEIGHT = 0.25
+"""Weight of a new measurement in an average of times."""
+RATE_WEIGHT = 0.3
+"""Weight of a new measurement in the average rate of whole migrations."""
+FIRST_LEAD_MS = 2.0
+FIRST_PAUSE_MS = 2.0
+
+
+def slot_bytes(chunk_bytes: int, block_bytes: int) -> int:
+    """Bytes of a staging slot: `chunk_bytes`, or one block of a model whose blocks are larger."""
+    return max(chunk_bytes, block_bytes)
+
+
+class ChunkSizer:
+    """Sizes the next copy by the rate of earlier ones, so that none lasts longer than `chunk_ms`.
+
+    block_bytes: bytes of one fused block; chunk_bytes: the configured size of a chunk.
+    """
+
+    def __init__(self, block_bytes: int, chunk_bytes: int, chunk_ms: float) -> None:
+        self._block_bytes = block_bytes
+        # An engine whose requests don't move may have no blocks to speak of.
+        self._most = slot_bytes(chunk_bytes, block_bytes) // max(block_bytes, 1)
+        self._chunk_ms = chunk_ms
+        self.bytes_per_ms: float | None = None
+        """Rate of copies; None until one was measured."""
+
+    def blocks(self) -> int:
+        """Blocks of the next chunk: 1 until a copy was measured, never less, never over a slot."""
+        if self.bytes_per_ms is None:
+            return 1
+        in_time = self.bytes_per_ms * self._chunk_ms / self._block_bytes
+        return int(max(1, min(self._most, in_time)))
+
+    def observe(self, nbytes: int, ms: float) -> None:
+        """A copy of `nbytes` took `ms` (one that took no time tells nothing)."""
+        if nbytes > 0 and ms > 0:
+            self.bytes_per_ms = _average(self.bytes_per_ms, nbytes / ms)
+
+    def cut(self, block_ids: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+        """Chunks of `block_ids` as (position of the first, ids), each sized when asked for."""
+        first = 0
+        while first < len(block_ids):
+            ids = block_ids[first : first + self.blocks()]
+            yield first, ids
+            first += len(ids)
+
+
+class LeadTime:
+    """How long a suspended request takes to reach the destination's engine, on average.
+
+    The answer's way back is in it, so that a request comes early rather than late.
+    """
+
+    def __init__(self) -> None:
+        self.ms = FIRST_LEAD_MS
+
+    def observe(self, answered_ms: float, commit_ms: float) -> None:
+        """answered_ms: from the suspension to Committed; commit_ms: of it, in the engine."""
+        self.ms = _average(self.ms, max(0.0, answered_ms - commit_ms))
+
+
+class MeasuredPause(NamedTuple):
+    """One pause, milliseconds."""
+
+    tail_copy_ms: float
+    answered_ms: float
+    """From the suspension to Committed: the copy of the tail, the commit, and Commit's way and
+    the answer's, equally long."""
+    commit_ms: float
+    """In the destination's engine."""
+    first_token_ms: float
+    """From there to the end of the first step."""
+
+
+class PauseTime:
+    """How much longer than a step clients wait for the token after a pause, on average.
+
+    busy: whether the destination makes steps of its own, which a request that comes waits for.
+    """
+
+    def __init__(self) -> None:
+        self._ms: dict[bool, float] = {}
+
+    def expected_ms(self, busy: bool) -> float:
+        """The next pause's, by those before it."""
+        return self._ms.get(busy, FIRST_PAUSE_MS)
+
+    def observe(self, busy: bool, pause: MeasuredPause, step_ms: float) -> None:
+        """step_ms: from one token to the next at the source."""
+        way_ms = max(0.0, pause.answered_ms - pause.tail_copy_ms - pause.commit_ms) / 2
+        until_first_ms = pause.tail_copy_ms + way_ms + pause.commit_ms + pause.first_token_ms
+        self._ms[busy] = _average(self._ms.get(busy), max(0.0, until_first_ms - step_ms))
+
+
+class BlockRate:
+    """KV blocks a second that live stages sent, on average; newer migrations weigh more."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self.blocks_s = 0.0
+        """0: none was measured."""
+
+    def observe(self, report: MigrationReport) -> None:
+        """A migration has ended, well or not; what it copied live counts."""
+        ms = sum(stage.ms for stage in report.stages)
+        nbytes = sum(stage.bytes for stage in report.stages)
+        if ms > 0 and nbytes > 0:
+            rate = nbytes / self._block_bytes / (ms / 1000)
+            self.blocks_s = _average(self.blocks_s or None, rate, RATE_WEIGHT)
+
+
+def _average(known: float | None, measured: float, weight: float = WEIGHT) -> float:
+    return measured if known is None else known + weight * (measured - known)

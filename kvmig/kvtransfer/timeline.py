@@ -1,0 +1,104 @@
+"""What a source session measures while it runs, and the report made of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+import msgspec
+
+from kvmig.ground.clock import Clock
+from kvmig.kvtransfer.report import Downtime, MigrationReport, StageParts, StageReport
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """One migration to attempt."""
+
+    mid: str
+    request_id: str
+    epoch: int
+    source: str
+    destination: str
+    gateway: str = ""
+    output_tokens: int = 0
+    urgent: bool = False
+    """Somebody waits for its end: its pause isn't spread over the steps before it."""
+    inexact: bool = False
+    """It may go to an engine of another numerics class."""
+
+
+class Timeline:
+    """Stages and the pause of one migration, on one clock."""
+
+    def __init__(self, move: Move, clock: Clock) -> None:
+        self._move = move
+        self._clock = clock
+        self._began = clock()
+        self._stages: list[StageReport] = []
+        self._pause: list[float] = []
+        self.transport = ""
+        self.exact: bool | None = None
+        self.hit_blocks = 0
+        self.tail_blocks = 0
+        self.output_tokens: int | None = None
+        self.bytes = 0
+        self.fused_chunks = 0
+
+    def stage(self, blocks: int, nbytes: int, since: float, parts: StageParts) -> None:
+        """A live stage of `blocks` ended; `parts` may still grow until the report."""
+        self._stages.append(StageReport(blocks, nbytes, (self._clock() - since) * 1e3, parts))
+
+    def pause(self) -> None:
+        """The pause begins, goes over to its next part, or (the fourth time) ends."""
+        self._pause.append(self._clock())
+
+    def resumed(self) -> None:
+        """The request was put back: the pause ends in whatever part it was."""
+        if self._pause:
+            self._pause.append(self._clock())
+
+    def downtime(self, first_token: float | None = None) -> Downtime | None:
+        """The pause in parts; None when there was none."""
+        if len(self._pause) < 2:
+            return None
+        parts = [(b - a) * 1e3 for a, b in zip(self._pause, self._pause[1:], strict=False)]
+        drain, tail_copy, commit = [*parts, 0.0, 0.0][:3]
+        return Downtime(drain, tail_copy, commit, first_token)
+
+    def committed(self, first_token: float | None) -> MigrationReport:
+        """The report of a migration that was committed."""
+        return self._report("committed", first_token=first_token)
+
+    def aborted(self, reason: str, detail: str) -> MigrationReport:
+        """The report of a migration that was given up."""
+        return self._report("aborted", reason, detail)
+
+    def _report(
+        self,
+        state: Literal["committed", "aborted"],
+        reason: str = "",
+        detail: str = "",
+        first_token: float | None = None,
+    ) -> MigrationReport:
+        move = self._move
+        return MigrationReport(
+            id=move.mid,
+            request_id=move.request_id,
+            source=move.source,
+            destination=move.destination,
+            state=state,
+            epoch=move.epoch,
+            reason=reason,
+            detail=detail,
+            exact=self.exact,
+            transport=self.transport,
+            hit_blocks=self.hit_blocks,
+            stages=self._stages,
+            fused_chunks=self.fused_chunks,
+            tail_blocks=self.tail_blocks,
+            output_tokens=self.output_tokens,
+            bytes=self.bytes,
+            total_ms=(self._clock() - self._began) * 1e3,
+            downtime_ms=self.downtime(first_token),
+            ended_at=time.time(),
+        )
