@@ -89,7 +89,9 @@ class FrontEnd:
             overloaded=metrics.refused,
         )
         self._membership = Membership(self._router)
-        self._launcher = LauncherLink(launch.launcher, launch.secret, launch.name, self._membership)
+        self._launcher = LauncherLink(
+            launch.launcher, launch.secret, launch.name, self._membership.hear
+        )
         self._started = False
 
     async def start(self) -> None:

@@ -115,7 +115,7 @@ async def stubbed_front(
         overloaded=metrics.refused,
     )
     membership = Membership(router)
-    launcher = LauncherLink("tcp://127.0.0.1:9", SECRET, "front", membership)
+    launcher = LauncherLink("tcp://127.0.0.1:9", SECRET, "front", membership.hear)
     await router.add_instance("i0", llumlet.endpoint)
     app = FastAPI()
     app.add_middleware(HttpMiddleware)

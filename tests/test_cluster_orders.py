@@ -34,11 +34,11 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.engines.base import EngineLoad
 from kvmig.gateway.errors import LauncherGone, OrderFailed
-from kvmig.gateway.launcher import LauncherLink, Membership
+from kvmig.gateway.launcher import LauncherLink, Membership, News
 from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import ConfigError, PeerError, StartupError, TransportError
+from kvmig.ground.errors import ConfigError, StartupError, TransportError
 from kvmig.ground.lifecycle import LifecycleConfig
 from kvmig.ground.priorities import NORMAL
 from kvmig.kvtransfer.link import Server
@@ -154,19 +154,16 @@ class Told:
         self.history: list[dict[str, str]] = []
         self.refusals: dict[str, dict[str, int]] = {}
 
-    def take(self, members: Members) -> None:
-        self.members, self.preferred = members.members, members.weights
-        self.history.append(self.states())
-
-    def evacuate(self, told: Evacuate) -> None:
-        self.evacuated.append(told.instance)
-        self.ended.append(told.ends)
-
-    def messages_refused(self, told: MessagesRefused) -> None:
-        self.refusals[told.process] = told.counts
-
-    def refused(self, error: PeerError) -> None:
-        """Its router counts."""
+    def hear(self, news: News) -> None:
+        match news:
+            case Members():
+                self.members, self.preferred = news.members, news.weights
+                self.history.append(self.states())
+            case Evacuate():
+                self.evacuated.append(news.instance)
+                self.ended.append(news.ends)
+            case MessagesRefused():
+                self.refusals[news.process] = news.counts
 
     def states(self) -> dict[str, str]:
         return {one.instance: one.state for one in self.members}
@@ -200,7 +197,7 @@ class World:
         )
         self.control = Control(self.cluster, SECRET, "127.0.0.1")
         self.front = Told()
-        self.link = LauncherLink(self.control.endpoint, SECRET, "front-1", self.front)
+        self.link = LauncherLink(self.control.endpoint, SECRET, "front-1", self.front.hear)
 
     async def until(self, holds: Callable[[], object]) -> None:
         async with asyncio.timeout(20):
@@ -468,7 +465,7 @@ async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(
         it.cluster.refusals.scheduler = {"early": 3}
         await it.until(lambda: it.front.refusals["scheduler"] == {"early": 3})
         later = Told()
-        link = LauncherLink(it.control.endpoint, SECRET, "front-2", later)
+        link = LauncherLink(it.control.endpoint, SECRET, "front-2", later.hear)
         await it.until(lambda: later.refusals == it.front.refusals)
         await link.close()
 
@@ -476,7 +473,7 @@ async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(
 class Counting(Membership):
     """A front end's, without its instances."""
 
-    def take(self, members: Members) -> None:
+    def _take(self, members: Members) -> None:
         """The router is to follow nobody."""
 
 
@@ -493,7 +490,7 @@ async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and
         return registry.get_sample_value("kvmig_messages_refused", labels)
 
     async with world() as it:
-        link = LauncherLink(it.control.endpoint, SECRET, "front-2", Counting(router))
+        link = LauncherLink(it.control.endpoint, SECRET, "front-2", Counting(router).hear)
         await it.until(lambda: link._client is not None)
         it.cluster.refusals.scheduler = {"early": 3}
         await it.until(lambda: shown("scheduler", "early") == 3)

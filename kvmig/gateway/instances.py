@@ -12,12 +12,13 @@ import msgspec
 
 from kvmig.controlplane.dispatch import NewRequest, allowed
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Welcome
-from kvmig.controlplane.policy import Policy
+from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.gateway.errors import InstanceLost, UnknownInstance
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.ground.clock import Clock
+from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import NoInstance, PeerError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import VERSION, Message
@@ -25,72 +26,12 @@ from kvmig.kvtransfer.wire import Frame
 
 RETRY_S = 0.5
 """Between two attempts to connect."""
+TICK_S = 0.2
+"""Longest time between two looks for silent instances."""
 AILMENTS = ("hung", "failed")
 """States of load reports under which an instance's requests had better run elsewhere."""
 
 log = logging.getLogger(__name__)
-
-
-class Listening:
-    """The time during which this process listened. Pure.
-
-    Silence is counted in it: while this process itself stood still nobody was silent, for what was
-    said meanwhile is still to be heard.
-    """
-
-    def __init__(self, period_s: float, now: float) -> None:
-        """period_s: time between two ticks; now: in any clock, as for `tick`."""
-        self.total_s = 0.0
-        self._period_s = period_s
-        self._ticked = now
-
-    def tick(self, now: float) -> None:
-        """Count the time since the last tick, two periods at most: after longer, we slept."""
-        self.total_s += min(now - self._ticked, 2 * self._period_s)
-        self._ticked = now
-
-
-class Health:
-    """State of a connected instance, from its Welcome or first report on. Pure."""
-
-    def __init__(self, listening: Listening) -> None:
-        self.state = ""
-        """From the last load report; empty before."""
-        self.arithmetic: Arithmetic | None = None
-        """From the last load report; None before."""
-        self._listening = listening
-        self.heard()
-
-    def heard(self) -> None:
-        """The instance said something."""
-        self._heard_s = self._listening.total_s
-
-    @property
-    def silence_s(self) -> float:
-        """For how long the instance has been silent, up to a period more than it was."""
-        return self._listening.total_s - self._heard_s
-
-    def ailment(self, silent_after_s: float) -> str:
-        """silent, hung or failed; empty for an instance that can be relied on."""
-        if self.silence_s > silent_after_s:
-            return "silent"
-        return self.state if self.state in AILMENTS else ""
-
-
-class Listener(Protocol):
-    """The router, as instances tell it what comes over their connections."""
-
-    def on_message(self, instance: Instance, message: Message, payload: list[memoryview]) -> None:
-        """A message came after the instance's Welcome."""
-        ...
-
-    def on_refused(self, instance: Instance, error: PeerError) -> None:
-        """A message came that can't be read, or taken."""
-        ...
-
-    def on_lost(self, instance: Instance, reason: str) -> None:
-        """The connection is gone, and what was on its way with it. Called once a connection."""
-        ...
 
 
 class Instance:
@@ -230,6 +171,68 @@ class Instance:
         self._up.set()
 
 
+class Listener(Protocol):
+    """The router, as instances tell it what comes over their connections."""
+
+    def on_message(self, instance: Instance, message: Message, payload: list[memoryview]) -> None:
+        """A message came after the instance's Welcome."""
+        ...
+
+    def on_refused(self, instance: Instance, error: PeerError) -> None:
+        """A message came that can't be read, or taken."""
+        ...
+
+    def on_lost(self, instance: Instance, reason: str) -> None:
+        """The connection is gone, and what was on its way with it. Called once a connection."""
+        ...
+
+
+class Health:
+    """State of a connected instance, from its Welcome or first report on. Pure."""
+
+    def __init__(self, listening: Listening) -> None:
+        self.state = ""
+        """From the last load report; empty before."""
+        self.arithmetic: Arithmetic | None = None
+        """From the last load report; None before."""
+        self._listening = listening
+        self.heard()
+
+    def heard(self) -> None:
+        """The instance said something."""
+        self._heard_s = self._listening.total_s
+
+    @property
+    def silence_s(self) -> float:
+        """For how long the instance has been silent, up to a period more than it was."""
+        return self._listening.total_s - self._heard_s
+
+    def ailment(self, silent_after_s: float) -> str:
+        """silent, hung or failed; empty for an instance that can be relied on."""
+        if self.silence_s > silent_after_s:
+            return "silent"
+        return self.state if self.state in AILMENTS else ""
+
+
+class Listening:
+    """The time during which this process listened. Pure.
+
+    Silence is counted in it: while this process itself stood still nobody was silent, for what was
+    said meanwhile is still to be heard.
+    """
+
+    def __init__(self, period_s: float, now: float) -> None:
+        """period_s: time between two ticks; now: in any clock, as for `tick`."""
+        self.total_s = 0.0
+        self._period_s = period_s
+        self._ticked = now
+
+    def tick(self, now: float) -> None:
+        """Count the time since the last tick, two periods at most: after longer, we slept."""
+        self.total_s += min(now - self._ticked, 2 * self._period_s)
+        self._ticked = now
+
+
 class Fleet:
     """Instances by name, in the order in which they were added; each keeps its engine index.
 
@@ -242,14 +245,12 @@ class Fleet:
         self,
         name: str,
         secret: bytes,
-        policy: Policy,
+        config: ClusterConfig,
         clock: Clock,
-        silent_after_s: float,
         lost_after_s: float,
-        tick_s: float,
         listener: Listener,
     ) -> None:
-        """name: this front end's."""
+        """name: this front end's. Call `tick` every `tick_s`."""
         self.block_tokens = 16
         """Tokens a KV block, as load reports count; set by whoever knows."""
         self.preferred = ""
@@ -257,15 +258,17 @@ class Fleet:
         self._name = name
         self._secret = secret
         self._clock = clock
-        self._silent_after_s = silent_after_s
+        self._silent_after_s = config.faults.silent_after_s
         self._lost_after_s = lost_after_s
         self._listener = listener
+        policy = policy_of(config.scheduler)
         self._dispatch = policy.dispatcher()
         self._view = ViewBuilder(headroom=policy.headroom)
         self._instances: dict[str, Instance] = {}
         self._indexes: dict[str, int] = {}
         """Engine indexes of all instances that ever were."""
-        self._listening = Listening(tick_s, clock())
+        self.tick_s = min(TICK_S, self._silent_after_s / 4)
+        self._listening = Listening(self.tick_s, clock())
 
     async def add(
         self, name: str, endpoint: str, timeout_s: float, index: int | None = None

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvmig.controlplane.messages import (
     ClusterMessage,
@@ -33,37 +32,23 @@ ORDER_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)
 
 
-class Hearer(Protocol):
-    """Hears what the launcher tells: `Membership`."""
-
-    def take(self, members: Members) -> None:
-        """The launcher names all instances."""
-        ...
-
-    def evacuate(self, told: Evacuate) -> None:
-        """The requests of an instance shall run again elsewhere."""
-        ...
-
-    def messages_refused(self, told: MessagesRefused) -> None:
-        """The launcher or the scheduler has refused messages."""
-        ...
-
-    def refused(self, error: PeerError) -> None:
-        """The launcher sent what can't be read, or isn't for a front end."""
-        ...
+News = Members | Evacuate | MessagesRefused | PeerError
+"""What a front end hears of the launcher; PeerError: a message that it can't take."""
 
 
 class LauncherLink:
     """The connection to the launcher. Make it inside a running event loop; `close` it.
 
-    name: the front end's.
+    name: the front end's. hear: takes what the launcher tells, `Membership.hear`.
     """
 
-    def __init__(self, endpoint: str, secret: bytes, name: str, hearer: Hearer) -> None:
+    def __init__(
+        self, endpoint: str, secret: bytes, name: str, hear: Callable[[News], None]
+    ) -> None:
         self._endpoint = endpoint
         self._secret = secret
         self._name = name
-        self._hearer = hearer
+        self._hear = hear
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
         self._client: Client | None = None
@@ -105,7 +90,7 @@ class LauncherLink:
             client = Client(self._endpoint, self._secret, "gateway", self._name, ClusterMessage)
             self._client = client
             try:
-                await self._hear(client)
+                await self._listen(client)
             except TransportError as error:
                 log.warning("the launcher is lost: %s", error)
             except Exception:  # a new connection begins with all that the launcher knows
@@ -118,21 +103,17 @@ class LauncherLink:
                         answer.set_exception(TransportError("connection lost"))
             await asyncio.sleep(RETRY_S)
 
-    async def _hear(self, client: Client) -> None:
+    async def _listen(self, client: Client) -> None:
         while True:
             try:
                 message, _ = await client.recv()
             except PeerError as error:
                 log.warning("ignored from the launcher: %s", error)
-                self._hearer.refused(error)
+                self._hear(error)
                 continue
             match message:
-                case Members():
-                    self._hearer.take(message)
-                case Evacuate():
-                    self._hearer.evacuate(message)
-                case MessagesRefused():
-                    self._hearer.messages_refused(message)
+                case Members() | Evacuate() | MessagesRefused():
+                    self._hear(message)
                 case OrderDone():
                     answer = self._waiting.get(message.call_id)
                     if answer is not None and not answer.done():
@@ -140,7 +121,7 @@ class LauncherLink:
                 case _:
                     name = type(message).__name__
                     log.warning("the launcher sent %s", name)
-                    self._hearer.refused(PeerError(f"{name} isn't for a front end"))
+                    self._hear(PeerError(f"{name} isn't for a front end"))
 
 
 class Membership:
@@ -180,8 +161,20 @@ class Membership:
             task.cancel()
         await asyncio.gather(*tasks, *self._ended, return_exceptions=True)
 
-    def take(self, members: Members) -> None:
-        """See `Hearer`. A new endpoint is a new start, which knows nothing of the one before."""
+    def hear(self, news: News) -> None:
+        """Take what the launcher tells."""
+        match news:
+            case Members():
+                self._take(news)
+            case Evacuate():
+                self._router.evacuate(news.instance, ends=news.ends)
+            case MessagesRefused():
+                self._router.messages_refused(news.process, news.counts)
+            case PeerError():
+                self._router.refused(news)
+
+    def _take(self, members: Members) -> None:
+        """Follow these instances. A new endpoint is a new start, which knows of none before."""
         self.members = members.members
         self._router.fleet.preferred = members.weights
         if self.members and all(one.state == "failed" for one in self.members):
@@ -202,18 +195,6 @@ class Membership:
                 task = asyncio.create_task(work, name=f"follow {name}")
                 self._following[name] = (endpoint, task)
         self._changed.set()
-
-    def evacuate(self, told: Evacuate) -> None:
-        """See `Hearer`."""
-        self._router.evacuate(told.instance, ends=told.ends)
-
-    def messages_refused(self, told: MessagesRefused) -> None:
-        """See `Hearer`."""
-        self._router.messages_refused(told.process, told.counts)
-
-    def refused(self, error: PeerError) -> None:
-        """See `Hearer`."""
-        self._router.refused(error)
 
     async def _follow(self, name: str, endpoint: str, before: asyncio.Task[None] | None) -> None:
         """Hold the instance in the router until cancelled."""

@@ -30,7 +30,6 @@ from kvmig.controlplane.messages import (
     Span,
     Submit,
 )
-from kvmig.controlplane.policy import policy_of
 from kvmig.gateway.errors import (
     AlreadyMigrating,
     CallTimeout,
@@ -63,8 +62,6 @@ from kvmig.kvtransfer.wire import Frame, RefusalCounter
 
 HOLD_S = 10.0
 """Longest wait for an old owner's tokens while the new one's are there."""
-TICK_S = 0.2
-"""Between two looks for silent instances, and for tokens that never come."""
 FENCE_TIMEOUT_S = 2.0
 """Longest wait for a destination's word on whether it committed."""
 LIST_TIMEOUT_S = 2.0
@@ -95,18 +92,7 @@ class Router:
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
         """name: of this front end; it counts what happens to its own requests."""
-        silent_after_s = config.faults.silent_after_s
-        tick_s = min(TICK_S, silent_after_s / 4)
-        self.fleet = Fleet(
-            name,
-            secret,
-            policy_of(config.scheduler),
-            clock,
-            silent_after_s,
-            lost_after_s,
-            tick_s,
-            self,
-        )
+        self.fleet = Fleet(name, secret, config, clock, lost_after_s, self)
         self.reports: deque[MigrationReport] = deque(maxlen=RECENT)
         """The last migrations, whoever asked for them, oldest first."""
         self._name = name
@@ -130,7 +116,7 @@ class Router:
         self._fences: dict[tuple[str, int], asyncio.Task[bool]] = {}
         """Destinations that are asked whether they committed: by run id and epoch."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._start(self._watch(tick_s))
+        self._start(self._watch())
 
     async def close(self) -> None:
         """Disconnect from all; nothing is delivered any more."""
@@ -456,10 +442,10 @@ class Router:
         """A process has refused so many messages since its start, by reason."""
         self._observer.messages_refused(process, counts)
 
-    async def _watch(self, period_s: float) -> None:
+    async def _watch(self) -> None:
         """Look again and again for silent instances, and for tokens that never come."""
         while True:
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(self.fleet.tick_s)
             try:
                 self._look()
             except Exception:  # without it no silent instance would ever be found

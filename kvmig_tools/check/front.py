@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from kvmig.controlplane.messages import Fence, Fenced, Outputs, Resolve, Resolved, Submit
 from kvmig.gateway.errors import InstanceLost
+from kvmig.gateway.instances import TICK_S
 from kvmig.gateway.ownership import Ownership
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic, Batch, Item, Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
-from kvmig.gateway.router import FENCE_TIMEOUT_S, HOLD_S, TICK_S
+from kvmig.gateway.router import FENCE_TIMEOUT_S, HOLD_S
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
 from kvmig.ground.errors import NoInstance
