@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from kvmig.controlplane.messages import Discard, Resolve, Span
@@ -15,7 +16,6 @@ from kvmig.kvtransfer.messages import Message
 
 if TYPE_CHECKING:
     from kvmig.gateway.ports import Instances
-    from kvmig.gateway.streams import Streams
 
 
 class Sends:
@@ -31,10 +31,13 @@ class Sends:
             self.fails = False
             raise InstanceLost("instance i0 is not connected")
 
+    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+        raise AssertionError(reason)
+
 
 def ownership(table: RequestTable, sends: Sends) -> Ownership:
-    instances, streams = cast("Instances", sends), cast("Streams", None)
-    return Ownership(table, instances, streams, Observer(), lambda: 0.0, FaultConfig())
+    instances = cast("Instances", sends)
+    return Ownership(table, instances, sends.fail, Observer(), lambda: 0.0, FaultConfig())
 
 
 def test_an_instance_that_could_not_be_told_is_told_again() -> None:

@@ -14,6 +14,7 @@ from kvmig.controlplane.dispatch import NewRequest, allowed
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Welcome
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
+from kvmig.engines.base import Frame
 from kvmig.gateway.errors import InstanceLost, UnknownInstance
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
@@ -22,7 +23,6 @@ from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import NoInstance, PeerError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import VERSION, Message
-from kvmig.kvtransfer.wire import Frame
 
 RETRY_S = 0.5
 """Between two attempts to connect."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from kvmig.controlplane.messages import AbortRequests, Discard, Resolve, Span, Submit
@@ -19,8 +19,6 @@ from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.ports import Instances, Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Action, Broken, Stale, Switched
-from kvmig.gateway.streams import Streams
-from kvmig.ground.clock import Clock
 from kvmig.ground.errors import NoInstance
 from kvmig.ground.faults import FaultConfig
 from kvmig.kvtransfer.messages import Message
@@ -43,16 +41,16 @@ class Ownership:
         self,
         table: RequestTable,
         instances: Instances,
-        streams: Streams,
+        fail: Callable[[Sequence[str], str, bool], None],
         observer: Observer,
-        clock: Clock,
+        clock: Callable[[], float],
         config: FaultConfig,
         inexact: bool = False,
     ) -> None:
-        """inexact: drains may cross numerics classes (`SchedulerConfig.inexact_moves`)."""
+        """fail: `Streams.fail`. inexact: drains may cross numerics classes (`SchedulerConfig`)."""
         self._table = table
         self._instances = instances
-        self._streams = streams
+        self._fail = fail
         self._observer = observer
         self._clock = clock
         self._config = config
@@ -306,7 +304,7 @@ class Ownership:
         for request in requests:
             self._table.remove(request.request_id)
         self.abort(requests)
-        self._streams.fail([request.request_id for request in requests], reason, retry)
+        self._fail([request.request_id for request in requests], reason, retry)
 
     def abort(self, requests: Iterable[LiveRequest]) -> None:
         """End the present run of each, wherever it may be."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kvmig.engines.base import Frame
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.wire import Frame
 
 
 class Item(Protocol):

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvmig.controlplane.messages import Call, CallDone
+from kvmig.engines.base import Frame
 from kvmig.gateway.errors import CallFailed, CallTimeout, InstanceLost
 from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import Message
-from kvmig.kvtransfer.wire import Frame
 
 M = TypeVar("M", bound=Message)
 Payload = list[memoryview]

@@ -9,10 +9,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvmig.engines.base import Frame
 from kvmig.gateway.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.gateway.splice import Splicer
-from kvmig.kvtransfer.wire import Frame
 
 REMEMBERED = 4096
 """Ended requests that are still told apart from unknown ones."""

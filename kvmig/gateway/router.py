@@ -106,7 +106,7 @@ class Router:
         self._ownership = Ownership(
             self._table,
             self.fleet,
-            self._streams,
+            self._streams.fail,
             observer,
             clock,
             config.faults,

@@ -62,7 +62,9 @@ class Front(Part):
         self.table = RequestTable() if table is None else table
         observer = Observer()
         self._streams = Streams(self.table, self, self._decode, self, observer, _no_time)
-        self._ownership = Ownership(self.table, self, self._streams, observer, _no_time, ALWAYS)
+        self._ownership = Ownership(
+            self.table, self, self._streams.fail, observer, _no_time, ALWAYS
+        )
         self.table.add(LiveRequest(request, request, request, Splicer(owner), 1, 0, (), 0.0))
 
     def facts(self) -> Facts:
