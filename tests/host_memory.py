@@ -8,7 +8,7 @@ import os
 
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.face import Device
-from kvmig.kvtransfer.transports.mapped import Allocation, Donor, Export, Exported, take
+from kvmig.kvtransfer.transports.mapped import Allocation, Donor, ExportedMemory, MemoryHandle, take
 from kvmig.kvtransfer.wire import RefusalCounter
 
 OFFSET = mmap.PAGESIZE
@@ -33,17 +33,17 @@ class HostMemory:
         self._descriptor = descriptor
         return Allocation(address_of(memoryview(memory)) + OFFSET, memory)
 
-    def export(self, allocation: Allocation, nbytes: int) -> Export:
+    def export(self, allocation: Allocation, nbytes: int) -> ExportedMemory:
         """A donor of the descriptor."""
         donor = Donor(self._descriptor, self.refusals)
         self.forget()
-        return Export(Exported(OFFSET + nbytes, OFFSET, ticket=donor.ticket), donor)
+        return ExportedMemory(MemoryHandle(OFFSET + nbytes, OFFSET, ticket=donor.ticket), donor)
 
     def forget(self) -> None:
         """Close the descriptor; the mapping stays."""
         os.close(self._descriptor)
 
-    def map(self, exported: Exported) -> int:
+    def map(self, exported: MemoryHandle) -> int:
         """The donor's memory."""
         assert exported.ticket is not None
         descriptor = take(exported.ticket, self.refusals)
@@ -55,7 +55,7 @@ class HostMemory:
         self.mapped[address] = memory
         return address
 
-    def unmap(self, exported: Exported, address: int) -> None:
+    def unmap(self, exported: MemoryHandle, address: int) -> None:
         """Let it go."""
         self.mapped.pop(address).close()
 

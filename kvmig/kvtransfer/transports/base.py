@@ -29,18 +29,62 @@ from kvmig.kvtransfer.wire import Frame
 
 CLOSED = -1
 """Stands in the queue of free slots after close, to wake everyone who waits."""
+KEPT = 32
+"""Peers of a kind whose channel or inbox is kept, those used last. An older one's is closed."""
+MOST = 1 << 36
+"""Bytes of an inbox: a peer that asks for more is mistaken."""
 
 
-class SlotPool:
-    """Slots 0 .. slots - 1, each held by one migration at a time. Used by one event loop."""
+class Announce(Protocol):
+    """Send the chunk's message, at once. Raises TransportError if the peer is gone."""
 
-    def __init__(self, slots: int) -> None:
+    def __call__(self, payload: Sequence[Frame] = (), number: int = 0) -> None: ...
+
+
+class Channel(ABC):
+    """The way from a staging pool to one inbox; serves all migrations between the two."""
+
+    broken = False
+    """Whether it can't be used any more: the next migration gets another."""
+
+    @abstractmethod
+    async def push(self, chunk: Chunk, announce: Announce) -> None:
+        """Bring the chunk, gathered into slot `chunk.slot`, to the inbox; announces it once.
+
+        Raises TransportError if that fails.
+        """
+
+    def close(self) -> None:
+        """Free what it holds. Idempotent."""
+        return
+
+
+class Staging(ABC):
+    """A bounded pool of buffers that serves all migrations out of an instance.
+
+    One event loop uses it; a buffer's memory may be written by other threads.
+    """
+
+    transport: str
+    fuses = False
+    """Whether one slot may bring chunks of several migrations."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        """slots: buffers, each held by one chunk or batch; slot_bytes: bytes of one."""
         self.slots = slots
+        self.slot_bytes = slot_bytes
         self._free: asyncio.Queue[int] = asyncio.Queue()
         self._held: set[int] = set()
         self._closed = False
+        self._channels: OrderedDict[str, Channel] = OrderedDict()
         for slot in range(slots):
             self._free.put_nowait(slot)
+
+    @abstractmethod
+    def offer(self) -> Offer:
+        """What the destination needs to try this transport."""
+
+    # -- slots
 
     @property
     def held(self) -> int:
@@ -80,63 +124,6 @@ class SlotPool:
         if slot not in self._held:
             raise ValueError(f"staging slot {slot} is not acquired")
 
-    def close(self) -> None:
-        """Fail everyone who waits. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._held.clear()
-        while not self._free.empty():
-            self._free.get_nowait()
-        self._free.put_nowait(CLOSED)
-
-
-KEPT = 32
-"""Peers of a kind whose channel or inbox is kept, those used last. An older one's is closed."""
-MOST = 1 << 36
-"""Bytes of an inbox: a peer that asks for more is mistaken."""
-
-
-class Announce(Protocol):
-    """Send the chunk's message, at once. Raises TransportError if the peer is gone."""
-
-    def __call__(self, payload: Sequence[Frame] = (), number: int = 0) -> None: ...
-
-
-class Channel(ABC):
-    """The way from a staging pool to one inbox; serves all migrations between the two."""
-
-    broken = False
-    """Whether it can't be used any more: the next migration gets another."""
-
-    @abstractmethod
-    async def push(self, chunk: Chunk, announce: Announce) -> None:
-        """Bring the chunk, gathered into slot `chunk.slot`, to the inbox; announces it once.
-
-        Raises TransportError if that fails.
-        """
-
-    def close(self) -> None:
-        """Free what it holds. Idempotent."""
-        return
-
-
-class Staging(SlotPool, ABC):
-    """A bounded pool of buffers that serves all migrations out of an instance.
-
-    One event loop uses it; a buffer's memory may be written by other threads.
-    """
-
-    transport: str
-    fuses = False
-    """Whether one slot may bring chunks of several migrations."""
-
-    def __init__(self, slots: int, slot_bytes: int) -> None:
-        """slots: buffers; slot_bytes: bytes of one."""
-        super().__init__(slots)
-        self.slot_bytes = slot_bytes
-        self._channels: OrderedDict[str, Channel] = OrderedDict()
-
     @abstractmethod
     def buffer(self, slot: int) -> memoryview:
         """The slot's memory [slot_bytes], writable. Don't keep it after `release`.
@@ -144,9 +131,7 @@ class Staging(SlotPool, ABC):
         Raises ValueError if the slot is not acquired.
         """
 
-    @abstractmethod
-    def offer(self) -> Offer:
-        """What the destination needs to try this transport."""
+    # -- channels
 
     def channel(self, token: str) -> Channel:
         """The way to the inbox whose token this is, made at the first call.
@@ -172,7 +157,13 @@ class Staging(SlotPool, ABC):
         """Close the channels and fail everyone who waits. Idempotent."""
         while self._channels:
             self._channels.popitem()[1].close()
-        super().close()
+        if self._closed:
+            return
+        self._closed = True
+        self._held.clear()
+        while not self._free.empty():
+            self._free.get_nowait()
+        self._free.put_nowait(CLOSED)
 
 
 class HostStaging(Staging):

@@ -17,10 +17,10 @@ from kvmig.kvtransfer.transports.base import Inbox, Staging
 from kvmig.kvtransfer.transports.mapped import (
     Allocation,
     Donor,
-    Export,
-    Exported,
+    ExportedMemory,
     MappedInbox,
     MappedStaging,
+    MemoryHandle,
     take,
 )
 from kvmig.kvtransfer.wire import RefusalCounter
@@ -65,16 +65,16 @@ class CudaMemory:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return Allocation(tensor.data_ptr(), tensor)
 
-    def export(self, allocation: Allocation, nbytes: int) -> Export:
+    def export(self, allocation: Allocation, nbytes: int) -> ExportedMemory:
         """A handle for cudaMalloc memory, a descriptor for VMM memory."""
         try:
             found = ipc.export_ipc(allocation.address)
         except (KvmigError, ValueError):  # not cudaMalloc memory: the next line says if it is none
             return self._export_vmm(allocation)
         size = found.offset + nbytes
-        return Export(Exported(size, found.offset, handle=found.handle.hex()))
+        return ExportedMemory(MemoryHandle(size, found.offset, handle=found.handle.hex()))
 
-    def map(self, exported: Exported) -> int:
+    def map(self, exported: MemoryHandle) -> int:
         """Into this process's address space, for the current device."""
         if exported.ticket is None:
             handle = ipc.IpcHandle(bytes.fromhex(exported.handle), exported.offset)
@@ -85,7 +85,7 @@ class CudaMemory:
         finally:
             os.close(descriptor)
 
-    def unmap(self, exported: Exported, address: int) -> None:
+    def unmap(self, exported: MemoryHandle, address: int) -> None:
         """Out of it."""
         base = address - exported.offset
         if exported.ticket is None:
@@ -101,13 +101,13 @@ class CudaMemory:
             _tensor(target, nbytes).copy_(_tensor(source, nbytes), non_blocking=True)
             self._stream.synchronize()
 
-    def _export_vmm(self, allocation: Allocation) -> Export:
+    def _export_vmm(self, allocation: Allocation) -> ExportedMemory:
         found = ipc.export_vmm(allocation.address)
         try:
             donor = Donor(found.descriptor, self._refusals)
         finally:
             os.close(found.descriptor)
-        return Export(Exported(found.size, found.offset, ticket=donor.ticket), donor)
+        return ExportedMemory(MemoryHandle(found.size, found.offset, ticket=donor.ticket), donor)
 
 
 class _Raw:

@@ -3,6 +3,7 @@
 Both ends' buffers are of one `MappableMemory`, a GPU's (`cuda_ipc`), so a chunk goes from
 device to device, over NVLink where the devices have it. A copy that the source has waited
 for is there, so the chunk is announced after it, and the destination waits for nothing.
+Memory that is mapped by a file descriptor gets it from a `Donor`.
 """
 
 from __future__ import annotations
@@ -29,25 +30,6 @@ from kvmig.kvtransfer.transports.base import Announce, Channel, Inbox, Shape, St
 from kvmig.kvtransfer.transports.worker import Worker
 from kvmig.kvtransfer.wire import RefusalCounter
 
-
-def view(address: int, nbytes: int, owner: object, device: Device = "cpu") -> memoryview:
-    """`nbytes` at `address`, writable; keeps `owner`, whose memory it is, alive.
-
-    Of a GPU's memory only the address means something: kernels take it, host code that
-    reads or writes the view crashes. It and its parts say so to `kernels.arrays.memory_of`.
-    """
-    buffer = (ctypes.c_ubyte * nbytes).from_address(address)
-    buffer.owner = owner  # type: ignore[attr-defined]
-    if device == "cuda":
-        buffer.__cuda_array_interface__ = {  # type: ignore[attr-defined]
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-    return memoryview(buffer).cast("B")
-
-
 SECRET_BYTES = 16
 TIMEOUT_S = 2.0
 """For the donor's half of one exchange."""
@@ -56,103 +38,7 @@ WORD_TIMEOUT_S = 0.2
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Ticket(msgspec.Struct, frozen=True):
-    """Where a descriptor can be had, and by what word."""
-
-    socket: str
-    secret: str
-
-
-class Donor:
-    """Gives copies of one descriptor to this user's processes that have the ticket.
-
-    The socket is abstract: it leaves no file, and only this network namespace sees it. Who
-    connects without both is a stranger, and counted.
-    """
-
-    def __init__(self, descriptor: int, refusals: RefusalCounter) -> None:
-        """Keeps a copy of `descriptor` of its own until `close`."""
-        self._descriptor = os.dup(descriptor)
-        self._refusals = refusals
-        self._secret = secrets.token_bytes(SECRET_BYTES)
-        name = f"kvmig-{secrets.token_hex(8)}"
-        self.ticket = Ticket(name, self._secret.hex())
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(f"\0{name}")
-        self._socket.listen()
-        self._thread = Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Give no more. Idempotent."""
-        with contextlib.suppress(OSError):  # closed already
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
-        self._thread.join(TIMEOUT_S)
-        self._socket.close()
-
-    def _serve(self) -> None:
-        try:
-            while True:
-                try:
-                    peer, _ = self._socket.accept()
-                except OSError:
-                    return
-                with peer, contextlib.suppress(OSError):  # a peer that left gets nothing
-                    self._give(peer)
-        finally:
-            os.close(self._descriptor)
-
-    def _give(self, peer: socket.socket) -> None:
-        peer.settimeout(WORD_TIMEOUT_S)
-        if self._knows(peer):
-            socket.send_fds(peer, [b"!"], [self._descriptor])
-        else:
-            self._refusals.count_strangers(1)
-
-    def _knows(self, peer: socket.socket) -> bool:
-        if not _ours(peer):
-            return False
-        try:
-            word = peer.recv(SECRET_BYTES, socket.MSG_WAITALL)
-        except OSError:  # it says nothing, or left
-            return False
-        return secrets.compare_digest(word, self._secret)
-
-
-def take(ticket: Ticket, refusals: RefusalCounter) -> int:
-    """A copy of the donor's descriptor; the caller closes it. Blocks for TIMEOUT_S at most.
-
-    Raises TransportError if the donor is gone, gives none, or is another user's: anybody may
-    listen under the name of a donor that is gone, and would hear the word and lend its own
-    memory for our blocks. That is counted.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as donor:
-        donor.settimeout(TIMEOUT_S)
-        try:
-            donor.connect(f"\0{ticket.socket}")
-            if not _ours(donor):
-                refusals.count_strangers(1)
-                raise TransportError(f"no descriptor from {ticket.socket}: another user's socket")
-            donor.sendall(bytes.fromhex(ticket.secret))
-            size = socket.CMSG_SPACE(array.array("i").itemsize)
-            _, control, _, _ = donor.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
-        except (OSError, ValueError) as error:
-            raise TransportError(f"no descriptor from {ticket.socket}: {error}") from error
-    for level, kind, data in control:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            (descriptor,) = array.array("i", data[:4])
-            return descriptor
-    raise TransportError(f"no descriptor from {ticket.socket}: it refused")
-
-
-def _ours(peer: socket.socket) -> bool:
-    """Whether a process of this user is at the other end: who connected, or who listens."""
-    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(raw)
-    return bool(user == os.geteuid())
-
-
-class Exported(msgspec.Struct, frozen=True):
+class MemoryHandle(msgspec.Struct, frozen=True):
     """Memory of one process, as another on the same host can map it."""
 
     size: int
@@ -167,17 +53,17 @@ class Exported(msgspec.Struct, frozen=True):
 
 @dataclass
 class Allocation:
-    """Memory of this process; `owner` keeps it."""
+    """Memory of this process, kept alive by `owner`."""
 
     address: int
     owner: object
 
 
 @dataclass
-class Export:
+class ExportedMemory:
     """What the other process gets, and who gives it the descriptor, if there is one."""
 
-    exported: Exported
+    exported: MemoryHandle
     donor: Donor | None = None
 
 
@@ -191,15 +77,15 @@ class MappableMemory(Protocol):
         """New memory."""
         ...
 
-    def export(self, allocation: Allocation, nbytes: int) -> Export:
+    def export(self, allocation: Allocation, nbytes: int) -> ExportedMemory:
         """Let another process map it."""
         ...
 
-    def map(self, exported: Exported) -> int:
+    def map(self, exported: MemoryHandle) -> int:
         """Where another process's memory now is in this one (that of its offset)."""
         ...
 
-    def unmap(self, exported: Exported, address: int) -> None:
+    def unmap(self, exported: MemoryHandle, address: int) -> None:
         """Undo `map`."""
         ...
 
@@ -218,7 +104,7 @@ class Origin(msgspec.Struct, frozen=True):
 class Place(msgspec.Struct, frozen=True):
     """The inbox's token."""
 
-    exported: Exported
+    exported: MemoryHandle
     slot_bytes: int
 
 
@@ -340,6 +226,123 @@ def _allocate(memory: MappableMemory, nbytes: int) -> Allocation:
         raise TransportError(f"no {nbytes} bytes of {memory.transport} memory: {error}") from error
 
 
-def _unmap(kind: MappableMemory, exported: Exported, mapped: Future[int]) -> None:
+def _unmap(kind: MappableMemory, exported: MemoryHandle, mapped: Future[int]) -> None:
     if mapped.exception() is None:
         kind.unmap(exported, mapped.result())
+
+
+def view(address: int, nbytes: int, owner: object, device: Device = "cpu") -> memoryview:
+    """`nbytes` at `address`, writable; keeps `owner`, whose memory it is, alive.
+
+    Of a GPU's memory only the address means something: kernels take it, host code that
+    reads or writes the view crashes. It and its parts say so to `kernels.arrays.memory_of`.
+    """
+    buffer = (ctypes.c_ubyte * nbytes).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]
+    if device == "cuda":
+        buffer.__cuda_array_interface__ = {  # type: ignore[attr-defined]
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+    return memoryview(buffer).cast("B")
+
+
+# -- file descriptors from one process to another on the same host (SCM_RIGHTS)
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """Where a descriptor can be had, and by what word."""
+
+    socket: str
+    secret: str
+
+
+class Donor:
+    """Gives copies of one descriptor to this user's processes that have the ticket.
+
+    The socket is abstract: it leaves no file, and only this network namespace sees it. Who
+    connects without both is a stranger, and counted.
+    """
+
+    def __init__(self, descriptor: int, refusals: RefusalCounter) -> None:
+        """Keeps a copy of `descriptor` of its own until `close`."""
+        self._descriptor = os.dup(descriptor)
+        self._refusals = refusals
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        name = f"kvmig-{secrets.token_hex(8)}"
+        self.ticket = Ticket(name, self._secret.hex())
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(f"\0{name}")
+        self._socket.listen()
+        self._thread = Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give no more. Idempotent."""
+        with contextlib.suppress(OSError):  # closed already
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._thread.join(TIMEOUT_S)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                try:
+                    peer, _ = self._socket.accept()
+                except OSError:
+                    return
+                with peer, contextlib.suppress(OSError):  # a peer that left gets nothing
+                    self._give(peer)
+        finally:
+            os.close(self._descriptor)
+
+    def _give(self, peer: socket.socket) -> None:
+        peer.settimeout(WORD_TIMEOUT_S)
+        if self._knows(peer):
+            socket.send_fds(peer, [b"!"], [self._descriptor])
+        else:
+            self._refusals.count_strangers(1)
+
+    def _knows(self, peer: socket.socket) -> bool:
+        if not _ours(peer):
+            return False
+        try:
+            word = peer.recv(SECRET_BYTES, socket.MSG_WAITALL)
+        except OSError:  # it says nothing, or left
+            return False
+        return secrets.compare_digest(word, self._secret)
+
+
+def take(ticket: Ticket, refusals: RefusalCounter) -> int:
+    """A copy of the donor's descriptor; the caller closes it. Blocks for TIMEOUT_S at most.
+
+    Raises TransportError if the donor is gone, gives none, or is another user's: anybody may
+    listen under the name of a donor that is gone, and would hear the word and lend its own
+    memory for our blocks. That is counted.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as donor:
+        donor.settimeout(TIMEOUT_S)
+        try:
+            donor.connect(f"\0{ticket.socket}")
+            if not _ours(donor):
+                refusals.count_strangers(1)
+                raise TransportError(f"no descriptor from {ticket.socket}: another user's socket")
+            donor.sendall(bytes.fromhex(ticket.secret))
+            size = socket.CMSG_SPACE(array.array("i").itemsize)
+            _, control, _, _ = donor.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"no descriptor from {ticket.socket}: {error}") from error
+    for level, kind, data in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            (descriptor,) = array.array("i", data[:4])
+            return descriptor
+    raise TransportError(f"no descriptor from {ticket.socket}: it refused")
+
+
+def _ours(peer: socket.socket) -> bool:
+    """Whether a process of this user is at the other end: who connected, or who listens."""
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(raw)
+    return bool(user == os.geteuid())
