@@ -168,7 +168,7 @@ async def test_many_strangers_are_all_counted_and_nothing_is_kept_of_them() -> N
     async with linked() as server:
         await asyncio.to_thread(strangers_by_tcp, server.endpoint, b"hello", count=1000)
         await counted(server, 1000)
-        handshakes = server._doorkeeper._handshakes
+        handshakes = server._handshakes._handshakes
         assert (handshakes._young, handshakes._undecided) == ({}, 0)
 
 

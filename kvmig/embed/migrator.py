@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Self
 
 from msgspec.structs import replace
 
-from kvmig.embed.node import Node
 from kvmig.engines.base import Emitted, Engine, Frame, OnOutputs
 from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import ConfigError
+from kvmig.ground.errors import ConfigError, TransportError
+from kvmig.kvtransfer.context import Host
+from kvmig.kvtransfer.measured import slot_bytes
+from kvmig.kvtransfer.messages import Message
+from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.kvtransfer.transports.select import open_staging
 
 OnCommit = Callable[[str, str], None]
 """(request_id, destination), just before the request runs there: the place to assign it to a
@@ -41,12 +44,10 @@ class Migrator:
         """engines: by any names; whoever made them closes them, after this."""
         self._config = config or MigrationConfig(transport="tcp")
         self._close_timeout_s = close_timeout_s
-        self._nodes: dict[str, Node] = {}
-        self._tapped: set[str] = set()
+        self._nodes: dict[str, _Node] = {}
         try:
             for name, engine in engines.items():
-                told = partial(self._committing, name, on_commit)
-                self._nodes[name] = Node(name, engine, self._config, self._nodes, told)
+                self._nodes[name] = _Node(name, engine, self._config, self._nodes, on_commit)
         except BaseException:
             for node in self._nodes.values():
                 node.free()
@@ -62,13 +63,13 @@ class Migrator:
         of another numerics class, where its tokens may differ. Raises ConfigError for a name
         that is no engine's.
         """
-        node, _ = self._node("source", source), self._node("destination", destination)
+        node, there = self._node("source", source), self._node("destination", destination)
         if source == destination:
             raise ConfigError(f"destination is {destination!r}, must be another than the source")
         report = await node.migrations.migrate(
             request_id, destination, destination, inexact=inexact
         )
-        if destination not in self._tapped and report.downtime_ms is not None:
+        if not there.tapped and report.downtime_ms is not None:
             return replace(report, downtime_ms=replace(report.downtime_ms, first_token=None))
         return report
 
@@ -85,7 +86,7 @@ class Migrator:
         an engine that is followed is asked none until `MigrationConfig.reply_timeout_ms`.
         """
         node = self._node("engine", name)
-        self._tapped.add(name)
+        node.tapped = True
 
         def heard(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
             on_outputs(client, emitted, frames)
@@ -127,15 +128,76 @@ class Migrator:
             if count
         ]
 
-    def _committing(self, name: str, on_commit: OnCommit, request_id: str) -> None:
-        on_commit(request_id, name)
-        if name not in self._tapped:
-            # Nobody will say when its first token came: the report doesn't wait for that.
-            migrations = self._nodes[name].migrations
-            asyncio.get_running_loop().call_soon(migrations.stepped, request_id, 1)
-
-    def _node(self, role: str, name: str) -> Node:
+    def _node(self, role: str, name: str) -> _Node:
         if name not in self._nodes:
             known = ", ".join(self._nodes)
             raise ConfigError(f"{role} is {name!r}, must be one of {known}")
         return self._nodes[name]
+
+
+class _Node(Host):
+    """One engine and its migrations, whose messages go straight to the others'.
+
+    Endpoints are names here. A message comes with the next turn of the event loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        config: MigrationConfig,
+        others: Mapping[str, _Node],
+        on_commit: OnCommit,
+    ) -> None:
+        """others: by name, this one among them once it is made."""
+        self.tapped = False
+        """Whether migrations hear what requests get here (see `Migrator.tap`)."""
+        self._name = name
+        self._others = others
+        self._on_commit = on_commit
+        self._stagings = open_staging(
+            config.transport,
+            "embedded",
+            name,
+            config.staging_chunks,
+            slot_bytes(config.chunk_bytes, engine.layout.block_bytes),
+        )
+        try:
+            self.migrations = Migrations(name, engine, config, self._stagings, self)
+        except BaseException:
+            self.free()
+            raise
+
+    def free(self) -> None:
+        """Close the staging buffers. Idempotent."""
+        for staging in self._stagings.values():
+            staging.close()
+
+    def send_to(self, endpoint: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+        """Deliver to another engine's migrations. Raises TransportError if there is none."""
+        if endpoint not in self._others:
+            raise TransportError(f"{endpoint} is no engine here")
+        receive = self._others[endpoint].migrations.receive
+        loop = asyncio.get_running_loop()
+        loop.call_soon(receive, self._name.encode(), message, _views(payload))
+
+    def reply(self, sender: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
+        """Deliver a destination's answer."""
+        receive = self._others[sender.decode()].migrations.receive_reply
+        loop = asyncio.get_running_loop()
+        loop.call_soon(receive, self._name, message, _views(payload))
+
+    async def resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
+        """The destination's word is final."""
+        return await self._others[destination].migrations.fence(request_id, epoch)
+
+    def on_commit(self, request_id: str, epoch: int, output_tokens: int, gateway: str) -> None:
+        """Tell the embedding program, which may raise MigrationRefused."""
+        self._on_commit(request_id, self._name)
+        if not self.tapped:
+            # Nobody will say when its first token came: the report doesn't wait for that.
+            asyncio.get_running_loop().call_soon(self.migrations.stepped, request_id, 1)
+
+
+def _views(payload: Sequence[Frame]) -> list[memoryview]:
+    return [memoryview(frame) for frame in payload]

@@ -262,7 +262,7 @@ def _free(was: StrEnum) -> list[Action]:
 
 
 REMEMBERED = 4096
-"""Tombstones: many times what can end while one message is late."""
+"""Tombstones that are kept: many times what can end while one message is late."""
 
 Attempt = tuple[str, int]
 """(request_id, epoch): used once."""

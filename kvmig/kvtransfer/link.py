@@ -3,6 +3,9 @@
 A client's first message is Hello; a server hears nobody before it. One `Client` is
 one connection: messages lost with it are lost, so it never reconnects silently;
 whoever owns it makes a new one. Heartbeats run on ZeroMQ's own thread.
+
+The cluster's shared secret is the source of all keys. Connections that don't have it are never let
+in, and counted with the messages that are refused.
 """
 
 from __future__ import annotations
@@ -24,8 +27,42 @@ from kvmig.ground.errors import PeerBehind, PeerError, TransportError
 from kvmig.kvtransfer.messages import VERSION, Hello, Message, Version
 from kvmig.kvtransfer.wire import MAX_FRAME, Codec, Frame, RefusalCounter
 
+HIGH_WATER = 10_000
+"""Messages queued to one peer; one more is an error, not more memory."""
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 10_000
+"""As long as a silent instance is waited for: a machine may stall for seconds. A process that
+dies is noticed at once, by its connection."""
+NETWORK_TIMEOUT_MS = 5000
+"""For a connection to be made, and for the peer's kernel to acknowledge what was sent. Shorter than
+a heartbeat's: processes stall on a busy machine, kernels don't. Without it TCP, after a cut, would
+try again ever more seldom, and the peer would stay unreachable long after the network is back."""
+LINGER_MS = 100
+"""What is still queued at close gets this long to leave."""
+HANDSHAKE_S = 30.0
+"""A handshake that takes longer has failed."""
 LEAST_BYTES = 16
-"""Of a secret."""
+"""Least length of a secret."""
+LOOK_S = 0.1
+"""Between two looks at the monitor: so strangers cost the event loop no wake-up each."""
+MOST_EVENTS = 10_000
+"""Events of the monitor taken at a look; others have their turn then."""
+
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_TOLD = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +82,11 @@ class Keys:
 
 
 def derive(secret: bytes) -> Keys:
-    """The cluster's keys. Raises ValueError when the secret is shorter than LEAST_BYTES."""
+    """Derive the cluster's keys: who has the secret has the keys, nobody else.
+
+    Servers use one pair and clients the other, so neither can pose as the other's kind.
+    Raises ValueError when the secret is shorter than LEAST_BYTES.
+    """
     if len(secret) < LEAST_BYTES:
         raise ValueError(f"the cluster's secret must have at least {LEAST_BYTES} bytes")
     return Keys(_pair(secret, b"kvmig server"), _pair(secret, b"kvmig client"))
@@ -54,140 +95,6 @@ def derive(secret: bytes) -> Keys:
 def _pair(secret: bytes, purpose: bytes) -> KeyPair:
     key = z85.encode(blake2b(secret, digest_size=32, person=purpose).digest())
     return KeyPair(zmq.curve_public(key), key)
-
-
-HANDSHAKE_S = 30.0
-"""A handshake that takes longer has failed."""
-
-
-class Handshakes:
-    """Of one server. Remembers open connections only, each for HANDSHAKE_S at most."""
-
-    def __init__(self) -> None:
-        self._young: dict[int, float] = {}
-        """Open connections by descriptor, and since when: their handshakes may be under way."""
-        self._undecided = 0
-        """Accepted, and not known to have succeeded or failed; which ones is unknown."""
-        self._failed = 0
-
-    def accepted(self, descriptor: int, now: float) -> None:
-        """now: in seconds."""
-        self._young[descriptor] = now
-        self._undecided += 1
-
-    def succeeded(self) -> None:
-        """One of those that are open."""
-        self._decided()
-
-    def failed(self) -> None:
-        """One of those that are open; told twice of some, which isn't counted if it can be seen."""
-        if self._undecided > 0:
-            self._failed += 1
-            self._decided()
-
-    def closed(self, descriptor: int) -> None:
-        """Whether let in before or not."""
-        self._young.pop(descriptor, None)
-
-    def failures(self, now: float) -> int:
-        """So many more than when last asked.
-
-        Those of which libzmq says nothing, while another's handshake was under way, may be told
-        as late as HANDSHAKE_S after that.
-        """
-        for old in [one for one, since in self._young.items() if now - since > HANDSHAKE_S]:
-            del self._young[old]
-        gone = max(0, self._undecided - len(self._young))
-        self._undecided -= gone
-        failed, self._failed = self._failed + gone, 0
-        return failed
-
-    def _decided(self) -> None:
-        self._undecided -= 1
-        if self._undecided <= 0:
-            self._young.clear()
-
-
-LOOK_S = 0.1
-"""Between two looks. A stranger costs the event loop no wake-up, however many they are."""
-MOST = 10_000
-"""Events taken at a look; others have their turn then."""
-
-_TOLD = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-)
-
-
-class Doorkeeper:
-    """Of one ROUTER, before it is bound; make it inside a running event loop, and `close` it.
-
-    libzmq holds 2,000 events; its I/O thread waits while nobody takes them.
-    """
-
-    def __init__(self, socket: zmq.asyncio.Socket, refusals: RefusalCounter) -> None:
-        self._socket = socket
-        self._refusals = refusals
-        self._handshakes = Handshakes()
-        self._monitor = socket.get_monitor_socket(_TOLD)
-        self._events = zmq.Socket(self._monitor)
-        self._task = asyncio.create_task(self._watch(), name="doorkeeper")
-
-    def close(self) -> None:
-        """Before the socket. May be called twice."""
-        if self._monitor.closed:
-            return
-        self._task.cancel()
-        self._take()  # an I/O thread that waits for room holds the lock that the next line needs
-        self._socket.disable_monitor()
-        self._monitor.close()
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            self._take()
-
-    def _take(self) -> None:
-        now = asyncio.get_running_loop().time()
-        with contextlib.suppress(zmq.Again):  # that was all
-            for _ in range(MOST):
-                told = recv_monitor_message(self._events, zmq.DONTWAIT)
-                match told["event"]:
-                    case zmq.EVENT_ACCEPTED:
-                        self._handshakes.accepted(int(told["value"]), now)
-                    case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                        self._handshakes.succeeded()
-                    case zmq.EVENT_DISCONNECTED:
-                        self._handshakes.closed(int(told["value"]))
-                    case _:
-                        self._handshakes.failed()
-        self._refusals.count_strangers(self._handshakes.failures(now))
-
-
-HIGH_WATER = 10_000
-"""Messages queued to one peer; one more is an error, not more memory."""
-HEARTBEAT_MS = 1000
-HEARTBEAT_TIMEOUT_MS = 10_000
-"""As long as a silent instance is waited for: a machine may stall for seconds. A process that
-dies is noticed at once, by its connection."""
-NETWORK_TIMEOUT_MS = 5000
-"""For a connection to be made, and for the peer's kernel to acknowledge what was sent. Shorter than
-a heartbeat's: processes stall on a busy machine, kernels don't. Without it TCP, after a cut, would
-try again ever more seldom, and the peer would stay unreachable long after the network is back."""
-LINGER_MS = 100
-"""What is still queued at close gets this long to leave."""
-
-_LOST = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 def _configure(socket: zmq.asyncio.Socket, keys: KeyPair) -> None:
@@ -213,8 +120,8 @@ def _send(socket: zmq.asyncio.Socket, frames: list[Frame], peer: str) -> None:
         raise TransportError(f"can't send to {peer}: {error}") from error
 
 
-class _Admit:
-    """Credentials provider: the cluster's client key and no other."""
+class _Admission:
+    """Credentials provider that admits the cluster's client key and no other."""
 
     def __init__(self, keys: Keys) -> None:
         self._key = keys.client.public
@@ -250,9 +157,9 @@ class Server:
         # A context of its own: the authenticator's address is one a context.
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
-        self._authenticator.configure_curve_callback(credentials_provider=_Admit(keys))
+        self._authenticator.configure_curve_callback(credentials_provider=_Admission(keys))
         self._socket = self._context.socket(zmq.ROUTER)
-        self._doorkeeper = Doorkeeper(self._socket, self.refusals)
+        self._handshakes = HandshakeCounter(self._socket, self.refusals)
         try:
             self._authenticator.start()
             _configure(self._socket, keys.server)
@@ -307,7 +214,7 @@ class Server:
     def close(self) -> None:
         """Unbind. Blocks for LINGER_MS at most. May be called twice."""
         self._authenticator.stop()
-        self._doorkeeper.close()
+        self._handshakes.close()
         self._socket.close()
         self._context.term()
 
@@ -407,3 +314,102 @@ class Client:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
+
+
+class HandshakeCounter:
+    """Counts the strangers at one ROUTER socket. Make it before the socket is bound.
+
+    libzmq holds 2,000 events; its I/O thread waits while nobody takes them.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, refusals: RefusalCounter) -> None:
+        self._socket = socket
+        self._refusals = refusals
+        self._handshakes = Handshakes()
+        self._monitor = socket.get_monitor_socket(_TOLD)
+        self._events = zmq.Socket(self._monitor)
+        self._task = asyncio.create_task(self._watch(), name="handshake counter")
+
+    def close(self) -> None:
+        """Stop, before the socket is closed. May be called twice."""
+        if self._monitor.closed:
+            return
+        self._task.cancel()
+        self._take()  # an I/O thread that waits for room holds the lock that the next line needs
+        self._socket.disable_monitor()
+        self._monitor.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._take()
+
+    def _take(self) -> None:
+        now = asyncio.get_running_loop().time()
+        with contextlib.suppress(zmq.Again):  # that was all
+            for _ in range(MOST_EVENTS):
+                told = recv_monitor_message(self._events, zmq.DONTWAIT)
+                match told["event"]:
+                    case zmq.EVENT_ACCEPTED:
+                        self._handshakes.accepted(int(told["value"]), now)
+                    case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                        self._handshakes.succeeded()
+                    case zmq.EVENT_DISCONNECTED:
+                        self._handshakes.closed(int(told["value"]))
+                    case _:
+                        self._handshakes.failed()
+        self._refusals.count_strangers(self._handshakes.failures(now))
+
+
+class Handshakes:
+    """Counts handshakes that failed at one server, from what libzmq's monitor tells. Pure.
+
+    libzmq tells which descriptor was accepted or closed. It tells that a handshake succeeded or
+    failed, but not whose, and nothing of the failure where the peer doesn't even speak ZeroMQ
+    (libzmq 4.3.5, src/zmtp_engine.cpp). Such connections are found by difference: accepted, not
+    succeeded, and gone. Only open connections are remembered, each for HANDSHAKE_S at most.
+    """
+
+    def __init__(self) -> None:
+        self._young: dict[int, float] = {}
+        """Open connections by descriptor, and since when: their handshakes may be under way."""
+        self._undecided = 0
+        """Accepted, and not known to have succeeded or failed; which ones is unknown."""
+        self._failed = 0
+
+    def accepted(self, descriptor: int, now: float) -> None:
+        """A connection was accepted. now: seconds."""
+        self._young[descriptor] = now
+        self._undecided += 1
+
+    def succeeded(self) -> None:
+        """The handshake of one of the open connections succeeded."""
+        self._decided()
+
+    def failed(self) -> None:
+        """The handshake of an open connection failed; of some libzmq tells twice."""
+        if self._undecided > 0:
+            self._failed += 1
+            self._decided()
+
+    def closed(self, descriptor: int) -> None:
+        """A connection is gone, whether it was let in or not."""
+        self._young.pop(descriptor, None)
+
+    def failures(self, now: float) -> int:
+        """How many more failed than when last asked.
+
+        A failure of which libzmq says nothing, while another's handshake was under way, may be
+        counted as late as HANDSHAKE_S after that.
+        """
+        for old in [one for one, since in self._young.items() if now - since > HANDSHAKE_S]:
+            del self._young[old]
+        gone = max(0, self._undecided - len(self._young))
+        self._undecided -= gone
+        failed, self._failed = self._failed + gone, 0
+        return failed
+
+    def _decided(self) -> None:
+        self._undecided -= 1
+        if self._undecided <= 0:
+            self._young.clear()

@@ -100,42 +100,6 @@ Action = (
 
 TAIL_BLOCKS = 1
 """So few full blocks left go with the tail: another stage would cost more than it saves."""
-
-
-def enough(full_blocks: int, stage: int, max_stages: int) -> bool:
-    """Whether to suspend now instead of copying `full_blocks` more in live stage `stage`.
-
-    Example: stages of 100, 4 and 1 new full blocks: the first two are copied live, the
-    last block goes with the tail. With `max_stages` 0 all blocks go with it.
-    """
-    return full_blocks <= TAIL_BLOCKS or stage >= max_stages
-
-
-LEAP = 1 << 20
-"""Epochs that a fence shuts out: the attempt's, and those under which the request may have been
-moved on from where it went. More moves than this in one run are not expected."""
-REMEMBERED = 65536
-"""Requests whose last tried epoch is remembered."""
-
-
-class Epochs:
-    """Of one instance."""
-
-    def __init__(self) -> None:
-        self._last: OrderedDict[str, int] = OrderedDict()
-
-    def after(self, request_id: str, epoch: int) -> int:
-        """For the next attempt to move a request that runs under `epoch`."""
-        last = self._last[request_id] = max(epoch, self._last.pop(request_id, 0)) + 1
-        while len(self._last) > REMEMBERED:
-            self._last.popitem(last=False)
-        return last
-
-    def fenced(self, request_id: str, epoch: int) -> None:
-        """The attempt was shut out, and all that may have followed it."""
-        self._last[request_id] = max(epoch + LEAP - 1, self._last.pop(request_id, 0))
-
-
 COMMIT_SENDS = 3
 """Times that Commit is sent before the arbiter is asked."""
 QUESTIONS = 8
@@ -373,3 +337,37 @@ class SourceMachine(Machine):
     def _kept(self, reason: str, detail: str = "") -> list[Action]:
         self.reason, self.detail = reason, detail
         return [Resume()]
+
+
+def enough(full_blocks: int, stage: int, max_stages: int) -> bool:
+    """Whether to suspend now instead of copying `full_blocks` more in live stage `stage`.
+
+    Example: stages of 100, 4 and 1 new full blocks: the first two are copied live, the
+    last block goes with the tail. With `max_stages` 0 all blocks go with it.
+    """
+    return full_blocks <= TAIL_BLOCKS or stage >= max_stages
+
+
+LEAP = 1 << 20
+"""Epochs that a fence shuts out: the attempt's, and those under which the request may have been
+moved on from where it went. More moves than this in one run are not expected."""
+EPOCHS_REMEMBERED = 65536
+"""Requests whose last tried epoch is remembered."""
+
+
+class Epochs:
+    """Numbers the attempts to move requests out of one instance: none is used twice."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, int] = OrderedDict()
+
+    def after(self, request_id: str, epoch: int) -> int:
+        """The epoch of the next attempt to move a request that runs under `epoch`."""
+        last = self._last[request_id] = max(epoch, self._last.pop(request_id, 0)) + 1
+        while len(self._last) > EPOCHS_REMEMBERED:
+            self._last.popitem(last=False)
+        return last
+
+    def fenced(self, request_id: str, epoch: int) -> None:
+        """The attempt was fenced, and all that may have followed it."""
+        self._last[request_id] = max(epoch + LEAP - 1, self._last.pop(request_id, 0))

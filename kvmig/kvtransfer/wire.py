@@ -56,29 +56,29 @@ class Codec:
 
 
 REFUSED = (PeerError, InvalidTransition, msgspec.MsgspecError)
-"""What comes of messages that can't be taken, or whose contents can't."""
+"""Errors of messages that can't be taken, or whose contents can't."""
 
 
 class RefusalCounter:
-    """Of one process, over all its sockets; some of them are served by threads of their own."""
+    """Counts the messages of others that one process refused, by reason. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._lock = Lock()
 
     def count(self, error: Exception) -> None:
-        """One more, see REFUSED."""
+        """Count a message, refused with one of REFUSED."""
         reason = error.reason if isinstance(error, PeerError) else "unusable"
         with self._lock:
             self._counts[reason] += 1
 
     def count_strangers(self, connections: int) -> None:
-        """So many more that didn't prove that they have the cluster's secret."""
+        """Count connections that didn't prove that they have the cluster's secret."""
         if connections:
             with self._lock:
                 self._counts["unauthenticated"] += connections
 
     def counts(self) -> dict[str, int]:
-        """All so far."""
+        """All counts so far."""
         with self._lock:
             return dict(self._counts)
