@@ -24,30 +24,6 @@ from kvmig.engines.base import ClassLoad, EngineLoad, GroupLoad
 Column = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-FIELDS = (
-    "total",
-    "free",
-    "behind",
-    "room",
-    "share",
-    "used",
-    "head",
-    "prompts",
-    "running",
-    "waiting",
-    "requests",
-    "out",
-    "seats",
-    "kept",
-    "lower",
-    "preempted",
-    "movable",
-    "weights",
-    "numerics",
-    "state",
-    "fresh_until",
-    "open_until",
-)
 SERVING, STARTING, DRAINING = 0.0, 1.0, 2.0
 
 
@@ -57,36 +33,39 @@ class Columns:
     weights, numerics: numbers that are equal where requests can move, and where they do so exactly.
     """
 
+    total: Column
+    free: Column
+    behind: Column
+    room: Column
+    share: Column
+    used: Column
+    head: Column
+    prompts: Column
+    running: Column
+    waiting: Column
+    requests: Column
+    out: Column
+    seats: Column
+    kept: Column
+    lower: Column
+    preempted: Column
+    movable: Column
+    weights: Column
+    numerics: Column
+    state: Column
+    fresh_until: Column
+    open_until: Column
+
     def __init__(self, rows: Iterable[tuple[float, ...]] = ()) -> None:
         table = np.array(list(rows), dtype=np.float64).reshape(-1, len(FIELDS))
         self._take(np.ascontiguousarray(table.T))
 
     def _take(self, table: Column) -> None:
         self._table = table
-        (
-            self.total,
-            self.free,
-            self.behind,
-            self.room,
-            self.share,
-            self.used,
-            self.head,
-            self.prompts,
-            self.running,
-            self.waiting,
-            self.requests,
-            self.out,
-            self.seats,
-            self.kept,
-            self.lower,
-            self.preempted,
-            self.movable,
-            self.weights,
-            self.numerics,
-            self.state,
-            self.fresh_until,
-            self.open_until,
-        ) = (_read_only(column) for column in self._table)
+        for name, column in zip(FIELDS, table, strict=True):
+            view = column.view()
+            view.flags.writeable = False
+            setattr(self, name, view)
 
     def only(self, rows: Mask) -> Columns:
         """A copy of these rows."""
@@ -102,12 +81,7 @@ class Columns:
         self._table[:, row] = values
 
 
-def _read_only(column: Column) -> Column:
-    view = column.view()
-    view.flags.writeable = False
-    return view
-
-
+FIELDS = tuple(Columns.__annotations__)
 Headroom = Mapping[int, float]
 """Priority -> blocks kept free for all its running requests together (absent: 0)."""
 

@@ -109,7 +109,7 @@ class Held:
         return len(self.submitted.prompt_token_ids)
 
 
-class Requests:
+class RequestTable:
     """Puts requests into transformers' scheduler and takes them out, at any state."""
 
     def __init__(self, scheduler: Any, blocks: Blocks, logprobs: Logprobs) -> None:
@@ -213,7 +213,7 @@ class Requests:
         return state
 
 
-def engine_load(requests: Requests) -> EngineLoad:
+def engine_load(requests: RequestTable) -> EngineLoad:
     """Blocks and counts. O(waiting and running requests)."""
     scheduler, blocks = requests.scheduler, requests.blocks
     running = [state for key, state in scheduler.active_requests.items() if key in requests]
@@ -232,7 +232,7 @@ def engine_load(requests: Requests) -> EngineLoad:
     )
 
 
-def request_states(requests: Requests, most_waiting: int | None = None) -> list[RequestState]:
+def request_states(requests: RequestTable, most_waiting: int | None = None) -> list[RequestState]:
     """Every request that runs here, then of the queue the first `most_waiting`, in its order."""
     scheduler, blocks = requests.scheduler, requests.blocks
     place = {request_id: at for at, request_id in enumerate(scheduler.waiting_requests_order)}

@@ -46,7 +46,7 @@ from kvmig.engines.transformers.payload import (
 from kvmig.engines.transformers.requests import (
     Blocks,
     Held,
-    Requests,
+    RequestTable,
     engine_load,
     make_state,
     request_states,
@@ -76,7 +76,7 @@ class ServingTransformers:
         self._blocks = Blocks(processor.cache, manager.model.config.to_json_string(), weights)
         self.max_request_tokens = self._blocks.total * self._blocks.tokens
         """Most tokens of one request, prompt and outputs: more could never be computed here."""
-        self._requests = Requests(processor.scheduler, self._blocks, logprobs)
+        self._requests = RequestTable(processor.scheduler, self._blocks, logprobs)
         self._source = Source(self._requests)
         self._destination = Destination(self._requests, self.max_request_tokens)
         processor.scheduler.elsewhere = lambda: (

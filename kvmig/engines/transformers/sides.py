@@ -9,7 +9,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from kvmig.engines.base import Export, Stage, Tail
 from kvmig.engines.transformers.payload import Progress, Submitted, encode
-from kvmig.engines.transformers.requests import Held, Requests, all_tokens, make_state
+from kvmig.engines.transformers.requests import Held, RequestTable, all_tokens, make_state
 from kvmig.ground.errors import MigrationRefused, RequestGone
 
 
@@ -24,7 +24,7 @@ class Leaving:
 class Source:
     """Exports, stages, suspends and gives up requests of one engine."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
         self._blocks = requests.blocks
         self._leaving: dict[str, Leaving] = {}
@@ -112,7 +112,7 @@ class Arriving:
 class Destination:
     """Reserves blocks for requests of other engines, and runs them after the commit."""
 
-    def __init__(self, requests: Requests, max_tokens: int) -> None:
+    def __init__(self, requests: RequestTable, max_tokens: int) -> None:
         """max_tokens: of one request, prompt and outputs."""
         self._requests = requests
         self._blocks = requests.blocks

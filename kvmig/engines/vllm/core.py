@@ -74,9 +74,7 @@ class StepCore(EngineCoreProc):
         # a migration would fill them under that step (vLLM does the same for connectors).
         if vllm_config.max_concurrent_batches > 1:
             self.scheduler.defer_block_free = True
-        runner.keep_cpu_generators_from_chunks(self)
-        runner.forget_states_of_the_ended(self)
-        runner.repair_drafts_on_a_cpu(self)
+        runner.prepare_workers(self)
         self._thread: threading.Thread | None = None
         # Of several workers; a single one is this process.
         workers = getattr(self.model_executor, "workers", ())
@@ -186,7 +184,7 @@ class StepCore(EngineCoreProc):
             future.set_exception(error)
 
     def _await_arrivals(self) -> None:
-        """Requests that come in a moment go into this step, not into the next: see `step_hold`."""
+        """Requests that come in a moment go into this step, not into the next: see `steps`."""
         began = time.monotonic()
         step_s = self.cadence_meter.cadence(began).step_ms / 1e3
         awaited = self.hold.awaited(began, step_s)

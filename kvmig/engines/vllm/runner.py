@@ -54,22 +54,14 @@ def register(
     _in_workers(core, worker.register, state, generator)
 
 
-def repair_drafts_on_a_cpu(core: EngineCore) -> None:
-    """Let drafts be sampled with their requests' parameters, see `worker_sampling`."""
-    if core.vllm_config.speculative_config is not None:
-        _in_workers(core, worker.repair_drafts_on_a_cpu)
-
-
-def keep_cpu_generators_from_chunks(core: EngineCore) -> None:
-    """Let a seeded request's prompt be computed in chunks on a CPU."""
+def prepare_workers(core: EngineCore) -> None:
+    """Repair in the workers what moved, re-run and chunked requests would stumble over."""
     if not uses_v2(core):
         _in_workers(core, worker.keep_cpu_generators_from_chunks)
-
-
-def forget_states_of_the_ended(core: EngineCore) -> None:
-    """Let a request's id come again where its request ended, or left, before."""
-    if not uses_v2(core) and core.scheduler.kv_cache_config.has_mamba_layers:
-        _in_workers(core, worker.forget_states_of_the_ended)
+        if core.scheduler.kv_cache_config.has_mamba_layers:
+            _in_workers(core, worker.forget_states_of_the_ended)
+    if core.vllm_config.speculative_config is not None:
+        _in_workers(core, worker.repair_drafts_on_a_cpu)
 
 
 def _in_workers(core: EngineCore, function: Callable[..., Any], *args: Any) -> list[Any]:

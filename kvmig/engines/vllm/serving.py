@@ -319,8 +319,6 @@ class ServingVllm:
         return await self._on_engine(lambda: self._source.stage(request_id, sent))
 
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
-        loop = asyncio.get_running_loop()
-        tail: asyncio.Future[Tail] = loop.create_future()
         copying, wanted = threading.Lock(), not self._memory.on_gpu
 
         def gather(block_ids: list[int]) -> list[int]:
@@ -330,20 +328,9 @@ class ServingVllm:
                     return []
                 return self._memory.copies.gather_now(block_ids, out[:size])
 
-        def settle(result: Tail | Exception) -> None:
-            if tail.done():
-                return
-            if isinstance(result, Exception):
-                tail.set_exception(result)
-            else:
-                tail.set_result(result)
-
-        def done(result: Tail | Exception) -> None:
-            loop.call_soon_threadsafe(settle, result)
-
         try:
-            await self._on_engine(lambda: self._source.suspend(request_id, sent, gather, done))
-            return await tail
+            tail = await self._on_engine(lambda: self._source.suspend(request_id, sent, gather))
+            return await asyncio.wrap_future(tail)
         except BaseException:
             with copying:  # `out` is somebody else's next: no copy may be running or begin
                 wanted = False

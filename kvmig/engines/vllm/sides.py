@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import msgspec
@@ -205,10 +206,8 @@ class Source:
         num_tokens = request.num_tokens if self._tables.held(block_ids) else 0
         return Stage(ids, num_tokens, decoding, places)
 
-    def suspend(
-        self, request_id: str, sent: int, gather: Gather, done: Callable[[Tail | Exception], None]
-    ) -> None:
-        """Take the request out of the batch; `done` gets its tail once no step holds it."""
+    def suspend(self, request_id: str, sent: int, gather: Gather) -> Future[Tail]:
+        """Take the request out of the batch; its tail comes once no step holds it."""
         leaving = self._checked(request_id)
         request, scheduler = leaving.request, self._scheduler
         leaving.suspended = True
@@ -217,17 +216,21 @@ class Source:
         else:
             _leave_queue(scheduler, request)
 
+        promised: Future[Tail] = Future()
+        promised.set_running_or_notify_cancel()  # whoever awaits it can't take it back
+
         def drained() -> None:
             try:
                 tail = self._tail(request_id, sent)
-                done(replace(tail, checksums=gather(tail.block_ids)))
+                promised.set_result(replace(tail, checksums=gather(tail.block_ids)))
             except RequestGone as gone:
-                done(gone)
+                promised.set_exception(gone)
 
         if request.num_in_flight_tokens == 0:
             drained()
         else:
             leaving.on_drained = drained
+        return promised
 
     def between_steps(self) -> None:
         """Finish suspensions whose last step has returned (async)."""

@@ -152,54 +152,37 @@ class Tables:
         self, block_ids: Sequence[Sequence[int]], computed: int, sent: Sent
     ) -> tuple[list[int], list[int]]:
         """Full blocks that weren't sent: (places, block ids). No step writes them any more."""
-        places: list[int] = []
-        ids: list[int] = []
-        for number, table in enumerate(self._tables):
-            if not table.state:
-                begin, end = self._begin(number, computed, sent), computed // table.block_tokens
-                mine = self.units.ids(block_ids[number])
-                self._add(places, ids, number, mine, range(begin, end), sent)
-        return places, ids
+        return self._unsent(block_ids, computed, sent, tail=False)
 
     def rest(
         self, block_ids: Sequence[Sequence[int]], computed: int, sent: Sent
     ) -> tuple[list[int], list[int]]:
         """All that wasn't sent of a request that no step holds: (places, block ids)."""
+        return self._unsent(block_ids, computed, sent, tail=True)
+
+    def _unsent(
+        self, block_ids: Sequence[Sequence[int]], computed: int, sent: Sent, *, tail: bool
+    ) -> tuple[list[int], list[int]]:
         places: list[int] = []
         ids: list[int] = []
+        known, count = set(sent.places), self.count
         for number, table in enumerate(self._tables):
-            mine = self.units.ids(block_ids[number])
-            if not table.state:
-                begin, end = self._begin(number, computed, sent), -(-computed // table.block_tokens)
-                self._add(places, ids, number, mine, range(begin, end), sent)
-            elif computed:
-                places.append(number)
-                ids.append(mine[(computed - 1) // table.block_tokens])
+            mine, size = self.units.ids(block_ids[number]), table.block_tokens
+            if table.state:
+                if tail and computed:
+                    places.append(number)
+                    ids.append(mine[(computed - 1) // size])
+                continue
+            # The first block that the next step reads and the destination didn't hit. The source
+            # may hold some before it: vLLM frees what has left a window in its next step.
+            outside = self._managers[number].get_num_skipped_tokens(computed)
+            end = -(-computed // size) if tail else computed // size
+            for at in range(max(sent.hit_tokens, outside) // size, end):
+                place = at * count + number
+                if place not in known and (self.plain or mine[at] != NULL_BLOCK):
+                    places.append(place)
+                    ids.append(mine[at])
         return places, ids
-
-    def _begin(self, number: int, computed: int, sent: Sent) -> int:
-        """The first block that the next step reads and the destination didn't hit.
-
-        The source may hold some before it: vLLM frees what has left a window in its next step.
-        """
-        outside = self._managers[number].get_num_skipped_tokens(computed)
-        return max(sent.hit_tokens, outside) // self._tables[number].block_tokens
-
-    def _add(
-        self,
-        places: list[int],
-        ids: list[int],
-        number: int,
-        mine: list[int],
-        wanted: range,
-        sent: Sent,
-    ) -> None:
-        count = self.count
-        known = {place // count for place in sent.places if place % count == number}
-        for at in wanted:
-            if at not in known and (self.plain or mine[at] != NULL_BLOCK):
-                places.append(at * count + number)
-                ids.append(mine[at])
 
 
 def layer_names(config: KVCacheConfig) -> list[str]:
