@@ -186,14 +186,14 @@ class FrontEnds:
         for child in self._children.values():
             child.terminate()
         ends = [asyncio.create_task(child.ended()) for child in self._children.values()]
-        everybody = asyncio.gather(*ends)
+        all_ended = asyncio.gather(*ends)
         hurry = asyncio.create_task(at_once.wait())
         timeout_s = self._launch.config.drain_timeout_s + CLOSE_S
         await asyncio.wait(
-            (everybody, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            (all_ended, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         hurry.cancel()
-        everybody.cancel()
+        all_ended.cancel()
         await asyncio.gather(*ends, return_exceptions=True)
 
     async def close(self) -> None:

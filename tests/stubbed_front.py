@@ -27,7 +27,7 @@ from kvmig.ground.config import ClusterConfig, MigrationConfig
 from kvmig.ground.http import HttpConfig
 from kvmig.ground.priorities import PriorityClass
 from kvmig.openai_server.generation import Backend, RequestQueues, decode_outputs
-from kvmig.openai_server.http_task import UvicornServer
+from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.openai_server.routes import openai_api
 
 if TYPE_CHECKING:
@@ -124,13 +124,14 @@ async def stubbed_front(
     extend(app, state, router, membership, launcher, "bytes")
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-    server = UvicornServer(app, sock, access_log=False)
-    await server.start()
+    server = uvicorn_server(app, access_log=False)
+    task = HttpTask(sock, lambda: server)
+    await task.run(server.serve([sock]))
     try:
         yield Stubbed(sock.getsockname()[1], engine, metronome, queues, router, registry)
     finally:
         router.give_up("the test is over")
-        await server.stop(2.0)
+        await task.stop(2.0)
         await launcher.close()
         await membership.close()
         await router.close()

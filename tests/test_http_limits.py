@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from kvmig.gateway.http import Connection, HttpState
 from kvmig.gateway.problems import shorten_value
 from kvmig.ground.http import HttpConfig
-from kvmig.openai_server.http_task import UvicornServer
+from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from tests.http_states import behind_middleware
 from tests.skipped_time import skipped_time
 
@@ -67,13 +67,14 @@ async def front(limits: HttpConfig = SMALL) -> AsyncIterator[Front]:
         return len(await request.body())
 
     sock = socket.create_server(("127.0.0.1", 0))
-    server = UvicornServer(app, sock, access_log=False)
-    await server.start()
+    server = uvicorn_server(app, access_log=False)
+    task = HttpTask(sock, lambda: server)
+    await task.run(server.serve([sock]))
     try:
         yield Front(sock.getsockname()[1], state)
         assert state.pending == 0
     finally:
-        await server.stop(2.0)
+        await task.stop(2.0)
 
 
 def head(*lines: str) -> bytes:

@@ -1,8 +1,8 @@
 """Access rules: which calls are let in, by their headers. Pure.
 
-The OpenAI API asks for a key where there are keys. The admin API moves and ends what belongs to
-everybody, so without a key it is for people on this machine only: not for other machines, not
-for a proxy that speaks for them, not for a web page in a browser here.
+The OpenAI API asks for a key where there are keys. The admin API moves and ends requests of all
+tenants, so without a key it is for programs of this machine only: not for other machines, not for a
+proxy that speaks for them, not for a web page in a browser here.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class Access:
     admin: Rule
 
     def denied(self, method: str, path: str, headers: Mapping[str, str]) -> Denied | None:
-        """None for a call that is let in.
+        """The answer to a call that isn't let in; None for one that is.
 
-        Without a key may be read what vLLM shows to everybody (/health, /metrics, ...): calls that
-        bring a body need one wherever they go. Browsers ask OPTIONS without any.
+        Without a key, clients may read the paths that vLLM shows to all (/health, /metrics, ...);
+        calls with a body need one on every path. Browsers send OPTIONS without any.
         """
         if method == "OPTIONS":
             return None
@@ -104,7 +104,7 @@ def access(api_keys: Sequence[str], admin_key: str, bound: str) -> Access:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can mean it."""
+    """Whether the host can only mean this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

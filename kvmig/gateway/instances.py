@@ -215,10 +215,9 @@ class Health:
 
 
 class Listening:
-    """The time during which this process listened. Pure.
+    """A clock of the time during which this process listened, to measure silence by. Pure.
 
-    Silence is counted in it: while this process itself stood still nobody was silent, for what was
-    said meanwhile is still to be heard.
+    While this process itself stood still no instance was silent: its messages are still unread.
     """
 
     def __init__(self, period_s: float, now: float) -> None:
@@ -252,7 +251,7 @@ class Fleet:
     ) -> None:
         """name: this front end's. Call `tick` every `tick_s`."""
         self.block_tokens = 16
-        """Tokens a KV block, as load reports count; set by whoever knows."""
+        """Tokens a KV block, as load reports count; set by the front end once an engine told it."""
         self.preferred = ""
         """Weights under which new requests had better begin; empty: no matter which."""
         self._name = name

@@ -154,7 +154,7 @@ class Membership:
         return list(self._described.values())
 
     async def close(self) -> None:
-        """Follow nobody any more; the router drops all."""
+        """Stop following; the router drops all instances."""
         self.members = ()
         tasks = [task for _, task in self._following.values()]
         for task in tasks:

@@ -68,7 +68,7 @@ class Questions:
         return message, came
 
     def answer(self, call_id: int, message: Message, payload: Payload) -> None:
-        """An answer came. One that nobody waits for any more is ignored."""
+        """Hand an answer to its question; ignored if that has ended."""
         waiting = self._waiting.get(call_id)
         if waiting is not None and not waiting.future.done():
             waiting.future.set_result((message, payload))

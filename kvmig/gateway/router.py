@@ -94,7 +94,7 @@ class Router:
         """name: of this front end; it counts what happens to its own requests."""
         self.fleet = Fleet(name, secret, config, clock, lost_after_s, self)
         self.reports: deque[MigrationReport] = deque(maxlen=RECENT)
-        """The last migrations, whoever asked for them, oldest first."""
+        """Reports of the last migrations, by hand or by policy, oldest first."""
         self._name = name
         self._config = config
         self._observer = observer = observer or Observer()
@@ -378,7 +378,7 @@ class Router:
             self._ownership.act(request, action)
 
     def _migrated(self, message: Migrated, payload: list[memoryview]) -> None:
-        """A report came of a migration, whoever asked for it and whoever has the request."""
+        """Take the report of a migration, by hand or by policy, of any front end's request."""
         report, request = message.report, self._table.runs.get(message.report.request_id)
         if report.reason not in _NEVER_BEGAN:
             if request is not None:
@@ -434,7 +434,7 @@ class Router:
     # -- what goes wrong
 
     def refused(self, error: PeerError) -> None:
-        """Count a message that this front end can't take, whoever sent it."""
+        """Count a message that this front end can't take."""
         self._refusals.count(error)
         self._observer.messages_refused(self._name, self._refusals.counts())
 

@@ -77,25 +77,17 @@ class _Server(uvicorn.Server):
         yield
 
 
-class UvicornServer(HttpTask):
-    """Serves `app`: `start`, then `stop`."""
-
-    def __init__(self, app: FastAPI, sock: socket.socket, *, access_log: bool) -> None:
-        """sock: listening; it is closed at the end. app.state.connection: uvicorn's protocol."""
-        config = uvicorn.Config(
-            app,
-            http=app.state.connection,
-            log_level="warning",
-            access_log=access_log,
-            lifespan="off",
-            ws="none",
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-        self._uvicorn = _Server(config)
-        super().__init__(sock, lambda: self._uvicorn)
-        if access_log:
-            logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-
-    async def start(self) -> None:
-        """Return once requests are taken. Raises StartupError."""
-        await self.run(self._uvicorn.serve([self.sock]))
+def uvicorn_server(app: FastAPI, *, access_log: bool) -> uvicorn.Server:
+    """A uvicorn server for `HttpTask`. app.state.connection: its HTTP protocol."""
+    config = uvicorn.Config(
+        app,
+        http=app.state.connection,
+        log_level="warning",
+        access_log=access_log,
+        lifespan="off",
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+    if access_log:  # the configuration has set another level
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    return _Server(config)

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 import msgspec
+import uvicorn
 from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 
@@ -20,7 +21,7 @@ from kvmig.gateway.ports import Batch
 from kvmig.gateway.problems import as_problem
 from kvmig.gateway.router import Router
 from kvmig.openai_server.generation import Backend, RequestQueues, Tokenizer, decode_outputs
-from kvmig.openai_server.http_task import UvicornServer
+from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.openai_server.routes import openai_api
 
 
@@ -31,20 +32,20 @@ class Described(msgspec.Struct):
     max_request_tokens: int
 
 
-class TokenServer:
+class TokenServer(HttpTask):
     """Serves completions, chats, /v1/models and /health."""
 
     def __init__(
         self, args: Namespace, sock: socket.socket, tokenizer: Callable[[], Tokenizer]
     ) -> None:
         """tokenizer: makes one, on a thread of its own."""
+        super().__init__(sock, lambda: self._uvicorn)
         self.sink = RequestQueues()
         self._args = args
         self._make_tokenizer = tokenizer
-        self._sock = sock
         self._tokenizer: Tokenizer | None = None
         self._max_tokens = 0
-        self._http: UvicornServer | None = None
+        self._uvicorn: uvicorn.Server | None = None
 
     def decode(self, payload: Sequence[memoryview]) -> Batch:
         return decode_outputs(payload)
@@ -83,13 +84,5 @@ class TokenServer:
 
     async def serve(self, app: FastAPI) -> None:
         access_log = not self._args.disable_uvicorn_access_log
-        self._http = UvicornServer(app, self._sock, access_log=access_log)
-        await self._http.start()
-
-    async def ended(self) -> None:
-        assert self._http is not None
-        await self._http.ended()
-
-    async def stop(self, grace_s: float) -> None:
-        if self._http is not None:
-            await self._http.stop(grace_s)
+        self._uvicorn = uvicorn_server(app, access_log=access_log)
+        await self.run(self._uvicorn.serve([self.sock]))

@@ -269,7 +269,7 @@ class RoutedLLM(AsyncLLM):
                 yield output
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Somebody wants no more of it."""
+        """As AsyncLLM; the router learns that the client has left."""
         token = _left.set(True)
         try:
             await super().abort(request_id, internal)
