@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvmig.controlplane.pairing import MOST_WAITING
+from kvmig.controlplane.mover import MOST_WAITING
 from kvmig.models import BUNDLED
 
 if TYPE_CHECKING:

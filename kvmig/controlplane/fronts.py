@@ -86,11 +86,15 @@ class Fronts:
 
 @dataclass(slots=True)
 class Track:
-    """A request that runs here. gateway: the front end that owns its stream."""
+    """A request that runs here. gateway: the front end that owns its stream.
+
+    arrived_at: when it came here by a migration; None if it was submitted here.
+    """
 
     epoch: int
     emitted: int
     gateway: str
+    arrived_at: float | None = None
 
 
 class Tracking:
@@ -101,9 +105,16 @@ class Tracking:
         self._here: dict[str, Track] = {}
         self._left: OrderedDict[str, str] = OrderedDict()
 
-    def begin(self, request_id: str, epoch: int, emitted: int, gateway: str) -> None:
+    def begin(
+        self,
+        request_id: str,
+        epoch: int,
+        emitted: int,
+        gateway: str,
+        arrived_at: float | None = None,
+    ) -> None:
         """The request runs here from now on, `emitted` output tokens in."""
-        self._here[request_id] = Track(epoch, emitted, gateway)
+        self._here[request_id] = Track(epoch, emitted, gateway, arrived_at)
         self._left.pop(request_id, None)
 
     def get(self, request_id: str) -> Track | None:
@@ -124,6 +135,11 @@ class Tracking:
     def went_to(self, request_id: str) -> str | None:
         """The endpoint that it left for, if it is remembered."""
         return self._left.get(request_id)
+
+    def arrived(self) -> dict[str, float]:
+        """When the requests that were moved here came."""
+        here = self._here.items()
+        return {rid: track.arrived_at for rid, track in here if track.arrived_at is not None}
 
     def gateways(self) -> dict[str, str]:
         """Request -> front end."""

@@ -36,7 +36,7 @@ from kvmig.controlplane.messages import (
     Welcome,
 )
 from kvmig.controlplane.migration_host import MigrationHost
-from kvmig.controlplane.pairing import Pairing
+from kvmig.controlplane.mover import Mover
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import Reporter
 from kvmig.engines.base import Emitted, Frame, ServingEngine
@@ -105,13 +105,13 @@ class Llumlet:
             self._on_exit,
         )
         self._migrations = self._host.migrations
-        self._pairing = Pairing(
+        self._mover = Mover(
             engine.requests,
             self._migrations.moving,
+            self._tracking.arrived,
             self._migrate_for_pair,
             policy_of(config.scheduler).victims,
         )
-        self._host.on_arrived = self._pairing.arrived
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._headroom: dict[int, float] = {}
@@ -128,7 +128,7 @@ class Llumlet:
         self._engine.connect(self._on_outputs, self._on_call_done, self._on_exit)
         await self._warm_up()
         self._headroom = await measured_headroom(self._engine, self._config.priorities)
-        for loop in (self._receive, self._report, self._pairing.run):
+        for loop in (self._receive, self._report, self._mover.run):
             self._spawn(self._for_ever(loop))
 
     async def _for_ever(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -228,7 +228,7 @@ class Llumlet:
     def _obey(self, order: Pairs | SetState) -> None:
         """What the scheduler and the launcher want."""
         if isinstance(order, Pairs):
-            self._pairing.set(order.pairs)
+            self._mover.set(order.pairs)
         else:
             self._reporter.wanted = order.state
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvmig.controlplane.fronts import Fronts, Tracking
 from kvmig.controlplane.messages import ClusterMessage, PauseAhead, Resolve, Resolved
 from kvmig.engines.base import ServingEngine
+from kvmig.ground.clock import monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer.link import Client, Server
@@ -42,8 +43,6 @@ class MigrationHost:
         self._server = server
         self._fronts = fronts
         self._tracking = tracking
-        self.on_arrived: Callable[[str], None] = lambda request_id: None
-        """Hears of each request that starts here."""
         self.on_no_memory = on_exit
         self.reply = server.send
         self.has_front = fronts.has
@@ -104,8 +103,7 @@ class MigrationHost:
         if client is None:
             raise MigrationRefused("incompatible", f"front end {gateway} is not connected here")
         self._engine.assign(request_id, client)
-        self._tracking.begin(request_id, epoch, output_tokens, gateway)
-        self.on_arrived(request_id)
+        self._tracking.begin(request_id, epoch, output_tokens, gateway, arrived_at=monotonic())
 
     def on_commit_failed(self, request_id: str) -> None:
         """The request doesn't start."""

@@ -20,7 +20,7 @@ Begin = Callable[["SimLlumlet", SimRequest, str], Migration]
 
 
 class SimLlumlet:
-    """Does what `kvmig.controlplane.llumlet` and `pairing` do, without sockets."""
+    """Does what `kvmig.controlplane.llumlet` and `mover` do, without sockets."""
 
     def __init__(
         self,

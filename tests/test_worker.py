@@ -1,4 +1,4 @@
-"""A worker's KV cache, moved into memory that another process maps."""
+"""What runs in vLLM's workers: a KV cache moved into shared memory, drafts sampled on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmig.engines.vllm.units import Page
-from kvmig.engines.vllm.worker import describe_cache, share_cache
+from kvmig.engines.vllm.worker import describe_cache, repeat_for_drafts, share_cache
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
 
 NAMES = ["first", "second", "shares the first's"]
@@ -152,3 +152,11 @@ def test_workers_whose_memory_can_not_be_mapped_are_refused_by_their_number() ->
         refuse_workers("cuda", 4)
     refuse_workers("cuda", 1)
     refuse_workers("cpu", 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_each_value_is_repeated_for_its_drafts_in_every_type(dtype: torch.dtype) -> None:
+    output = torch.full((3,), 99, dtype=dtype)
+    values = torch.tensor([5, 7, 6], dtype=dtype)
+    repeat_for_drafts(output, values, torch.tensor([2, 2, 3], dtype=torch.int32), 6, 1)
+    assert output.tolist() == [5, 5, 1]

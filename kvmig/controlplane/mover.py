@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,6 @@ from kvmig.kvtransfer.report import MigrationReport
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 4096
 MOST_WAITING = 64
 """Waiting requests that are listed at a time: those behind them come once these have left."""
 
@@ -35,7 +33,7 @@ class Listing:
     """Whether any of them left: then those behind them may go, too."""
 
 
-class Pairing:
+class Mover:
     """Holds the present pairs and moves requests until their budgets are spent.
 
     The budget bounds what a dead scheduler's last word can do.
@@ -45,17 +43,21 @@ class Pairing:
         self,
         requests: Callable[[int], Coroutine[Any, Any, list[RequestState]]],
         migrating: Callable[[], Collection[str]],
+        arrived: Callable[[], Mapping[str, float]],
         migrate: Callable[[str, Pair], Awaitable[MigrationReport]],
         rule: VictimRule = DEFAULT_RULE,
         clock: Clock = monotonic,
     ) -> None:
-        """requests: those here, of the queue so many: `Engine.requests`."""
+        """requests: those here, of the queue so many: `Engine.requests`.
+
+        arrived: when those that were moved here came, by `clock`: they stay for a while.
+        """
         self._requests = requests
         self._migrating = migrating
+        self._arrived = arrived
         self._migrate = migrate
         self._rule = rule
         self._clock = clock
-        self._arrived: OrderedDict[str, float] = OrderedDict()
         self._pairs: dict[str, Pair] = {}
         self._spent: dict[str, float] = {}
         self._listing: Listing | None = None
@@ -67,13 +69,6 @@ class Pairing:
         self._spent = dict.fromkeys(self._pairs, 0.0)
         self._listing = None
         self._changed.set()
-
-    def arrived(self, request_id: str) -> None:
-        """A request came here by a migration: it stays for a while."""
-        self._arrived[request_id] = self._clock()
-        self._arrived.move_to_end(request_id)
-        while len(self._arrived) > REMEMBERED:
-            self._arrived.popitem(last=False)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -130,7 +125,7 @@ class Pairing:
                 pair,
                 self._spent[destination],
                 listing.tried.union(self._migrating()),
-                self._arrived,
+                self._arrived(),
                 self._clock(),
                 self._rule,
             )
