@@ -109,11 +109,11 @@ class Llumlet:
             engine.requests,
             self._migrations.moving,
             self._tracking.arrived,
-            self._migrate_for_pair,
+            self._migrate,
             policy_of(config.scheduler).victims,
         )
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._headroom: dict[int, float] = {}
         self._told_weights = engine.layout.weights
         self._reporter = Reporter(config.report_ms, config.faults.hung_after_s, monotonic())
@@ -202,7 +202,7 @@ class Llumlet:
             case ListRequests():
                 self._spawn(self._list(sender, message.call_id))
             case Migrate():
-                self._spawn(self._migrate_for_front(sender, message))
+                self._spawn(self._migrate(message.request_id, message, sender))
             case Fence():
                 self._spawn(self._fence(sender, message))
             case Resolved():
@@ -268,34 +268,29 @@ class Llumlet:
 
     # -- migrations
 
-    async def _migrate_for_front(self, sender: bytes, message: Migrate) -> None:
-        ended = await self._migrate(
-            message.request_id, message.destination, message.endpoint, "by-hand", message.inexact
-        )
-        self._send(sender, msgspec.structs.replace(ended, call_id=message.call_id))
-        self._tell(ended, but=sender)
-
-    async def _migrate_for_pair(self, request_id: str, pair: Pair) -> MigrationReport:
-        ended = await self._migrate(request_id, pair.destination, pair.endpoint, pair.why)
-        self._tell(ended)
-        return ended.report
-
     async def _migrate(
-        self, request_id: str, destination: str, endpoint: str, why: str, inexact: bool = False
-    ) -> Migrated:
+        self, request_id: str, order: Pair | Migrate, asker: bytes = b""
+    ) -> MigrationReport:
+        """Move a request and tell all front ends how that ended; `asker` has given the order."""
+        by_hand = order if isinstance(order, Migrate) else None
+        why = "by-hand" if isinstance(order, Migrate) else order.why
         track = self._tracking.get(request_id)
         gateway = track.gateway if track else ""
         epoch = track.epoch if track else 0
         report = await self._migrations.migrate(
             request_id,
-            destination,
-            endpoint,
+            order.destination,
+            order.endpoint,
             gateway=gateway,
             epoch=epoch,
             urgent=why in URGENT,
-            inexact=inexact or self._config.scheduler.inexact_moves,
+            inexact=self._config.scheduler.inexact_moves or bool(by_hand and by_hand.inexact),
         )
-        return Migrated(0, msgspec.structs.replace(report, why=why), gateway, epoch)
+        ended = Migrated(0, msgspec.structs.replace(report, why=why), gateway, epoch)
+        if by_hand:
+            self._send(asker, msgspec.structs.replace(ended, call_id=by_hand.call_id))
+        self._tell(ended, but=asker)
+        return ended.report
 
     # -- what the engine gives
 
@@ -395,12 +390,12 @@ class Llumlet:
             log.warning("front end %s is gone, and its %d requests", gateway, len(request_ids))
             self._abort(request_ids)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("llumlet %s: a task failed", self.instance, exc_info=error)

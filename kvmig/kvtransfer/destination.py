@@ -54,7 +54,7 @@ Event = SourceMessage | Cancel | Fence
 
 
 class DestinationSession:
-    """One migration into this instance. Messages come in at `deliver`."""
+    """One migration into this instance, fed by its queue of `events`."""
 
     def __init__(self, context: DestinationContext, sender: bytes, reserve: Reserve) -> None:
         """`reserve`: its first message; sender: who gets the answers."""
@@ -69,15 +69,12 @@ class DestinationSession:
         self._inbox: Inbox | None = None
         self._blocks: list[int] = []
         """The request's own, in their order; HOLE where none is kept."""
-        self._events: asyncio.Queue[tuple[Event, list[memoryview]]] = asyncio.Queue()
+        self.events: asyncio.Queue[tuple[Event, list[memoryview]]] = asyncio.Queue()
+        """Messages of this migration with their payload, and what happens here."""
         self._committed_at = 0.0
-        self.deliver(reserve)
+        self.events.put_nowait((reserve, []))
 
     # -- events
-
-    def deliver(self, event: Event, payload: list[memoryview] | None = None) -> None:
-        """Take a message of this migration, or what happened here."""
-        self._events.put_nowait((event, payload or []))
 
     def first_token(self) -> None:
         """Tell the source that the request's first step here has ended."""
@@ -90,7 +87,7 @@ class DestinationSession:
             while not self.machine.ended:
                 try:
                     async with asyncio.timeout(self._context.config.lease_ms / 1e3):
-                        event, payload = await self._events.get()
+                        event, payload = await self.events.get()
                 except TimeoutError:
                     event, payload = Cancel("timeout"), []
                 await self._take(event, payload)
@@ -102,8 +99,8 @@ class DestinationSession:
             await self._take_late()
 
     async def _take_late(self) -> None:
-        while not self._events.empty():
-            event, payload = self._events.get_nowait()
+        while not self.events.empty():
+            event, payload = self.events.get_nowait()
             if self.machine.ended:
                 await self._take(event, payload)
             elif isinstance(event, Fence) and not event.answer.done():
@@ -162,10 +159,15 @@ class DestinationSession:
             case do.ReserveBlocks(export) if export is not None:
                 return await self._open(export)
             case do.Scatter(chunk):
-                return await self._scatter(chunk, payload)
+                began = self._context.clock()
+                came = await self._receive(chunk, payload)
+                async with self._in_time():
+                    sums = await self._engine.scatter(came.block_ids, came.fused, chunk.urgent)
+                came.check(sums)  # raises MigrationRefused if the chunk came changed
+                return self.machine.scattered(chunk, (self._context.clock() - began) * 1e3)
             case do.RunRequest(tail, last):
-                came = None if last is None else await self._receive(last, payload)
-                return await self._commit(tail, came)
+                came_along = None if last is None else await self._receive(last, payload)
+                return await self._commit(tail, came_along)
             case do.FreeBlocks():
                 await self._engine.cancel(self.request_id)
             case do.Answer(message):
@@ -212,15 +214,6 @@ class DestinationSession:
         async with self._in_time():
             fused = await self._inbox.receive(chunk, payload[0] if payload else None)
         return CameBlocks(chunk.first, block_ids, fused, chunk.checksums)
-
-    async def _scatter(self, chunk: Chunk, payload: Sequence[memoryview]) -> list[Action]:
-        """Copy the chunk into its blocks. Raises MigrationRefused if it came changed."""
-        began = self._context.clock()
-        came = await self._receive(chunk, payload)
-        async with self._in_time():
-            checksums = await self._engine.scatter(came.block_ids, came.fused, chunk.urgent)
-        came.check(checksums)
-        return self.machine.scattered(chunk, (self._context.clock() - began) * 1e3)
 
     async def _commit(self, tail: Tail, last: CameBlocks | None) -> list[Action]:
         """Run the request. Raises MigrationRefused if the host or the engine refuses."""

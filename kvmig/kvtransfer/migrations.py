@@ -270,7 +270,7 @@ class Migrations:
             case Reserve() | Chunk() | Commit() | Abort():
                 session = self._arrivals.get(message.mid)
                 if session is not None:
-                    session.deliver(message, payload)
+                    session.events.put_nowait((message, payload))
                 elif (
                     isinstance(message, Reserve)
                     and message.export is not None
@@ -291,7 +291,7 @@ class Migrations:
         for session in self._arrivals.values():
             if session.attempt == (request_id, epoch):
                 answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-                session.deliver(Fence(answer))
+                session.events.put_nowait((Fence(answer), []))
                 async with asyncio.timeout(self._config.lease_ms / 1e3):
                     return await answer
         return self._tombstones.fence((request_id, epoch))
@@ -377,7 +377,7 @@ class Migrations:
         for departure in self._going():
             departure.deliver(Cancel("shutdown"))
         for arrival in self._arrivals.values():
-            arrival.deliver(Cancel("shutdown"))
+            arrival.events.put_nowait((Cancel("shutdown"), []))
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=timeout_s)
             for task in late:
@@ -390,7 +390,7 @@ class Migrations:
         self._in.unstepped.pop(request_id, None)
         for session in self._arrivals.values():
             if session.request_id == request_id:
-                session.deliver(Cancel(reason))
+                session.events.put_nowait((Cancel(reason), []))
 
     def _ended(self, mid: str, task: asyncio.Task[MigrationReport] | asyncio.Task[None]) -> None:
         del self._tasks[mid]

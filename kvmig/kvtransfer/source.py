@@ -208,7 +208,13 @@ class SourceSession:
         """One step of the migration; what the machine wants next."""
         match action:
             case do.ExportRequest():
-                return await self._describe()
+                async with self._in_time():
+                    self._export = await self._engine.export(self.move.request_id)
+                self.num_tokens = self._export.num_tokens
+                if size := too_large(self._export.payload):
+                    raise MigrationRefused("unsupported", size)
+                self._admit(self)
+                return self.machine.exported(self.num_tokens)
             case do.SendReserve():
                 return await self._reserve(action)
             case do.Check(sent):
@@ -232,15 +238,6 @@ class SourceSession:
             case do.Resume() | do.Release() | do.SendAbort():
                 await self._clean_up(action)
         return []
-
-    async def _describe(self) -> list[Action]:
-        async with self._in_time():
-            self._export = await self._engine.export(self.move.request_id)
-        self.num_tokens = self._export.num_tokens
-        if size := too_large(self._export.payload):
-            raise MigrationRefused("unsupported", size)
-        self._admit(self)
-        return self.machine.exported(self.num_tokens)
 
     async def _reserve(self, action: do.SendReserve) -> list[Action]:
         """Ask for room; stage 0 brings the offers and, in its payload, the request."""
