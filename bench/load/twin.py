@@ -23,12 +23,13 @@ def main(argv: list[str]) -> None:
     # The one thing that kvmig sets and that vLLM's server hasn't by itself.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(rest)
+    from kvmig.engines.vllm.compat import cli_args
+
+    args = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(rest)
     args.model = args.model_tag
-    validate_parsed_serve_args(args)
+    cli_args.validate_parsed_serve_args(args)
     sock = socket.socket(fileno=int(descriptor))
     config = {
         "input_address": to_core,

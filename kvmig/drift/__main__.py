@@ -25,11 +25,10 @@ import msgspec
 from kvmig.drift.checks import BREAKS, Facts, facts, findings
 from kvmig.drift.contract import Contract, load, ref
 from kvmig.drift.source import Tree
-from kvmig.drift.trees import newest, numbers, tree
+from kvmig.drift.trees import ROOT, newest, numbers, tree
 from kvmig.drift.uses import uses
 from kvmig.ground.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = ROOT / "kvmig" / "engines" / "vllm" / "drift.toml"
 
 

@@ -17,6 +17,7 @@ from kvmig.ground.errors import ConfigError
 
 VERSION = re.compile(r"\d+(\.\d+)+\w*")
 TIMEOUT_S = 900.0
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path.home() / ".cache" / "kvmig" / "trees"
 
 
@@ -36,7 +37,9 @@ def tree(name: str, package: str, distributions: Sequence[str], cache: Path = CA
     beside = _installed(package, distributions)
     if beside is not None and beside.version == name:
         return beside
-    folder = cache / f"{package}-{name}"
+    folder = ROOT / f".{package}" / name  # see `scripts/setup_env.py --vllm`
+    if not (folder / package).is_dir():
+        folder = cache / f"{package}-{name}"
     if not (folder / package).is_dir():
         _download(name, package, distributions, folder)
     return Tree(folder, package, name)

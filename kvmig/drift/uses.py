@@ -113,7 +113,7 @@ class _File:
             inner
             for node in ast.walk(self._tree)
             if isinstance(node, ast.Try) and any(map(_on_import_error, node.handlers))
-            for part in node.body
+            for part in (*node.body, *node.handlers)
             for inner in ast.walk(part)
         }
         for node in ast.walk(self._tree):

@@ -25,10 +25,11 @@ def set_environment() -> None:
 
 def parse(argv: list[str]) -> Namespace:
     """Parse `MODEL [any flag of vllm serve]`. Raises ConfigError with one sentence."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = make_arg_parser(FlexibleArgumentParser(prog="kvmig.serve", add_help=False))
+    from kvmig.engines.vllm.compat import cli_args
+
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser(prog="kvmig.serve", add_help=False))
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(message)
@@ -46,7 +47,7 @@ def parse(argv: list[str]) -> Namespace:
         raise ConfigError("MODEL is missing, must be a folder with a config.json")
     refuse_conflicts(args, parser.get_default)
     try:
-        validate_parsed_serve_args(args)
+        cli_args.validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     check_model(args.model)
@@ -72,10 +73,13 @@ def refuse_conflicts(args: Namespace, default: Callable[[str], object]) -> None:
 
 def print_help() -> None:
     """vLLM's own flags, all groups."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    make_arg_parser(FlexibleArgumentParser(prog="kvmig.serve", add_help=False)).print_help()
+    from kvmig.engines.vllm.compat import cli_args
+
+    cli_args.make_arg_parser(
+        FlexibleArgumentParser(prog="kvmig.serve", add_help=False)
+    ).print_help()
 
 
 # Every flag of vLLM's is judged: it is allowed, or refused with what to use instead. One that
@@ -146,6 +150,7 @@ REFUSED: dict[str, str] = {
     "h11_max_header_count": _HEADS,
     "h11_max_incomplete_event_size": _HEADS,
     "shutdown_timeout": "use --drain-timeout",
+    "watchdog_config": "kvmig watches its instances itself (docs/faults.md), leave it out",
 }
 """By its name in Python: why it can't have another value than vLLM's default."""
 
@@ -182,7 +187,8 @@ _ALLOWED = (
     enable_prompt_tokens_details enable_request_id_headers enable_scale_out
     enable_server_load_tracking enable_ssl_refresh enable_tokenizer_info_endpoint
     exclude_tools_when_tool_choice_none fingerprint_mode fingerprint_value host log_error_stack
-    lora_modules max_log_len middleware port response_role return_tokens_as_token_ids root_path
+    lora_modules max_log_len middleware port reasoning_effort_map response_role
+    return_tokens_as_token_ids root_path
     sse_keep_alive_interval ssl_ca_certs ssl_cert_reqs ssl_certfile ssl_ciphers ssl_keyfile
     tokens_only tool_call_parser tool_parser_plugin tool_server tool_strict_level
     trust_request_chat_template trust_request_mm_kwargs uvicorn_log_level
@@ -197,8 +203,9 @@ _ALLOWED = (
     logprobs_mode max_logprobs max_model_len model model_class_overrides model_impl
     override_generation_config pooler_config quantization quantization_config
     renderer_num_workers return_sampling_mask revision runner seed served_model_name
-    skip_tokenizer_init sleep_mode_offload_cudagraph sleep_preserve_parameter_names tokenizer
-    tokenizer_mode tokenizer_revision trust_remote_code use_fp64_gumbel
+    skip_tokenizer_init sleep_mode_backend sleep_mode_offload_cudagraph
+    sleep_preserve_parameter_names tokenizer tokenizer_mode tokenizer_revision trust_remote_code
+    use_fp64_gumbel
     """,
     # LoadConfig
     """
@@ -282,7 +289,7 @@ _ALLOWED = (
     """,
     # KernelConfig
     """
-    enable_flashinfer_autotune ir_op_priority linear_backend moe_backend
+    enable_flashinfer_autotune ir_op_priority linear_backend moe_backend monokernel
     sparse_indexer_topk_backend
     """,
     # VllmConfig

