@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import time
 
-from kvmig.cli.children import Child, running
+from kvmig.cli.processes import Child, running
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members, Pairs
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.engines.base import EngineLoad

@@ -16,11 +16,17 @@ from argparse import Namespace
 
 import msgspec
 
-from kvmig.cli.children import Child, running
-from kvmig.cli.instance import first_of
-from kvmig.cli.process import end_loading, say
-from kvmig.cli.pulse import SILENT_S, Pulse
-from kvmig.controlplane.child import Restarts
+from kvmig.cli.processes import (
+    HEARTBEAT_TIMEOUT_S,
+    Child,
+    Heartbeats,
+    deaths_in_a_row,
+    end_loading,
+    first_of,
+    restart_pause,
+    running,
+    say,
+)
 from kvmig.gateway.access import access
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.discreet import Discreet
@@ -48,8 +54,8 @@ class FrontLaunch(Discreet, frozen=True, kw_only=True):
     """MODEL and the engine's flags."""
     listening: int = -1
     """Descriptor of the port's socket, for a front end in a process of its own."""
-    pulse: int = -1
-    """Descriptor for `kvmig.cli.pulse.beat`, for such a front end."""
+    heartbeat: int = -1
+    """Descriptor for `kvmig.cli.processes.send_heartbeats`, for such a front end."""
 
 
 class FrontEnd:
@@ -163,7 +169,7 @@ class FrontEnds:
         self._launch = launch
         self._sock = sock
         self._children: dict[int, Child] = {}
-        self._pulses: dict[int, Pulse] = {}
+        self._heartbeats: dict[int, Heartbeats] = {}
         self._keeping: list[asyncio.Task[None]] = []
         self._metrics = tempfile.TemporaryDirectory(prefix="kvmig-metrics-")
         self._environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics.name}
@@ -209,13 +215,13 @@ class FrontEnds:
 
     async def _begin(self, number: int) -> None:
         """Start a front end, and wait until it takes requests. Raises StartupError."""
-        pulse = self._pulses[number] = Pulse()
-        shared = [self._sock.fileno(), pulse.descriptor]
+        heartbeats = self._heartbeats[number] = Heartbeats()
+        shared = [self._sock.fileno(), heartbeats.descriptor]
         launch = msgspec.structs.replace(
             self._launch,
             name=f"front-{secrets.token_hex(4)}",
             listening=shared[0],
-            pulse=shared[1],
+            heartbeat=shared[1],
         )
         spawn = running("kvmig.front_process", self._environment, shared)
         child = await Child.start(f"front end {number}", spawn, launch)
@@ -225,16 +231,16 @@ class FrontEnds:
     async def _end(self, number: int, timeout_s: float = CLOSE_S) -> None:
         if (child := self._children.pop(number, None)) is not None:
             await child.stop(timeout_s)
-        if (pulse := self._pulses.pop(number, None)) is not None:
-            pulse.close()
+        if (heartbeats := self._heartbeats.pop(number, None)) is not None:
+            heartbeats.close()
 
     async def _keep(self, number: int) -> None:
-        loop, restarts = asyncio.get_running_loop(), Restarts()
-        began = loop.time()
+        loop = asyncio.get_running_loop()
+        began, deaths = loop.time(), 0
         how = await self._dies(number)
         while True:
-            pause_s = restarts.died(loop.time() - began)
-            assert pause_s is not None, "it is never given up"
+            deaths = deaths_in_a_row(deaths, loop.time() - began)
+            pause_s = restart_pause(deaths)
             say(f"front end {number} is gone ({how}), it starts again in {pause_s:g} s")
             await asyncio.sleep(pause_s)
             began = loop.time()
@@ -253,5 +259,5 @@ class FrontEnds:
         return how
 
     async def _hangs(self, number: int) -> str:
-        await self._pulses[number].fails(SILENT_S)
-        return f"no sign of life for {SILENT_S:g} s"
+        await self._heartbeats[number].fail(HEARTBEAT_TIMEOUT_S)
+        return f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s"

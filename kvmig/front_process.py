@@ -11,9 +11,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from kvmig.cli.launch import Announcement
-from kvmig.cli.process import begin_loading, leave, quiet, say
-from kvmig.cli.pulse import beat
+from kvmig.cli.processes import Announcement, begin_loading, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import announce, read_launch
 from kvmig.engines.kind import kind_of
 from kvmig.front_end import FrontEnd, FrontLaunch
@@ -60,7 +58,7 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
             return
         await starting
         signals.listen()  # an HTTP server may have put its own in place
-        beating = asyncio.create_task(beat(launch.pulse), name="pulse")
+        beating = asyncio.create_task(send_heartbeats(launch.heartbeat), name="heartbeats")
         try:
             announce(descriptor, Announcement(endpoint="shared"))
         except StartupError:  # the launcher is ending, or gone: nobody waits for it

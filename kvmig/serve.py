@@ -1,4 +1,8 @@
-"""`python -m kvmig.serve MODEL ...`: wires everything; nobody imports it."""
+"""`python -m kvmig.serve MODEL ...`: wires everything; nobody imports it.
+
+The launcher reads its flags, starts the instances and the front ends, keeps the scheduler running,
+and stops them all at a signal.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,20 @@ import uvloop
 from kvmig.cli import flags as kvmig_flags
 from kvmig.cli.cluster import Cluster
 from kvmig.cli.control import Control
-from kvmig.cli.environment import available_memory, memory_flags, weights_of
-from kvmig.cli.launcher import Launcher
+from kvmig.cli.environment import (
+    available_memory,
+    cluster_secret,
+    memory_flags,
+    raise_open_files,
+    take_port,
+    too_few_files,
+    weights_of,
+)
 from kvmig.cli.local import Host
-from kvmig.cli.open_files import raise_limit, too_few
-from kvmig.cli.port import take_port
-from kvmig.cli.process import begin_loading, leave, quiet, say
+from kvmig.cli.processes import Launcher, begin_loading, leave, quiet, say
 from kvmig.cli.ray_launcher import RayLauncher
-from kvmig.cli.scheduler_keeper import SchedulerKeeper
-from kvmig.cli.secrets import cluster_secret, taken
-from kvmig.cli.shapes import InstanceShape, Shapes, own_flags, shapes_of, unit_tokens
+from kvmig.cli.scheduler import SchedulerKeeper
+from kvmig.cli.shapes import Shapes, own_flags, shapes_of, unit_tokens
 from kvmig.controlplane.messages import Member
 from kvmig.engines.kind import EngineKind, kind_of
 from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
@@ -46,55 +54,37 @@ def main(argv: Sequence[str]) -> int:
         if help_wanted is not None:
             return show_help(help_wanted, kind)
         secret = cluster_secret(os.environ)
-        admin_key = taken(os.environ, ADMIN_KEY)
+        admin_key = os.environ.pop(ADMIN_KEY, "")
         kind.prepare()
-        if short := too_few(raise_limit(), config.http.max_waiting, config.lifecycle.front_ends):
-            say(short)
+        allowed = raise_open_files()
+        if few := too_few_files(allowed, config.http.max_waiting, config.lifecycle.front_ends):
+            say(few)
         own = own_flags(config.instance_flags, config.instances)
         every = [word for words in (rest, *own.values()) for word in words]
-        rest = [*rest, *kind.flags_for(every, config)]
+        front = FrontLaunch(
+            name=f"front-{secrets.token_hex(4)}",
+            launcher="",
+            secret=secret,
+            admin_key=admin_key,
+            config=config,
+            engine_argv=[*rest, *kind.flags_for(every, config)],
+        )
         if config.ray is not None:
-            return serve(config, rest, own, kind, None, secret, admin_key)
+            return serve(front, own, kind, None)
         with Host(config.engine, planned_instances(config)) as host:
-            return serve(config, rest, own, kind, host, secret, admin_key)
+            return serve(front, own, kind, host)
     except KvmigError as error:
         say(str(error))
         return 2
 
 
-def serve(
-    config: ClusterConfig,
-    rest: list[str],
-    own: Mapping[str, tuple[str, ...]],
-    kind: EngineKind,
-    host: Host | None,
-    secret: bytes,
-    admin_key: str,
-) -> int:
-    """Until a signal; returns the exit code. rest: of all instances; host: None with Ray.
-
-    Raises KvmigError.
-    """
-    args = kind.parse(rest)
-    planned = shapes_of(args, rest, own, planned_instances(config), kind.parse)
-    config = in_units(config, unit_tokens(planned), kind)
-    with take_port(args.host, args.port) as sock:
-        if host is not None:
-            kind.check_gpus(args, host.gpus)
-        if host is not None and kind.shares_memory:
-            rest = [*rest, *share_memory(args, rest, planned, host.gpus)]
-        first = planned[: config.instances]
-        shapes = Shapes(rest, own, first, config.migration.unit_tokens, kind.parse)
-        cluster = secrets.token_hex(4)
-        launcher: Launcher
-        if host is not None:
-            launcher = host.launcher(cluster, [shape.workers for shape in planned])
-        else:
-            assert config.ray is not None
-            workers = [shape.workers for shape in first]
-            launcher = RayLauncher(config.ray, workers, args.model, args.kv_cache_memory_bytes)
-        server = Server(cluster, secret, admin_key, config, args, rest, shapes, launcher, sock)
-        return uvloop.run(server.run())
+def show_help(what: str, kind: EngineKind) -> int:
+    """Print kvmig's flags; with `all`, the engine's behind them."""
+    kvmig_flags.parser().print_help()
+    if what == "all":
+        kind.prepare()
+        kind.print_help()
+    return 0
 
 
 def planned_instances(config: ClusterConfig) -> int:
@@ -102,13 +92,53 @@ def planned_instances(config: ClusterConfig) -> int:
     return config.instances if config.scaling is None else config.lifecycle.max_instances
 
 
-def show_help(what: str, kind: EngineKind) -> int:
-    """kvmig's flags; with `all`, the engine's behind them."""
-    kvmig_flags.parser().print_help()
-    if what == "all":
-        kind.prepare()
-        kind.print_help()
-    return 0
+def serve(
+    front: FrontLaunch, own: Mapping[str, tuple[str, ...]], kind: EngineKind, host: Host | None
+) -> int:
+    """Serve until a signal; returns the exit code. own: flags by instance; host: None with Ray.
+
+    Raises KvmigError.
+    """
+    config, argv = front.config, front.engine_argv
+    args = kind.parse(argv)
+    planned = shapes_of(args, argv, own, planned_instances(config), kind.parse)
+    config = in_units(config, unit_tokens(planned), kind)
+    with take_port(args.host, args.port) as sock:
+        if host is not None:
+            kind.check_gpus(args, host.gpus)
+        if host is not None and kind.shares_memory:
+            argv = [
+                *argv,
+                *memory_flags(
+                    argv,
+                    args.kv_cache_memory_bytes,
+                    [shape.workers for shape in planned],
+                    len(host.gpus),
+                    available_memory(),
+                    os.environ,
+                    weights_of(args.model),
+                ),
+            ]
+        first = planned[: config.instances]
+        shapes = Shapes(argv, own, first, config.migration.unit_tokens, kind.parse)
+        name = secrets.token_hex(4)
+        launcher: Launcher
+        if host is not None:
+            launcher = host.launcher(name, [shape.workers for shape in planned])
+        else:
+            assert config.ray is not None
+            workers = [shape.workers for shape in first]
+            launcher = RayLauncher(config.ray, workers, args.model, args.kv_cache_memory_bytes)
+        cluster = Cluster(
+            name,
+            config,
+            front.secret,
+            shapes,
+            launcher,
+            lambda argv: kind.weights(kind.parse(argv)),
+        )
+        front = msgspec.structs.replace(front, config=config, engine_argv=argv)
+        return uvloop.run(Server(cluster, front, args, sock).run())
 
 
 def in_units(config: ClusterConfig, tokens: int, kind: EngineKind) -> ClusterConfig:
@@ -122,54 +152,18 @@ def in_units(config: ClusterConfig, tokens: int, kind: EngineKind) -> ClusterCon
     return msgspec.structs.replace(config, migration=migration)
 
 
-def share_memory(
-    args: Namespace, argv: list[str], shapes: Sequence[InstanceShape], gpu_ids: Sequence[str]
-) -> list[str]:
-    """vLLM flags for one worker's share of this machine. Raises ConfigError."""
-    return memory_flags(
-        argv,
-        args.kv_cache_memory_bytes,
-        [shape.workers for shape in shapes],
-        len(gpu_ids),
-        available_memory(),
-        os.environ,
-        weights_of(args.model),
-    )
-
-
 class Server:
     """One cluster with its front ends, from start to end."""
 
     def __init__(
-        self,
-        name: str,
-        secret: bytes,
-        admin_key: str,
-        config: ClusterConfig,
-        args: Namespace,
-        engine_argv: list[str],
-        shapes: Shapes,
-        launcher: Launcher,
-        sock: socket.socket,
+        self, cluster: Cluster, launch: FrontLaunch, args: Namespace, sock: socket.socket
     ) -> None:
-        """name: of the cluster. args: the front ends'; engine_argv: of all instances."""
-        self._config = config
-        self._secret = secret
-        self._admin_key = admin_key
+        """launch: of the front ends, but for the launcher's endpoint. args: its flags, parsed."""
+        self._cluster = cluster
+        self._launch = launch
+        self._config = launch.config
         self._args = args
         self._sock = sock
-        self._engine_argv = engine_argv
-        kind = kind_of(config.engine)
-        self._cluster = Cluster(
-            name,
-            config,
-            secret,
-            engine_argv,
-            shapes,
-            launcher,
-            say,
-            lambda argv: kind.weights(kind.parse(argv)),
-        )
         self._control: Control | None = None
         self._front: FrontEnd | FrontEnds | None = None
         self._scheduler: asyncio.Task[None] | None = None
@@ -211,31 +205,14 @@ class Server:
         (self._at_once if self._stop.is_set() else self._stop).set()
 
     async def _start(self) -> None:
-        """All of it, ready. Raises KvmigError."""
+        """Start instances and front ends, then the scheduler. Raises KvmigError."""
         await self._cluster.open()  # nothing is started where that fails
         self._take_signals()  # Ray has put its own in place
-        self._control = control = Control(self._cluster, self._secret, self._config.control_host)
-        launch = FrontLaunch(
-            name=f"front-{secrets.token_hex(4)}",
-            launcher=control.endpoint,
-            secret=self._secret,
-            admin_key=self._admin_key,
-            config=self._config,
-            engine_argv=self._engine_argv,
-        )
-
-        async def instances() -> None:
-            await self._cluster.start()
-            control.open()
-
-        async def front() -> None:
-            if self._config.lifecycle.front_ends == 1:
-                self._front = FrontEnd(launch, self._args, self._sock)
-            else:
-                self._front = FrontEnds(launch, self._sock)
-            await self._front.start()
-
-        both = [asyncio.create_task(instances()), asyncio.create_task(front())]
+        self._control = Control(self._cluster, self._launch.secret, self._config.control_host)
+        both = [
+            asyncio.create_task(self._start_instances(self._control)),
+            asyncio.create_task(self._start_front(self._control.endpoint)),
+        ]
         try:
             await asyncio.gather(*both)
         except BaseException:
@@ -246,13 +223,26 @@ class Server:
         self._take_signals()  # an HTTP server may have put its own in place
         self._cluster.on_change.append(self._stop_without_instances)
         if self._config.scheduler.migration or self._config.scaling is not None:
-            keeper = SchedulerKeeper(self._config, self._secret, self._cluster)
+            keeper = SchedulerKeeper(self._config, self._launch.secret, self._cluster)
             self._scheduler = asyncio.create_task(keeper.run(), name="scheduler")
 
+    async def _start_instances(self, control: Control) -> None:
+        await self._cluster.start()
+        control.open()
+
+    async def _start_front(self, launcher: str) -> None:
+        launch = msgspec.structs.replace(self._launch, launcher=launcher)
+        if self._config.lifecycle.front_ends == 1:
+            self._front = FrontEnd(launch, self._args, self._sock)
+        else:
+            self._front = FrontEnds(launch, self._sock)
+        await self._front.start()
+
     async def _serve(self) -> None:
+        """Wait for a signal, or for the end of the front ends; then drain them."""
         assert self._front is not None
         host, port = self._sock.getsockname()[:2]
-        if not (is_loopback(host) or self._admin_key or self._args.api_key):
+        if not (is_loopback(host) or self._launch.admin_key or self._args.api_key):
             say(
                 f"anybody who reaches {host} may use the API; the admin API is closed, see"
                 f" {ADMIN_KEY} in docs/security.md"

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import httpx
 
-from kvmig.cli.children import how_it_ended
+from kvmig.cli.processes import how_it_ended
 from kvmig.ground.discreet import ADMIN_KEY
 from kvmig.ground.errors import StartupError
 from kvmig.models import BUNDLED

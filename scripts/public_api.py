@@ -25,11 +25,9 @@ PAGES: dict[str, tuple[str, ...]] = {
         "kvmig",
         "kvmig.embed.migrator:OnCommit",
         "kvmig.kvtransfer.report",
-        "kvmig.ground.config:Transport,MigrationConfig,SchedulerConfig,ClusterConfig",
-        "kvmig.ground.faults:FaultConfig",
-        "kvmig.ground.lifecycle:LifecycleConfig",
+        "kvmig.ground.config:Transport,MigrationConfig,SchedulerConfig,ClusterConfig,FaultConfig,"
+        "LifecycleConfig,ScalingConfig",
         "kvmig.ground.priorities:PriorityClass",
-        "kvmig.ground.scaling:ScalingConfig",
         "kvmig.ground.errors",
     ),
     "engine-port": (

@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 
 from kvmig.gateway.access import access
 from kvmig.gateway.http import HttpMiddleware, HttpState
-from kvmig.ground.http import HttpConfig
+from kvmig.ground.config import HttpConfig
 from kvmig.ground.priorities import NORMAL, PriorityClass
 
 

@@ -23,8 +23,7 @@ from kvmig.gateway.http import HttpMiddleware, HttpState
 from kvmig.gateway.launcher import LauncherLink, Membership
 from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
-from kvmig.ground.config import ClusterConfig, MigrationConfig
-from kvmig.ground.http import HttpConfig
+from kvmig.ground.config import ClusterConfig, HttpConfig, MigrationConfig
 from kvmig.ground.priorities import PriorityClass
 from kvmig.openai_server.generation import Backend, RequestQueues, decode_outputs
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server

@@ -5,8 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvmig.cli.flags import parse
-from kvmig.cli.quantity import quantity
+from kvmig.cli.flags import parse, quantity
 from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import ConfigError, MigrationRefused
 from kvmig.ground.layout import KVLayout, Region

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from kvmig.gateway.access import access
-from kvmig.ground.http import BODIES, HttpConfig
+from kvmig.ground.config import BODIES, HttpConfig
 from tests.stubbed_front import Stubbed, stubbed_front
 
 KEY = "the key of a tenant"

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from kvmig.cli.children import Child, running
-from kvmig.cli.launch import Announcement
+from kvmig.cli.processes import Announcement, Child, running
 
 BUSY_S = 3.0
 """Where descriptors are closed twice, two of five such runs lose one."""

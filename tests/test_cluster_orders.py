@@ -7,16 +7,16 @@ import socket
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from unittest import mock
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvmig.cli import control, llumlet_link
+from kvmig.cli import cluster, control, instance
 from kvmig.cli.cluster import Cluster
 from kvmig.cli.control import Control
-from kvmig.cli.launch import LlumletLaunch
-from kvmig.cli.launcher import Handle
+from kvmig.cli.processes import Handle, LlumletLaunch
 from kvmig.cli.shapes import InstanceShape, Shapes
 from kvmig.controlplane.messages import (
     AddInstances,
@@ -37,9 +37,8 @@ from kvmig.gateway.errors import LauncherGone, OrderFailed
 from kvmig.gateway.launcher import LauncherLink, Membership, News
 from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
-from kvmig.ground.config import ClusterConfig
+from kvmig.ground.config import ClusterConfig, LifecycleConfig
 from kvmig.ground.errors import ConfigError, StartupError, TransportError
-from kvmig.ground.lifecycle import LifecycleConfig
 from kvmig.ground.priorities import NORMAL
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello
@@ -189,10 +188,8 @@ class World:
             "test",
             config,
             SECRET,
-            ["MODEL"],
             shapes,
             self.launcher,
-            self.said.append,
             lambda argv: self.launcher.weights,
         )
         self.control = Control(self.cluster, SECRET, "127.0.0.1")
@@ -213,10 +210,14 @@ async def world(**lifecycle: float) -> AsyncIterator[World]:
     """i0 and i1 serve; at the end no process is left."""
     it = World(LifecycleConfig(**lifecycle))  # type: ignore[arg-type]
     try:
-        await it.cluster.start()
-        it.control.open()
-        await it.hears(i0="serving", i1="serving")
-        yield it
+        with (
+            mock.patch.object(cluster, "say", it.said.append),
+            mock.patch.object(instance, "say", it.said.append),
+        ):
+            await it.cluster.start()
+            it.control.open()
+            await it.hears(i0="serving", i1="serving")
+            yield it
     finally:
         await it.link.close()
         await it.control.close()
@@ -334,7 +335,7 @@ async def test_one_that_dies_is_started_again_under_its_name() -> None:
 async def test_one_that_is_silent_for_long_is_ended_and_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(llumlet_link, "TICK_S", 0.1)
+    monkeypatch.setattr(instance, "TICK_S", 0.1)
     async with world() as it:
         first = it.launcher.process("i0")
         first.silent = True
@@ -416,8 +417,8 @@ async def test_a_launcher_that_fails_at_an_order_hears_the_next() -> None:
 async def test_one_that_hangs_is_ended_though_it_is_taken_out_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(llumlet_link, "SILENT_TICKS", 2)
-    monkeypatch.setattr(llumlet_link, "TICK_S", 0.1)
+    monkeypatch.setattr(instance, "SILENT_TICKS", 2)
+    monkeypatch.setattr(instance, "TICK_S", 0.1)
     async with world() as it:
         hung = it.launcher.process("i0")
         hung.stop_s = 0.5
@@ -462,7 +463,7 @@ async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(
         await it.until(lambda: it.front.refusals["launcher"] == {"unexpected": 1})
         await it.launcher.process("i0").send(b"no message")
         await it.until(lambda: it.front.refusals["launcher"].get("unreadable") == 1)
-        it.cluster.refusals.scheduler = {"early": 3}
+        it.cluster.scheduler_refusals = {"early": 3}
         await it.until(lambda: it.front.refusals["scheduler"] == {"early": 3})
         later = Told()
         link = LauncherLink(it.control.endpoint, SECRET, "front-2", later.hear)
@@ -492,7 +493,7 @@ async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and
     async with world() as it:
         link = LauncherLink(it.control.endpoint, SECRET, "front-2", Counting(router).hear)
         await it.until(lambda: link._client is not None)
-        it.cluster.refusals.scheduler = {"early": 3}
+        it.cluster.scheduler_refusals = {"early": 3}
         await it.until(lambda: shown("scheduler", "early") == 3)
         it.control._tell(Scale())  # isn't for a front end
         await it.until(lambda: shown("front-2", "unexpected") == 1)

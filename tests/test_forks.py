@@ -11,11 +11,9 @@ from typing import cast
 import psutil
 import pytest
 
-from kvmig.cli.children import Child, Process
-from kvmig.cli.fork_server import TITLE
-from kvmig.cli.forks import UNSEEN, Fork, Forks
-from kvmig.cli.launch import Announcement
+from kvmig.cli.forks import TITLE, Fork, Forks
 from kvmig.cli.local import llumlet_environment
+from kvmig.cli.processes import UNSEEN, Announcement, Child, Process
 from kvmig.ground.errors import StartupError
 
 THREADS = 4

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvmig import front_end
-from kvmig.cli.children import running
+from kvmig.cli.processes import running
 from kvmig.front_end import FrontEnds, FrontLaunch
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.lifecycle import LifecycleConfig
+from kvmig.ground.config import ClusterConfig, LifecycleConfig
 
 PATIENCE_S = 60.0
 STUB = """
@@ -31,7 +30,7 @@ os.write(int(sys.argv[1]), b'{"endpoint": "shared"}' + bytes([10]))
 if life == "dies":
     sys.exit(3)
 while life != "hangs":
-    os.write(launch["pulse"], b".")
+    os.write(launch["heartbeat"], b".")
     time.sleep(0.05)
 time.sleep(600)
 """
@@ -66,7 +65,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(front_end, "running", lambda _, *rest: running("stub", *rest))
     monkeypatch.setattr(front_end, "say", made.say)
-    monkeypatch.setattr(front_end, "SILENT_S", 1.0)
+    monkeypatch.setattr(front_end, "HEARTBEAT_TIMEOUT_S", 1.0)
     return made
 
 
@@ -87,7 +86,7 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize(
-    ("life", "reason"), [("hangs", "no sign of life for 1 s"), ("dies", "exit code 3")]
+    ("life", "reason"), [("hangs", "no heartbeat for 1 s"), ("dies", "exit code 3")]
 )
 async def test_one_that_hangs_or_dies_is_started_again(
     site: Site, sock: socket.socket, life: str, reason: str
@@ -135,10 +134,10 @@ class Started:
 
 front_process.FrontEnd = Started
 front_process.kind_of = lambda _: type("Kind", (), {"parse": lambda *_: None})
-_, pulse = os.pipe()
+_, heartbeat = os.pipe()
 launch = FrontLaunch(
     name="f", launcher="", secret=b"s", config=ClusterConfig(), engine_argv=[],
-    listening=socket.socket().detach(), pulse=pulse,
+    listening=socket.socket().detach(), heartbeat=heartbeat,
 )
 asyncio.run(front_process.run(launch, int(sys.argv[1])))
 """

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.gateway.instances import Health, Listening
-from kvmig.ground.config import ClusterConfig, check
+from kvmig.ground.config import ClusterConfig, FaultConfig, check
 from kvmig.ground.errors import ConfigError
-from kvmig.ground.faults import FaultConfig
 
 PERIOD_S = 0.2
 SILENT_S = 1.5

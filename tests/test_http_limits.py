@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 
 from kvmig.gateway.http import Connection, HttpState
 from kvmig.gateway.problems import shorten_value
-from kvmig.ground.http import HttpConfig
+from kvmig.ground.config import HttpConfig
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from tests.http_states import behind_middleware
 from tests.skipped_time import skipped_time

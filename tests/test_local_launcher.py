@@ -8,9 +8,8 @@ from typing import cast
 import pytest
 
 from kvmig.cli import local
-from kvmig.cli.children import Child, Process, Spawn
-from kvmig.cli.launch import LlumletLaunch
 from kvmig.cli.local import LocalLauncher, LocalLlumlet
+from kvmig.cli.processes import Child, LlumletLaunch, Process, Spawn
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import StartupError
 

@@ -12,9 +12,8 @@ import pytest
 from bench.load.stub import StubEngine
 from kvmig.gateway.http import LoadShedding, Overload
 from kvmig.gateway.requests import HttpCall
-from kvmig.ground.config import ClusterConfig, check
+from kvmig.ground.config import ClusterConfig, HttpConfig, check
 from kvmig.ground.errors import ConfigError
-from kvmig.ground.http import HttpConfig
 from kvmig.ground.priorities import NORMAL, PriorityClass
 from tests.stubbed_front import Stubbed, stubbed_front
 

@@ -11,7 +11,7 @@ from kvmig.gateway.ownership import Ownership
 from kvmig.gateway.ports import Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Splicer
-from kvmig.ground.faults import FaultConfig
+from kvmig.ground.config import FaultConfig
 from kvmig.kvtransfer.messages import Message
 
 if TYPE_CHECKING:

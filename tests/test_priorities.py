@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvmig.cli.flags import parse
-from kvmig.cli.priority_flags import parse_class
+from kvmig.cli.flags import parse, parse_class
 from kvmig.engines.vllm.kind import scheduling_flags
 from kvmig.ground.config import ClusterConfig, check
 from kvmig.ground.errors import ConfigError

@@ -17,7 +17,7 @@ def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_kvmigs_warnings_are_shown_and_of_libraries_only_errors() -> None:
     done = run(
         "import logging\n"
-        "from kvmig.cli.process import quiet\n"
+        "from kvmig.cli.processes import quiet\n"
         "quiet('i7')\n"
         "logging.getLogger('library').warning('hush')\n"
         "logging.getLogger('library').error('loud')\n"
@@ -32,7 +32,7 @@ def test_kvmigs_warnings_are_shown_and_of_libraries_only_errors() -> None:
 
 WARN = (
     "import warnings\n"
-    "from kvmig.cli.process import quiet\n"
+    "from kvmig.cli.processes import quiet\n"
     "quiet('i7')\n"
     "warnings.warn('some day', FutureWarning)\n"
 )
@@ -46,7 +46,7 @@ def test_warnings_of_coming_changes_are_shown_to_who_asks_only() -> None:
 def test_no_garbage_is_collected_while_a_process_loads_and_what_it_loaded_is_never_walked() -> None:
     done = run(
         "import gc\n"
-        "from kvmig.cli.process import begin_loading, end_loading\n"
+        "from kvmig.cli.processes import begin_loading, end_loading\n"
         "begin_loading()\n"
         "print(gc.isenabled())\n"
         "loaded = [[] for _ in range(100_000)]\n"
@@ -60,7 +60,7 @@ def test_no_garbage_is_collected_while_a_process_loads_and_what_it_loaded_is_nev
 def test_a_process_leaves_with_its_status_and_all_that_it_printed() -> None:
     done = run(
         "import atexit\n"
-        "from kvmig.cli.process import leave\n"
+        "from kvmig.cli.processes import leave\n"
         "atexit.register(print, 'torn down')\n"
         "print('said', end='')\n"
         "leave(3)\n"
@@ -71,7 +71,7 @@ def test_a_process_leaves_with_its_status_and_all_that_it_printed() -> None:
 
 def test_output_that_nobody_can_take_stops_nobody() -> None:
     script = (
-        "from kvmig.cli.process import leave, say\n"
+        "from kvmig.cli.processes import leave, say\n"
         "for n in range(1000):\n"
         "    say('a line of progress')\n"
         "leave(3)\n"
@@ -85,7 +85,7 @@ def test_output_that_nobody_can_take_stops_nobody() -> None:
 def test_a_line_is_one_write_so_that_those_of_several_processes_stay_lines() -> None:
     done = run(
         "import sys\n"
-        "from kvmig.cli.process import say\n"
+        "from kvmig.cli.processes import say\n"
         "class Writes(list):\n"
         "    def write(self, text):\n"
         "        self.extend([text] if text else [])\n"

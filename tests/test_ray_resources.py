@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.cli.ray_resources import (
+from kvmig.cli.ray_cluster import (
     Node,
     actor_options,
     check_room,

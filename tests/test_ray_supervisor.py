@@ -7,10 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvmig.cli.children import Child, Spawn
 from kvmig.cli.environment import GIB, part_of_memory
-from kvmig.cli.launch import LlumletLaunch
-from kvmig.cli.ray_supervisor import Order, Supervisor, bound_to, forwarded, node_environment
+from kvmig.cli.processes import Child, LlumletLaunch, Spawn
+from kvmig.cli.ray_launcher import Order, Supervisor, bound_to, forwarded, node_environment
 from kvmig.ground.config import ClusterConfig, MigrationConfig
 from kvmig.ground.errors import ConfigError
 

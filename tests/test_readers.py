@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvmig.gateway.requests import HttpCall, LiveRequest
 from kvmig.gateway.splice import Splicer
-from kvmig.ground.http import HttpConfig
+from kvmig.ground.config import HttpConfig
 from tests.stubbed_front import Stubbed, stubbed_front
 
 TIMEOUT_S = 60.0

@@ -28,9 +28,8 @@ from kvmig.gateway import ownership, requests, router
 from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.ports import Observer
 from kvmig.gateway.router import Router
-from kvmig.ground.config import ClusterConfig
+from kvmig.ground.config import ClusterConfig, FaultConfig
 from kvmig.ground.errors import NoInstance
-from kvmig.ground.faults import FaultConfig
 from tests.fake_llumlet import (
     LOAD,
     SECRET,

@@ -8,8 +8,7 @@ import pytest
 
 from kvmig.controlplane.messages import AbortRequests, Submit
 from kvmig.engines.base import EngineLoad
-from kvmig.ground.config import ClusterConfig, SchedulerConfig
-from kvmig.ground.faults import FaultConfig
+from kvmig.ground.config import ClusterConfig, FaultConfig, SchedulerConfig
 from tests.fake_llumlet import LOAD, Cluster, FakeLlumlet, cluster, eventually
 
 SOON = ClusterConfig(faults=FaultConfig(instance_wait_s=0.3))

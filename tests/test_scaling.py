@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from kvmig.controlplane.scaling import In, Out, Scaler
 from kvmig.controlplane.view import ClusterView, InstanceView, usage
 from kvmig.engines.base import EngineLoad
-from kvmig.ground.config import ClusterConfig, check
+from kvmig.ground.config import ClusterConfig, ScalingConfig, check
 from kvmig.ground.errors import ConfigError
-from kvmig.ground.scaling import ScalingConfig
 
 CONFIG = ScalingConfig(low=10, high=60, max_instances=8, sustain_s=5, cooldown_s=30)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvmig.cli import scheduler_keeper
-from kvmig.cli.children import Child
-from kvmig.cli.refusal_board import RefusalBoard
-from kvmig.cli.scheduler_keeper import SchedulerKeeper
+from kvmig.cli import scheduler
+from kvmig.cli.processes import Child
+from kvmig.cli.scheduler import SchedulerKeeper
 from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused
 from kvmig.ground.config import ClusterConfig
 from kvmig.kvtransfer.link import Server
+from kvmig.kvtransfer.wire import RefusalCounter
 
 SECRET = b"a secret of 16 b"
 
@@ -23,7 +23,8 @@ class FakeCluster:
 
     def __init__(self) -> None:
         self.on_change: list[Any] = []
-        self.refusals = RefusalBoard()
+        self.refusals = RefusalCounter()
+        self.scheduler_refusals: dict[str, int] = {}
 
     def members(self) -> list[Member]:
         return [Member("i0", "tcp://i0")]
@@ -63,7 +64,7 @@ async def test_a_scheduler_that_lives_without_its_connection_gives_way_to_anothe
         return children[-1]
 
     monkeypatch.setattr(Child, "start", start)
-    monkeypatch.setattr(scheduler_keeper, "GRACE_S", 0.01)
+    monkeypatch.setattr(scheduler, "GRACE_S", 0.01)
     cluster = FakeCluster()
     keeper = SchedulerKeeper(ClusterConfig(), SECRET, cluster)  # type: ignore[arg-type]
     keeping = asyncio.create_task(keeper.run())
@@ -72,14 +73,14 @@ async def test_a_scheduler_that_lives_without_its_connection_gives_way_to_anothe
             await asyncio.sleep(0.01)
         await children[0].told()
         children[0].server.send(b"launcher", MessagesRefused("scheduler", {"early": 1}))
-        while cluster.refusals.scheduler != {"early": 1}:  # noqa: ASYNC110
+        while cluster.scheduler_refusals != {"early": 1}:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         children[0].server.close()
         while len(children) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert children[0].stopped
         assert [one.instance for one in (await children[1].told()).members] == ["i0"]
-        assert cluster.refusals.scheduler == {}, "the other one has refused nothing yet"
+        assert cluster.scheduler_refusals == {}, "the other one has refused nothing yet"
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert children[1].stopped

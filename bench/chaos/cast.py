@@ -14,7 +14,7 @@ from bench.chaos.place import Place
 
 MODULES = {
     "kvmig.serve": "launcher",
-    "kvmig.cli.fork_server": "fork-server",
+    "kvmig.cli.forks": "fork-server",
     "kvmig.cli.llumlet": "instance",
     "kvmig.cli.scheduler": "scheduler",
     "kvmig.front_process": "front-end",

@@ -20,7 +20,7 @@ from bench.chaos.cast import Cast, connections, sever
 from bench.chaos.hooks import ARMED, FIRED, NOW
 from bench.chaos.place import Place
 from bench.chaos.plan import PROCESSES, Fault
-from kvmig.cli.pulse import LOOKS, SILENT_S
+from kvmig.cli.processes import HEARTBEAT_TIMEOUT_S, LOOKS
 from kvmig_tools.served import Served
 
 LATE_S = 0.3
@@ -150,7 +150,7 @@ class Nemesis:
 
     async def _gone(self, pid: int) -> bool:
         """Whether it has ended by now, or does within the time between two looks at it."""
-        for _ in range(int(SILENT_S / LOOKS / POLL_S)):
+        for _ in range(int(HEARTBEAT_TIMEOUT_S / LOOKS / POLL_S)):
             if not psutil.pid_exists(pid):
                 return True
             await asyncio.sleep(POLL_S)

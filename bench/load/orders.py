@@ -8,7 +8,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvmig.cli.launch import LlumletLaunch
+from kvmig.cli.processes import LlumletLaunch
 
 TIMEOUT_MS = 120_000
 

@@ -14,12 +14,12 @@ import uvloop
 
 from bench.load.orders import Orders, Start, Started
 from kvmig.cli import flags as kvmig_flags
-from kvmig.cli.launch import LlumletLaunch
-from kvmig.cli.launcher import STOP_S, Handle
-from kvmig.cli.port import take_port
-from kvmig.cli.process import leave, quiet
+from kvmig.cli.cluster import Cluster
+from kvmig.cli.environment import take_port
+from kvmig.cli.processes import STOP_S, Handle, LlumletLaunch, leave, quiet
 from kvmig.cli.shapes import Shapes, shapes_of
 from kvmig.engines.kind import kind_of
+from kvmig.front_end import FrontLaunch
 from kvmig.serve import Server
 
 
@@ -73,8 +73,11 @@ def main(argv: list[str]) -> int:
     with take_port(args.host, args.port) as sock:
         launcher = StubLauncher(Orders(address))
         name, secret = secrets.token_hex(4), secrets.token_bytes(32)
-        server = Server(name, secret, "", config, args, rest, shapes, launcher, sock)
-        return uvloop.run(server.run())
+        cluster = Cluster(name, config, secret, shapes, launcher)
+        front = FrontLaunch(
+            name="front-0", launcher="", secret=secret, config=config, engine_argv=rest
+        )
+        return uvloop.run(Server(cluster, front, args, sock).run())
 
 
 if __name__ == "__main__":

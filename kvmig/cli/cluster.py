@@ -1,4 +1,4 @@
-"""The instances of one cluster: how many there are, and what becomes of orders about them."""
+"""The cluster holds the instances and carries out orders about them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvmig.cli.instance import Deadline, Instance
-from kvmig.cli.launch import LlumletLaunch
-from kvmig.cli.launcher import Handle, Launcher
-from kvmig.cli.refusal_board import RefusalBoard
-from kvmig.cli.rolling import Rolling
+from kvmig.cli.processes import Handle, Launcher, LlumletLaunch, say
 from kvmig.cli.shapes import InstanceShape, Shapes
 from kvmig.controlplane.messages import (
     AddInstances,
@@ -22,9 +19,9 @@ from kvmig.controlplane.messages import (
     Scale,
     StopDrain,
 )
-from kvmig.ground.config import ClusterConfig
+from kvmig.ground.config import ClusterConfig, instance_name
 from kvmig.ground.errors import ConfigError, StartupError
-from kvmig.ground.lifecycle import instance_name
+from kvmig.kvtransfer.wire import RefusalCounter
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +38,11 @@ class Cluster:
         name: str,
         config: ClusterConfig,
         secret: bytes,
-        engine_argv: Sequence[str],
         shapes: Shapes,
         launcher: Launcher,
-        say: Callable[[str], None],
         weights_of: Callable[[list[str]], str] = lambda argv: "",
     ) -> None:
-        """name: of its shared memory. engine_argv: MODEL and vLLM's flags for all instances.
+        """name: of its shared memory.
 
         weights_of: the identity of what an instance with these flags would load now; empty: it
         isn't known.
@@ -56,27 +51,29 @@ class Cluster:
         """Under which new requests had better begin."""
         self.on_change: list[Callable[[list[Member]], None]] = []
         self.on_evacuate: list[Callable[[Evacuate], None]] = []
-        self.say = say
-        self.refusals = RefusalBoard()
+        self.refusals = RefusalCounter()
+        """What the launcher refused, counted over all its sockets."""
+        self.scheduler_refusals: dict[str, int] = {}
+        """What the scheduler refused, by reason, as it told last."""
         self._name = name
         self._config = config
         self._secret = secret
-        self._engine_argv = list(engine_argv)
         self._shapes = shapes
         self._launcher = launcher
         self._weights_of = weights_of
         self._instances: dict[str, Instance] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Being ended; their names are taken still."""
-        self._rolling = Rolling(say)
+        self._rolling: asyncio.Task[None] | None = None
+        """A rolling restart."""
         self._stopped = False
 
     async def open(self) -> None:
-        """See whether instances can be started. Raises ConfigError or StartupError."""
+        """Check whether instances can be started. Raises ConfigError or StartupError."""
         await self._launcher.open()
 
     async def start(self) -> None:
-        """The first instances, ready; call `open` before.
+        """Start the first instances, and wait until they are ready; call `open` before.
 
         Raises StartupError; `stop` it then, too.
         """
@@ -91,7 +88,9 @@ class Cluster:
     async def stop(self) -> None:
         """End every instance and free what they held. May be called twice."""
         self._stopped = True
-        await self._rolling.close()
+        if self._rolling is not None:  # the one that is being drained stays as it is
+            self._rolling.cancel()
+            await asyncio.gather(self._rolling, return_exceptions=True)
         closing = [instance.close() for instance in self._instances.values()]
         await asyncio.gather(*closing, *self._leaving.values())
         self._instances.clear()
@@ -150,12 +149,16 @@ class Cluster:
         return (order.instance,)
 
     def restart(self, order: RestartInstances) -> tuple[str, ...]:
-        """Start some again, one after the other; their names. Raises OrderRefused."""
-        self._rolling.check()
+        """Start some again, each once it is drained, one after the other; their names.
+
+        Stops at the first that doesn't serve again. Raises OrderRefused.
+        """
+        if self._rolling is not None and not self._rolling.done():
+            raise OrderRefused("conflict", "a rolling restart is under way")
         deadline = self._deadline(order)
         serving = [one for one in self._instances.values() if one.state == "serving"]
         wanted = [self._find(name) for name in dict.fromkeys(order.instances)] or serving
-        coming = self._weights_of([*self._engine_argv])
+        coming = self._weights_of(self._shapes.argv)
         if len(serving) < 2:
             few = f"{len(serving)} instances serve, must be 2 or more"
             raise OrderRefused("conflict", f"{few}{_no_room(serving, coming)}")
@@ -163,59 +166,81 @@ class Cluster:
             self._launcher.renew()
         except StartupError as error:
             raise OrderRefused("conflict", str(error)) from error
-        self._rolling.begin(wanted, deadline)
+        if idle := [one.name for one in wanted if one.state != "serving"]:
+            raise OrderRefused("conflict", f"instance {idle[0]} doesn't serve")
+        renewed = wanted[0].restart(deadline)
+        self._rolling = asyncio.create_task(self._roll(wanted, renewed, deadline))
         self.preferred_weights = coming
         self.changed()
         return tuple(one.name for one in wanted)
+
+    async def _roll(
+        self, instances: Sequence[Instance], renewed: asyncio.Future[str], deadline: Deadline
+    ) -> None:
+        """renewed: of the first one, which is being drained already."""
+        for instance in instances:
+            if instance is not instances[0]:
+                try:
+                    renewed = instance.restart(deadline)
+                except OrderRefused as refused:
+                    say(f"rolling restart: stopped ({refused})")
+                    return
+            if failed := await renewed:  # it may take as long as a drain and a start
+                say(f"rolling restart: stopped at instance {instance.name} ({failed})")
+                return
+        say("rolling restart: done")
 
     def scale(self, decision: Scale) -> None:
         """The scheduler's decision. One that has become impossible is logged."""
         try:
             if decision.add:
-                self.say(f"autoscaling: {decision.add} more")
+                say(f"autoscaling: {decision.add} more")
                 self.add(AddInstances(0, decision.add))
             if decision.drain:
-                self.say(f"autoscaling: instance {decision.drain} goes")
+                say(f"autoscaling: instance {decision.drain} goes")
                 self.drain(DrainInstance(0, decision.drain, leave=True))
         except OrderRefused as refused:
             log.warning("autoscaling: %s", refused)
 
-    # -- what instances need (`Surroundings`)
+    # -- what its instances need
 
     def changed(self) -> None:
-        """Tell everybody."""
+        """Tell everybody who the members are."""
         if not self._stopped:
             members = self.members()
             for tell in self.on_change:
                 tell(members)
 
     def left(self, instance: Instance) -> None:
-        """Take it out, and end its process."""
+        """Take an instance out that is empty or dead, and end its process."""
         if self._instances.get(instance.name) is not instance:
             return
         del self._instances[instance.name]
         self.changed()
-        self.say(f"instance {instance.name} is taken out")
+        say(f"instance {instance.name} is taken out")
         ending = asyncio.create_task(instance.close(), name=f"end of {instance.name}")
         self._leaving[instance.name] = ending
         ending.add_done_callback(lambda _: self._leaving.pop(instance.name))
 
     def others_serve(self, instance: Instance) -> bool:
-        """Whether another one is in state serving."""
+        """Whether there is another one that its requests can go to."""
         return any(
             one.state == "serving" and one is not instance for one in self._instances.values()
         )
 
     def evacuate(self, instance: Instance, *, ends: bool) -> None:
-        """Tell everybody who has requests there."""
+        """Let its requests go on elsewhere: a drain's deadline is over.
+
+        ends: those that no other instance has the weights of end with an error.
+        """
         for tell in self.on_evacuate:
             tell(Evacuate(instance.name, ends))
 
-    # -- small things
+    # -- helpers
 
     def _say_failure(self, first_start: asyncio.Future[str]) -> None:
         if not first_start.cancelled() and (how := first_start.result()):
-            self.say(f"{how}; it is given up")
+            say(f"{how}; it is given up")
 
     def _begin(self, name: str, shape: InstanceShape) -> Instance:
         launch = LlumletLaunch(
@@ -223,7 +248,7 @@ class Cluster:
             instance=name,
             secret=self._secret,
             config=self._config,
-            engine_argv=[*self._engine_argv, *shape.own],
+            engine_argv=[*self._shapes.argv, *shape.own],
         )
 
         async def start() -> Handle:

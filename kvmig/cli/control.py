@@ -15,6 +15,7 @@ from kvmig.controlplane.messages import (
     DrainInstance,
     Member,
     Members,
+    MessagesRefused,
     OrderDone,
     OrderRefused,
     RestartInstances,
@@ -50,7 +51,7 @@ class Control:
                 "launcher",
                 ClusterMessage,
                 host=host,
-                refusals=cluster.refusals.own,
+                refusals=cluster.refusals,
             )
         except (zmq.ZMQError, ValueError) as error:
             raise StartupError(f"launcher on {host}: {error}") from error
@@ -88,7 +89,7 @@ class Control:
             if isinstance(message, Hello):
                 self._fronts = [*(one for one in self._fronts if one != sender), sender]
                 self._members(self._cluster.members())
-                for told in self._cluster.refusals.told():
+                for told in self._refused():
                     self._send(sender, told)
             elif isinstance(message, Order):
                 self._send(sender, self._answer(message))
@@ -98,14 +99,21 @@ class Control:
                 log.warning("a front end sent %s", name)
 
     async def _tell_refusals(self) -> None:
-        told = self._cluster.refusals.told()
+        told = self._refused()
         while True:
             await asyncio.sleep(TELL_S)
-            now = self._cluster.refusals.told()
+            now = self._refused()
             for before, after in zip(told, now, strict=True):
                 if after != before:
                     self._tell(after)
             told = now
+
+    def _refused(self) -> list[MessagesRefused]:
+        """What the launcher and the scheduler have refused: front ends show it."""
+        return [
+            MessagesRefused("launcher", self._cluster.refusals.counts()),
+            MessagesRefused("scheduler", self._cluster.scheduler_refusals),
+        ]
 
     def _answer(self, order: Order) -> OrderDone:
         try:

@@ -1,15 +1,24 @@
-"""What each instance gets of this machine: threads and memory, or a GPU."""
+"""What the launcher takes from its machine and environment: secrets, its port, open files;
+and what each instance gets of it: threads and memory, or a GPU."""
 
 from __future__ import annotations
 
 import os
+import resource
+import secrets
 import shutil
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+from kvmig.ground.config import SEND_BYTES
+from kvmig.ground.discreet import SECRET
 from kvmig.ground.errors import ConfigError
+from kvmig.kvtransfer.link import LEAST_BYTES
 
+OPEN_FILES_SPARE = 500
+"""Of a front end, for all but clients."""
 GIB = 1 << 30
 CPU_KV_SHARE = 0.4
 """Of the available memory, for all instances' KV caches together, unless told otherwise."""
@@ -19,6 +28,61 @@ INSTANCE_OVERHEAD = GIB
 """What a CPU instance takes beside weights and KV cache: Python, torch, vLLM (measured 0.8 GiB)."""
 GPU_SHARE = 0.9
 """vLLM's default of --gpu-memory-utilization, shared by the instances of one GPU."""
+
+
+# -- the launcher's own
+
+
+def cluster_secret(environment: MutableMapping[str, str]) -> bytes:
+    """Take the user's out of the environment, so that no child inherits it, or make one.
+
+    Children get secrets on their stdin (`controlplane.child`): neither flags nor environment have
+    them. Raises ConfigError if the user's is too short.
+    """
+    given = environment.pop(SECRET, "").encode()
+    if given and len(given) < LEAST_BYTES:
+        raise ConfigError(
+            f"{SECRET} has {len(given)} bytes, must have {LEAST_BYTES} or more, or be left out"
+        )
+    return given or secrets.token_bytes(32)
+
+
+def take_port(host: str | None, port: int) -> socket.socket:
+    """Bind `host`:`port`, before anything slow starts. Raises ConfigError naming both."""
+    address = host or "127.0.0.1"
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted sockets inherit it; by default the kernel gives each up to several MB.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    try:
+        sock.bind((address, port))
+        sock.listen(1024)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise ConfigError(f"--port {port} on {address} can't be used: {error}") from error
+    return sock
+
+
+def raise_open_files() -> int:
+    """Let this process and its children open as many files as the machine allows; how many."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def too_few_files(allowed: int, max_waiting: int, front_ends: int) -> str:
+    """Say why they aren't enough for the clients that may wait; empty if they are."""
+    needed = -(-max_waiting // front_ends) + OPEN_FILES_SPARE
+    if allowed == resource.RLIM_INFINITY or needed <= allowed:
+        return ""
+    return (
+        f"only {allowed} open files are allowed (ulimit -Hn), --max-waiting {max_waiting} may take"
+        f" {needed}: connections beyond that wait unanswered; raise the one or lower the other"
+    )
+
+
+# -- each instance's part
 
 
 def gpus() -> list[str]:

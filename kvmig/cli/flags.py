@@ -3,30 +3,153 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from kvmig.cli.fault_flags import add_fault_flags, fault_config
-from kvmig.cli.http_flags import add_http_flags, http_config
-from kvmig.cli.lifecycle_flags import add_lifecycle_flags, lifecycle, scaling
-from kvmig.cli.priority_flags import add_priority_flags, priority_classes
-from kvmig.cli.quantity import quantity
-from kvmig.cli.ray_flags import add_ray_flags, ray_config
+from kvmig.cli.ray_cluster import AUTO, checked_address, parse_resources
 from kvmig.ground.config import (
     ENGINES,
     IN_THE_CLEAR,
     POLICIES,
     TRANSPORTS,
+    USUAL_MOST,
     ClusterConfig,
+    FaultConfig,
+    HttpConfig,
+    LifecycleConfig,
     MigrationConfig,
+    RayConfig,
+    ScalingConfig,
     SchedulerConfig,
     check,
 )
 from kvmig.ground.errors import ConfigError
+from kvmig.ground.priorities import PriorityClass, with_normal
 
 _EPILOG = """Every other flag is the engine's (vLLM's, unless --engine says otherwise) and goes to
 each instance, e.g. --host, --port, --max-model-len, --api-key; `--help=all` lists those too."""
+
+FORM = "NAME=PRIORITY[,headroom=TOKENS|,target=MS]"
+_STEPS = {"K": 1, "M": 2, "G": 3, "T": 4}
+UNITS = {
+    "B": 1.0,
+    **{f"{letter}B": 1000.0**power for letter, power in _STEPS.items()},
+    **{f"{letter}iB": 1024.0**power for letter, power in _STEPS.items()},
+}
+"""Bytes of each."""
+
+Config = TypeVar("Config", bound=msgspec.Struct)
+
+
+def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
+    """Returns (checked config, the engine's part of `argv`, what --help asked for).
+
+    Raises ConfigError with the flag, its value and what is allowed.
+    """
+    flags, rest = parser().parse_known_args(argv)
+    config = _filled(
+        ClusterConfig,
+        flags,
+        instance_flags=tuple(flags.instance_flags),
+        ray=_ray(flags),
+        lifecycle=_filled(LifecycleConfig, flags, max_instances=_max_instances(flags)),
+        scaling=_scaling(flags),
+        priorities=priority_classes(flags.priority_class),
+        faults=_filled(FaultConfig, flags),
+        http=_filled(HttpConfig, flags, max_body=int(flags.max_body)),
+        scheduler=_filled(SchedulerConfig, flags, migration=not flags.no_migration),
+        migration=_filled(
+            MigrationConfig, flags, max_migration_bytes=int(flags.max_migration_bytes)
+        ),
+    )
+    return check(config), rest, flags.help
+
+
+def _filled(kind: type[Config], flags: argparse.Namespace, **given: Any) -> Config:
+    """Make a config of the flags that have its fields' names. given: its other fields."""
+    named = {one: getattr(flags, one) for one in kind.__struct_fields__ if hasattr(flags, one)}
+    return kind(**{**named, **given})
+
+
+def _ray(flags: argparse.Namespace) -> RayConfig | None:
+    """None: all instances run on this host. Raises ConfigError."""
+    resources = parse_resources(flags.ray_resources)
+    if flags.ray is None:
+        if resources:
+            raise ConfigError(f"--ray-resources is {flags.ray_resources!r}, but --ray is not given")
+        return None
+    return RayConfig(address=checked_address(flags.ray), resources=resources)
+
+
+def _max_instances(flags: argparse.Namespace) -> int:
+    most: int = getattr(flags, "max_instances", max(USUAL_MOST, flags.instances))
+    return most
+
+
+def _scaling(flags: argparse.Namespace) -> ScalingConfig | None:
+    """None without --autoscale. Raises ConfigError."""
+    if flags.autoscale is None:
+        return None
+    try:
+        low, high = map(float, flags.autoscale.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--autoscale is {flags.autoscale}, must be x,y with 0 <= x < y"
+        ) from error
+    most = _max_instances(flags)
+    return _filled(ScalingConfig, flags, low=low, high=high, max_instances=most)
+
+
+def priority_classes(given: list[str]) -> tuple[PriorityClass, ...]:
+    """The configured classes, first to run first. Raises ConfigError."""
+    return with_normal([parse_class(words) for words in given])
+
+
+def parse_class(words: str) -> PriorityClass:
+    """Example: "high=-1,headroom=1600". Raises ConfigError."""
+    (name, number), *options = (word.partition("=")[::2] for word in words.split(","))
+    given = dict(options)
+    try:
+        if len(given) < len(options) or not given.keys() <= {"headroom", "target"}:
+            raise ValueError(options)
+        found = PriorityClass(
+            name.strip(),
+            int(number),
+            headroom_tokens=int(given.get("headroom", 0)),
+            target_ms=float(given.get("target", 0)),
+        )
+    except ValueError as error:
+        raise ConfigError(f"--priority-class is {words!r}, must be {FORM}") from error
+    if "target" in given and not found.target_ms > 0:
+        raise ConfigError(
+            f"--priority-class {found.name}: target is {found.target_ms:g}, must be more than 0"
+        )
+    return found
+
+
+def quantity(unit: str) -> Callable[[str], float]:
+    """A parser of a flag's value: bytes; a number without a unit is in `unit`.
+
+    Example: `quantity("MB")` takes 500 and 0.5GB for 5e8.
+    """
+
+    def parse(text: str) -> float:
+        found = re.fullmatch(r"([0-9.eE+-]+) *([A-Za-z]*?)(/s)?", text.strip())
+        try:
+            value = float(found[1]) * UNITS[found[2] or unit] if found else math.nan
+        except (ValueError, KeyError):
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be a number of {unit}, or one with a unit: {', '.join(UNITS)}"
+            )
+        return value
+
+    return parse
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,9 +157,27 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+class _Group:
+    """A group of flags that fill the fields of one config."""
+
+    def __init__(self, root: _Parser, title: str, usual: msgspec.Struct) -> None:
+        """usual: has the defaults."""
+        self._usual = usual
+        self.add_argument = root.add_argument_group(title).add_argument
+
+    def add(self, flag: str, field: str, text: str, **how: Any) -> None:
+        """Let `flag` fill `field`, with its default and of its type unless `how` says otherwise."""
+        usual = getattr(self._usual, field)
+        if isinstance(usual, bool):
+            self.add_argument(flag, dest=field, action="store_true", help=text)
+            return
+        metavar = flag.removeprefix("--").replace("-", "_").upper()
+        how = {"default": usual, "type": type(usual), "metavar": metavar, **how}
+        self.add_argument(flag, dest=field, help=text, **how)
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of kvmig's own flags, in groups."""
-    cluster, scheduler, migration = ClusterConfig(), SchedulerConfig(), MigrationConfig()
     root = _Parser(
         prog="python -m kvmig.serve",
         usage="python -m kvmig.serve MODEL [kvmig's flags] [any flag of vllm serve]",
@@ -49,14 +190,20 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "-h", "--help", nargs="?", const="kvmig", metavar="all", default=None, help="this text"
     )
+    _add_cluster(root)
+    _add_http(root)
+    _add_ray(root)
+    _add_lifecycle(root)
+    _add_scheduler(root)
+    _add_faults(root)
+    _add_migration(root)
+    return root
 
-    group = root.add_argument_group("cluster")
-    group.add_argument(
-        "--engine", default=cluster.engine, help=f"what instances are: {', '.join(ENGINES)}"
-    )
-    group.add_argument(
-        "--instances", type=int, default=cluster.instances, help="instances to start"
-    )
+
+def _add_cluster(root: _Parser) -> None:
+    group = _Group(root, "cluster", ClusterConfig())
+    group.add("--engine", "engine", f"what instances are: {', '.join(ENGINES)}")
+    group.add("--instances", "instances", "instances to start")
     group.add_argument(
         "--instance-flags",
         action="append",
@@ -65,208 +212,242 @@ def parser() -> argparse.ArgumentParser:
         help="the engine's flags that only instance N gets, e.g. 'i1: --tensor-parallel-size 2';"
         " may be given several times",
     )
-    group.add_argument(
+    group.add(
         "--control-host",
-        default=cluster.control_host,
-        help="address that control sockets bind to; the cluster's secret is KVMIG_SECRET if set",
+        "control_host",
+        "address that control sockets bind to; the cluster's secret is KVMIG_SECRET if set",
     )
-    group.add_argument(
-        "--report-ms",
-        type=float,
-        default=cluster.report_ms,
-        help="longest time between two load reports of an instance",
-    )
-    group.add_argument(
-        "--start-timeout",
-        type=float,
-        default=cluster.start_timeout_s,
-        help="seconds for an instance to be ready",
-    )
-    group.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=cluster.drain_timeout_s,
-        help="seconds that SIGTERM lets running requests finish",
+    group.add("--report-ms", "report_ms", "longest time between two load reports of an instance")
+    group.add("--start-timeout", "start_timeout_s", "seconds for an instance to be ready")
+    group.add(
+        "--drain-timeout", "drain_timeout_s", "seconds that SIGTERM lets running requests finish"
     )
 
-    add_http_flags(root)
-    add_ray_flags(root)
-    add_lifecycle_flags(root)
 
-    group = root.add_argument_group("scheduler")
-    group.add_argument(
-        "--policy",
-        default=scheduler.policy,
-        help=f"where new requests go and what moves: {', '.join(POLICIES)}",
+def _add_http(root: _Parser) -> None:
+    usual = HttpConfig()
+    group = _Group(root, "HTTP", usual)
+    group.add(
+        "--max-body",
+        "max_body",
+        "size of a call's body at most, in MB or with a unit",
+        type=quantity("MB"),
+        default=f"{usual.max_body // 10**6}MB",
+        metavar="MB",
     )
+    group.add(
+        "--body-timeout", "body_timeout_s", "time for a call's body to arrive", metavar="SECONDS"
+    )
+    group.add(
+        "--max-waiting",
+        "max_waiting",
+        "while so many wait for their first token, further ones of their priority and those"
+        " after are answered 429; 0: no limit",
+        metavar="REQUESTS",
+    )
+    group.add(
+        "--max-unread",
+        "max_unread",
+        "a request is failed when its client has not read for more tokens; 0: no limit",
+        metavar="TOKENS",
+    )
+    group.add(
+        "--read-timeout",
+        "read_timeout_s",
+        "a connection is closed when its client has not read for so long",
+        metavar="SECONDS",
+    )
+
+
+def _add_ray(root: _Parser) -> None:
+    group = root.add_argument_group("many machines")
+    group.add_argument(
+        "--ray",
+        nargs="?",
+        const=AUTO,
+        default=None,
+        metavar="ADDRESS",
+        help="place the instances on the nodes of a Ray cluster: HOST:PORT of its head, or the"
+        " cluster that this machine is a node of",
+    )
+    group.add_argument(
+        "--ray-resources",
+        default="",
+        metavar="JSON",
+        help="what each instance takes of a node, such as '{\"CPU\": 4}'; one GPU a worker"
+        " unless given",
+    )
+
+
+def _add_lifecycle(root: _Parser) -> None:
+    group = _Group(root, "instances and front ends", LifecycleConfig())
+    group.add_argument(
+        "--max-instances",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="instances at once, at most"
+        f" (default: {USUAL_MOST}, or --instances where that is more)",
+    )
+    group.add(
+        "--max-restarts",
+        "max_restarts",
+        "how often in a row an instance is started again that dies soon after",
+    )
+    group.add(
+        "--drain-deadline",
+        "drain_deadline_s",
+        "what a drain hasn't moved by then goes on elsewhere by recompute",
+        metavar="SECONDS",
+    )
+    group.add("--front-ends", "front_ends", "HTTP processes that share the port")
+
+    group = _Group(root, "autoscaling", ScalingConfig())
+    group.add_argument(
+        "--autoscale",
+        metavar="X,Y",
+        help="keep the mean freeness (KV blocks by which each request can grow) between X and Y,"
+        " by adding instances and draining some; the paper: 10,60",
+    )
+    group.add("--min-instances", "min_instances", "at least so many")
+    group.add(
+        "--scale-sustain",
+        "sustain_s",
+        "how long freeness must be outside before something is done",
+        metavar="SECONDS",
+    )
+    group.add(
+        "--scale-cooldown",
+        "cooldown_s",
+        "least time from the last change to the next drain",
+        metavar="SECONDS",
+    )
+
+
+def _add_scheduler(root: _Parser) -> None:
+    group = _Group(root, "scheduler", SchedulerConfig())
+    group.add("--policy", "policy", f"where new requests go and what moves: {', '.join(POLICIES)}")
     group.add_argument(
         "--no-migration",
         action="store_true",
         help="never move a request (the admin API refuses, too)",
     )
-    group.add_argument(
+    group.add(
         "--inexact-moves",
-        action="store_true",
-        help="requests may also move between instances whose logits round differently (other"
+        "inexact_moves",
+        "requests may also move between instances whose logits round differently (other"
         " tensor-parallel sizes, devices, thread counts): their tokens may differ from then on",
     )
-    group.add_argument(
-        "--round-ms", type=float, default=scheduler.round_ms, help="time between two rounds"
-    )
-    group.add_argument(
+    group.add("--round-ms", "round_ms", "time between two rounds")
+    group.add(
         "--migrate-below",
+        "source_below",
+        "freeness under which an instance gives requests away (None: the policy's own)",
         type=float,
-        default=scheduler.source_below,
-        help="freeness under which an instance gives requests away (None: the policy's own)",
     )
-    group.add_argument(
+    group.add(
         "--migrate-above",
+        "destination_above",
+        "freeness over which an instance takes requests in (None: the policy's own)",
         type=float,
-        default=scheduler.destination_above,
-        help="freeness over which an instance takes requests in (None: the policy's own)",
     )
-    group.add_argument(
+    group.add(
         "--min-gain",
+        "min_gain",
+        "least predicted gain of freeness that makes a move worth it",
         type=float,
-        default=scheduler.min_gain,
-        help="least predicted gain of freeness that makes a move worth it",
+    )
+    root.add_argument_group("priorities").add_argument(
+        "--priority-class",
+        action="append",
+        default=[],
+        metavar=FORM,
+        help="a class of requests: a smaller priority runs first (vLLM's number); headroom: tokens"
+        " of KV cache kept free beside its requests; target: a decode step in ms that is kept"
+        " instead, measured at start; may be given several times; normal=0 is always there",
     )
 
-    add_priority_flags(root)
-    add_fault_flags(root)
 
-    group = root.add_argument_group("migration")
-    group.add_argument(
-        "--transport",
-        default=migration.transport,
-        help=f"how KV blocks travel: {', '.join(TRANSPORTS)}",
+def _add_faults(root: _Parser) -> None:
+    group = _Group(root, "faults", FaultConfig())
+    group.add(
+        "--silent-after",
+        "silent_after_s",
+        "seconds without a word from an instance after which its requests run again elsewhere",
     )
-    group.add_argument(
+    group.add(
+        "--hung-after",
+        "hung_after_s",
+        "seconds of one step of an engine after which its requests run again elsewhere;"
+        " after twice that it is ended, and started again",
+    )
+    group.add(
+        "--instance-wait",
+        "instance_wait_s",
+        "seconds that requests of a lost instance wait for one that they can run on",
+    )
+    group.add(
+        "--max-crashes",
+        "max_crashes",
+        "a request that ran on so many instances as they crashed isn't run again",
+    )
+
+
+def _add_migration(root: _Parser) -> None:
+    group = _Group(root, "migration", MigrationConfig())
+    group.add("--transport", "transport", f"how KV blocks travel: {', '.join(TRANSPORTS)}")
+    group.add(
         "--trust-network",
-        action="store_true",
-        help="KV blocks may travel unencrypted, and from whoever connects: what"
+        "trust_network",
+        "KV blocks may travel unencrypted, and from whoever connects: what"
         f" {', '.join(IN_THE_CLEAR)} do",
     )
-    group.add_argument(
+    group.add(
         "--chunk-ms",
-        type=float,
-        default=migration.chunk_ms,
-        help="longest uninterrupted copy of several KV blocks (copies run beside the engine's"
-        " thread)",
+        "chunk_ms",
+        "longest uninterrupted copy of several KV blocks (copies run beside the engine's thread)",
     )
-    group.add_argument(
+    group.add(
         "--chunk-bytes",
-        type=int,
-        default=migration.chunk_bytes,
-        help="size of a staging buffer; one KV block where that is larger",
+        "chunk_bytes",
+        "size of a staging buffer; one KV block where that is larger",
     )
-    group.add_argument(
-        "--staging-chunks",
-        type=int,
-        default=migration.staging_chunks,
-        help="staging buffers an instance",
-    )
-    group.add_argument(
+    group.add("--staging-chunks", "staging_chunks", "staging buffers an instance")
+    group.add(
         "--max-stages",
-        type=int,
-        default=migration.max_stages,
-        help="live copy stages at most; 0: suspend first, then copy everything",
+        "max_stages",
+        "live copy stages at most; 0: suspend first, then copy everything",
     )
-    group.add_argument(
+    group.add(
         "--spread",
-        type=float,
-        default=migration.spread,
-        help="the pause is spread over the tokens before it: each reaches its client later than the"
+        "spread",
+        "the pause is spread over the tokens before it: each reaches its client later than the"
         " one before by at most so much of a step; 0: it isn't",
     )
-    group.add_argument(
+    group.add(
         "--max-bandwidth",
+        "max_bandwidth",
+        "KV cache a second out of an instance, in MB or with a unit (1.5GB); 0: no cap",
         type=quantity("MB"),
-        default=migration.max_bandwidth,
         metavar="MB/s",
-        help="KV cache a second out of an instance, in MB or with a unit (1.5GB); 0: no cap",
     )
-    group.add_argument(
+    group.add(
         "--max-pair-bandwidth",
+        "max_pair_bandwidth",
+        "the same from one instance to another",
         type=quantity("MB"),
-        default=migration.max_pair_bandwidth,
         metavar="MB/s",
-        help="the same from one instance to another",
     )
-    group.add_argument(
+    group.add(
         "--max-migrations",
-        type=int,
-        default=migration.max_migrations,
-        help="migrations at once out of an instance, where more wait, and into it",
+        "max_migrations",
+        "migrations at once out of an instance, where more wait, and into it",
     )
-    group.add_argument(
+    group.add(
         "--max-migration-bytes",
+        "max_migration_bytes",
+        "KV cache on the move at once, each way, in bytes or with a unit; 0: no limit",
         type=quantity("B"),
-        default=migration.max_migration_bytes,
         metavar="BYTES",
-        help="KV cache on the move at once, each way, in bytes or with a unit; 0: no limit",
     )
-    group.add_argument(
-        "--reply-timeout-ms",
-        type=float,
-        default=migration.reply_timeout_ms,
-        help="wait for a peer's answer",
-    )
-    group.add_argument(
-        "--lease-ms",
-        type=float,
-        default=migration.lease_ms,
-        help="silence after which a destination frees a reservation",
-    )
-    return root
-
-
-def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
-    """Returns (checked config, the engine's part of `argv`, what --help asked for).
-
-    Raises ConfigError with the flag, its value and what is allowed.
-    """
-    flags, rest = parser().parse_known_args(argv)
-    try:
-        config = ClusterConfig(
-            engine=flags.engine,
-            instances=flags.instances,
-            instance_flags=tuple(flags.instance_flags),
-            ray=ray_config(flags),
-            control_host=flags.control_host,
-            report_ms=flags.report_ms,
-            start_timeout_s=flags.start_timeout,
-            drain_timeout_s=flags.drain_timeout,
-            lifecycle=lifecycle(flags),
-            scaling=scaling(flags),
-            priorities=priority_classes(flags),
-            faults=fault_config(flags),
-            http=http_config(flags),
-            scheduler=SchedulerConfig(
-                policy=flags.policy,
-                migration=not flags.no_migration,
-                inexact_moves=flags.inexact_moves,
-                round_ms=flags.round_ms,
-                source_below=flags.migrate_below,
-                destination_above=flags.migrate_above,
-                min_gain=flags.min_gain,
-            ),
-            migration=MigrationConfig(
-                chunk_ms=flags.chunk_ms,
-                chunk_bytes=flags.chunk_bytes,
-                staging_chunks=flags.staging_chunks,
-                max_stages=flags.max_stages,
-                spread=flags.spread,
-                transport=flags.transport,
-                trust_network=flags.trust_network,
-                max_bandwidth=flags.max_bandwidth,
-                max_pair_bandwidth=flags.max_pair_bandwidth,
-                max_migrations=flags.max_migrations,
-                max_migration_bytes=int(flags.max_migration_bytes),
-                reply_timeout_ms=flags.reply_timeout_ms,
-                lease_ms=flags.lease_ms,
-            ),
-        )
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from error
-    return check(config), rest, flags.help
+    group.add("--reply-timeout-ms", "reply_timeout_ms", "wait for a peer's answer")
+    group.add("--lease-ms", "lease_ms", "silence after which a destination frees a reservation")

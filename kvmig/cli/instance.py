@@ -5,18 +5,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvmig.cli.launcher import Handle
-from kvmig.cli.llumlet_link import LlumletLink
-from kvmig.cli.refusal_board import RefusalBoard
-from kvmig.controlplane.child import Restarts
-from kvmig.controlplane.messages import Member, MemberState, OrderRefused, SetState
+from kvmig.cli.processes import Handle, deaths_in_a_row, first_of, restart_pause, say
+from kvmig.controlplane.messages import (
+    ClusterMessage,
+    LoadReport,
+    Member,
+    MemberState,
+    OrderRefused,
+    SetState,
+)
 from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import StartupError
+from kvmig.ground.errors import PeerError, StartupError, TransportError
+from kvmig.kvtransfer.link import Client
+from kvmig.kvtransfer.wire import RefusalCounter
+
+if TYPE_CHECKING:
+    from kvmig.cli.cluster import Cluster
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 0.5
+"""Between two attempts to connect."""
+TICK_S = 1.0
+SILENT_TICKS = 10
+"""Ticks without a report until a llumlet is ended. Ticks, not seconds: when this process was
+held up itself, reports wait for it."""
 POLL_S = 0.05
 """Between two looks at whether a draining instance is empty."""
 RENEWED = "it was told to start again"
@@ -25,40 +40,11 @@ EVACUATE_S = 2.0
 
 
 class Deadline(NamedTuple):
-    """Of a drain."""
+    """When a drain's requests go on elsewhere by recompute."""
 
     seconds: float
     ends: bool = False
     """Whether what could go on nowhere, for no other instance has its weights, ends then."""
-
-
-class Surroundings(Protocol):
-    """What an instance needs of its cluster."""
-
-    refusals: RefusalBoard
-
-    def say(self, text: str) -> None:
-        """Progress, for people."""
-        ...
-
-    def changed(self) -> None:
-        """Somebody's `member` has changed."""
-        ...
-
-    def left(self, instance: Instance) -> None:
-        """It was to leave, and is empty or dead: take it out."""
-        ...
-
-    def others_serve(self, instance: Instance) -> bool:
-        """Whether there is another one that its requests can go to."""
-        ...
-
-    def evacuate(self, instance: Instance, *, ends: bool) -> None:
-        """Its deadline is over: its requests shall go on elsewhere.
-
-        ends: those that no other instance has the weights of end with an error.
-        """
-        ...
 
 
 class Instance:
@@ -70,7 +56,7 @@ class Instance:
         start: Callable[[], Awaitable[Handle]],
         secret: bytes,
         config: ClusterConfig,
-        around: Surroundings,
+        cluster: Cluster,
     ) -> None:
         """start: of its process, each time anew; may raise StartupError."""
         self.name = name
@@ -80,7 +66,7 @@ class Instance:
         self._start = start
         self._secret = secret
         self._config = config
-        self._around = around
+        self._cluster = cluster
         self._detail = ""
         self._endpoint = ""
         self._served_s = 0.0
@@ -99,7 +85,7 @@ class Instance:
 
     @property
     def member(self) -> Member:
-        """What others are told of it."""
+        """Describe it for others."""
         return Member(self.name, self._endpoint, self.state, self._detail)
 
     async def close(self) -> None:
@@ -114,7 +100,7 @@ class Instance:
 
     @property
     def weights(self) -> str:
-        """Identity of those that its process has told of; empty before."""
+        """The identity of its weights, once its process has reported it; empty before."""
         report = None if self._link is None else self._link.report
         return "" if report is None else report.weights
 
@@ -154,7 +140,7 @@ class Instance:
     # -- its process
 
     async def _run(self) -> None:
-        restarts = Restarts(self._config.lifecycle.max_restarts)
+        deaths, most = 0, self._config.lifecycle.max_restarts
         while True:
             try:
                 how = await self._live()
@@ -164,38 +150,38 @@ class Instance:
                 log.exception("instance %s", self.name)
                 how = f"its launcher failed: {error!r}"
             if self._leaving:
-                self._around.left(self)
+                self._cluster.left(self)
                 return
             if how == RENEWED:
-                self._around.say(f"instance {self.name} starts again, as it was told")
+                say(f"instance {self.name} starts again, as it was told")
                 continue
             if not self.first_start.done():  # it would fail in the same way again
                 self._set("failed", how)
                 self.first_start.set_result(how)
                 return
-            pause_s = restarts.died(self._served_s)
-            if pause_s is None:
-                again = self._config.lifecycle.max_restarts
-                how = f"{how}, after {again} restarts" if again else how
-                self._around.say(f"instance {self.name} is given up ({how})")
+            deaths = deaths_in_a_row(deaths, self._served_s)
+            if deaths > most:
+                how = f"{how}, after {most} restarts" if most else how
+                say(f"instance {self.name} is given up ({how})")
                 self._set("failed", how)
                 self._renewed(how)
                 return
-            self._around.say(f"instance {self.name} is gone ({how}), again in {pause_s:g} s")
+            pause_s = restart_pause(deaths)
+            say(f"instance {self.name} is gone ({how}), again in {pause_s:g} s")
             self._set("starting", f"it was gone ({how})")
             await asyncio.sleep(pause_s)
 
     async def _live(self) -> str:
         """From start to death; how it ended. Raises StartupError."""
         began, self._served_s = _now(), 0.0
-        self._around.say(f"instance {self.name} starts")
+        say(f"instance {self.name} starts")
         handle = await self._start()
         link: LlumletLink | None = None
         try:
             endpoint = await handle.ready(self._config.start_timeout_s)
-            self._around.say(f"instance {self.name} is ready ({_now() - began:.0f} s)")
+            say(f"instance {self.name} is ready ({_now() - began:.0f} s)")
             link = self._link = LlumletLink(
-                self.name, endpoint, self._secret, self._around.refusals.own
+                self.name, endpoint, self._secret, self._cluster.refusals
             )
             self._endpoint, ready = endpoint, _now()
             self._want(self._wanted.state, "")
@@ -233,19 +219,19 @@ class Instance:
         said = False
         while not self._may_rest():
             late = _now() >= self._deadline and self._says("draining")
-            if late and self._around.others_serve(self):
+            if late and self._cluster.others_serve(self):
                 if not said:
                     left = "or ends with an error" if self._ends else "or stays until it ends"
-                    self._around.say(
+                    say(
                         f"instance {self.name}: what is left goes on elsewhere by recompute, {left}"
                         " where no other instance has its weights"
                     )
                 said = True
-                self._around.evacuate(self, ends=self._ends)
+                self._cluster.evacuate(self, ends=self._ends)
                 self._deadline = _now() + EVACUATE_S
             await asyncio.sleep(POLL_S)
         if self._leaving:
-            self._around.left(self)
+            self._cluster.left(self)
         elif self._renewing is not None:
             self._wanted = SetState("serving")
             self._empty.set()
@@ -269,7 +255,7 @@ class Instance:
             return False
         load = report.load
         held = load.running + load.waiting + report.migrations_in + report.migrations_out
-        return held == 0 and self._around.others_serve(self)
+        return held == 0 and self._cluster.others_serve(self)
 
     def _says(self, state: str) -> bool:
         """Whether the llumlet says so itself: until then dispatch still sends requests there."""
@@ -284,19 +270,83 @@ class Instance:
 
     def _set(self, state: MemberState, detail: str) -> None:
         self.state, self._detail = state, detail
-        self._around.changed()
-
-
-async def first_of(*waits: Awaitable[str]) -> str:
-    """What the first to end says; the others are cancelled."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
-    finally:
-        for task in tasks:
-            task.cancel()
+        self._cluster.changed()
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+class LlumletLink:
+    """Make it inside a running event loop; `close` it. report: the last one that came."""
+
+    def __init__(
+        self, instance: str, endpoint: str, secret: bytes, refusals: RefusalCounter
+    ) -> None:
+        """refusals: counts what is refused."""
+        self.report: LoadReport | None = None
+        self._instance = instance
+        self._endpoint = endpoint
+        self._secret = secret
+        self._refusals = refusals
+        self._client: Client | None = None
+        self._state: SetState | None = None
+        self._silent_ticks = 0
+        self._task = asyncio.create_task(self._run(), name=f"link to {instance}")
+
+    def set_state(self, state: SetState) -> None:
+        """Tell the llumlet, again after every new connection."""
+        self._state = state
+        self._send_state()
+
+    async def silent(self) -> str:
+        """Wait until it has reported nothing for long; says so."""
+        while self._silent_ticks < SILENT_TICKS:
+            await asyncio.sleep(TICK_S)
+            self._silent_ticks += 1
+        return f"no report for {SILENT_TICKS * TICK_S:g} s"
+
+    async def close(self) -> None:
+        """Disconnect."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            client = Client(
+                self._endpoint,
+                self._secret,
+                "launcher",
+                "launcher",
+                ClusterMessage,
+                refusals=self._refusals,
+            )
+            self._client = client
+            try:
+                self._send_state()
+                await self._hear(client)
+            except TransportError as error:
+                log.info("instance %s: %s", self._instance, error)
+            finally:
+                self._client = None
+                client.close()
+            await asyncio.sleep(RETRY_S)
+
+    async def _hear(self, client: Client) -> None:
+        while True:
+            try:
+                message, _ = await client.recv()
+            except PeerError as error:
+                log.warning("ignored from instance %s: %s", self._instance, error)
+                continue
+            if isinstance(message, LoadReport):
+                self.report = message
+                self._silent_ticks = 0
+
+    def _send_state(self) -> None:
+        if self._client is None or self._state is None:
+            return
+        try:
+            self._client.send(self._state)
+        except TransportError as error:
+            log.info("instance %s: %s", self._instance, error)  # told again when reconnected

@@ -9,8 +9,15 @@ from collections.abc import Sequence
 
 import uvloop
 
-from kvmig.cli.launch import Announcement, LlumletLaunch
-from kvmig.cli.process import begin_loading, end_loading, leave, quiet, say
+from kvmig.cli.processes import (
+    Announcement,
+    LlumletLaunch,
+    begin_loading,
+    end_loading,
+    leave,
+    quiet,
+    say,
+)
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.engines.kind import kind_of

@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from kvmig.cli.children import Child, Process, running
 from kvmig.cli.environment import gpus, instance_environment, worker_threads
 from kvmig.cli.forks import Forks
-from kvmig.cli.launch import LlumletLaunch
-from kvmig.cli.launcher import STOP_S, Handle
+from kvmig.cli.processes import STOP_S, Child, Handle, LlumletLaunch, Process, running
 from kvmig.engines.kind import kind_of
 from kvmig.ground.errors import StartupError
 from kvmig.kvtransfer.transports.shm import sweep

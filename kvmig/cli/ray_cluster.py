@@ -1,17 +1,16 @@
-"""This process as a driver of a Ray cluster: in, what nodes there are, and out.
-
-All of it blocks and runs in a thread other than the main one, where Ray leaves the handlers of
-signals alone.
-"""
+"""A Ray cluster: joining it, its nodes, and whether they have room for the instances."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kvmig.cli.ray_resources import Node
+import msgspec
+
 from kvmig.ground.errors import ConfigError
 
 AUTO = "auto"
@@ -25,12 +24,26 @@ NONE_HERE = (
     " or name the cluster's HOST:PORT"
 )
 
+Resources = Mapping[str, float]
+"""Amounts by Ray's names: CPU, GPU, memory (bytes), and those that a node was started with."""
 
-def checked_address(address: str) -> str:
-    """`address`, if it can be one. Raises ConfigError."""
-    if address != AUTO:
-        _split(address)
-    return address
+EXAMPLE = """'{"CPU": 4}'"""
+ONLY_WHOLE_ABOVE = 1.0
+"""Ray gives out parts of a CPU or GPU, but above one only whole ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of a Ray cluster."""
+
+    node_id: str
+    address: str
+    total: Resources
+    free: Resources
+
+
+# -- this process as a driver: these block, and run in a thread other than the main one, where Ray
+# leaves the handlers of signals alone
 
 
 def connect(address: str) -> None:
@@ -81,14 +94,6 @@ def nodes() -> list[Node]:
     ]
 
 
-def _split(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    known = colon and host and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
-    if not known:
-        raise ConfigError(f"--ray is {address!r}, {ALLOWED}")
-    return host.strip("[]"), int(port)
-
-
 def _probe(address: str) -> None:
     """Ray would try for a minute, and then speak of timeouts of its own."""
     try:
@@ -102,3 +107,119 @@ def _probe(address: str) -> None:
 def _sentence(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+# -- flags
+
+
+def checked_address(address: str) -> str:
+    """`address`, if it can be one. Raises ConfigError."""
+    if address != AUTO:
+        _split(address)
+    return address
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    known = colon and host and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
+    if not known:
+        raise ConfigError(f"--ray is {address!r}, {ALLOWED}")
+    return host.strip("[]"), int(port)
+
+
+def parse_resources(text: str) -> dict[str, float]:
+    """From '{"GPU": 1}' to amounts; "" to none. Raises ConfigError."""
+    if not text:
+        return {}
+    allowed = f"must be a JSON object of amounts above 0, such as {EXAMPLE}"
+    try:
+        given = msgspec.json.decode(text, type=dict[str, float])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--ray-resources is {text!r}, {allowed}: {error}") from error
+    for name, amount in given.items():
+        whole = name not in ("CPU", "GPU") or amount <= ONLY_WHOLE_ABOVE or amount.is_integer()
+        if not name or not amount > 0 or not whole:
+            rule = allowed if whole else f"{name} above 1 must be whole"
+            raise ConfigError(f"--ray-resources is {text!r}, {rule}")
+    if not given:
+        raise ConfigError(f"--ray-resources is {text!r}, {allowed}")
+    return given
+
+
+# -- what instances take
+
+
+def needs_of(given: Resources, workers: int) -> dict[str, float]:
+    """Of an instance: what was given, or a GPU a worker."""
+    return dict(given) or {"GPU": float(workers)}
+
+
+def check_sizes(nodes: Sequence[Node], needs: Sequence[Resources]) -> None:
+    """Raise ConfigError unless each instance fits on some node, were it empty."""
+    names = {name for node in nodes for name in node.total}
+    for name in sorted({name for need in needs for name in need}):
+        if name not in names:
+            raise ConfigError(_unknown(name, names))
+        most = max(need.get(name, 0.0) for need in needs)
+        largest = max(node.total.get(name, 0.0) for node in nodes)
+        if most > largest:
+            raise ConfigError(
+                f"an instance needs {amounts({name: most})}, but the largest node of the Ray"
+                f" cluster has {amounts({name: largest})}"
+            )
+
+
+def check_room(nodes: Sequence[Node], needs: Sequence[Resources]) -> None:
+    """Raise ConfigError unless the nodes have room for all these instances now.
+
+    The largest are placed first, each where the least is left over, so that what fits is found
+    for instances that are alike; Ray's own placement may still differ.
+    """
+    left = [dict(node.free) for node in nodes]
+    largest_first = sorted(needs, key=lambda one: sum(one.values()), reverse=True)
+    for placed, need in enumerate(largest_first):
+        fitting = [free for free in left if fits(need, free)]
+        if not fitting:
+            raise ConfigError(
+                f"the Ray cluster has room for {placed} of {len(needs)} instances with"
+                f" {amounts(need)} each: lower --instances, or add nodes"
+            )
+        chosen = min(fitting, key=lambda free: sum(free.get(name, 0.0) for name in need))
+        for name, amount in need.items():
+            chosen[name] -= amount
+
+
+def fits(need: Resources, free: Resources) -> bool:
+    """Whether a node with so much left can take it."""
+    return all(free.get(name, 0.0) >= amount for name, amount in need.items())
+
+
+def share_of(need: Resources, total: Resources) -> float:
+    """The part of a node that an instance takes, between 0 and 1: of what it takes most of.
+
+    Example: 2 of 8 CPUs and 1 of 2 GPUs: 0.5.
+    """
+    parts = [amount / total[name] for name, amount in need.items() if total.get(name)]
+    return min(1.0, max(parts, default=1.0))
+
+
+def actor_options(need: Resources) -> dict[str, Any]:
+    """The same as options of a Ray actor."""
+    own = {name: amount for name, amount in need.items() if name not in ("CPU", "GPU", "memory")}
+    return {
+        "num_cpus": need.get("CPU", 0),
+        "num_gpus": need.get("GPU", 0),
+        "memory": int(need.get("memory", 0)) or None,
+        "resources": own or None,
+    }
+
+
+def amounts(resources: Resources) -> str:
+    """For people: `1 GPU, 0.5 CPU`."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
+
+
+def _unknown(name: str, names: set[str]) -> str:
+    usable = sorted(one for one in names if not one.startswith(("node:", "object_store")))
+    has = f"the Ray cluster has no {name}, only {', '.join(usable)}"
+    return f"{has}: name what an instance takes with --ray-resources, such as {EXAMPLE}"

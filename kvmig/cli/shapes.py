@@ -8,8 +8,8 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvmig.ground.config import instance_name
 from kvmig.ground.errors import ConfigError
-from kvmig.ground.lifecycle import instance_name
 
 USUAL_BLOCK_TOKENS = 16
 """Divides every block size that vLLM chooses by itself."""
@@ -85,10 +85,11 @@ class Shapes:
         unit_tokens: int,
         parse: Parse,
     ) -> None:
-        """argv: MODEL and the flags for all; own: more flags by name; started: of the first
-        instances; unit_tokens: what they exchange.
+        """argv: MODEL and the engine's flags for all; own: more flags by name.
+
+        started: of the first instances; unit_tokens: what they exchange.
         """
-        self._argv = list(argv)
+        self.argv = list(argv)
         self._own = dict(own)
         self._parse = parse
         self._units = unit_tokens
@@ -106,7 +107,7 @@ class Shapes:
             own = (*self._own.get(name, ()), *shlex.split(words))
         except ValueError as error:
             raise ConfigError(f"flags is {words!r}: {error}") from error
-        shape = _shape(self._parse([*self._argv, *own]), own)
+        shape = _shape(self._parse([*self.argv, *own]), own)
         alike = next(iter(self._started.values()))
         if self._units:
             fits = (shape.block_tokens or USUAL_BLOCK_TOKENS) % self._units == 0

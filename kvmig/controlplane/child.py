@@ -1,4 +1,4 @@
-"""A child process of the launcher: how it is told what to be, when to go, and when it starts again.
+"""A child process of the launcher: how it is told what to be, and when to go.
 
 The launcher writes one JSON line to its stdin and keeps the pipe open; its end, however
 it ends, closes the pipe. The child says that it is ready with one JSON line on a file
@@ -8,7 +8,6 @@ descriptor of its own, so that nothing that a library prints can be taken for it
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 import sys
@@ -71,31 +70,3 @@ async def until_stopped() -> None:
     finally:
         loop.remove_reader(stdin)
         loop.remove_signal_handler(signal.SIGTERM)
-
-
-PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""Before the first start again in a row, the second, ...; the last one repeats."""
-STABLE_S = 60.0
-"""A process that has served for so long starts a new row with its next death."""
-
-
-class Restarts:
-    """Decides when a process that died starts again. most: in a row; None: without end.
-
-    Example, most = 2: dead after 1 s of serving: again in 0.5 s; after 3 s: again in 1 s;
-    after 2 s: given up. Had it served for a minute, it would be again in 0.5 s.
-    """
-
-    def __init__(self, most: int | None = None) -> None:
-        self._most = math.inf if most is None else most
-        self.deaths = 0
-        """In a row."""
-
-    def died(self, served_s: float) -> float | None:
-        """Seconds until it shall start again; None: give it up. served_s: since it was ready."""
-        if served_s >= STABLE_S:
-            self.deaths = 0
-        self.deaths += 1
-        if self.deaths > self._most:
-            return None
-        return PAUSES_S[min(self.deaths, len(PAUSES_S)) - 1]

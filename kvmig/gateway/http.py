@@ -30,7 +30,7 @@ from kvmig.gateway.access import ADMIN, Access
 from kvmig.gateway.problems import denial, problem, shorten_value
 from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.http import BODIES, HEAD_BYTES, HEAD_S, HttpConfig
+from kvmig.ground.config import BODIES, HEAD_BYTES, HEAD_S, HttpConfig
 from kvmig.ground.priorities import PriorityClass, named, names_and_numbers, with_priority
 
 CALL_ID = "x-request-id"

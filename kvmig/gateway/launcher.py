@@ -17,8 +17,8 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.gateway.errors import InstanceLost, LauncherGone, OrderFailed
 from kvmig.gateway.router import Router
+from kvmig.ground.config import instance_number
 from kvmig.ground.errors import PeerError, StartupError, TransportError
-from kvmig.ground.lifecycle import instance_number
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import Message
 

@@ -19,8 +19,8 @@ from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.ports import Instances, Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Action, Broken, Stale, Switched
+from kvmig.ground.config import FaultConfig
 from kvmig.ground.errors import NoInstance
-from kvmig.ground.faults import FaultConfig
 from kvmig.kvtransfer.messages import Message
 
 MAX_RUNS = 16

@@ -7,11 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from kvmig.ground.errors import ConfigError
-from kvmig.ground.faults import FaultConfig, check_faults
-from kvmig.ground.http import HttpConfig, check_http
-from kvmig.ground.lifecycle import LifecycleConfig, check_lifecycle
 from kvmig.ground.priorities import NORMAL, PriorityClass, check_classes
-from kvmig.ground.scaling import ScalingConfig, check_scaling
 
 PolicyName = Literal[
     "kvmig",
@@ -29,6 +25,22 @@ ENGINES: tuple[str, ...] = get_args(EngineName)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 IN_THE_CLEAR = ("nixl",)
 """Transports whose sockets are not ours: they don't encrypt, and don't ask who connects."""
+
+
+USUAL_MOST = 16
+"""Instances at most, if neither --max-instances nor --instances says more."""
+HEAD_BYTES = 1 << 16
+"""Of a call's first line and headers."""
+HEAD_S = 20.0
+"""For them to arrive, from the connection's first moment on."""
+KEEP_ALIVE_S = 75
+"""For the next call on a connection. Longer than clients and proxies keep idle ones (httpx, and so
+openai, 5 s; aiohttp 15 s; nginx and most load balancers 60 s): the client must close first, or a
+call may meet the closing of its connection, which HTTP/1.1 can't tell from a failure."""
+BODIES = 8
+"""So many of the largest bodies may be on their way into one front end."""
+SEND_BYTES = 1 << 17
+"""Of an answer, that the kernel holds for a client that doesn't read (it doubles that)."""
 
 
 class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +96,62 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Least predicted growth of the lower freeness of two that makes a pair worth it."""
 
 
+class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Times in seconds."""
+
+    silent_after_s: float = 1.5
+    """An instance that says nothing for so long is silent: its requests run again elsewhere."""
+    hung_after_s: float = 60.0
+    """An engine whose present step takes longer is hung: the same. After twice that it is
+    ended, and started again."""
+    instance_wait_s: float = 120.0
+    """How long a request whose instance is lost waits for one that it can run on."""
+    max_crashes: int = 2
+    """A request that saw so many instances crash while it ran there isn't run again."""
+
+
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of calls."""
+
+    max_body: int = 64_000_000
+    """Bytes."""
+    body_timeout_s: float = 60.0
+    """For it to arrive."""
+    max_waiting: int = 10_000
+    """Requests of all front ends that wait for their first token; 0: no limit."""
+    max_unread: int = 8192
+    """Tokens of a request that its client hasn't read; 0: no limit."""
+    read_timeout_s: float = 300.0
+    """For a client to go on reading."""
+
+
+class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The lives of processes. Times in seconds."""
+
+    max_instances: int = USUAL_MOST
+    """At once, those that start or drain included."""
+    max_restarts: int = 5
+    """How often in a row an instance is started again that dies soon after."""
+    drain_deadline_s: float = 300.0
+    """What a drain hasn't moved by then goes on elsewhere by recompute."""
+    front_ends: int = 1
+    """Processes that share the port."""
+
+
+class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Keep the mean freeness within [low, high] (Llumnix, section 4.4.3). Times in seconds."""
+
+    low: float = 10.0
+    """KV blocks a request: below it for `sustain_s`, instances are added."""
+    high: float = 60.0
+    """Above it for `sustain_s`, one is drained."""
+    min_instances: int = 1
+    max_instances: int = 16
+    sustain_s: float = 5.0
+    cooldown_s: float = 30.0
+    """Least time from one instance's end, or start, to the next decision to drain one."""
+
+
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A Ray cluster whose nodes run the instances."""
 
@@ -121,80 +189,129 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     http: HttpConfig = HttpConfig()
 
 
+def instance_name(number: int) -> str:
+    """Of instance `number`, from 0."""
+    return f"i{number}"
+
+
+def instance_number(name: str) -> int:
+    """The other way; the number is below `LifecycleConfig.max_instances`."""
+    return int(name.removeprefix("i"))
+
+
 def check(config: ClusterConfig) -> ClusterConfig:
     """Refuse values that can't work, by name; returns `config` unchanged.
 
-    Raises ConfigError with the field, its value and what is allowed.
+    Raises ConfigError with the flag, its value and what is allowed.
     """
-    scheduler, migration = config.scheduler, config.migration
-    rules: tuple[tuple[bool, str, object, str], ...] = (
-        (config.engine in ENGINES, "--engine", config.engine, " or ".join(ENGINES)),
-        (config.instances >= 1, "--instances", config.instances, "1 or more"),
-        (config.report_ms > 0, "--report-ms", config.report_ms, "more than 0"),
-        (config.drain_timeout_s >= 0, "--drain-timeout", config.drain_timeout_s, "0 or more"),
-        (config.start_timeout_s > 0, "--start-timeout", config.start_timeout_s, "more than 0"),
-        (scheduler.policy in POLICIES, "--policy", scheduler.policy, " or ".join(POLICIES)),
-        (scheduler.round_ms > 0, "--round-ms", scheduler.round_ms, "more than 0"),
-        (
-            scheduler.source_below is None
-            or scheduler.destination_above is None
-            or scheduler.source_below <= scheduler.destination_above,
-            "--migrate-below",
-            scheduler.source_below,
-            f"at most --migrate-above ({scheduler.destination_above})",
-        ),
-        ((scheduler.min_gain or 0) >= 0, "--min-gain", scheduler.min_gain, "0 or more"),
-        (migration.chunk_ms > 0, "--chunk-ms", migration.chunk_ms, "more than 0"),
-        (migration.chunk_bytes >= 4096, "--chunk-bytes", migration.chunk_bytes, "4096 or more"),
-        (migration.staging_chunks >= 1, "--staging-chunks", migration.staging_chunks, "1 or more"),
-        (migration.max_stages >= 0, "--max-stages", migration.max_stages, "0 or more"),
-        (migration.max_bandwidth >= 0, "--max-bandwidth", migration.max_bandwidth, "0 or more"),
-        (
-            migration.max_pair_bandwidth >= 0,
-            "--max-pair-bandwidth",
-            migration.max_pair_bandwidth,
-            "0 or more",
-        ),
-        (migration.max_migrations >= 1, "--max-migrations", migration.max_migrations, "1 or more"),
-        (
-            migration.max_migration_bytes >= 0,
-            "--max-migration-bytes",
-            migration.max_migration_bytes,
-            "0 or more",
-        ),
-        (
-            migration.reply_timeout_ms > 0,
-            "--reply-timeout-ms",
-            migration.reply_timeout_ms,
-            "more than 0",
-        ),
-        (
-            migration.lease_ms > migration.reply_timeout_ms,
-            "--lease-ms",
-            migration.lease_ms,
-            f"more than --reply-timeout-ms ({migration.reply_timeout_ms})",
-        ),
-        (0 <= migration.spread <= 1, "--spread", migration.spread, "0 to 1"),
-        (
-            migration.transport in TRANSPORTS,
-            "--transport",
-            migration.transport,
-            " or ".join(TRANSPORTS),
-        ),
-        (
-            migration.trust_network or migration.transport not in IN_THE_CLEAR,
-            "--transport",
-            migration.transport,
-            "auto, shm, tcp or cuda-ipc, or be given with --trust-network",
-        ),
-    )
-    for holds, field, value, allowed in rules:
-        if not holds:
-            raise ConfigError(f"{field} is {value}, must be {allowed}")
-    check_lifecycle(config.lifecycle, config.instances)
+    _one_of("--engine", config.engine, ENGINES)
+    _least("--instances", config.instances, 1)
+    _positive("--report-ms", config.report_ms)
+    _least("--drain-timeout", config.drain_timeout_s, 0)
+    _positive("--start-timeout", config.start_timeout_s)
+    _check_scheduler(config.scheduler)
+    _check_migration(config.migration)
+    _check_lifecycle(config.lifecycle, config.instances)
     check_classes(config.priorities)
     if config.scaling is not None:
         check_scaling(config.scaling, config.instances)
-    check_faults(config.faults, config.report_ms)
-    check_http(config.http)
+    _check_faults(config.faults, config.report_ms)
+    _check_http(config.http)
     return config
+
+
+def check_scaling(scaling: ScalingConfig, instances: int) -> None:
+    """Raise ConfigError with the flag, its value and what is allowed.
+
+    instances: how many there are at the start.
+    """
+    low, high = scaling.low, scaling.high
+    least, most = scaling.min_instances, scaling.max_instances
+    _require(0 <= low < high, "--autoscale", f"{low:g},{high:g}", "x,y with 0 <= x < y")
+    _least("--min-instances", least, 1)
+    _require(most >= least, "--max-instances", most, f"at least --min-instances ({least})")
+    _require(
+        least <= instances <= most,
+        "--instances",
+        instances,
+        f"from --min-instances ({least}) to --max-instances ({most})",
+    )
+    _least("--scale-sustain", scaling.sustain_s, 0)
+    _least("--scale-cooldown", scaling.cooldown_s, 0)
+
+
+def _check_scheduler(scheduler: SchedulerConfig) -> None:
+    _one_of("--policy", scheduler.policy, POLICIES)
+    _positive("--round-ms", scheduler.round_ms)
+    below, above = scheduler.source_below, scheduler.destination_above
+    ordered = below is None or above is None or below <= above
+    _require(ordered, "--migrate-below", below, f"at most --migrate-above ({above})")
+    _least("--min-gain", scheduler.min_gain or 0, 0)
+
+
+def _check_migration(migration: MigrationConfig) -> None:
+    _positive("--chunk-ms", migration.chunk_ms)
+    _least("--chunk-bytes", migration.chunk_bytes, 4096)
+    _least("--staging-chunks", migration.staging_chunks, 1)
+    _least("--max-stages", migration.max_stages, 0)
+    _least("--max-bandwidth", migration.max_bandwidth, 0)
+    _least("--max-pair-bandwidth", migration.max_pair_bandwidth, 0)
+    _least("--max-migrations", migration.max_migrations, 1)
+    _least("--max-migration-bytes", migration.max_migration_bytes, 0)
+    reply_ms, lease_ms = migration.reply_timeout_ms, migration.lease_ms
+    _positive("--reply-timeout-ms", reply_ms)
+    longer = f"more than --reply-timeout-ms ({reply_ms})"
+    _require(lease_ms > reply_ms, "--lease-ms", lease_ms, longer)
+    _require(0 <= migration.spread <= 1, "--spread", migration.spread, "0 to 1")
+    _one_of("--transport", migration.transport, TRANSPORTS)
+    _require(
+        migration.trust_network or migration.transport not in IN_THE_CLEAR,
+        "--transport",
+        migration.transport,
+        "auto, shm, tcp or cuda-ipc, or be given with --trust-network",
+    )
+
+
+def _check_lifecycle(lifecycle: LifecycleConfig, instances: int) -> None:
+    most = lifecycle.max_instances
+    _require(most >= instances, "--max-instances", most, f"at least --instances ({instances})")
+    _least("--max-restarts", lifecycle.max_restarts, 0)
+    _least("--drain-deadline", lifecycle.drain_deadline_s, 0)
+    _least("--front-ends", lifecycle.front_ends, 1)
+
+
+def _check_faults(faults: FaultConfig, report_ms: float) -> None:
+    _require(
+        faults.silent_after_s > report_ms / 1000,
+        "--silent-after",
+        faults.silent_after_s,
+        f"more seconds than --report-ms ({report_ms:g}) has",
+    )
+    _positive("--hung-after", faults.hung_after_s)
+    _least("--instance-wait", faults.instance_wait_s, 0)
+    _least("--max-crashes", faults.max_crashes, 1)
+
+
+def _check_http(http: HttpConfig) -> None:
+    _least("--max-body", http.max_body, 1024)
+    _positive("--body-timeout", http.body_timeout_s)
+    _least("--max-waiting", http.max_waiting, 0)
+    _least("--max-unread", http.max_unread, 0)
+    _positive("--read-timeout", http.read_timeout_s)
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, flag, value, " or ".join(allowed))
+
+
+def _least(flag: str, value: float, least: int) -> None:
+    _require(value >= least, flag, value, f"{least} or more")
+
+
+def _positive(flag: str, value: float) -> None:
+    _require(value > 0, flag, value, "more than 0")
+
+
+def _require(holds: bool, flag: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"{flag} is {value}, must be {allowed}")

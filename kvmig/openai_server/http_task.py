@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import uvicorn
 from fastapi import FastAPI
 
+from kvmig.ground.config import KEEP_ALIVE_S
 from kvmig.ground.errors import StartupError
-from kvmig.ground.http import KEEP_ALIVE_S
 
 _START_TIMEOUT_S = 60.0
 

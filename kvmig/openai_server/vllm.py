@@ -24,7 +24,7 @@ from kvmig.engines.vllm.front import OutputQueue, RoutedLLM, apply_ready, decode
 from kvmig.gateway.http import HttpMiddleware
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
-from kvmig.ground.http import KEEP_ALIVE_S
+from kvmig.ground.config import KEEP_ALIVE_S
 from kvmig.openai_server.http_task import HttpTask
 
 

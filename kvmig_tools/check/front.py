@@ -17,8 +17,8 @@ from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.router import FENCE_TIMEOUT_S, HOLD_S
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
+from kvmig.ground.config import FaultConfig
 from kvmig.ground.errors import NoInstance
-from kvmig.ground.faults import FaultConfig
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.source_machine import LEAP
 from kvmig.kvtransfer.wire import Frame

@@ -1,0 +1,395 @@
+"""The launcher's processes: how one prints, loads and ends, how it is started, watched and ended.
+
+A launcher places, starts and ends llumlets, on this host or on the nodes of a Ray cluster; when,
+how many and how often again is decided by `kvmig.cli.cluster`. The scheduler and the front ends
+always run on this host, as a `Child`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NoReturn, Protocol, Self
+
+import msgspec
+
+from kvmig.ground.config import ClusterConfig
+from kvmig.ground.discreet import Discreet
+from kvmig.ground.errors import StartupError
+from kvmig.ground.leftovers import Files, of_group, remove, shared_by
+
+STOP_S = 5.0
+"""Between asking a process to end and ending it."""
+UNSEEN = 1000
+"""In place of an exit code: nobody is left who saw how the process ended."""
+PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+"""Before the first restart in a row, the second, ...; the last one repeats."""
+STABLE_S = 60.0
+"""A process that has served for so long starts a new row with its next death."""
+HEARTBEAT_S = 1.0
+HEARTBEAT_TIMEOUT_S = 10.0
+"""As long as for an instance (see docs/operations.md)."""
+LOOKS = 4
+"""Within the timeout. One that finds no heartbeat proves little: the launcher itself may have
+stood still."""
+
+
+# -- in each process
+
+
+def say(text: str, who: str = "kvmig") -> None:
+    """Print one line of progress for whoever started us; it is lost where nobody can take it.
+
+    A full disk, or a reader that has gone, is no reason not to serve.
+    """
+    with contextlib.suppress(OSError):
+        # In one write: several processes say their lines at the same place.
+        print(f"{who}: {text}\n", end="", file=sys.stderr, flush=True)
+
+
+def quiet(name: str) -> None:
+    """Log kvmig's warnings, and of libraries only errors; to be called before vLLM is imported.
+
+    name: of this process, in each line. vLLM has a logger of its own: VLLM_LOGGING_LEVEL.
+    """
+    logging.basicConfig(format=f"%(asctime)s {name} %(levelname)s %(message)s", level=logging.ERROR)
+    logging.getLogger("kvmig").setLevel(logging.WARNING)
+    # torch's C++ side, which warns of every NUMA binding.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Libraries tell each other of coming changes; `python -W` and PYTHONWARNINGS still show them.
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore", FutureWarning)
+
+
+def begin_loading() -> None:
+    """Collect no garbage until `end_loading`.
+
+    What an engine's libraries make while they are imported stays, and to walk it again and again
+    is a fifth of the time that they take.
+    """
+    gc.disable()
+
+
+def end_loading() -> None:
+    """Collect garbage again, but never walk what is there by now: that would stop this process,
+    or copy the pages that its forks share, for tens of ms each time.
+
+    Of what imports leave behind 3 % is garbage, and stays.
+    """
+    gc.freeze()
+    gc.enable()
+
+
+def leave(status: int) -> NoReturn:
+    """End the process, once everything of ours is closed.
+
+    The interpreter's own end would only tear down torch and Triton, which takes seconds and
+    prints pages about objects that nobody frees.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # see `say`
+            stream.flush()
+    os._exit(status)
+
+
+# -- llumlets, wherever they run
+
+
+class LlumletLaunch(Discreet, frozen=True, kw_only=True):
+    """Everything that a llumlet must know to start (JSON; the secret in base64)."""
+
+    cluster: str
+    """Names this cluster's shared memory."""
+    instance: str
+    secret: bytes
+    config: ClusterConfig
+    engine_argv: list[str]
+    """MODEL and the engine's flags."""
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """A child's one answer: its endpoint, or the sentence that says why it can't start."""
+
+    endpoint: str = ""
+    failed: str = ""
+
+
+class Handle(Protocol):
+    """One process that was started. `stop` it in any case, also after it has ended."""
+
+    async def ready(self, timeout_s: float) -> str:
+        """Return its endpoint, once it serves; to be awaited once.
+
+        Raises StartupError with the process's own sentence, or with how it ended.
+        """
+        ...
+
+    async def ended(self) -> str:
+        """Wait for its end; how it ended, in words. May be awaited by several at once."""
+        ...
+
+    async def stop(self, timeout_s: float = STOP_S) -> None:
+        """Ask it to end, wait, then end it and all that it started, and free what it held.
+
+        May be called twice.
+        """
+        ...
+
+
+class Launcher(Protocol):
+    """Starts llumlets. `open`, then `llumlet` as often as wanted, then `close`."""
+
+    async def open(self) -> None:
+        """Check what it needs, and free what killed clusters have left.
+
+        Raises ConfigError or StartupError; nothing is left then.
+        """
+        ...
+
+    async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
+        """Start an instance with so many workers, each on a GPU or a share of the cores.
+
+        launch.instance may be the name of an earlier one that has ended. The launcher may
+        change what depends on the place: the addresses to bind to. Raises StartupError
+        when there is no place or no process; `Handle.ready` says the rest.
+        """
+        ...
+
+    def renew(self) -> None:
+        """Start llumlets from now on from what is on disk now: kvmig, libraries.
+
+        Raises StartupError.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free what is left. All handles were stopped before. May be called twice."""
+        ...
+
+
+# -- child processes of this one
+
+
+class Process(Protocol):
+    """The part of `asyncio.subprocess.Process` that is used here."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+Spawn = Callable[[int, int], Awaitable[Process]]
+"""Makes a process from its stdin and the descriptor it announces on; both stay the caller's."""
+
+
+def running(module: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> Spawn:
+    """Spawn `python -m module DESCRIPTOR`, which inherits `descriptors` under the same numbers."""
+
+    async def spawn(stdin: int, announced: int) -> Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, str(announced),
+            stdin=stdin, env=dict(environment), pass_fds=(announced, *descriptors),
+        )  # fmt: skip
+
+    return spawn
+
+
+class Child:
+    """A `Handle`: one process, which leads a group of its own (see `controlplane.child`)."""
+
+    def __init__(self, name: str, process: Process, told: int, announced: int) -> None:
+        """told: the end that we write of its stdin. announced: where we read its announcement."""
+        self.name = name
+        self._process = process
+        self._told = told
+        self._announced = announced
+        self._shared: Files = {}
+        self._over = False
+
+    @classmethod
+    async def start(cls, name: str, spawn: Spawn, launch: msgspec.Struct) -> Self:
+        """Write the launch document to its stdin, which is kept open. Raises StartupError."""
+        pipes: list[int] = []
+        try:
+            stdin, told = os.pipe()
+            pipes += stdin, told
+            announced, announces = os.pipe()
+            pipes += announced, announces
+            process = await spawn(stdin, announces)
+        except BaseException as error:
+            for one in pipes:
+                os.close(one)
+            if isinstance(error, OSError):
+                raise StartupError(f"{name} can't be started: {error}") from error
+            raise
+        os.close(stdin)
+        os.close(announces)
+        with contextlib.suppress(BrokenPipeError):  # it has died already, and `ready` says so
+            os.write(told, msgspec.json.encode(launch) + b"\n")
+        return cls(name, process, told, announced)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs still."""
+        return self._process.returncode is None
+
+    async def ready(self, timeout_s: float) -> str:
+        """See `Handle`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await line_from(self._announced)
+                if not line:
+                    code = await self._process.wait()
+                    raise StartupError(f"{self.name} died while starting ({how_it_ended(code)})")
+        except TimeoutError as error:
+            raise StartupError(f"{self.name} was not ready within {timeout_s:g} s") from error
+        answer = msgspec.json.decode(line, type=Announcement)
+        if answer.failed:
+            raise StartupError(f"{self.name}: {answer.failed}")
+        self._shared = shared_by(of_group(self._process.pid))
+        return answer.endpoint
+
+    async def ended(self) -> str:
+        """See `Handle`."""
+        return how_it_ended(await self._process.wait())
+
+    def terminate(self) -> None:
+        """Ask it to end; it may take its time, see `ended`."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    async def stop(self, timeout_s: float = STOP_S) -> None:
+        """Ask it to end, then end it and all that it started; when cancelled, at once."""
+        if self._over:  # its id may be another process's by now
+            return
+        self._shared |= shared_by(of_group(self._process.pid))
+        try:
+            self.terminate()
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            pass  # it had its time
+        finally:
+            await self._kill()
+
+    async def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()  # it may have hardly begun, and lead no group yet
+        await self._process.wait()
+        remove(self._shared)
+        self._over = True
+        os.close(self._told)
+
+
+async def line_from(descriptor: int) -> bytes:
+    """Read the first line of a pipe, then close it; empty: the pipe had ended before.
+
+    Not by `connect_read_pipe`: uvloop closes a pipe's descriptor twice, and another thread may
+    have opened one of the same number in between. libzmq ends the process when it loses one.
+    """
+    loop = asyncio.get_running_loop()
+    came = bytearray()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def read() -> None:
+        part = os.read(descriptor, 65536)
+        came.extend(part)
+        if (not part or b"\n" in part) and not ended.done():
+            ended.set_result(None)
+
+    loop.add_reader(descriptor, read)
+    try:
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return bytes(came) if b"\n" in came else b""
+
+
+def how_it_ended(code: int) -> str:
+    """Say a process's exit status for people."""
+    if code == UNSEEN:
+        return "nobody saw how"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+async def first_of(*waits: Awaitable[str]) -> str:
+    """Return what the first to end says; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def deaths_in_a_row(before: int, served_s: float) -> int:
+    """Count one more death. served_s: from its readiness to this death."""
+    return 1 if served_s >= STABLE_S else before + 1
+
+
+def restart_pause(deaths: int) -> float:
+    """Seconds until a process starts again that has died so often in a row.
+
+    Example: dead after 1 s of serving: again in 0.5 s; after 3 s: again in 1 s. Had it served for
+    a minute in between, it would be again in 0.5 s.
+    """
+    return PAUSES_S[min(deaths, len(PAUSES_S)) - 1]
+
+
+# -- heartbeats of a child whom nobody asks anything: a front end
+
+
+class Heartbeats:
+    """The launcher's end, to be closed: a byte in a pipe a second shows that a child's loop turns.
+
+    A front end that hangs would keep its clients for ever. `descriptor` is for it to inherit.
+    """
+
+    def __init__(self) -> None:
+        self._heard, self.descriptor = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    async def fail(self, timeout_s: float) -> None:
+        """Return when no heartbeat came for so long."""
+        looks = LOOKS
+        while looks:
+            await asyncio.sleep(timeout_s / LOOKS)
+            looks = LOOKS if self._came() else looks - 1
+
+    def _came(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            return bool(os.read(self._heard, 4096))
+        return False
+
+    def close(self) -> None:
+        """Close both ends; a child that has inherited one keeps it."""
+        os.close(self._heard)
+        os.close(self.descriptor)
+
+
+async def send_heartbeats(descriptor: int) -> None:
+    """Run in the child until it is cancelled."""
+    while True:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # nobody listens any more
+            os.write(descriptor, b".")
+        await asyncio.sleep(HEARTBEAT_S)
