@@ -1,10 +1,13 @@
+"""What migrations have measured, for those after them."""
+
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.kvtransfer.measured import ChunkSizer, slot_bytes
+from kvmig.kvtransfer.measured import BlockRate, ChunkSizer, slot_bytes
+from kvmig.kvtransfer.report import MigrationReport, StageReport
 
 MS = st.floats(min_value=1e-6, max_value=1e6)
 COPIES = st.lists(st.tuples(st.integers(0, 1 << 40), MS), max_size=20)
@@ -76,3 +79,26 @@ def test_chunks_put_together_are_the_blocks(
         if copies:
             sizer.observe(*copies.pop())
     assert joined == ids
+
+
+def report(*stages: StageReport) -> MigrationReport:
+    return MigrationReport(
+        id="m", request_id="r", source="a", destination="b", state="committed", stages=[*stages]
+    )
+
+
+def test_the_first_measurement_counts_whole_and_later_ones_in_part() -> None:
+    rate = BlockRate(block_bytes=1000)
+    assert rate.blocks_s == 0
+    rate.observe(report(StageReport(10, 10_000, 50.0), StageReport(10, 10_000, 50.0)))
+    assert rate.blocks_s == pytest.approx(200)
+    rate.observe(report(StageReport(10, 10_000, 100.0)))
+    assert rate.blocks_s == pytest.approx(200 + 0.3 * (100 - 200))
+
+
+def test_a_migration_that_copied_nothing_live_says_nothing() -> None:
+    rate = BlockRate(block_bytes=1000)
+    rate.observe(report(StageReport(10, 10_000, 50.0)))
+    for nothing in (report(), report(StageReport(0, 0, 3.0))):
+        rate.observe(nothing)
+        assert rate.blocks_s == pytest.approx(200)
