@@ -36,7 +36,7 @@ from kvmig.cli.ray_launcher import RayLauncher
 from kvmig.cli.scheduler import SchedulerKeeper
 from kvmig.cli.shapes import Shapes, own_flags, shapes_of, unit_tokens
 from kvmig.controlplane.messages import Member
-from kvmig.engines.kind import EngineKind, kind_of
+from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind, kind_of
 from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
 from kvmig.gateway.access import is_loopback
 from kvmig.ground.config import ClusterConfig
@@ -55,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
             return show_help(help_wanted, kind)
         secret = cluster_secret(os.environ)
         admin_key = os.environ.pop(ADMIN_KEY, "")
+        if config.allow_untested_vllm:
+            os.environ[ALLOW_UNTESTED] = "1"  # all processes of the cluster inherit it
         kind.prepare()
         allowed = raise_open_files()
         if few := too_few_files(allowed, config.http.max_waiting, config.lifecycle.front_ends):

@@ -237,7 +237,17 @@ def _why(error: Any) -> str:
 # -- on a node
 
 
-FORWARDED = ("VLLM_", "HF_", "TRANSFORMERS_", "TORCH_", "NCCL_", "GLOO_", "UCX_", "OMP_")
+FORWARDED = (
+    "KVMIG_ALLOW_",
+    "VLLM_",
+    "HF_",
+    "TRANSFORMERS_",
+    "TORCH_",
+    "NCCL_",
+    "GLOO_",
+    "UCX_",
+    "OMP_",
+)
 """Variables of the user's that instances get on every node, by what their names start with."""
 NOT_FORWARDED = (
     "VLLM_API_KEY",

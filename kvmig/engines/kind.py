@@ -12,6 +12,9 @@ from kvmig.engines.base import ServingEngine
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import ConfigError
 
+ALLOW_UNTESTED = "KVMIG_ALLOW_UNTESTED_VLLM"
+"""Set in the environment: versions that kvmig wasn't tested with start, too, if they can."""
+
 
 class EngineKind(Protocol):
     """One kind of engine. Its flags come as `argv`: MODEL, and all that aren't kvmig's own."""

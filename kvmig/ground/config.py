@@ -166,6 +166,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineName = "vllm"
     """What the instances are, all of them."""
+    allow_untested_vllm: bool = False
     instances: int = 2
     instance_flags: tuple[str, ...] = ()
     """As given: "iN: FLAGS", the engine's flags that only instance N gets."""

