@@ -17,13 +17,13 @@ from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.errors import MigrationRefused
 
 BURST_S = 0.02
-"""What a bucket saves up while nothing goes: this long at full rate."""
+"""A bucket saves up as much as goes in this time at full rate."""
 ROUNDING = 1e-3
-"""Bytes of debt that are none."""
+"""Bytes of debt that count as none."""
 
 
 class Bucket:
-    """`rate` bytes a second, 0 for no cap; full at the start."""
+    """A token bucket of `rate` bytes a second, 0 for no cap; full at the start."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -31,7 +31,7 @@ class Bucket:
         self._at = 0.0
 
     def ready_at(self, now: float) -> float:
-        """When it is out of debt: `now` if it isn't in any."""
+        """When the bucket is out of debt: `now` if it isn't in any."""
         if not self._rate:
             return now
         self._fill(now)
@@ -116,7 +116,7 @@ class FairShare:
 
 
 class Throttle:
-    """All flows of one instance. Bytes a second, 0 for no cap."""
+    """Makes the flows of one instance wait for their turns. Bytes a second, 0 for no cap."""
 
     def __init__(
         self, rate: float, pair_rate: float, timeout_s: float, clock: Clock = monotonic
@@ -130,7 +130,7 @@ class Throttle:
         self._timer: asyncio.TimerHandle | None = None
 
     def line(self, flow: str, pair: str) -> Line:
-        """The turns of one migration, to `pair`."""
+        """One migration's bandwidth to `pair`."""
         return Line(self, flow, pair)
 
     def grant(self) -> None:
@@ -196,10 +196,10 @@ class Line:
             self._throttle.grant()
 
     def _charge(self, nbytes: int) -> None:
-        """So many bytes more (or fewer) went than were asked for."""
+        """Charge `nbytes` more (or fewer) than were asked for."""
         if self._throttle.share is not None:
             self._throttle.share.charge(self._flow, self._pair, nbytes, self._throttle.clock())
 
 
 UNLIMITED = Throttle(0.0, 0.0, timeout_s=1.0)
-"""No caps."""
+"""A throttle without caps."""

@@ -1,4 +1,4 @@
-"""What migrations find around them: the llumlet that hosts them, and what those out of it share."""
+"""The surroundings of migrations: their host, and the context that those out of it share."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Host(Protocol):
 
 @dataclass
 class SourceContext:
-    """What all migrations out of one instance share: engine, buffers, bandwidth, measurements."""
+    """Shared by all migrations out of one instance: engine, buffers, bandwidth, measurements."""
 
     host: Host
     engine: Engine

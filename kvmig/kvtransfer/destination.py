@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class DestinationContext:
-    """What all migrations into one instance share."""
+    """Shared by all migrations into one instance."""
 
     host: Host
     engine: Engine

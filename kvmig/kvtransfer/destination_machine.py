@@ -100,7 +100,7 @@ class E(StrEnum):
 
 
 _LATE = (E.RESERVE, E.CHUNK, E.COMMIT, E.ABORT, E.FENCE, E.CANCEL)
-"""What may still come when the machine has ended."""
+"""Events that may still come when the machine has ended."""
 
 
 class DestinationMachine(Machine):
@@ -139,9 +139,9 @@ class DestinationMachine(Machine):
         self._transport = ""
         self._opened = False
         self._answer: Message = Aborted(mid)
-        """What a repeated Reserve or Commit gets once the machine has ended."""
+        """The answer to a repeated Reserve or Commit once the machine has ended."""
         self.received = 0
-        """Blocks of the request, from the first, that are there: hits and scattered ones."""
+        """Blocks of the request, from the first on, that came: hits and scattered ones."""
 
     @property
     def committed_here(self) -> bool:
@@ -163,7 +163,7 @@ class DestinationMachine(Machine):
                 return self.abort()
 
     def reserve(self, message: Reserve) -> list[Action]:
-        """Pre-allocate for a stage. A repeated one is answered again."""
+        """The source asks for blocks before a stage. A repeated Reserve is answered again."""
         if self.state is S.NEW and message.export is None:
             return self.failed("error", "a later stage of a migration that isn't known")
         opening = self.state is S.NEW
@@ -182,7 +182,7 @@ class DestinationMachine(Machine):
         return [Scatter(message)] if self.state is S.SCATTERING else []
 
     def commit(self, message: Commit) -> list[Action]:
-        """Run the request, once; a repeated Commit gets the first one's answer."""
+        """All blocks are sent: run the request, once. A repeated Commit gets the same answer."""
         came = self._come_with(message)
         if self.state is S.RECEIVING and (came < 0 or message.blocks != came):
             return self.failed("error", f"{came} of {message.blocks} blocks came")
@@ -237,13 +237,13 @@ class DestinationMachine(Machine):
         return [*_free(was), *self._refuse(reason, detail)]
 
     def cancel(self, reason: str) -> list[Action]:
-        """Give up, if it isn't too late for that: the request may be committed."""
+        """Something here gives the migration up, unless the request is committed already."""
         was = self.state
         self.go(E.CANCEL)
         return [] if was is self.state else [*_free(was), *self._refuse(reason)]
 
     def _come_with(self, message: Commit) -> int:
-        """Blocks that are there, those of the message among them; -1: not where they belong."""
+        """Blocks that came, those of the message included; -1: its blocks are out of place."""
         last = message.last
         if last is None:
             return self.received
@@ -257,7 +257,7 @@ class DestinationMachine(Machine):
 
 
 def _free(was: StrEnum) -> list[Action]:
-    """Between the ends the engine may hold blocks; it ignores a request that it doesn't know."""
+    """Free what the engine may hold; it ignores a request that it doesn't know."""
     return [] if was in (S.NEW, S.COMMITTED, S.CANCELLED) else [FreeBlocks()]
 
 
@@ -280,7 +280,7 @@ class Tombstones:
         self._attempts: OrderedDict[Attempt, DestinationMachine] = OrderedDict()
 
     def used(self, attempt: Attempt) -> bool:
-        """Whether it has ended here, or was fenced."""
+        """Whether this attempt has ended here, or was fenced."""
         return attempt in self._attempts
 
     def knows(self, mid: str) -> bool:
@@ -314,7 +314,7 @@ class Tombstones:
         return actions
 
     def fence(self, attempt: Attempt) -> bool:
-        """Whether it was committed; if not, it never will be."""
+        """Whether this attempt was committed; if not, it never will be."""
         machine = self._attempts.get(attempt)
         if machine is None:
             machine = DestinationMachine("fence of {} at {}".format(*attempt))

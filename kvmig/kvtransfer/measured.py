@@ -1,4 +1,4 @@
-"""What one instance's migrations have measured, for those that come after them. Pure."""
+"""Running averages of what one instance's migrations have measured. Pure."""
 
 from __future__ import annotations
 

@@ -15,11 +15,12 @@ from kvmig.engines.base import Cadence, Export, Tail
 
 
 class Version(NamedTuple):
-    """major: raised when a message changes in a way that an older peer would misread; minor:
-    when one gets a field, with a default, or when there is a new message.
+    """A version of the wire protocol.
 
-    Fields that aren't known are ignored, those that don't come have their defaults, and a
-    message that isn't known is refused and counted: so neighbours in minor work together.
+    major is raised when a message changes in a way that an older peer would misread; minor when
+    a message gets a field, with a default, or when there is a new message. Unknown fields are
+    ignored, missing fields have their defaults, unknown messages are refused and counted: so
+    neighbours in minor work together.
     """
 
     major: int
@@ -34,7 +35,7 @@ class Version(NamedTuple):
 
 
 VERSION = Version(3, 0)
-"""Of this code. Its messages are recorded under tests/corpus: see `scripts/corpus.py`."""
+"""The version of this code. Its messages are recorded under tests/corpus: `scripts/corpus.py`."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -45,7 +46,7 @@ class Hello(Message, frozen=True, tag=True):
     """First message on every connection."""
 
     protocol: int
-    """Major number of the version (see `kvmig.kvtransfer.messages`)."""
+    """Major number of the sender's version."""
     role: str
     """gateway, scheduler or peer."""
     name: str
@@ -53,7 +54,7 @@ class Hello(Message, frozen=True, tag=True):
 
     @property
     def version(self) -> Version:
-        """That the sender speaks."""
+        """The version that the sender speaks."""
         return Version(self.protocol, self.minor)
 
 
@@ -65,8 +66,10 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Reserve(Message, frozen=True, tag=True):
-    """Source: take blocks before stage `stage`. Stage 0 brings the offers and the request, whose
-    `Export.payload` is the message's payload, not in here."""
+    """Source: reserve blocks before stage `stage`. Stage 0 brings the offers and the request.
+
+    `Export.payload` is the message's payload, not in here.
+    """
 
     mid: str
     request_id: str
@@ -82,7 +85,7 @@ class Reserve(Message, frozen=True, tag=True):
     numerics: str = ""
     """The source's numerics class: must agree, too, unless `inexact`."""
     inexact: bool = False
-    """Somebody has said that it may go on where logits round differently."""
+    """The request may go on where logits round differently."""
     offers: list[Offer] = []
     last: bool = False
     """The pause comes next: be ready."""
@@ -98,11 +101,11 @@ class Reserved(Message, frozen=True, tag=True):
     token: str = ""
     """What the source needs to push into the destination's buffers (stage 0 only)."""
     cadence: Cadence = Cadence(0.0, 0.0)
-    """Of the destination's engine, when it answered."""
+    """The steps of the destination's engine, when it answered."""
     can_hold: bool = False
     """Whether the destination takes Expect."""
     exact: bool = True
-    """Whether its numerics class is the source's (stage 0 only)."""
+    """Whether both engines are of one numerics class (stage 0 only)."""
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -114,7 +117,7 @@ class Refused(Message, frozen=True, tag=True):
 
 
 class Chunk(Message, frozen=True, tag=True):
-    """Source: blocks of the request, fused, the `first` that is sent and those after it.
+    """Source: fused blocks of the request, from block `first` on.
 
     The bytes are in buffer `slot` of the transport, or in the message's payload frame.
     """
@@ -130,9 +133,9 @@ class Chunk(Message, frozen=True, tag=True):
     urgent: bool = False
     """Nobody decodes the request meanwhile."""
     offset: int = 0
-    """Where its bytes begin in the slot, behind those of other migrations (see Bundle)."""
+    """Where the bytes begin in the slot, behind other migrations' chunks (see Bundle)."""
     places: list[int] = []
-    """Of each block among the request's; empty: from `first` on, one after the other."""
+    """Each block's place among the request's; empty: from `first` on, one after the other."""
 
 
 class Bundle(Message, frozen=True, tag=True):
@@ -164,9 +167,9 @@ class Commit(Message, frozen=True, tag=True):
     epoch: int
     tail: Tail
     blocks: int
-    """Blocks of the request: as many must have come, those of the prefix hit included."""
+    """Blocks of the request that must have come, those of the prefix hit included."""
     last: Chunk | None = None
-    """The last of them, if they come along."""
+    """The last blocks, if they come along."""
 
 
 class Committed(Message, frozen=True, tag=True):
@@ -181,7 +184,7 @@ class FirstToken(Message, frozen=True, tag=True):
 
     mid: str
     ms: float
-    """Since the commit."""
+    """Milliseconds since the commit."""
 
 
 class Abort(Message, frozen=True, tag=True):

@@ -97,7 +97,7 @@ class Migrations:
         self._host = host
         self._closing = False
         self._tasks: dict[str, asyncio.Task[object]] = {}
-        """Of all sessions, by migration."""
+        """Tasks of all sessions, by migration."""
         # Out of this instance.
         self._out = SourceContext(host, engine, config, stagings)
         self._free = asyncio.Semaphore(config.max_migrations)
@@ -151,7 +151,7 @@ class Migrations:
         urgent: bool = False,
         inexact: bool = False,
     ) -> MigrationReport:
-        """Move a request to the llumlet `destination` at `endpoint`; says how it ended.
+        """Move a request to the llumlet `destination` at `endpoint`; the report says how it ended.
 
         epoch: under which it runs here; urgent, inexact: see `Move`. Waits while `max_migrations`
         others go; once it has begun, cancelling the wait doesn't stop the migration.
@@ -213,7 +213,7 @@ class Migrations:
         admit(self._config, "out", others, kv_bytes(session.num_tokens, layout))
 
     def _batcher(self, endpoint: str) -> ChunkBatcher:
-        """The destination's; those of instances that nothing goes to any more are forgotten."""
+        """The batcher of a destination; batchers that no migration uses are forgotten."""
         used = {session.endpoint for session in self._departures.values()}
         for idle in self._batchers.keys() - used - {endpoint}:
             del self._batchers[idle]

@@ -30,7 +30,7 @@ MOST_STEPS = 16
 NEAR = 0.3
 """Part of a step: so long a wait at the destination is good enough."""
 NEAR_IF_HELD = 0.1
-"""The same, where the destination's step waits, too."""
+"""The same where the destination's step waits, too."""
 SURE = 2 / 3
 """Part of a step's hold: a request that is expected within it comes in time, if steps vary."""
 LATER = 0.1

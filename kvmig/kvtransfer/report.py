@@ -1,4 +1,4 @@
-"""What one migration did: the one report type, for the admin API, metrics and benchmarks."""
+"""The report of one migration: for the admin API, metrics and benchmarks."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     destination: str
     state: Literal["committed", "aborted"]
     epoch: int = 0
-    """Of this attempt: under which the destination runs the request, if it does."""
+    """Epoch of this attempt: the destination runs the request under it, if it does."""
     reason: str = ""
     detail: str = ""
     why: str = ""
-    """What it was for: the scheduler's word (`Pair.why`), or by-hand."""
+    """Why the request was moved: the scheduler's word (`Pair.why`), or by-hand."""
     exact: bool | None = None
     """Whether both engines are of one numerics class; None: the destination wasn't asked."""
     transport: str = ""

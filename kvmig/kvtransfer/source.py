@@ -91,7 +91,7 @@ class SourceSession:
             self._first_token.set_result(ms)
 
     def _hear(self, event: Event) -> list[Action]:
-        """What an event from the mailbox asks for."""
+        """Feed the machine an event from the mailbox."""
         machine = self.machine
         match event:
             case Reserved(stage=stage):

@@ -1,10 +1,10 @@
 """The source's half of the handshake: pure, events in, actions out.
 
-Before each stage blocks are pre-allocated (Reserve), after each the request is
-checked again. What is left then is copied in the pause, while nobody decodes the request.
-One that waits and holds nothing is suspended at once, and sent without any of that.
-Until Commit is sent every failure leaves the request running here.
-After it only the destination's word, or the arbiter's, decides.
+Before each stage blocks are pre-allocated (Reserve), after each the request is checked again. What
+is left then, the tail, is copied in the pause, while nobody decodes the request. A request that
+waits and holds nothing is suspended at once, and sent without any of that. Until Commit is sent
+every failure leaves the request running here. After it only the destination's word, or the
+arbiter's, decides.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True)
 class SendTail:
-    """Gather and send the rest, and Commit right behind."""
+    """Gather and send the tail, and Commit right behind."""
 
     first: int
     tail: Tail
@@ -99,7 +99,7 @@ Action = (
 
 
 TAIL_BLOCKS = 1
-"""So few full blocks left go with the tail: another stage would cost more than it saves."""
+"""At most so many full blocks go with the tail: a stage of them costs more than it saves."""
 COMMIT_SENDS = 3
 """Times that Commit is sent before the arbiter is asked."""
 QUESTIONS = 8
@@ -131,7 +131,7 @@ class E(StrEnum):
     MORE = auto()
     """The request is fine and has blocks for another stage."""
     ENOUGH = auto()
-    """The request is fine and the rest is small enough for the tail."""
+    """The request is fine and what is left is small enough for the tail."""
     WAITS = auto()
     """The request waits and holds nothing: it needs no room, and there is nothing to copy."""
     COPIED = auto()
@@ -140,7 +140,7 @@ class E(StrEnum):
     COMMITTED = auto()
     REFUSED = auto()
     FAILED = auto()
-    """Anything that went wrong at this side before Commit was sent."""
+    """Something went wrong at this side before Commit was sent."""
     CANCEL = auto()
     """The client left, or the instance stops."""
     TIMEOUT = auto()
@@ -194,7 +194,7 @@ class SourceMachine(Machine):
     }
 
     def __init__(self, key: str, max_stages: int, questions: int = QUESTIONS) -> None:
-        """`max_stages`: live stages before the rest is forced. questions: see `QUESTIONS`."""
+        """max_stages: live stages, then the tail is what is left; questions: see `QUESTIONS`."""
         super().__init__(key, S.EXPORTING)
         self._max_stages = max_stages
         self._questions = questions
@@ -227,7 +227,7 @@ class SourceMachine(Machine):
 
     @property
     def beyond(self) -> bool:
-        """Past the point of no return, and not decided."""
+        """Whether the point of no return is passed, and nothing is decided."""
         return self.state in (S.COMMITTING, S.RESOLVING)
 
     def start(self) -> list[Action]:
@@ -297,7 +297,7 @@ class SourceMachine(Machine):
         return [*self._kept(reason, detail), SendAbort(reason)]
 
     def cancel(self, reason: str) -> list[Action]:
-        """Give up, if it isn't too late for that."""
+        """The client left, or the instance stops: give up, unless it is too late for that."""
         self.go(E.CANCEL)
         self.cancelled = self.cancelled or reason
         if self.state is not S.ABORTED:

@@ -1,4 +1,4 @@
-"""What a source session measures while it runs, and the report made of it."""
+"""The timeline of one migration: measured by its source, and made into the report."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     gateway: str = ""
     output_tokens: int = 0
     urgent: bool = False
-    """Somebody waits for its end: its pause isn't spread over the steps before it."""
+    """Somebody waits for the end: the pause isn't spread over the steps before it."""
     inexact: bool = False
-    """It may go to an engine of another numerics class."""
+    """The request may go to an engine of another numerics class."""
 
 
 class Timeline:

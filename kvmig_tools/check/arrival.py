@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING
 
 from kvmig.ground.config import MigrationConfig
 from kvmig.kvtransfer import destination_machine as there
-from kvmig.kvtransfer.destination_machine import DestinationMachine
+from kvmig.kvtransfer.destination_machine import DestinationMachine, SourceMessage
 from kvmig.kvtransfer.messages import (
-    Abort,
     Aborted,
-    Chunk,
-    Commit,
     Committed,
     Message,
     Refused,
@@ -50,16 +47,8 @@ class Arrival:
 
     def hear(self, site: Site, message: object) -> None:
         """A message of the source."""
-        machine = self.machine
-        match message:
-            case Reserve():
-                self.follow(site, machine.reserve(message))
-            case Chunk():
-                self.follow(site, machine.chunk(message))
-            case Commit():
-                self.follow(site, machine.commit(message))
-            case Abort():
-                self.follow(site, machine.abort())
+        if isinstance(message, SourceMessage):
+            self.follow(site, self.machine.hear(message))
 
     def follow(self, site: Site, actions: list[there.Action]) -> None:
         """Perform them, and what they lead to."""

@@ -30,9 +30,9 @@ from kvmig.kvtransfer.wire import Frame
 CLOSED = -1
 """Stands in the queue of free slots after close, to wake everyone who waits."""
 KEPT = 32
-"""Peers of a kind whose channel or inbox is kept, those used last. An older one's is closed."""
+"""Channels, and inboxes, that are kept: those used last."""
 MOST = 1 << 36
-"""Bytes of an inbox: a peer that asks for more is mistaken."""
+"""Most bytes of an inbox: a peer that asks for more is mistaken."""
 
 
 class Announce(Protocol):
@@ -191,7 +191,7 @@ class HostStaging(Staging):
 
 
 class Inbox(ABC):
-    """What one source's chunks come into; serves all migrations from it."""
+    """Where one source's chunks arrive; serves all migrations from it."""
 
     transport: str
     token = ""
@@ -223,14 +223,14 @@ class Shape(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, offer: Offer) -> Shape:
-        """Raises TransportError for one that can't be."""
+        """The shape that a token names. Raises TransportError for a token that names none."""
         try:
             return msgspec.json.decode(offer.token, type=cls).checked()
         except msgspec.DecodeError as error:
             raise TransportError(f"not a token of {offer.transport}: {error}") from error
 
     def checked(self) -> Shape:
-        """Itself. Raises TransportError for sizes that can't be."""
+        """The same shape. Raises TransportError for sizes that can't be."""
         if self.slots < 1 or self.slot_bytes < 1 or self.slots * self.slot_bytes > MOST:
             raise TransportError(
                 f"the source offers {self.slots} buffers of {self.slot_bytes} bytes"

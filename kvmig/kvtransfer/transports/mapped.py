@@ -61,7 +61,7 @@ class Allocation:
 
 @dataclass
 class ExportedMemory:
-    """What the other process gets, and who gives it the descriptor, if there is one."""
+    """The handle for the other process, and the donor of its descriptor, if it has one."""
 
     exported: MemoryHandle
     donor: Donor | None = None
@@ -109,8 +109,10 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def host_identity() -> str:
-    """The same for processes that can map each other's memory: one kernel, one network namespace
-    (the descriptors' sockets are in it)."""
+    """The same for processes that can map each other's memory.
+
+    They share a kernel and a network namespace, in which the descriptors' sockets are.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/net').readlink()}"
 
@@ -183,7 +185,7 @@ class MappedChannel(Channel):
 
 
 class MappedInbox(Inbox):
-    """As many buffers as the source has, of the same kind of memory."""
+    """Buffers like the source's, in the same kind of memory."""
 
     stale = False
 

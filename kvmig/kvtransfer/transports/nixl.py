@@ -234,7 +234,7 @@ class NixlChannel(Channel):
 
 
 class NixlInbox(Inbox):
-    """As many registered buffers as the source has."""
+    """Registered buffers like the source's."""
 
     transport = NAME
     stale = False

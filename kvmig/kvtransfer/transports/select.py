@@ -24,7 +24,7 @@ class Site:
     """Where transports have their files and sockets."""
 
     folder: Path = shm.FOLDER
-    """Of shared memory."""
+    """Folder of shared memory."""
     trusted: bool = True
     """Whether `auto` may take what is IN_THE_CLEAR."""
     refusals: RefusalCounter = field(default_factory=RefusalCounter)
@@ -41,7 +41,7 @@ HERE = Site()
 
 
 def site_of(config: MigrationConfig, refusals: RefusalCounter) -> Site:
-    """Of an instance."""
+    """The site of an instance."""
     return Site(trusted=config.trust_network, refusals=refusals)
 
 

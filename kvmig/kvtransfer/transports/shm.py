@@ -41,7 +41,7 @@ FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 
 class Token(msgspec.Struct, frozen=True):
-    """What the destination needs to find the memory and to know that it's the right one."""
+    """Tells the destination where the memory is, and that it is the right one."""
 
     file: str
     nonce: str
@@ -99,7 +99,7 @@ class ShmChannel(Channel):
     """Moves nothing: the destination reads the slot itself."""
 
     async def push(self, chunk: Chunk, announce: Announce) -> None:
-        """It is there already."""
+        """Announce the chunk: its bytes are there already."""
         announce()
 
 
