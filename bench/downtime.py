@@ -1,8 +1,8 @@
 """What a client sees when its stream is moved: live, live unspread, blocking, or recomputed.
 
 Three servers of two real vLLM instances each are up at the same time: as kvmig.serve is by
-default (live stages, the pause spread over the tokens before it), with --spread 0, and with
---max-stages 0 --spread 0. Each run takes all samples of one cell, in turn:
+default (live stages, the pause spread over the tokens before it), with --pause-spread 0, and with
+--max-stages 0 --pause-spread 0. Each run takes all samples of one cell, in turn:
 
 recompute: the client leaves its stream and sends prompt and tokens so far again; the
   other instance computes all of it (a salt of its own keeps prefix caches out). Gap: from
@@ -57,7 +57,7 @@ PAUSE = PARTS[1:]
 """While nobody decodes the request; in the drain its last step runs."""
 MODES = ("live", "unspread", "blocking", "recompute")
 MOVES = MODES[:-1]
-FLAGS = ((), ("--spread=0",), ("--max-stages=0", "--spread=0"))
+FLAGS = ((), ("--pause-spread=0",), ("--max-stages=0", "--pause-spread=0"))
 """Of kvmig.serve, for each kind of move."""
 ATTEMPTS = 3
 """Of one sample."""

@@ -35,10 +35,10 @@ FLAGS = (
     "--max-num-seqs=32",
     "--kv-cache-memory-bytes=536870912",
     "--instances=3",
-    "--round-ms=50",
+    "--scheduler-interval-ms=50",
     # Nothing moves but by the drain.
     "--migrate-below=-1000000",
-    "--drain-timeout=2",
+    "--shutdown-timeout=2",
 )
 STREAMS = 20
 PROMPT = 64

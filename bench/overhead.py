@@ -225,7 +225,7 @@ def one_instance_each(model: Path, paced: Sequence[str], logs: Path) -> dict[str
     in_process = {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return {
         "kvmig": Served(
-            [*ENGINE_FLAGS, *paced, "--instances=1", "--drain-timeout=2"],
+            [*ENGINE_FLAGS, *paced, "--instances=1", "--shutdown-timeout=2"],
             model=model,
             environment=environment,
             log=logs / "kvmig",

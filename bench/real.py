@@ -28,7 +28,7 @@ from kvmig_tools.served import Served
 
 FLAGS = (
     "--enforce-eager", "--instances=2", "--max-model-len=4096", "--max-num-seqs=32",
-    "--policy=round-robin", "--kv-cache-memory-bytes=2147483648", "--drain-timeout=2",
+    "--policy=round-robin", "--kv-cache-memory-bytes=2147483648", "--shutdown-timeout=2",
 )  # fmt: skip
 BLOCKS = (32, 128)
 """The least that vLLM's attention takes on a CPU (16 is a GPU's), and its own choice there."""

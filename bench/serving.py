@@ -174,7 +174,7 @@ def flags_of(policy: str, options: argparse.Namespace) -> list[str]:
         f"--max-model-len={blocks * BLOCK_TOKENS}",
         f"--instances={options.instances}",
         f"--policy={policy}",
-        "--drain-timeout=2",
+        "--shutdown-timeout=2",
     ]
     if options.high:
         flags.append(f"--priority-class=high={HIGH},headroom={blocks * BLOCK_TOKENS // 4}")

@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         # One block more: vLLM keeps one for itself.
         *profile.engine_flags(_engines(args, args.blocks + 1), (*ENGINE, *model_flags(args.model))),
         f"--policy={args.policy}",
-        "--drain-timeout=2",
+        "--shutdown-timeout=2",
     ]
     with Served(flags, model=model_folder(args.model)) as served:
         asyncio.run(replay(served, trace(8, args.rate, args.seed), -1))  # caches warm up

@@ -27,7 +27,7 @@ SERVED_FLAGS = (
     "--instances=2",
     # Calls alternate between the instances, and nothing moves by itself.
     "--policy=round-robin",
-    "--drain-timeout=2",
+    "--shutdown-timeout=2",
 )
 
 

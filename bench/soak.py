@@ -52,8 +52,8 @@ ORDER_TIMEOUT_S = 30.0
 MODEL = "device20ms"
 FLAGS = (
     *SMALL, "--dtype=float32", "--instances=2", "--min-instances=2", "--max-instances=4",
-    "--autoscale=45,150", "--scale-sustain=3", "--scale-cooldown=10", "--front-ends=2",
-    "--drain-timeout=5",
+    "--autoscale=45,150", "--scale-stabilization=3", "--scale-cooldown=10", "--front-ends=2",
+    "--shutdown-timeout=5",
 )  # fmt: skip
 KERNELS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 """Instead of 1,024, of half a MiB each with this model: hours until no more come."""

@@ -106,7 +106,9 @@ async def measure(
 ) -> list[Sample]:
     """All sizes over one transport. Raises KvmigError if there is no such here."""
     config = MigrationConfig()
-    stagings = open_staging(transport, "bench", "source", config.staging_chunks, config.chunk_bytes)
+    stagings = open_staging(
+        transport, "bench", "source", config.staging_buffers, config.chunk_bytes
+    )
     ((_, staging),) = stagings.items()
     client = Client(endpoint, secret, "peer", f"source-{transport}", PeerMessage)
     try:
@@ -261,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     sizes = SIZES[:4] if options.quick else SIZES
     names = [name for name in get_args(Transport) if name != "auto"]
     config = MigrationConfig()
-    settings = {"slots": config.staging_chunks, "slot_bytes": config.chunk_bytes}
+    settings = {"slots": config.staging_buffers, "slot_bytes": config.chunk_bytes}
     result = report.begin("transport", settings)
     samples = run(names, sizes)
     result.samples = [asdict(one) for one in samples]

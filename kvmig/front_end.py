@@ -130,7 +130,7 @@ class FrontEnd:
     async def drain(self, at_once: asyncio.Event) -> None:
         """Take nothing new; wait for live requests to end, for the timeout, or for `at_once`."""
         self._http.closed = True
-        running, timeout_s = len(self._router.live()), self._launch.config.drain_timeout_s
+        running, timeout_s = len(self._router.live()), self._launch.config.shutdown_timeout_s
         if running:
             say(f"stopping: {running} requests run, at most {timeout_s:g} s")
         waits = [asyncio.create_task(at_once.wait()), asyncio.create_task(self._empty())]
@@ -194,7 +194,7 @@ class FrontEnds:
         ends = [asyncio.create_task(child.ended()) for child in self._children.values()]
         all_ended = asyncio.gather(*ends)
         hurry = asyncio.create_task(at_once.wait())
-        timeout_s = self._launch.config.drain_timeout_s + CLOSE_S
+        timeout_s = self._launch.config.shutdown_timeout_s + CLOSE_S
         await asyncio.wait(
             (all_ended, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )

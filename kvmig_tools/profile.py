@@ -221,7 +221,7 @@ def profile(args: argparse.Namespace, more: Sequence[str]) -> tuple[CostModel, d
     for field_, value in (("--instances", args.instances), ("--repeats", args.repeats)):
         if value < 1:
             raise ConfigError(f"{field_} is {value}, must be 1 or more")
-    flags = [*engine_flags(args, more), "--policy=round-robin", "--drain-timeout=2"]
+    flags = [*engine_flags(args, more), "--policy=round-robin", "--shutdown-timeout=2"]
     with (
         Progress(console=Console(stderr=True), transient=True) as progress,
         Served(flags, model=args.model) as served,

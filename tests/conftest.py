@@ -41,7 +41,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def two_instances(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """kvmig.serve with two instances of the bundled model."""
     log = tmp_path_factory.mktemp("served") / "log"
-    flags = [*SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, "--drain-timeout=5"]
+    flags = [*SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, "--shutdown-timeout=5"]
     with Served(flags, log=log) as served:
         yield served
         footprint = Footprint.of(served)
@@ -58,7 +58,7 @@ def served(two_instances: Served) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def two_toys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """The same with engines that compute nothing."""
-    flags = [*PATIENT, "--instances=2", NEVER_BY_ITSELF, "--drain-timeout=5"]
+    flags = [*PATIENT, "--instances=2", NEVER_BY_ITSELF, "--shutdown-timeout=5"]
     with Toys(flags, tmp_path_factory.mktemp("toys")) as served:
         yield served
         footprint = Footprint.of(served)

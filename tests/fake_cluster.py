@@ -37,7 +37,7 @@ class Node(Host):
         self.engine = engine
         self.server = Server(SECRET, "llumlet", name, PeerMessage)
         self.stagings = open_staging(
-            config.transport, "test", name, config.staging_chunks, config.chunk_bytes
+            config.transport, "test", name, config.staging_buffers, config.chunk_bytes
         )
         self.migrations = Migrations(
             name,
@@ -287,7 +287,7 @@ async def cluster(
         lease_ms=4 * timeout_ms,
         transport=transport,
         chunk_bytes=4096,
-        staging_chunks=chunks,
+        staging_buffers=chunks,
         max_stages=stages,
         **more,
     )

@@ -95,7 +95,7 @@ async def stubbed_front(
     api_keys: Sequence[str] = (),
 ) -> AsyncIterator[Stubbed]:
     """Started, and ended."""
-    small = MigrationConfig(staging_chunks=1, chunk_bytes=4096)
+    small = MigrationConfig(staging_buffers=1, chunk_bytes=4096)
     config = ClusterConfig(migration=small, http=http, priorities=priorities)
     metronome, registry = Metronome(), CollectorRegistry()
     engine = StubEngine(TransformersWords(), metronome, 0.0)

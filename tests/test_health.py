@@ -52,7 +52,9 @@ def test_time_during_which_nobody_listened_is_no_silence(slept: float) -> None:
 
 
 def test_instances_report_before_they_are_taken_for_silent() -> None:
-    faults = FaultConfig(silent_after_s=1.5)
-    check(ClusterConfig(report_ms=1000.0, faults=faults))
-    with pytest.raises(ConfigError, match=r"--silent-after is 1\.5, must be more seconds than"):
-        check(ClusterConfig(report_ms=2000.0, faults=faults))
+    faults = FaultConfig(heartbeat_timeout_s=1.5)
+    check(ClusterConfig(heartbeat_interval_ms=1000.0, faults=faults))
+    with pytest.raises(
+        ConfigError, match=r"--heartbeat-timeout is 1\.5, must be more seconds than"
+    ):
+        check(ClusterConfig(heartbeat_interval_ms=2000.0, faults=faults))

@@ -60,7 +60,7 @@ class Front:
 async def front(limits: HttpConfig = SMALL) -> AsyncIterator[Front]:
     app = FastAPI()
     state = behind_middleware(app, limits)
-    app.state.connection = Connection.limited(limits.read_timeout_s, state.count)
+    app.state.connection = Connection.limited(limits.send_timeout_s, state.count)
 
     @app.post("/")
     async def size(request: Request) -> int:

@@ -106,7 +106,7 @@ def test_a_call_that_ends_early_counts_no_more() -> None:
     [
         (HttpConfig(max_waiting=-1), "--max-waiting"),
         (HttpConfig(max_unread=-1), "--max-unread"),
-        (HttpConfig(read_timeout_s=0.0), "--read-timeout"),
+        (HttpConfig(send_timeout_s=0.0), "--send-timeout"),
     ],
 )
 def test_a_limit_that_cannot_be_is_refused_by_name(config: HttpConfig, flag: str) -> None:

@@ -271,7 +271,7 @@ async def test_the_request_decodes_on_for_as_long_as_its_pause_is_spread() -> No
         told.append((request_id, pause_ms, stretch_ms))
         return True
 
-    async with cluster(spread=0.5) as them:
+    async with cluster(pause_spread=0.5) as them:
         them.a.foretell = foretell
         them.a.engine.now = Cadence(0.0, 100.0)  # 2 ms, by the first guess: one step
         moving = asyncio.create_task(them.move())
@@ -283,7 +283,7 @@ async def test_the_request_decodes_on_for_as_long_as_its_pause_is_spread() -> No
 
 
 async def test_a_destination_keeps_its_reservation_however_long_the_pause_is_spread() -> None:
-    async with cluster(timeout_ms=1000.0, spread=0.0016) as them:
+    async with cluster(timeout_ms=1000.0, pause_spread=0.0016) as them:
         them.a.foretell = lambda request_id, pause_ms, stretch_ms: True
         them.a.engine.now = Cadence(0.0, 80.0)  # 2 ms, by the first guess: 16 steps
         assert (await them.move()).state == "committed"
@@ -305,7 +305,7 @@ async def test_a_request_is_not_suspended_while_the_destination_prepares_for_it(
             preparing.set()
             await prepared.wait()
 
-    async with cluster(spread=0.5) as them:
+    async with cluster(pause_spread=0.5) as them:
         them.a.foretell = lambda request_id, pause_ms, stretch_ms: True
         them.a.engine.now = Cadence(0.0, 50.0)
         them.b.engine.before = before
@@ -324,7 +324,7 @@ async def test_the_pause_of_an_urgent_move_is_not_spread() -> None:
         told.append(request_id)
         return True
 
-    async with cluster(spread=0.5) as them:
+    async with cluster(pause_spread=0.5) as them:
         them.a.foretell = foretell
         them.a.engine.now = Cadence(0.0, 100.0)
         assert (await them.move(urgent=True)).state == "committed"
@@ -332,7 +332,7 @@ async def test_the_pause_of_an_urgent_move_is_not_spread() -> None:
 
 
 async def test_nobody_waits_where_no_front_end_was_told() -> None:
-    async with cluster(spread=0.5) as them:
+    async with cluster(pause_spread=0.5) as them:
         them.a.foretell = lambda request_id, pause_ms, stretch_ms: False
         them.a.engine.now = Cadence(0.0, 1000.0)
         assert (await them.move()).state == "committed"
@@ -349,7 +349,7 @@ async def test_no_pause_is_foretold_that_is_not_spread_or_that_nobody_feels(why:
     source = FakeEngine()
     source.decoding = why == "no spread"
     source.now = Cadence(0.0, 1000.0)
-    async with cluster(source=source, spread=0.0 if source.decoding else 0.5) as them:
+    async with cluster(source=source, pause_spread=0.0 if source.decoding else 0.5) as them:
         them.a.foretell = foretell
         assert (await them.move()).state == "committed"
         assert not told

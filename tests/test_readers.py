@@ -61,7 +61,7 @@ async def tokens_of(front: Stubbed, count: int) -> None:
 
 
 async def test_a_client_that_never_reads_loses_its_request_and_holds_nothing_more() -> None:
-    http = HttpConfig(max_unread=LIMIT, read_timeout_s=600.0)
+    http = HttpConfig(max_unread=LIMIT, send_timeout_s=600.0)
     async with stubbed_front(http) as front:
         reader, writer = await front.call(1_000_000, receive_bytes=SMALL_BUFFER)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ async def test_a_client_that_never_reads_loses_its_request_and_holds_nothing_mor
 
 
 async def test_a_late_reader_gets_what_it_had_and_why_there_is_no_more() -> None:
-    async with stubbed_front(HttpConfig(max_unread=LIMIT, read_timeout_s=600.0)) as front:
+    async with stubbed_front(HttpConfig(max_unread=LIMIT, send_timeout_s=600.0)) as front:
         reader, writer = await front.call(1_000_000, receive_bytes=SMALL_BUFFER)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         front.metronome.set(RATE)
@@ -97,7 +97,7 @@ async def test_a_late_reader_gets_what_it_had_and_why_there_is_no_more() -> None
 
 
 async def test_a_connection_whose_client_never_reads_is_closed_in_time() -> None:
-    async with stubbed_front(HttpConfig(max_unread=0, read_timeout_s=0.5)) as front:
+    async with stubbed_front(HttpConfig(max_unread=0, send_timeout_s=0.5)) as front:
         reader, writer = await front.call(1_000_000, receive_bytes=SMALL_BUFFER)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         front.metronome.set(RATE)
@@ -109,7 +109,7 @@ async def test_a_connection_whose_client_never_reads_is_closed_in_time() -> None
 
 
 async def test_a_client_that_reads_slowly_keeps_its_stream() -> None:
-    async with stubbed_front(HttpConfig(max_unread=LIMIT, read_timeout_s=600.0)) as front:
+    async with stubbed_front(HttpConfig(max_unread=LIMIT, send_timeout_s=600.0)) as front:
         reader, writer = await front.call(3000, receive_bytes=SMALL_BUFFER)
         front.metronome.set(RATE)
         got = b""

@@ -42,7 +42,7 @@ from tests.fake_llumlet import (
     report,
 )
 
-QUICK = ClusterConfig(faults=FaultConfig(silent_after_s=0.3))
+QUICK = ClusterConfig(faults=FaultConfig(heartbeat_timeout_s=0.3))
 """Their reports come every 0.05 s, on the same event loop."""
 
 
@@ -527,7 +527,7 @@ async def test_requests_wait_for_an_instance_in_the_order_of_dispatch() -> None:
 
 
 async def test_who_waits_too_long_is_failed_and_may_try_again() -> None:
-    config = ClusterConfig(faults=FaultConfig(instance_wait_s=0.3))
+    config = ClusterConfig(faults=FaultConfig(failover_timeout_s=0.3))
     async with cluster(config, instances=1) as it:
         a = await running(it, 10)
         await it.router.remove_instance(a.instance, crashed=True)

@@ -11,7 +11,7 @@ from kvmig.engines.base import EngineLoad
 from kvmig.ground.config import ClusterConfig, FaultConfig, SchedulerConfig
 from tests.fake_llumlet import LOAD, Cluster, FakeLlumlet, cluster, eventually
 
-SOON = ClusterConfig(faults=FaultConfig(instance_wait_s=0.3))
+SOON = ClusterConfig(faults=FaultConfig(failover_timeout_s=0.3))
 FULL = EngineLoad(100, 100, 9, 3, 5, 9)
 
 

@@ -13,7 +13,7 @@ from kvmig.engines.base import EngineLoad
 from kvmig.ground.config import ClusterConfig, ScalingConfig, check
 from kvmig.ground.errors import ConfigError
 
-CONFIG = ScalingConfig(low=10, high=60, max_instances=8, sustain_s=5, cooldown_s=30)
+CONFIG = ScalingConfig(low=10, high=60, max_instances=8, stabilization_s=5, cooldown_s=30)
 
 
 def instance(name: str, used: int, running: int, state: str = "serving") -> InstanceView:
@@ -93,7 +93,7 @@ def test_too_few_instances_are_made_up_at_once() -> None:
 
 
 def test_what_was_asked_for_is_not_asked_for_again_before_it_can_be_seen() -> None:
-    config = msgspec.structs.replace(CONFIG, min_instances=3, sustain_s=0)
+    config = msgspec.structs.replace(CONFIG, min_instances=3, stabilization_s=0)
     scaler, one = Scaler(config), instance("a", 851, 200)
     assert decisions(scaler, 25, one) == [(0, Out(2)), (10, Out(2)), (20, Out(2))]
     assert decisions(scaler, 27, one, starting("b"), since=26) == [(26, Out(1))]
@@ -107,7 +107,9 @@ LOADS = st.lists(st.tuples(st.integers(0, 851), st.integers(0, 80)), min_size=1,
 def test_the_number_stays_within_bounds_and_a_round_does_one_thing(
     rounds: list[list[tuple[int, int]]],
 ) -> None:
-    scaler = Scaler(msgspec.structs.replace(CONFIG, min_instances=2, sustain_s=2, cooldown_s=3))
+    scaler = Scaler(
+        msgspec.structs.replace(CONFIG, min_instances=2, stabilization_s=2, cooldown_s=3)
+    )
     for now, loads in enumerate(rounds):
         instances = tuple(instance(str(at), *load) for at, load in enumerate(loads))
         what = scaler.decide(ClusterView(now, instances))
@@ -148,7 +150,7 @@ def test_a_constant_load_settles(requests: int, blocks: int, instances: int) -> 
             "--max-instances is 3, must be at least --min-instances (4)",
         ),
         (ScalingConfig(min_instances=3), "--instances is 2, must be from --min-instances (3)"),
-        (ScalingConfig(sustain_s=-1), "--scale-sustain is -1, must be 0 or more"),
+        (ScalingConfig(stabilization_s=-1), "--scale-stabilization is -1, must be 0 or more"),
         (ScalingConfig(cooldown_s=-1), "--scale-cooldown is -1, must be 0 or more"),
     ],
 )

@@ -32,7 +32,7 @@ from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.link import Client, Server
 
 SECRET = b"a secret of the cluster"
-SCHEDULER = SchedulerConfig(round_ms=20, source_below=3, destination_above=6, min_gain=1)
+SCHEDULER = SchedulerConfig(interval_ms=20, source_below=3, destination_above=6, min_gain=1)
 CROWDED = EngineLoad(100, 90, 9, 0, 0, 0)
 EVEN = EngineLoad(100, 50, 5, 0, 0, 0)
 ROOMY = EngineLoad(100, 10, 1, 0, 0, 0)
@@ -173,8 +173,8 @@ async def test_the_crowded_one_of_two_is_paired_with_the_other_and_undone_when_e
 @pytest.mark.parametrize(
     "scheduler",
     [
-        SchedulerConfig(round_ms=20, migration=False),
-        SchedulerConfig(round_ms=20, policy="round-robin"),
+        SchedulerConfig(interval_ms=20, migration=False),
+        SchedulerConfig(interval_ms=20, policy="round-robin"),
     ],
     ids=["no migration", "round robin"],
 )

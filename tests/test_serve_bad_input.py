@@ -77,7 +77,10 @@ REFUSED = [
         "--max-instances is 2, must be at least --min-instances (3)",
     ),
     ([MODEL, "--max-instances", "1"], "--max-instances is 1, must be at least --instances (2)"),
-    ([MODEL, "--autoscale=1,2", "--scale-sustain=-1"], "--scale-sustain is -1.0, must be 0 or"),
+    (
+        [MODEL, "--autoscale=1,2", "--scale-stabilization=-1"],
+        "--scale-stabilization is -1.0, must be 0 or",
+    ),
     ([MODEL, "--autoscale=1,2", "--scale-cooldown=-1"], "--scale-cooldown is -1.0, must be 0 or"),
     ([MODEL, "--drain-deadline", "-1"], "--drain-deadline is -1.0, must be 0 or more"),
     ([MODEL, "--max-restarts", "-1"], "--max-restarts is -1, must be 0 or more"),
@@ -86,7 +89,7 @@ REFUSED = [
     ([MODEL, "--transport", "ftp"], "--transport is ftp, must be auto or shm or tcp"),
     ([MODEL, "--transport", "nixl"], "or be given with --trust-network"),
     ([MODEL, "--max-body", "9B"], "--max-body is 9, must be 1024 or more"),
-    ([MODEL, "--silent-after", "0"], "--silent-after is 0.0, must be more seconds than"),
+    ([MODEL, "--heartbeat-timeout", "0"], "--heartbeat-timeout is 0.0, must be more seconds than"),
     ([MODEL, "--max-crashes", "0"], "--max-crashes is 0, must be 1 or more"),
     ([MODEL, "--ray", "head"], "--ray is 'head', must be auto or HOST:PORT"),
     ([MODEL, "--ray", "ray://head:10001"], "must be auto or HOST:PORT"),
@@ -94,8 +97,8 @@ REFUSED = [
     ([MODEL, "--ray", "--ray-resources", "CPU: 1"], "--ray-resources is 'CPU: 1', must be a JSON"),
     ([MODEL, "--ray-resources", '{"CPU": 1}'], "but --ray is not given"),
     ([MODEL, "--chunk-bytes", "1"], "--chunk-bytes is 1, must be 4096 or more"),
-    ([MODEL, "--spread", "1.5"], "--spread is 1.5, must be 0 to 1"),
-    ([MODEL, "--spread", "nan"], "--spread is nan, must be 0 to 1"),
+    ([MODEL, "--pause-spread", "1.5"], "--pause-spread is 1.5, must be 0 to 1"),
+    ([MODEL, "--pause-spread", "nan"], "--pause-spread is nan, must be 0 to 1"),
 ]
 
 
@@ -200,7 +203,7 @@ def test_help_shows_our_flags_by_group() -> None:
 
     for group in ("cluster:", "scheduler:", "migration:"):
         assert f"\n{group}\n" in shown
-    for flag in ("--instances", "--policy", "--transport", "--chunk-ms", "--drain-timeout"):
+    for flag in ("--instances", "--policy", "--transport", "--chunk-ms", "--shutdown-timeout"):
         assert flag in shown
 
 

@@ -44,7 +44,7 @@ INSTANCES = ("i0", "i1", "i2")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
-    flags = ["--instances=3", NEVER_BY_ITSELF, "--hung-after=1", "--drain-timeout=5"]
+    flags = ["--instances=3", NEVER_BY_ITSELF, "--step-timeout=1", "--shutdown-timeout=5"]
     with Toys(flags, tmp_path_factory.mktemp("faults")) as served:
         yield served
 

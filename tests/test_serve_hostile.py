@@ -37,7 +37,7 @@ MILLION = 10**6
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """Small enough that no generated call takes long, and none starts a third instance."""
     flags = [
-        *PATIENT, NEVER_BY_ITSELF, "--drain-timeout=5", "--max-instances=2",
+        *PATIENT, NEVER_BY_ITSELF, "--shutdown-timeout=5", "--max-instances=2",
         "--max-model-len=600", "--max-body=30MB",
     ]  # fmt: skip
     folder = tmp_path_factory.mktemp("hostile")

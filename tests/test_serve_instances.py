@@ -21,7 +21,7 @@ pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
 PATIENCE_S = 120.0
-SILENT = ("--silent-after=20",)
+SILENT = ("--heartbeat-timeout=20",)
 """A busy machine may hold an instance up; here nobody shall be taken for lost by it."""
 TOKENS = 60
 HELD = 20
@@ -32,7 +32,7 @@ HELD = 20
 def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """Two instances, at most three, behind two front ends."""
     flags = [*PATIENT, *SILENT, NEVER_BY_ITSELF, "--instances=2", "--max-instances=3"]
-    flags += ["--front-ends=2", "--max-num-seqs=32", "--round-ms=50"]
+    flags += ["--front-ends=2", "--max-num-seqs=32", "--scheduler-interval-ms=50"]
     with Toys(flags, tmp_path_factory.mktemp("several")) as served:
         yield served
         footprint = Footprint.of(served)
@@ -246,7 +246,7 @@ async def test_a_killed_instance_comes_back_under_its_name(several: Toys) -> Non
 def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """One instance, two under load."""
     flags = [*PATIENT, *SILENT, "--instances=1", "--max-instances=2", "--autoscale=20,200"]
-    flags += ["--scale-sustain=0.5", "--scale-cooldown=1", "--num-blocks=200"]
+    flags += ["--scale-stabilization=0.5", "--scale-cooldown=1", "--num-blocks=200"]
     with Toys(flags, tmp_path_factory.mktemp("elastic")) as served:
         yield served
         footprint = Footprint.of(served)

@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         for number, name in enumerate(ADAPTERS, 1)
     )
     flags = [
-        *SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, "--drain-timeout=5",
+        *SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, "--shutdown-timeout=5",
         "--enable-lora", "--max-loras=1", "--max-cpu-loras=4", "--max-lora-rank=8",
         f"--speculative-config={json.dumps(DRAFTS)}", "--lora-modules", *adapters,
     ]  # fmt: skip

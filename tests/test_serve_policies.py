@@ -34,7 +34,8 @@ HELD = 20
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     flags = [
         f"--block-size={BLOCK}", "--num-blocks=140", f"--max-num-seqs={SEATS}", "--instances=2",
-        *PATIENT, "--policy=kvmig", "--migrate-below=3", "--migrate-above=4", "--drain-timeout=5",
+        *PATIENT, "--policy=kvmig", "--migrate-below=3", "--migrate-above=4",
+        "--shutdown-timeout=5",
     ]  # fmt: skip
     with Toys(flags, tmp_path_factory.mktemp("policies")) as served:
         yield served

@@ -20,8 +20,8 @@ PATIENCE_S = 120.0
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     flags = [
-        *SMALL, "--instances=2", "--runner=pooling", "--convert=embed", "--instance-wait=0.1",
-        "--drain-timeout=5",
+        *SMALL, "--instances=2", "--runner=pooling", "--convert=embed", "--failover-timeout=0.1",
+        "--shutdown-timeout=5",
     ]  # fmt: skip
     with Served(flags, log=tmp_path_factory.mktemp("pooling") / "log") as served:
         yield served

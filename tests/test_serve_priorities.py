@@ -37,7 +37,7 @@ ALLOWED = "must be fast (-20) or high (-10) or normal (0)"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     flags = [
         f"--num-blocks={BLOCKS}", "--max-num-seqs=2", "--instances=2", *CLASSES, *PATIENT,
-        "--policy=kvmig", "--migrate-below=-1000000", "--drain-timeout=5",
+        "--policy=kvmig", "--migrate-below=-1000000", "--shutdown-timeout=5",
         f"--max-waiting={MAX_WAITING}",
     ]  # fmt: skip
     with Toys(flags, tmp_path_factory.mktemp("priorities")) as served:

@@ -33,7 +33,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """i0: one worker, blocks of 32 tokens; i1: two workers, blocks of 64."""
     before = names()
     log = tmp_path_factory.mktemp("mixed") / "log"
-    flags = [*SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, OTHER, "--drain-timeout=5"]
+    flags = [*SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, OTHER, "--shutdown-timeout=5"]
     flags.append("--inexact-moves")
     with Served(flags, log=log) as served:
         yield served

@@ -48,7 +48,7 @@ async def said(served: Served, words: str) -> None:
 
 
 async def test_sigterm_lets_streams_finish_and_takes_no_new_ones(tmp_path: Path) -> None:
-    with Toys(["--instances=1", "--drain-timeout=60"], tmp_path) as served:
+    with Toys(["--instances=1", "--shutdown-timeout=60"], tmp_path) as served:
         footprint = Footprint.of(served)
         with served.held(HELD):
             stream = Stream(served, PATH, count_from(10, TOKENS))
@@ -71,7 +71,7 @@ async def test_sigterm_lets_streams_finish_and_takes_no_new_ones(tmp_path: Path)
 
 
 async def test_what_does_not_finish_in_time_is_ended(tmp_path: Path) -> None:
-    with Toys(["--instances=1", "--drain-timeout=0.5"], tmp_path) as served, served.held(HELD):
+    with Toys(["--instances=1", "--shutdown-timeout=0.5"], tmp_path) as served, served.held(HELD):
         footprint = Footprint.of(served)
         stream = Stream(served, PATH, count_from(10, TOKENS))
         await stream.reach(HELD)
@@ -85,7 +85,7 @@ async def test_what_does_not_finish_in_time_is_ended(tmp_path: Path) -> None:
 
 
 async def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
-    with Toys(["--instances=1", "--drain-timeout=600"], tmp_path) as served, served.held(HELD):
+    with Toys(["--instances=1", "--shutdown-timeout=600"], tmp_path) as served, served.held(HELD):
         footprint = Footprint.of(served)
         stream = Stream(served, PATH, count_from(10, TOKENS))
         await stream.reach(HELD)
@@ -121,7 +121,12 @@ async def test_children_of_a_killed_launcher_go_by_themselves(tmp_path: Path) ->
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Toys, Footprint]]:
     """A server whose scheduler evens out what is more than a little uneven."""
-    flags = ["--instances=2", "--migrate-below=150", "--migrate-above=160", "--round-ms=100"]
+    flags = [
+        "--instances=2",
+        "--migrate-below=150",
+        "--migrate-above=160",
+        "--scheduler-interval-ms=100",
+    ]
     flags.append("--max-restarts=0")
     with Toys(flags, tmp_path_factory.mktemp("even")) as served:
         deadline = time.monotonic() + PATIENCE_S

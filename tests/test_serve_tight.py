@@ -35,8 +35,8 @@ HELD = 20
 INSTANCES = ("i0", "i1")
 FLAGS = (
     f"--block-size={BLOCK}", f"--num-blocks={BLOCKS}", "--max-model-len=4096",
-    f"--max-num-seqs={SLOTS}", "--transport=tcp", "--staging-chunks=1", "--chunk-bytes=4096",
-    "--instances=2", *PATIENT, NEVER_BY_ITSELF, "--drain-timeout=5",
+    f"--max-num-seqs={SLOTS}", "--transport=tcp", "--staging-buffers=1", "--chunk-bytes=4096",
+    "--instances=2", *PATIENT, NEVER_BY_ITSELF, "--shutdown-timeout=5",
 )  # fmt: skip
 
 

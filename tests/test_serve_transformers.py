@@ -55,7 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """On a machine where to import vLLM is an error."""
     folder = tmp_path_factory.mktemp("without-vllm")
     (folder / "vllm.py").write_text("raise ImportError('a transformers server needs no vLLM')\n")
-    flags = ["--engine=transformers", *PATIENT, NEVER_BY_ITSELF, "--drain-timeout=5"]
+    flags = ["--engine=transformers", *PATIENT, NEVER_BY_ITSELF, "--shutdown-timeout=5"]
     environment = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     with Served(flags, environment=environment, log=folder / "log") as served:
         yield served

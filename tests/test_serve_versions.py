@@ -22,7 +22,12 @@ PATH = "/v1/completions"
 PATIENCE_S = 60.0
 TOKENS = 60
 HELD = 20
-FLAGS = ("--silent-after=20", "--round-ms=50", "--instance-wait=1", "--max-restarts=0")
+FLAGS = (
+    "--heartbeat-timeout=20",
+    "--scheduler-interval-ms=50",
+    "--failover-timeout=1",
+    "--max-restarts=0",
+)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def replaced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served,
     folder = tmp_path_factory.mktemp("weights")
     model = folder / "model"
     shutil.copytree(BUNDLED, model)
-    flags = [*SMALL, *PATIENT, NEVER_BY_ITSELF, "--instances=2", "--silent-after=20"]
+    flags = [*SMALL, *PATIENT, NEVER_BY_ITSELF, "--instances=2", "--heartbeat-timeout=20"]
     with Served(flags, model=model, log=folder / "log") as served:
         yield served, model
         footprint = Footprint.of(served)

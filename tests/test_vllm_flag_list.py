@@ -79,7 +79,7 @@ def test_none_is_judged_twice() -> None:
         ("--headless", "--headless can't be used: kvmig starts front end and instances"),
         ("--grpc", "--grpc can't be used"),
         ("--uds=/tmp/here", "--uds /tmp/here can't be used.*--host and --port"),
-        ("--shutdown-timeout=5", "--shutdown-timeout 5 can't be used: use --drain-timeout"),
+        ("--shutdown-timeout=5", "--shutdown-timeout 5 can't be used.*whole server's"),
     ],
 )
 def test_a_flag_for_another_owner_of_the_engines_is_refused_with_what_to_use(

@@ -48,7 +48,7 @@ class Load:
             *SMALL, *model_flags(self.model), "--dtype=float32",
             f"--transport={self.transport}",
             f"--instances={self.instances}", f"--front-ends={self.front_ends}",
-            "--max-restarts=100000", "--max-crashes=100000", "--drain-timeout=5",
+            "--max-restarts=100000", "--max-crashes=100000", "--shutdown-timeout=5",
             f"--start-timeout={START_TIMEOUT_S:g}",
         ]  # fmt: skip
         return [one.replace("bench.paced.PacedWorker", "bench.chaos.hooks.ChaosWorker")

@@ -141,7 +141,7 @@ class EngineProcess:
             lease_ms=60_000,
         )
         self._stagings = open_staging(
-            config.transport, "bench", name, config.staging_chunks, config.chunk_bytes
+            config.transport, "bench", name, config.staging_buffers, config.chunk_bytes
         )
         self._migrations = {
             LIVE: Migrations(

@@ -72,7 +72,7 @@ class Site:
         served = process.start(
             "bench.load.serve", address, BUNDLED, *COMMON, "--engine", engine, "--port", self.port,
             "--instances", setup.instances, "--front-ends", setup.front_ends,
-            "--staging-chunks", 1, "--chunk-bytes", 4096, "--block-size", 32, log=self._log,
+            "--staging-buffers", 1, "--chunk-bytes", 4096, "--block-size", 32, log=self._log,
         )  # fmt: skip
         stack.callback(process.end, served)
         self._served = served.pid

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from kvmig.cli.processes import say
 from kvmig.cli.ray_cluster import AUTO, checked_address, parse_resources
 from kvmig.ground.config import (
     ENGINES,
@@ -33,6 +34,20 @@ from kvmig.ground.priorities import PriorityClass, with_normal
 _EPILOG = """Every other flag is the engine's (vLLM's, unless --engine says otherwise) and goes to
 each instance, e.g. --host, --port, --max-model-len, --api-key; `--help=all` lists those too."""
 
+RENAMED = {
+    "--drain-timeout": "--shutdown-timeout",
+    "--hung-after": "--step-timeout",
+    "--instance-wait": "--failover-timeout",
+    "--read-timeout": "--send-timeout",
+    "--report-ms": "--heartbeat-interval-ms",
+    "--round-ms": "--scheduler-interval-ms",
+    "--scale-sustain": "--scale-stabilization",
+    "--silent-after": "--heartbeat-timeout",
+    "--spread": "--pause-spread",
+    "--staging-chunks": "--staging-buffers",
+}
+"""Old names of flags, taken for one version more."""
+
 FORM = "NAME=PRIORITY[,headroom=TOKENS|,target=MS]"
 _STEPS = {"K": 1, "M": 2, "G": 3, "T": 4}
 UNITS = {
@@ -50,7 +65,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
 
     Raises ConfigError with the flag, its value and what is allowed.
     """
-    flags, rest = parser().parse_known_args(argv)
+    flags, rest = parser().parse_known_args([_current(word) for word in argv])
     config = _filled(
         ClusterConfig,
         flags,
@@ -67,6 +82,15 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         ),
     )
     return check(config), rest, flags.help
+
+
+def _current(word: str) -> str:
+    """Put a renamed flag's new name in place of its old one, and say so."""
+    flag, equals, value = word.partition("=")
+    if flag not in RENAMED:
+        return word
+    say(f"{flag} is deprecated, use {RENAMED[flag]}")
+    return f"{RENAMED[flag]}{equals}{value}"
 
 
 def _filled(kind: type[Config], flags: argparse.Namespace, **given: Any) -> Config:
@@ -222,10 +246,16 @@ def _add_cluster(root: _Parser) -> None:
         "control_host",
         "address that control sockets bind to; the cluster's secret is KVMIG_SECRET if set",
     )
-    group.add("--report-ms", "report_ms", "longest time between two load reports of an instance")
+    group.add(
+        "--heartbeat-interval-ms",
+        "heartbeat_interval_ms",
+        "longest time between two load reports of an instance, which are its heartbeats",
+    )
     group.add("--start-timeout", "start_timeout_s", "seconds for an instance to be ready")
     group.add(
-        "--drain-timeout", "drain_timeout_s", "seconds that SIGTERM lets running requests finish"
+        "--shutdown-timeout",
+        "shutdown_timeout_s",
+        "seconds that SIGTERM lets running requests finish",
     )
 
 
@@ -257,9 +287,9 @@ def _add_http(root: _Parser) -> None:
         metavar="TOKENS",
     )
     group.add(
-        "--read-timeout",
-        "read_timeout_s",
-        "a connection is closed when its client has not read for so long",
+        "--send-timeout",
+        "send_timeout_s",
+        "a connection is closed when its client has read nothing for so long",
         metavar="SECONDS",
     )
 
@@ -315,8 +345,8 @@ def _add_lifecycle(root: _Parser) -> None:
     )
     group.add("--min-instances", "min_instances", "at least so many")
     group.add(
-        "--scale-sustain",
-        "sustain_s",
+        "--scale-stabilization",
+        "stabilization_s",
         "how long freeness must be outside before something is done",
         metavar="SECONDS",
     )
@@ -342,7 +372,7 @@ def _add_scheduler(root: _Parser) -> None:
         "requests may also move between instances whose logits round differently (other"
         " tensor-parallel sizes, devices, thread counts): their tokens may differ from then on",
     )
-    group.add("--round-ms", "round_ms", "time between two rounds")
+    group.add("--scheduler-interval-ms", "interval_ms", "time between two rounds of the scheduler")
     group.add(
         "--migrate-below",
         "source_below",
@@ -375,20 +405,20 @@ def _add_scheduler(root: _Parser) -> None:
 def _add_faults(root: _Parser) -> None:
     group = _Group(root, "faults", FaultConfig())
     group.add(
-        "--silent-after",
-        "silent_after_s",
-        "seconds without a word from an instance after which its requests run again elsewhere",
+        "--heartbeat-timeout",
+        "heartbeat_timeout_s",
+        "seconds without a heartbeat from an instance after which its requests run again elsewhere",
     )
     group.add(
-        "--hung-after",
-        "hung_after_s",
+        "--step-timeout",
+        "step_timeout_s",
         "seconds of one step of an engine after which its requests run again elsewhere;"
         " after twice that it is ended, and started again",
     )
     group.add(
-        "--instance-wait",
-        "instance_wait_s",
-        "seconds that requests of a lost instance wait for one that they can run on",
+        "--failover-timeout",
+        "failover_timeout_s",
+        "seconds that requests of a lost instance wait for another one that they can run on",
     )
     group.add(
         "--max-crashes",
@@ -416,17 +446,17 @@ def _add_migration(root: _Parser) -> None:
         "chunk_bytes",
         "size of a staging buffer; one KV block where that is larger",
     )
-    group.add("--staging-chunks", "staging_chunks", "staging buffers an instance")
+    group.add("--staging-buffers", "staging_buffers", "staging buffers an instance")
     group.add(
         "--max-stages",
         "max_stages",
         "live copy stages at most; 0: suspend first, then copy everything",
     )
     group.add(
-        "--spread",
-        "spread",
-        "the pause is spread over the tokens before it: each reaches its client later than the"
-        " one before by at most so much of a step; 0: it isn't",
+        "--pause-spread",
+        "pause_spread",
+        "delay the last tokens before a migration's pause by growing amounts, this fraction of a"
+        " step each, so that the client sees several short delays instead of one; 0: off",
     )
     group.add(
         "--max-bandwidth",

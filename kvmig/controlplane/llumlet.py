@@ -89,7 +89,7 @@ class Llumlet:
                 config.migration.transport,
                 cluster,
                 instance,
-                config.migration.staging_chunks,
+                config.migration.staging_buffers,
                 slot_bytes(config.migration.chunk_bytes, engine.layout.block_bytes),
                 site_of(config.migration, self._server.refusals),
             )
@@ -116,7 +116,9 @@ class Llumlet:
         self._tasks: set[asyncio.Task[object]] = set()
         self._headroom: dict[int, float] = {}
         self._told_weights = engine.layout.weights
-        self._reporter = Reporter(config.report_ms, config.faults.hung_after_s, monotonic())
+        self._reporter = Reporter(
+            config.heartbeat_interval_ms, config.faults.step_timeout_s, monotonic()
+        )
 
     @property
     def endpoint(self) -> str:
@@ -323,7 +325,7 @@ class Llumlet:
         while True:
             self._report_if_due()
             self._tell_overrun()
-            await asyncio.sleep(min(CHANGE_PERIOD_S, self._config.report_ms / 1000))
+            await asyncio.sleep(min(CHANGE_PERIOD_S, self._config.heartbeat_interval_ms / 1000))
 
     def _report_if_due(self) -> None:
         now, step_s = monotonic(), self._engine.step_s()

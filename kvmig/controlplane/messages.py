@@ -127,7 +127,7 @@ class Welcome(Message, frozen=True, tag=True):
 
 
 class LoadReport(Message, frozen=True, tag=True):
-    """Llumlet: its load, every `report_ms` or on change.
+    """Llumlet: its load, every `heartbeat_interval_ms` or on change.
 
     Of one size however many requests it has, so that nobody else's cost grows with them.
     """

@@ -10,12 +10,12 @@ from kvmig.engines.base import EngineLoad
 class Reporter:
     """wanted: the state that it was told to be in, while nothing ails it."""
 
-    def __init__(self, report_ms: float, hung_after_s: float, now: float) -> None:
+    def __init__(self, heartbeat_interval_ms: float, step_timeout_s: float, now: float) -> None:
         self.wanted = "serving"
         self.seq = 0
         """Number of the last report."""
-        self._report_s = report_ms / 1000
-        self._steps = StepWatch(hung_after_s, now)
+        self._report_s = heartbeat_interval_ms / 1000
+        self._steps = StepWatch(step_timeout_s, now)
         self._reported_at = 0.0
         self._reported: tuple[object, ...] = ()
 
@@ -48,10 +48,10 @@ still (stopped, or on a machine that did), and the engine's thread with it."""
 
 
 class StepWatch:
-    """Watches an engine's present step: hung after `hung_after_s`, lost after twice that."""
+    """Watches an engine's present step: hung after `step_timeout_s`, lost after twice that."""
 
-    def __init__(self, hung_after_s: float, now: float) -> None:
-        self._hung_after_s = hung_after_s
+    def __init__(self, step_timeout_s: float, now: float) -> None:
+        self._step_timeout_s = step_timeout_s
         self._looked = now
         self._step_s = 0.0
         self._running_s = 0.0
@@ -62,6 +62,6 @@ class StepWatch:
         # Shorter than at the last look: another step.
         self._running_s = 0.0 if step_s <= self._step_s else self._running_s + passed
         self._looked, self._step_s = now, step_s
-        if self._running_s > 2 * self._hung_after_s:
+        if self._running_s > 2 * self._step_timeout_s:
             return "lost"
-        return "hung" if self._running_s > self._hung_after_s else ""
+        return "hung" if self._running_s > self._step_timeout_s else ""

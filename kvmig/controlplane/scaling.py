@@ -2,7 +2,7 @@
 
 The mean freeness is that of all batches together, sum of free blocks / sum of batch sizes:
 so an idle instance counts by its room instead of being infinitely free. It is kept within
-[low, high]; outside for `sustain_s`, something is done. A starting instance counts as
+[low, high]; outside for `stabilization_s`, something is done. A starting instance counts as
 room already, and while one drains, none other does, so nothing is done twice.
 
 Example: three instances of 851 blocks, 150 requests that hold 2,000: (2553 - 2000) / 150 =
@@ -82,7 +82,7 @@ class Scaler:
         return decision
 
     def _held(self, since: float | None, now: float) -> bool:
-        return since is not None and now - since >= self._config.sustain_s
+        return since is not None and now - since >= self._config.stabilization_s
 
 
 def _since(since: float | None, holds: bool, now: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The scheduler as a process: load reports in, pairs and scaling out, a round every `round_ms`.
+"""The scheduler as a process: load reports in, pairs and scaling out, a round every `interval_ms`.
 
 Every llumlet has a connection and a task of its own and nothing is ever waited for in
 a round, so one that hangs or is gone delays nobody.
@@ -61,14 +61,15 @@ class SchedulerProcess:
         """Binds the scheduler's socket. Raises StartupError if it can't."""
         config = launch.config
         self._secret = launch.secret
-        self._round_s = config.scheduler.round_ms / 1000
+        self._round_s = config.scheduler.interval_ms / 1000
         self._clock = clock
         policy = policy_of(config.scheduler)
         self._scheduler = Scheduler(policy.rounds)
         self._scaler = Scaler(config.scaling) if config.scaling is not None else None
         self._launcher = b""
         self._builder = ViewBuilder(
-            stale_after_s=max(1.0, 4 * config.report_ms / 1000), headroom=policy.headroom
+            stale_after_s=max(1.0, 4 * config.heartbeat_interval_ms / 1000),
+            headroom=policy.headroom,
         )
         self._clients: dict[str, Client] = {}
         self._following: dict[Member, asyncio.Task[None]] = {}

@@ -159,7 +159,7 @@ class _Node(Host):
             config.transport,
             "embedded",
             name,
-            config.staging_chunks,
+            config.staging_buffers,
             slot_bytes(config.chunk_bytes, engine.layout.block_bytes),
         )
         try:

@@ -49,4 +49,4 @@ def extend(
 
     app.router.routes.insert(0, Route("/metrics", metrics))
     app.state.kvmig = http
-    app.state.connection = Connection.limited(http.config.read_timeout_s, http.count)
+    app.state.connection = Connection.limited(http.config.send_timeout_s, http.count)

@@ -441,7 +441,7 @@ class Connection(HttpToolsProtocol):
 
     head_bytes: ClassVar[int] = HEAD_BYTES
     head_s: ClassVar[float] = HEAD_S
-    read_timeout_s: ClassVar[float] = HttpConfig().read_timeout_s
+    send_timeout_s: ClassVar[float] = HttpConfig().send_timeout_s
     on_refusal: ClassVar[Callable[[int], None]] = staticmethod(lambda status: None)
 
     _in_head = True
@@ -451,9 +451,9 @@ class Connection(HttpToolsProtocol):
     _paused: HttpCall | None = None
 
     @classmethod
-    def limited(cls, read_timeout_s: float, on_refusal: Callable[[int], None]) -> type[Connection]:
+    def limited(cls, send_timeout_s: float, on_refusal: Callable[[int], None]) -> type[Connection]:
         """The connections of one front end: uvicorn makes them, and gives them nothing else."""
-        own = {"read_timeout_s": read_timeout_s, "on_refusal": staticmethod(on_refusal)}
+        own = {"send_timeout_s": send_timeout_s, "on_refusal": staticmethod(on_refusal)}
         return type(cls.__name__, (cls,), own)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -469,7 +469,7 @@ class Connection(HttpToolsProtocol):
         """The client hasn't read for so long that everything in between is full."""
         super().pause_writing()
         self._end_pause()
-        self._unread = self.loop.call_later(self.read_timeout_s, self.transport.abort)
+        self._unread = self.loop.call_later(self.send_timeout_s, self.transport.abort)
         self._paused = cast("dict[str, HttpCall]", self.scope or {}).get(SCOPE)
         if self._paused is not None:
             self._paused.stopped_reading()

@@ -207,9 +207,9 @@ class Health:
         """For how long the instance has been silent, up to a period more than it was."""
         return self._listening.total_s - self._heard_s
 
-    def ailment(self, silent_after_s: float) -> str:
+    def ailment(self, heartbeat_timeout_s: float) -> str:
         """silent, hung or failed; empty for an instance that can be relied on."""
-        if self.silence_s > silent_after_s:
+        if self.silence_s > heartbeat_timeout_s:
             return "silent"
         return self.state if self.state in AILMENTS else ""
 
@@ -257,7 +257,7 @@ class Fleet:
         self._name = name
         self._secret = secret
         self._clock = clock
-        self._silent_after_s = config.faults.silent_after_s
+        self._silent_after_s = config.faults.heartbeat_timeout_s
         self._lost_after_s = lost_after_s
         self._listener = listener
         policy = policy_of(config.scheduler)

@@ -123,7 +123,7 @@ class Metrics(Observer):
         self._gap = histogram(
             "kvmig_client_gap_seconds",
             "Time between the last token of the old instance and the first of the new, "
-            "as they came to the front end; a client sees less of it (--spread).",
+            "as they came to the front end; a client sees less of it (--pause-spread).",
             BUCKETS_S,
         )
 

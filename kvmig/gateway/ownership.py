@@ -269,7 +269,7 @@ class Ownership:
             self._run(request)
         except NoInstance:
             waited = now - (request.unplaced_since or now)
-            if waited <= self._config.instance_wait_s:
+            if waited <= self._config.failover_timeout_s:
                 return False
             other = "other one"
             if request.begun.weights:

@@ -50,13 +50,13 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest time that one copy should take; a copy is of one KV block at least."""
     chunk_bytes: int = 1 << 20
     """Staging buffer of one chunk; at least one KV block, however small this is."""
-    staging_chunks: int = 4
+    staging_buffers: int = 4
     """Staging buffers of one instance: bounds memory and what is on the wire."""
     max_stages: int = 8
     """Live copy stages before the last one is forced; 0: all is copied in the pause."""
-    spread: float = 0.1
-    """By how much of a step each of the tokens before the pause may reach its client later than the
-    one before, so that the pause is spread over them; 0: it isn't."""
+    pause_spread: float = 0.1
+    """The front end delays the last tokens before a pause by growing amounts, this fraction of a
+    step each, so that the client sees several short delays instead of one; 0: off."""
     unit_tokens: int = 0
     """Tokens of KV cache that instances of different shapes exchange at a time; 0: all are
     alike and exchange blocks."""
@@ -85,7 +85,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: PolicyName = "kvmig"
     migration: bool = True
-    round_ms: float = 200.0
+    interval_ms: float = 200.0
     inexact_moves: bool = False
     """Whether policies move requests between numerics classes, where tokens may differ."""
     source_below: float | None = None
@@ -99,12 +99,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Times in seconds."""
 
-    silent_after_s: float = 1.5
-    """An instance that says nothing for so long is silent: its requests run again elsewhere."""
-    hung_after_s: float = 60.0
+    heartbeat_timeout_s: float = 1.5
+    """An instance without a heartbeat for so long is silent: its requests run again elsewhere."""
+    step_timeout_s: float = 60.0
     """An engine whose present step takes longer is hung: the same. After twice that it is
     ended, and started again."""
-    instance_wait_s: float = 120.0
+    failover_timeout_s: float = 120.0
     """How long a request whose instance is lost waits for one that it can run on."""
     max_crashes: int = 2
     """A request that saw so many instances crash while it ran there isn't run again."""
@@ -121,7 +121,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of all front ends that wait for their first token; 0: no limit."""
     max_unread: int = 8192
     """Tokens of a request that its client hasn't read; 0: no limit."""
-    read_timeout_s: float = 300.0
+    send_timeout_s: float = 300.0
     """For a client to go on reading."""
 
 
@@ -142,12 +142,12 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keep the mean freeness within [low, high] (Llumnix, section 4.4.3). Times in seconds."""
 
     low: float = 10.0
-    """KV blocks a request: below it for `sustain_s`, instances are added."""
+    """KV blocks a request: below it for `stabilization_s`, instances are added."""
     high: float = 60.0
-    """Above it for `sustain_s`, one is drained."""
+    """Above it for `stabilization_s`, one is drained."""
     min_instances: int = 1
     max_instances: int = 16
-    sustain_s: float = 5.0
+    stabilization_s: float = 5.0
     cooldown_s: float = 30.0
     """Least time from one instance's end, or start, to the next decision to drain one."""
 
@@ -174,10 +174,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: all instances run on this host."""
     control_host: str = "127.0.0.1"
     """Address that llumlets and scheduler bind their sockets to."""
-    report_ms: float = 50.0
+    heartbeat_interval_ms: float = 50.0
     """Longest time between two load reports of an instance."""
     start_timeout_s: float = 600.0
-    drain_timeout_s: float = 30.0
+    shutdown_timeout_s: float = 30.0
     """How long SIGTERM lets running requests finish."""
     migration: MigrationConfig = MigrationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -207,8 +207,8 @@ def check(config: ClusterConfig) -> ClusterConfig:
     """
     _one_of("--engine", config.engine, ENGINES)
     _least("--instances", config.instances, 1)
-    _positive("--report-ms", config.report_ms)
-    _least("--drain-timeout", config.drain_timeout_s, 0)
+    _positive("--heartbeat-interval-ms", config.heartbeat_interval_ms)
+    _least("--shutdown-timeout", config.shutdown_timeout_s, 0)
     _positive("--start-timeout", config.start_timeout_s)
     _check_scheduler(config.scheduler)
     _check_migration(config.migration)
@@ -216,7 +216,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     check_classes(config.priorities)
     if config.scaling is not None:
         check_scaling(config.scaling, config.instances)
-    _check_faults(config.faults, config.report_ms)
+    _check_faults(config.faults, config.heartbeat_interval_ms)
     _check_http(config.http)
     return config
 
@@ -237,13 +237,13 @@ def check_scaling(scaling: ScalingConfig, instances: int) -> None:
         instances,
         f"from --min-instances ({least}) to --max-instances ({most})",
     )
-    _least("--scale-sustain", scaling.sustain_s, 0)
+    _least("--scale-stabilization", scaling.stabilization_s, 0)
     _least("--scale-cooldown", scaling.cooldown_s, 0)
 
 
 def _check_scheduler(scheduler: SchedulerConfig) -> None:
     _one_of("--policy", scheduler.policy, POLICIES)
-    _positive("--round-ms", scheduler.round_ms)
+    _positive("--scheduler-interval-ms", scheduler.interval_ms)
     below, above = scheduler.source_below, scheduler.destination_above
     ordered = below is None or above is None or below <= above
     _require(ordered, "--migrate-below", below, f"at most --migrate-above ({above})")
@@ -253,7 +253,7 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
 def _check_migration(migration: MigrationConfig) -> None:
     _positive("--chunk-ms", migration.chunk_ms)
     _least("--chunk-bytes", migration.chunk_bytes, 4096)
-    _least("--staging-chunks", migration.staging_chunks, 1)
+    _least("--staging-buffers", migration.staging_buffers, 1)
     _least("--max-stages", migration.max_stages, 0)
     _least("--max-bandwidth", migration.max_bandwidth, 0)
     _least("--max-pair-bandwidth", migration.max_pair_bandwidth, 0)
@@ -263,7 +263,7 @@ def _check_migration(migration: MigrationConfig) -> None:
     _positive("--reply-timeout-ms", reply_ms)
     longer = f"more than --reply-timeout-ms ({reply_ms})"
     _require(lease_ms > reply_ms, "--lease-ms", lease_ms, longer)
-    _require(0 <= migration.spread <= 1, "--spread", migration.spread, "0 to 1")
+    _require(0 <= migration.pause_spread <= 1, "--pause-spread", migration.pause_spread, "0 to 1")
     _one_of("--transport", migration.transport, TRANSPORTS)
     _require(
         migration.trust_network or migration.transport not in IN_THE_CLEAR,
@@ -281,15 +281,15 @@ def _check_lifecycle(lifecycle: LifecycleConfig, instances: int) -> None:
     _least("--front-ends", lifecycle.front_ends, 1)
 
 
-def _check_faults(faults: FaultConfig, report_ms: float) -> None:
+def _check_faults(faults: FaultConfig, heartbeat_interval_ms: float) -> None:
     _require(
-        faults.silent_after_s > report_ms / 1000,
-        "--silent-after",
-        faults.silent_after_s,
-        f"more seconds than --report-ms ({report_ms:g}) has",
+        faults.heartbeat_timeout_s > heartbeat_interval_ms / 1000,
+        "--heartbeat-timeout",
+        faults.heartbeat_timeout_s,
+        f"more seconds than --heartbeat-interval-ms ({heartbeat_interval_ms:g}) has",
     )
-    _positive("--hung-after", faults.hung_after_s)
-    _least("--instance-wait", faults.instance_wait_s, 0)
+    _positive("--step-timeout", faults.step_timeout_s)
+    _least("--failover-timeout", faults.failover_timeout_s, 0)
     _least("--max-crashes", faults.max_crashes, 1)
 
 
@@ -298,7 +298,7 @@ def _check_http(http: HttpConfig) -> None:
     _positive("--body-timeout", http.body_timeout_s)
     _least("--max-waiting", http.max_waiting, 0)
     _least("--max-unread", http.max_unread, 0)
-    _positive("--read-timeout", http.read_timeout_s)
+    _positive("--send-timeout", http.send_timeout_s)
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -140,7 +140,9 @@ class Pause:
         clock, step_ms = self._context.clock, self._context.engine.cadence().step_ms
         self._busy_there = self._there.step_ms > 0
         pause_ms = self._context.pauses.expected_ms(self._busy_there)
-        found = spread(pause_ms, step_ms, 0.0 if self._move.urgent else self._context.config.spread)
+        found = spread(
+            pause_ms, step_ms, 0.0 if self._move.urgent else self._context.config.pause_spread
+        )
         if found is None or not self._context.host.announce_pause(
             self._move.request_id, found.pause_ms, found.stretch_ms
         ):

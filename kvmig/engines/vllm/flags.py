@@ -149,7 +149,7 @@ REFUSED: dict[str, str] = {
     "uds": _ONE_API,
     "h11_max_header_count": _HEADS,
     "h11_max_incomplete_event_size": _HEADS,
-    "shutdown_timeout": "use --drain-timeout",
+    "shutdown_timeout": "kvmig's own is the whole server's, give it outside --instance-flags",
     "watchdog_config": "kvmig watches its instances itself (docs/faults.md), leave it out",
 }
 """By its name in Python: why it can't have another value than vLLM's default."""
