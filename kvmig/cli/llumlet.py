@@ -74,10 +74,11 @@ def main(argv: Sequence[str]) -> int:
     except KvmigError as error:
         try:
             announce(descriptor, Announcement(failed=str(error)))
-        except StartupError:
-            if launch is not None:  # announced before: it ran, then failed
+        except StartupError as lost:
+            waited = not isinstance(lost.__cause__, BrokenPipeError)
+            if launch is not None and waited:  # announced before: it ran, then failed
                 say(str(error))
-            # Else the launcher went before it had told what to be, and nobody waits for an answer.
+            # Else the launcher is gone or ends this start, and nobody waits for an answer.
         return 1
     return 0
 
