@@ -227,10 +227,10 @@ def parser() -> argparse.ArgumentParser:
 def _add_cluster(root: _Parser) -> None:
     group = _Group(root, "cluster", ClusterConfig())
     group.add("--engine", "engine", f"what instances are: {', '.join(ENGINES)}")
-    group.add_argument(
+    group.add(
         "--allow-untested-vllm",
-        action="store_true",
-        help="start a vLLM that kvmig wasn't tested with, if it has the names that kvmig uses",
+        "allow_untested_vllm",
+        "start a vLLM that kvmig wasn't tested with, if it has the names that kvmig uses",
     )
     group.add("--instances", "instances", "instances to start")
     group.add_argument(
