@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmig.controlplane.freeness import Queued, batch_sizes, free_blocks_of
+from kvmig.controlplane.freeness import Queued, batch_sizes, free_blocks_of, freenesses
 from kvmig.controlplane.view import ClusterView, Column, Columns, InstanceView, Mask, number_of
 from kvmig.ground.errors import NoInstance
 
@@ -141,8 +141,7 @@ class Freest(_Best):
 
     def scores(self, columns: Columns, demand_blocks: float) -> Column:
         """More freeness is better."""
-        free, batch = free_blocks_of(columns, self.queued), batch_sizes(columns, self.queued)
-        return np.where((batch == 0) & (free >= 0), np.inf, free / np.maximum(batch, 1))
+        return freenesses(free_blocks_of(columns, self.queued), batch_sizes(columns, self.queued))
 
 
 class RoomiestAfter(_Best):
@@ -180,7 +179,6 @@ class FewestWithRoom:
         self._roomiest = RoomiestAfter()
 
     def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:
-        """See above; of equals the one with the most slack."""
         columns, demand = view.columns, request.demand_blocks
         if _is_protected(view, request.priority):
             beside = (columns.kept > 0) & (columns.room + columns.lower >= demand)

@@ -75,6 +75,11 @@ def batch_sizes(columns: Columns, queued: Queued) -> Column:
     return np.where(columns.running > 0, columns.running, columns.requests > 0)
 
 
+def freenesses(free: Column, batch: Column) -> Column:
+    """`freeness` of each."""
+    return np.where((batch == 0) & (free >= 0), np.inf, free / np.maximum(batch, 1))
+
+
 def slacks(free: Column, batch: Column) -> Column:
     """`slack` of each."""
     quotients = np.where(batch == 0, np.inf, free / np.maximum(batch, 1))

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from kvmig.controlplane.freeness import slack
+from kvmig.controlplane.freeness import freenesses, slack
 from kvmig.controlplane.messages import Why
 from kvmig.controlplane.scheduler import Ledger, Takers
 from kvmig.controlplane.view import Column, InstanceView, Mask
@@ -375,8 +375,7 @@ def pair_extremes(ledger: Ledger) -> None:
     instances where preempted requests wait are sources, too.
     """
     columns, rounds = ledger.columns, ledger.rounds
-    idle = (ledger.batch == 0) & (ledger.free >= 0)
-    freeness = np.where(idle, np.inf, ledger.free / np.maximum(ledger.batch, 1))
+    freeness = freenesses(ledger.free, ledger.batch)
     movable = (ledger.serving | ledger.draining) & (columns.running > 0)
     short = columns.preempted > 0 if rounds.preempted_give else np.zeros(len(columns), bool)
     sources = ledger.worst(movable & (short | (freeness < rounds.source_below)), freeness)

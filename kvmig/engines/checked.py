@@ -223,7 +223,6 @@ class CheckedServingEngine(CheckedEngine):
         on_call_done: OnCallDone,
         on_exit: Callable[[BaseException | None], None],
     ) -> None:
-        """As the engine's."""
 
         def heard(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
             for entry in emitted:
@@ -242,7 +241,6 @@ class CheckedServingEngine(CheckedEngine):
         payload: Sequence[Frame],
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """As the engine's: a new request."""
         self._rules.free(request_id)
         self._serving.submit(client, request_id, payload, output_token_ids)
 

@@ -70,7 +70,6 @@ class Tokenizer:
         return text
 
     def spell(self, token_ids: Sequence[int]) -> str:
-        """As `decode`, with special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return text
 

@@ -20,9 +20,7 @@ from typing import TypeVar
 import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, SamplingType
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
@@ -82,7 +80,6 @@ class Builder:
         return request
 
     async def generator_after(self, params: SamplingParams | None, tokens: int) -> bytes | None:
-        """See `generator_after`."""
         return await self._on(self._known, lambda: generator_after(self._core, params, tokens))
 
     async def flush(self) -> None:
@@ -147,13 +144,12 @@ def without_what_was_sent(request: EngineCoreRequest) -> None:
         request.sampling_params.prompt_logprob_token_ids = None
 
 
-def go_on(core: EngineCore, request: Request, generator: bytes | None) -> None:
+def go_on(core: StepCore, request: Request, generator: bytes | None) -> None:
     """Put the request, with its output tokens, where preempted ones wait.
 
     On the engine's thread between two steps. generator: its state, see `generator_after`.
     """
     scheduler, request_id = core.scheduler, request.request_id
-    assert isinstance(scheduler, Scheduler)
     request.status = RequestStatus.PREEMPTED
     request.prefill_stats = None  # reported with the first token
     scheduler.requests[request_id] = request

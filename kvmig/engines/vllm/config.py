@@ -46,7 +46,7 @@ def engine_config(args: Namespace) -> VllmConfig:
 def refuse_settings(config: VllmConfig) -> None:
     """Refuse what vLLM has made of the flags, where that can't hold with kvmig, however it came.
 
-    The flags are in `flag_list`; others, the model or a plugin may lead to the same. Raises
+    The flags are in `flags`; others, the model or a plugin may lead to the same. Raises
     ConfigError.
     """
     parallel = config.parallel_config

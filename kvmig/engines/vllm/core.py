@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.utils import EngineZmqAddresses
@@ -39,6 +40,9 @@ OMP_PAUSE_SOFT = 1
 
 class StepCore(EngineCoreProc):
     """An EngineCore that a llumlet drives; `deliver` gets each step's (client, outputs)."""
+
+    scheduler: Scheduler
+    """vLLM's own: `config.refuse_settings` refuses others."""
 
     def __init__(
         self,

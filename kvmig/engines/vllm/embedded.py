@@ -35,7 +35,6 @@ class EmbeddedVllm(ServingVllm):
     """Implements `kvmig.testing.subject.EngineUnderTest`."""
 
     def __init__(self, config: VllmConfig) -> None:
-        """As `ServingVllm`."""
         super().__init__(config)
         if current_platform.is_cpu():
             self._core.stepping = _CPU_STEPS

@@ -262,14 +262,12 @@ class RoutedLLM(AsyncLLM):
             raise
 
     async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
-        """As AsyncLLM; a request that the front end has failed says why."""
         async with contextlib.aclosing(super().generate(*args, **options)) as outputs:
             async for output in outputs:
                 check_failure(output)
                 yield output
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """As AsyncLLM; the router learns that the client has left."""
         token = _left.set(True)
         try:
             await super().abort(request_id, internal)

@@ -197,35 +197,29 @@ class CountingQueue(RequestQueue):
         raise NotImplementedError
 
     def add_request(self, request: Request) -> None:
-        """See `RequestQueue`."""
         super().add_request(request)
         self._enters(request)
 
     def pop_request(self) -> Request:
-        """See `RequestQueue`."""
         request = super().pop_request()
         self._leaves(request)
         return request
 
     def prepend_request(self, request: Request) -> None:
-        """See `RequestQueue`."""
         super().prepend_request(request)
         self._enters(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        """See `RequestQueue`."""
         entering = list(requests)
         super().prepend_requests(entering)
         for request in entering:
             self._enters(request)
 
     def remove_request(self, request: Request) -> None:
-        """See `RequestQueue`."""
         super().remove_request(request)
         self._leaves(request)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """See `RequestQueue`."""
         leaving = list(requests)
         super().remove_requests(leaving)
         for request in leaving:

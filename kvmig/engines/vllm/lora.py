@@ -10,10 +10,10 @@ from pathlib import Path
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from kvmig.engines.identity import identity_of
+from kvmig.engines.vllm.core import StepCore
 from kvmig.ground.errors import MigrationRefused
 
 
@@ -51,7 +51,7 @@ def replaced_since(adapter: LoRARequest | None, began: float) -> bool:
     return any(file.stat().st_mtime > began for file in folder.glob("adapter_*"))
 
 
-def load_adapter(core: EngineCore, request: Request) -> None:
+def load_adapter(core: StepCore, request: Request) -> None:
     """Have the request's adapter in the worker's slots, so that its first step needn't load it.
 
     Raises MigrationRefused: LoRA is off here, the adapter can't be loaded, no slot is left.
@@ -60,7 +60,6 @@ def load_adapter(core: EngineCore, request: Request) -> None:
     if adapter is None:
         return
     scheduler = core.scheduler
-    assert isinstance(scheduler, Scheduler)
     if scheduler.lora_config is None:
         raise MigrationRefused("incompatible", "a LoRA request, and --enable-lora is off here")
     check_slot(scheduler, request)

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockCopies, Blocks, Copies, HostCopies, Plan
 from kvmig.engines.vllm import worker
+from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.tables import Tables, layer_names
 from kvmig.engines.vllm.units import RankCache, UnitMap, Units, strips_of, units_of, whole_blocks
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
@@ -35,14 +34,13 @@ class BlockMemory:
     then there is no region, and copies raise RuntimeError.
     """
 
-    def __init__(self, core: EngineCore, unit_tokens: int = 0) -> None:
+    def __init__(self, core: StepCore, unit_tokens: int = 0) -> None:
         """unit_tokens: exchange units of so many tokens with engines of other shapes, see
         `units`; 0: the engine's blocks as they are, with engines that are like it.
 
         Raises ConfigError or KernelUnavailable.
         """
         scheduler, self._core = core.scheduler, core
-        assert isinstance(scheduler, Scheduler)
         self._num_blocks = scheduler.kv_cache_config.num_blocks
         self._cache: SharedCache | None = None
         self._gpu: device_copies.DeviceCopies | None = None
@@ -116,7 +114,6 @@ class NoCopies:
     """`Copies` of a cache that can't be moved: with `Engine.unmovable` nobody asks for any."""
 
     def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
-        """As all copies here: RuntimeError."""
         raise RuntimeError("this engine's blocks can't be moved")
 
     scatter = gather

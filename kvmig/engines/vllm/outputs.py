@@ -30,7 +30,6 @@ class CarefulOutputs(OutputProcessor):
     def process_outputs(
         self, engine_core_outputs: Sequence[EngineCoreOutput], *args: Any, **options: Any
     ) -> OutputProcessorOutput:
-        """As vLLM's; a request whose output raises gets the error, the others their outputs."""
         for output in engine_core_outputs:
             if output.finish_reason is FinishReason.ERROR:
                 self._fail_pooling(output)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request
@@ -120,9 +119,7 @@ class ServingVllm:
     def _open(self, unit_tokens: int, weights: str) -> None:
         """Make what moves requests, before the core runs."""
         core = self._core
-        scheduler = core.scheduler
-        assert isinstance(scheduler, Scheduler)
-        self._scheduler = scheduler
+        self._scheduler = scheduler = core.scheduler
         self._memory = memory = BlockMemory(core, unit_tokens)
         self.gather, self.scatter = memory.copies.gather, memory.copies.scatter
         self.unmovable = unmovable_engine(core.vllm_config) or memory.unmovable

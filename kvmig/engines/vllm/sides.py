@@ -19,13 +19,13 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Stage, Tail
 from kvmig.engines.vllm import lora, runner
+from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.tables import Sent, Tables
 from kvmig.ground.errors import MigrationRefused, RequestGone
 
@@ -175,16 +175,11 @@ class Leaving:
 class Source:
     """Exports, stages, suspends and gives up requests of one engine."""
 
-    def __init__(self, core: EngineCore, tables: Tables) -> None:
+    def __init__(self, core: StepCore, tables: Tables) -> None:
         self._core = core
+        self._scheduler = core.scheduler
         self._tables = tables
         self._leaving: dict[str, Leaving] = {}
-
-    @property
-    def _scheduler(self) -> Scheduler:
-        scheduler = self._core.scheduler
-        assert isinstance(scheduler, Scheduler)
-        return scheduler
 
     def export(self, request_id: str) -> Progress:
         """Watch the request from now on; how far it is now."""
@@ -367,16 +362,11 @@ class Arriving:
 class Destination:
     """Reserves blocks for requests of other engines, and runs them after the commit."""
 
-    def __init__(self, core: EngineCore, tables: Tables) -> None:
+    def __init__(self, core: StepCore, tables: Tables) -> None:
         self._core = core
+        self._scheduler = core.scheduler
         self._tables = tables
         self._arriving: dict[str, Arriving] = {}
-
-    @property
-    def _scheduler(self) -> Scheduler:
-        scheduler = self._core.scheduler
-        assert isinstance(scheduler, Scheduler)
-        return scheduler
 
     def reserve(self, request: Request, exported: Progress) -> int:
         """Take blocks for the request; returns how many hold its prefix already.

@@ -21,12 +21,11 @@ import torch
 from vllm import SamplingParams, __version__
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine.core import EngineCore
 
 from kvmig.engines.base import StepTime
 from kvmig.engines.vllm import runner
+from kvmig.engines.vllm.core import StepCore
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class WarmStep:
     step leaves no trace: with LoRA it would forget adapters, and a drafter's is not tried.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: StepCore) -> None:
         config = core.vllm_config
         self._core = core
         self._possible = (
@@ -102,7 +101,6 @@ class WarmStep:
     def run(self) -> None:
         """On the engine's thread, between two steps; nothing if the engine has work."""
         scheduler = self._core.scheduler
-        assert isinstance(scheduler, Scheduler)
         if self._possible and not scheduler.running and not scheduler.has_requests():
             self._core.execute_dummy_batch()
 
