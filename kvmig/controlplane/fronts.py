@@ -1,4 +1,4 @@
-"""Who a llumlet sends to (front ends, scheduler, launcher), and whose each request's tokens are."""
+"""A llumlet's listeners (front ends, scheduler, launcher), and the front end of each request."""
 
 from __future__ import annotations
 

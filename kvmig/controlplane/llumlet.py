@@ -375,7 +375,7 @@ class Llumlet:
             self._front_lost(sender)
 
     def _tell_overrun(self) -> None:
-        """It may read again: what it lacks now, it won't get over this connection."""
+        """Tell front ends that were too slow, once they read again, that outputs are lost."""
         for sender in list(self._overrun):
             try:
                 self._server.send(sender, Overrun())
