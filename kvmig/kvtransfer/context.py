@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -81,6 +82,8 @@ class SourceContext:
     stagings: Mapping[str, Staging]
     """By transport's name, the best first; all are offered."""
     clock: Clock = monotonic
+    places: asyncio.Semaphore = field(init=False)
+    """Places for as many migrations as may go at once."""
     throttle: Throttle = field(init=False)
     sizer: ChunkSizer = field(init=False)
     rate: BlockRate = field(init=False)
@@ -89,6 +92,7 @@ class SourceContext:
 
     def __post_init__(self) -> None:
         config, block_bytes = self.config, self.engine.layout.block_bytes
+        self.places = asyncio.Semaphore(config.max_migrations)
         self.throttle = Throttle(
             config.max_bandwidth, config.max_pair_bandwidth, config.lease_ms / 2e3
         )

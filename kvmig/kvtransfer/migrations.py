@@ -100,7 +100,6 @@ class Migrations:
         """Tasks of all sessions, by migration."""
         # Out of this instance.
         self._out = SourceContext(host, engine, config, stagings)
-        self._free = asyncio.Semaphore(config.max_migrations)
         self._queued: set[str] = set()
         self._departures: dict[str, SourceSession] = {}
         self._batchers: dict[str, ChunkBatcher] = {}
@@ -173,7 +172,7 @@ class Migrations:
             return Timeline(move, monotonic).aborted(error.reason, error.detail)
         session = SourceSession(move, endpoint, self._batcher(endpoint), self._admit)
         self._departures[move.mid] = session
-        task = asyncio.create_task(self._depart(session), name=f"out {move.mid}")
+        task = asyncio.create_task(session.run(), name=f"out {move.mid}")
         self._tasks[move.mid] = task
         task.add_done_callback(lambda _: self._departed(session, task))
         return await asyncio.shield(task)
@@ -184,7 +183,7 @@ class Migrations:
         self._queued.add(request_id)
         try:
             async with asyncio.timeout(self._config.lease_ms / 1e3):
-                await self._free.acquire()
+                await self._out.places.acquire()
         except TimeoutError:
             admit(self._config, "out", [0] * self._config.max_migrations, 0)
         finally:
@@ -192,7 +191,7 @@ class Migrations:
         try:
             self._check_out(request_id)
         except MigrationRefused:
-            self._free.release()
+            self._out.places.release()
             raise
 
     def _check_out(self, request_id: str) -> None:
@@ -219,22 +218,13 @@ class Migrations:
             del self._batchers[idle]
         return self._batchers.setdefault(endpoint, ChunkBatcher(self._out, endpoint))
 
-    async def _depart(self, session: SourceSession) -> MigrationReport:
-        try:
-            await session.run()
-        finally:
-            self._free.release()
-        report = await session.report()
-        self._out.rate.observe(report)
-        return report
-
     def _departed(self, session: SourceSession, task: asyncio.Task[MigrationReport]) -> None:
         move = session.move
         del self._departures[move.mid]
         if session.machine.fenced:
             self._epochs.fenced(move.request_id, move.epoch)
         if not session.over:  # it has never begun
-            self._free.release()
+            self._out.places.release()
         self._ended(move.mid, task)
 
     def receive_reply(self, endpoint: str, message: Message, payload: list[memoryview]) -> None:

@@ -133,8 +133,11 @@ class SourceSession:
 
     # -- from the beginning to the end
 
-    async def run(self) -> None:
-        """Move the request, or leave it as it was, until nothing of the migration is left here."""
+    async def run(self) -> MigrationReport:
+        """Move the request, or leave it as it was; the report says which.
+
+        The migration's place (`SourceContext.places`) is released once nothing of it is left here.
+        """
         try:
             await self._follow(self.machine.start())
         except asyncio.CancelledError:
@@ -148,9 +151,13 @@ class SourceSession:
             if self._sender is not None:
                 self._sender.close()
             self.over = True
+            self._context.places.release()
+        report = await self._report()
+        self._context.rate.observe(report)
+        return report
 
-    async def report(self) -> MigrationReport:
-        """How it ended; waits for the first token at the destination, if one is to come soon."""
+    async def _report(self) -> MigrationReport:
+        """The report; waits for the first token at the destination, if one is to come soon."""
         machine = self.machine
         if machine.state is not S.COMMITTED:
             return self._timeline.aborted(machine.reason, machine.detail)
