@@ -1,12 +1,21 @@
-"""What each instance gets of the machine."""
+"""What instances get of a machine, and whether as many clients may connect as may wait."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 
 import pytest
 
-from kvmig.cli.environment import GIB, instance_environment, memory_flags, worker_threads
+from kvmig.cli.environment import (
+    GIB,
+    OPEN_FILES_SPARE,
+    instance_environment,
+    memory_flags,
+    raise_open_files,
+    too_few_files,
+    worker_threads,
+)
 from kvmig.ground.errors import ConfigError
 
 
@@ -72,3 +81,28 @@ def test_workers_share_the_cores() -> None:
 
 def test_an_instance_sees_its_own_gpus_only() -> None:
     assert instance_environment(["5", "6"], 2, {})["CUDA_VISIBLE_DEVICES"] == "5,6"
+
+
+def test_the_limit_is_raised_as_far_as_it_may_be() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+        assert raise_open_files() == before[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_too_few_are_named_with_what_is_needed() -> None:
+    assert too_few_files(10_000, 10_000, 1) == (
+        "only 10000 open files are allowed (ulimit -Hn), --max-waiting 10000 may take 10500:"
+        " connections beyond that wait unanswered; raise the one or lower the other"
+    )
+
+
+def test_front_ends_share_those_that_wait() -> None:
+    assert too_few_files(5_000 + OPEN_FILES_SPARE, 10_000, 2) == ""
+
+
+def test_no_limit_is_enough() -> None:
+    assert too_few_files(resource.RLIM_INFINITY, 10_000, 1) == ""

@@ -11,8 +11,8 @@ from typing import cast
 import psutil
 import pytest
 
+from kvmig.cli.environment import llumlet_environment
 from kvmig.cli.forks import TITLE, Fork, Forks
-from kvmig.cli.local import llumlet_environment
 from kvmig.cli.processes import UNSEEN, Announcement, Child, Process
 from kvmig.ground.errors import StartupError
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvmig.controlplane.messages import RestartInstances, StopDrain
 from kvmig.gateway.errors import OrderFailed
-from tests.test_cluster_orders import BUSY, IDLE, World, drain, world
+from tests.test_cluster import BUSY, IDLE, World, drain, world
 
 
 async def restart(it: World, *names: str, deadline_s: float | None = None) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class Cluster:
         isn't known.
         """
         self.preferred_weights = ""
-        """Under which new requests had better begin."""
+        """Weights that new requests begin under as long as an instance with them has room."""
         self.on_change: list[Callable[[list[Member]], None]] = []
         self.on_evacuate: list[Callable[[Evacuate], None]] = []
         self.refusals = RefusalCounter()
@@ -63,7 +63,7 @@ class Cluster:
         self._weights_of = weights_of
         self._instances: dict[str, Instance] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        """Being ended; their names are taken still."""
+        """Instances that are being ended; their names are still taken."""
         self._rolling: asyncio.Task[None] | None = None
         """A rolling restart."""
         self._stopped = False

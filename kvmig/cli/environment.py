@@ -12,16 +12,17 @@ import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+from kvmig.engines.kind import kind_of
 from kvmig.ground.config import SEND_BYTES
 from kvmig.ground.discreet import SECRET
 from kvmig.ground.errors import ConfigError
 from kvmig.kvtransfer.link import LEAST_BYTES
 
 OPEN_FILES_SPARE = 500
-"""Of a front end, for all but clients."""
+"""Open files of a front end for all but clients."""
 GIB = 1 << 30
 CPU_KV_SHARE = 0.4
-"""Of the available memory, for all instances' KV caches together, unless told otherwise."""
+"""Share of the available memory for all instances' KV caches together, unless told otherwise."""
 CPU_KV_MOST = 4 * GIB
 CPU_KV_LEAST = 64 << 20
 INSTANCE_OVERHEAD = GIB
@@ -129,9 +130,20 @@ def weights_of(model: str) -> int:
     )
 
 
-def worker_threads(workers: Sequence[int], cores: int) -> int:
+def worker_threads(workers: Sequence[int], cores: int | None = None) -> int:
     """OpenMP threads of each worker on a CPU. workers: of each instance that is planned."""
-    return max(1, cores // sum(workers))
+    return max(1, (cores or os.cpu_count() or 1) // sum(workers))
+
+
+def llumlet_environment(
+    engine: str, gpu_ids: Sequence[str], threads: int, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of a llumlet's process, with what its engine preloads on a CPU."""
+    environment = instance_environment(gpu_ids, threads, base)
+    if not gpu_ids:
+        preloaded = kind_of(engine).preloaded
+        environment["LD_PRELOAD"] = preloaded(environment.get("LD_PRELOAD", ""))
+    return environment
 
 
 def instance_environment(
@@ -201,5 +213,5 @@ def memory_flags(
 
 
 def _processes(workers: int) -> int:
-    """Of one instance: a single worker is the instance's own process."""
+    """Processes of one instance: a single worker is the instance's own process."""
     return workers if workers == 1 else workers + 1

@@ -30,7 +30,7 @@ from kvmig.engines.kind import kind_of
 from kvmig.ground.errors import StartupError
 
 MAY_DIFFER = frozenset(("CUDA_VISIBLE_DEVICES",))
-"""Of an environment: what libraries read only when their engine is made."""
+"""Variables that libraries read only when their engine is made."""
 LOAD_S = 120.0
 FORK_S = 5.0
 TITLE = "kvmig.cli.llumlet"

@@ -9,25 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from kvmig.cli.environment import gpus, instance_environment, worker_threads
+from kvmig.cli.environment import gpus, llumlet_environment, worker_threads
 from kvmig.cli.forks import Forks
 from kvmig.cli.processes import STOP_S, Child, Handle, LlumletLaunch, Process, running
-from kvmig.engines.kind import kind_of
 from kvmig.ground.errors import StartupError
 from kvmig.kvtransfer.transports.shm import sweep
 
 log = logging.getLogger(__name__)
-
-
-def llumlet_environment(
-    engine: str, gpu_ids: Sequence[str], threads: int, base: Mapping[str, str]
-) -> dict[str, str]:
-    """Of a llumlet's process on this host, see `instance_environment`."""
-    environment = instance_environment(gpu_ids, threads, base)
-    if not gpu_ids:
-        preloaded = kind_of(engine).preloaded
-        environment["LD_PRELOAD"] = preloaded(environment.get("LD_PRELOAD", ""))
-    return environment
 
 
 class Host:
@@ -37,11 +25,11 @@ class Host:
     """
 
     def __init__(self, engine: str, instances: int) -> None:
-        """Start what llumlets are forked from. instances: planned. Raises StartupError."""
+        """Start the fork server. instances: planned. Raises StartupError."""
         self.gpus = gpus()
         self._environment = dict(os.environ)
         # How many workers an instance has isn't known yet; with several, forks don't suit.
-        threads = _threads([1] * instances)
+        threads = worker_threads([1] * instances)
         environment = llumlet_environment(engine, self.gpus, threads, self._environment)
         self._forks = Forks(engine, environment)
 
@@ -52,16 +40,14 @@ class Host:
         self._forks.close()
 
     def launcher(self, cluster: str, workers: Sequence[int]) -> LocalLauncher:
-        """cluster: names its shared memory. workers: of each instance that is planned."""
-        return LocalLauncher(cluster, self.gpus, _threads(workers), self._environment, self._forks)
-
-
-def _threads(workers: Sequence[int]) -> int:
-    return worker_threads(workers, os.cpu_count() or 1)
+        """Make it. cluster: names its shared memory. workers: of each planned instance."""
+        return LocalLauncher(
+            cluster, self.gpus, worker_threads(workers), self._environment, self._forks
+        )
 
 
 class LocalLlumlet(Child):
-    """One whose staging memory goes with it, also when it is killed."""
+    """A llumlet whose staging memory goes with it, also when it is killed."""
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
         """See `Handle`."""
@@ -73,7 +59,7 @@ class LocalLlumlet(Child):
 
 @dataclass(eq=False)
 class _Place:
-    """What a llumlet has of this host; no child: it is just being started."""
+    """A llumlet's part of this host; no child: it is just being started."""
 
     gpus: list[str] = field(default_factory=list)
     child: Child | None = None

@@ -150,7 +150,7 @@ def parse_resources(text: str) -> dict[str, float]:
 
 
 def needs_of(given: Resources, workers: int) -> dict[str, float]:
-    """Of an instance: what was given, or a GPU a worker."""
+    """Resources that an instance takes: those given, or a GPU a worker."""
     return dict(given) or {"GPU": float(workers)}
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from kvmig.cli import ray_cluster
-from kvmig.cli.environment import instance_environment, memory_flags, part_of_memory, weights_of
+from kvmig.cli.environment import llumlet_environment, memory_flags, part_of_memory, weights_of
 from kvmig.cli.processes import STOP_S, Child, Handle, LlumletLaunch, running
 from kvmig.cli.ray_cluster import (
     Node,
@@ -33,7 +33,6 @@ from kvmig.cli.ray_cluster import (
     needs_of,
     share_of,
 )
-from kvmig.engines.vllm.kind import preloaded
 from kvmig.ground.config import ClusterConfig, RayConfig
 from kvmig.ground.errors import ConfigError, KvmigError, StartupError
 from kvmig.kvtransfer.transports.shm import sweep
@@ -260,21 +259,21 @@ RAYS_OWN = "RAY_"
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start, and its part of the node."""
+    """Tells a supervisor what to start, and with which part of the node."""
 
     launch: LlumletLaunch
     workers: int
     threads: int
     """OpenMP threads of each worker on a CPU."""
     share: float
-    """Of the node's memory."""
+    """The instance's part of the node's memory."""
     gpu: float
     """GPUs that it takes; less than one: it shares it with others of its kind."""
     model: str
     kv_bytes: int | None
     """--kv-cache-memory-bytes, if the user gave it: a worker's."""
     environment: dict[str, str]
-    """Of the user: `forwarded`."""
+    """The user's variables: `forwarded`."""
 
 
 class Supervisor:
@@ -341,10 +340,8 @@ def node_environment(order: Order, own: Mapping[str, str]) -> dict[str, str]:
     # Ray's, of the CPUs that the actor takes; the user's own are among the forwarded ones.
     base.pop("OMP_NUM_THREADS", None)
     base |= order.environment
-    environment = instance_environment(_gpus(base), order.threads, base)
-    if not _gpus(environment):
-        environment["LD_PRELOAD"] = preloaded(environment.get("LD_PRELOAD", ""))
-    return environment
+    engine = order.launch.config.engine
+    return llumlet_environment(engine, _gpus(base), order.threads, base)
 
 
 def bound_to(config: ClusterConfig, address: str) -> ClusterConfig:

@@ -96,7 +96,7 @@ class Shapes:
         self._started = {instance_name(number): one for number, one in enumerate(started)}
 
     def of(self, name: str, words: str = "") -> InstanceShape:
-        """Of instance `name`, with more flags in `words`.
+        """Return the shape of instance `name`, with more flags in `words`.
 
         Raises ConfigError if vLLM doesn't take the flags, or if the instance could exchange
         nothing with the others.

@@ -30,17 +30,17 @@ IN_THE_CLEAR = ("nixl",)
 USUAL_MOST = 16
 """Instances at most, if neither --max-instances nor --instances says more."""
 HEAD_BYTES = 1 << 16
-"""Of a call's first line and headers."""
+"""Size of a call's first line and headers."""
 HEAD_S = 20.0
-"""For them to arrive, from the connection's first moment on."""
+"""Time for the headers to arrive, from the connection's first moment on."""
 KEEP_ALIVE_S = 75
 """For the next call on a connection. Longer than clients and proxies keep idle ones (httpx, and so
 openai, 5 s; aiohttp 15 s; nginx and most load balancers 60 s): the client must close first, or a
 call may meet the closing of its connection, which HTTP/1.1 can't tell from a failure."""
 BODIES = 8
-"""So many of the largest bodies may be on their way into one front end."""
+"""Number of the largest bodies that may be on their way into one front end at a time."""
 SEND_BYTES = 1 << 17
-"""Of an answer, that the kernel holds for a client that doesn't read (it doubles that)."""
+"""Bytes of an answer that the kernel holds for a client that doesn't read (it doubles that)."""
 
 
 class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,12 +191,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def instance_name(number: int) -> str:
-    """Of instance `number`, from 0."""
+    """Name instance `number`, from 0."""
     return f"i{number}"
 
 
 def instance_number(name: str) -> int:
-    """The other way; the number is below `LifecycleConfig.max_instances`."""
+    """Invert `instance_name`; the number is below `LifecycleConfig.max_instances`."""
     return int(name.removeprefix("i"))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 FOLDER = Path("/dev/shm")  # nosec B108
 PREFIXES = ("psm_", "vllm_", "sem.mp-")
-"""Of vLLM's and Python's names. kvmig's own files are shared by instances: see `shm.sweep`."""
+"""Prefixes of vLLM's and Python's files. Instances share kvmig's own: see `shm.sweep`."""
 
 Files = dict[Path, int]
 """Files by name, with their inodes: a name may be used again."""
