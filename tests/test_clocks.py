@@ -8,7 +8,7 @@ from tests.test_house import MODULES, PACKAGE
 
 WALL = re.compile(r"\btime\.time\(|\btime_ns\(|datetime\.(?:now|utcnow|today)\(|CLOCK_REALTIME")
 SHOWN = {
-    "engines/vllm/embedded.py", "engines/vllm/warmup.py", "kvtransfer/timeline.py",
+    "engines/vllm/sides.py", "kvtransfer/timeline.py",
     "openai_server/answers.py", "openai_server/routes.py",
 }  # fmt: skip
 """Where it is only told to people, to clients, or to vLLM as a request's arrival (which vLLM

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.engine import EngineCoreRequest
 
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm.front import decode_outputs
 from kvmig.engines.vllm.serving import ServingVllm
-from kvmig.engines.vllm.sides import encode_request
+from kvmig.engines.vllm.sides import encode_request, token_request
 
 _CPU_STEPS = threading.RLock()
 """vLLM's attention on a CPU has one scratch buffer a process: its engines step in turns."""
@@ -53,18 +51,7 @@ class EmbeddedVllm(ServingVllm):
             ignore_eos=True,
             detokenize=False,
         )
-        request = EngineCoreRequest(
-            request_id="",
-            prompt_token_ids=list(prompt),
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        return list(encode_request(request))
+        return list(encode_request(token_request("", prompt, params)))
 
     def decode_outputs(self, frames: Sequence[Frame]) -> list[Output]:
         """The outputs that `connect`'s `on_outputs` got."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
@@ -131,6 +132,23 @@ class Progress(msgspec.Struct, frozen=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Progress).decode
+
+
+def token_request(
+    request_id: str, prompt: Sequence[int], params: SamplingParams, salt: str | None = None
+) -> EngineCoreRequest:
+    """A request of tokens alone. salt: requests of other salts share no prefix with it."""
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        mm_features=None,
+        sampling_params=params.clone(),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )
 
 
 def encode_request(request: EngineCoreRequest) -> list[bytes]:

@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,9 +25,12 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from kvmig.engines.base import StepTime
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.sides import token_request
 
 log = logging.getLogger(__name__)
 
+_SALT = "kvmig-warm-up"
+"""A salt of its own: these blocks must not serve as anybody's prefix."""
 _KINDS = (
     SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
     SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, top_k=5, seed=1, ignore_eos=True),
@@ -52,30 +54,15 @@ def warm_up_requests(config: VllmConfig) -> list[EngineCoreRequest]:
     if config.model_config.runner_type == "pooling":
         return []
     prompt = [min(token, config.model_config.get_vocab_size() - 1) for token in range(1, 9)]
-    requests = [_request(f"kvmig-warm-up-{n}", prompt, one) for n, one in enumerate(_KINDS)]
+    requests = [
+        token_request(f"kvmig-warm-up-{n}", prompt, one, _SALT) for n, one in enumerate(_KINDS)
+    ]
     if config.speculative_config is not None:
         requests += [
-            _request(f"kvmig-warm-up-draft-{n}", [_TOKEN] * 16, one)
+            token_request(f"kvmig-warm-up-draft-{n}", [_TOKEN] * 16, one, _SALT)
             for n, one in enumerate(_DRAFTED)
         ]
     return requests
-
-
-def _request(
-    request_id: str, prompt: list[int], params: SamplingParams, salt: str = "kvmig-warm-up"
-) -> EngineCoreRequest:
-    """salt: of its own, so that its blocks serve as nobody's prefix."""
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=prompt,
-        mm_features=None,
-        sampling_params=params.clone(),
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=salt,
-        data_parallel_rank=None,
-    )
 
 
 class WarmStep:
@@ -183,7 +170,7 @@ class StepTimes:
             request_id = f"kvmig-step-times-{len(self.started)}"
             self.started.append(request_id)
             prompt = self._random.choices(range(self._vocabulary), k=self.tokens)
-            self._submit(_request(request_id, prompt, _ON_AND_ON, "kvmig-step-times"))
+            self._submit(token_request(request_id, prompt, _ON_AND_ON, "kvmig-step-times"))
 
 
 def profile_path(config: VllmConfig, capacity: int) -> Path:
