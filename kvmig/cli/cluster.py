@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvmig.cli.instance import Deadline, Instance
-from kvmig.cli.processes import Handle, Launcher, LlumletLaunch, say
+from kvmig.cli.processes import Launcher, LlumletLaunch, say
 from kvmig.cli.shapes import InstanceShape, Shapes
 from kvmig.controlplane.messages import (
     AddInstances,
@@ -250,11 +250,7 @@ class Cluster:
             config=self._config,
             engine_argv=[*self._shapes.argv, *shape.own],
         )
-
-        async def start() -> Handle:
-            return await self._launcher.llumlet(launch, shape.workers)
-
-        instance = Instance(name, start, self._secret, self._config, self)
+        instance = Instance(launch, shape.workers, self._launcher, self)
         self._instances[name] = instance
         return instance
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvmig.cli.processes import Handle, deaths_in_a_row, first_of, restart_pause, say
+from kvmig.cli.processes import (
+    Handle,
+    Launcher,
+    LlumletLaunch,
+    deaths_in_a_row,
+    first_of,
+    restart_pause,
+    say,
+)
 from kvmig.controlplane.messages import (
     ClusterMessage,
     LoadReport,
@@ -16,7 +23,6 @@ from kvmig.controlplane.messages import (
     OrderRefused,
     SetState,
 )
-from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.wire import RefusalCounter
@@ -44,44 +50,40 @@ class Deadline(NamedTuple):
 
     seconds: float
     ends: bool = False
-    """Whether what could go on nowhere, for no other instance has its weights, ends then."""
+    """Whether requests whose weights no other instance has end then."""
 
 
 class Instance:
-    """Runs from its making to `close`, or until it is given up."""
+    """One instance, restarted whenever it dies, until `close` or until it is given up."""
 
     def __init__(
-        self,
-        name: str,
-        start: Callable[[], Awaitable[Handle]],
-        secret: bytes,
-        config: ClusterConfig,
-        cluster: Cluster,
+        self, launch: LlumletLaunch, workers: int, launcher: Launcher, cluster: Cluster
     ) -> None:
-        """start: of its process, each time anew; may raise StartupError."""
-        self.name = name
+        """launch, workers: for `launcher.llumlet`, at each start of its process."""
+        self.name = launch.instance
         self.state: MemberState = "starting"
         self.first_start: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why the first start failed; empty if it didn't."""
-        self._start = start
-        self._secret = secret
-        self._config = config
+        self._launch = launch
+        self._workers = workers
+        self._launcher = launcher
+        self._config = launch.config
         self._cluster = cluster
         self._detail = ""
         self._endpoint = ""
         self._served_s = 0.0
-        """The process before."""
+        """How long its last process served."""
         self._link: LlumletLink | None = None
         self._wanted = SetState("serving")
         self._leaving = False
         self._renewing: asyncio.Future[str] | None = None
-        """Who waits for a process of its own that is new; empty, or why there is none."""
+        """Its restart's result: empty, or why it failed."""
         self._empty = asyncio.Event()
-        """Its process shall end now, and start again."""
+        """Set when its process shall end now, and start again."""
         self._deadline, self._ends = 0.0, False
         self._draining: asyncio.Task[None] | None = None
         self._closing = False
-        self._task = asyncio.create_task(self._run(), name=f"instance {name}")
+        self._task = asyncio.create_task(self._run(), name=f"instance {self.name}")
 
     @property
     def member(self) -> Member:
@@ -175,13 +177,13 @@ class Instance:
         """From start to death; how it ended. Raises StartupError."""
         began, self._served_s = _now(), 0.0
         say(f"instance {self.name} starts")
-        handle = await self._start()
+        handle = await self._launcher.llumlet(self._launch, self._workers)
         link: LlumletLink | None = None
         try:
             endpoint = await handle.ready(self._config.start_timeout_s)
             say(f"instance {self.name} is ready ({_now() - began:.0f} s)")
             link = self._link = LlumletLink(
-                self.name, endpoint, self._secret, self._cluster.refusals
+                self.name, endpoint, self._launch.secret, self._cluster.refusals
             )
             self._endpoint, ready = endpoint, _now()
             self._want(self._wanted.state, "")
@@ -243,7 +245,7 @@ class Instance:
         return RENEWED
 
     def _renewed(self, failed: str) -> None:
-        """Tell who waits for it, if somebody does."""
+        """End a restart that is under way, if one is; failed: why, or empty."""
         if self._renewing is not None and not self._renewing.done():
             self._renewing.set_result(failed)
         self._renewing = None
