@@ -1,1 +1,2 @@
-"""Moving one request: the handshake's two machines, the stages, the transports, the session."""
+"""Moving one request: two machines decide (`source_machine`, `destination_machine`), two sessions
+act (`source` with its `pause`, `destination`), `migrations` begins and finds them."""
