@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
+from kvmig.engines.vllm import worker as worker_module
 from kvmig.engines.vllm.units import Page
 from kvmig.engines.vllm.worker import describe_cache, repeat_for_drafts, share_cache
 from kvmig.ground.errors import ConfigError, UnsupportedLayout
@@ -160,3 +161,44 @@ def test_each_value_is_repeated_for_its_drafts_in_every_type(dtype: torch.dtype)
     values = torch.tensor([5, 7, 6], dtype=dtype)
     repeat_for_drafts(output, values, torch.tensor([2, 2, 3], dtype=torch.int32), 6, 1)
     assert output.tolist() == [5, 5, 1]
+
+
+# -- repairs of vLLM's own bugs
+
+
+def fake_worker(**of: Any) -> Any:
+    return SimpleNamespace(model_runner=SimpleNamespace(device=torch.device("cpu"), **of))
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_samples_spare_generators_only_where_a_cpus_have_no_offset(
+    monkeypatch: pytest.MonkeyPatch, mended: bool
+) -> None:
+    monkeypatch.setattr(worker_module, "_has_offset", lambda generator: mended)
+    worker = fake_worker(sample_tokens=(vllms := object()))
+    worker_module.keep_cpu_generators_from_chunks(worker)
+    assert (worker.model_runner.sample_tokens is vllms) == mended
+
+
+def test_generators_of_a_cpu_have_no_offset_yet() -> None:
+    assert not worker_module._has_offset(torch.Generator("cpu"))
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_states_are_forgotten_only_where_vllm_keeps_them(mended: bool) -> None:
+    states: dict[str, int] = {"left": 3}
+
+    def vllms(request_id: str, state: object) -> None:
+        if mended:
+            states.pop(request_id, None)
+
+    worker = fake_worker(mamba_state_idx=states, _on_request_state_removed=vllms)
+    worker_module.forget_states_of_the_ended(worker)
+    assert (worker.model_runner._on_request_state_removed is vllms) == mended
+    worker.model_runner._on_request_state_removed("left", None)
+    assert states == {}
+
+
+def test_a_stand_in_that_repeats_rightly_is_left_alone() -> None:
+    assert worker_module._repeats(repeat_for_drafts)
+    assert not worker_module._repeats(lambda output, *args: None)

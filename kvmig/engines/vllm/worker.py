@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -164,6 +164,9 @@ def register_v2(worker: Any, request: NewRequestData) -> None:
         v2.add_requests(SimpleNamespace(scheduled_new_reqs=[request]))
 
 
+# Repairs of vLLM's own bugs. Each looks first whether it is still needed.
+
+
 def keep_cpu_generators_from_chunks(worker: Any) -> None:
     """Let a seeded request's prompt be computed in chunks on a CPU.
 
@@ -172,7 +175,7 @@ def keep_cpu_generators_from_chunks(worker: Any) -> None:
     rows are sampled without their generator, so that there is nothing to wind back.
     """
     runner = worker.model_runner
-    if runner.device.type != "cpu":
+    if runner.device.type != "cpu" or _has_offset(torch.Generator("cpu")):
         return
     sample_tokens = runner.sample_tokens
 
@@ -192,6 +195,14 @@ def keep_cpu_generators_from_chunks(worker: Any) -> None:
     runner.sample_tokens = sample
 
 
+def _has_offset(generator: torch.Generator) -> bool:
+    try:
+        generator.set_offset(generator.get_offset())
+    except RuntimeError:
+        return False
+    return True
+
+
 def forget_states_of_the_ended(worker: Any) -> None:
     """Let a request's id come again where its request ended, or left, before.
 
@@ -201,12 +212,19 @@ def forget_states_of_the_ended(worker: Any) -> None:
     """
     runner = worker.model_runner
     on_removed = runner._on_request_state_removed
+    runner.mamba_state_idx[_PROBE] = 0
+    on_removed(_PROBE, None)
+    if runner.mamba_state_idx.pop(_PROBE, None) is None:
+        return
 
     def removed(request_id: str, state: CachedRequestState | None) -> None:
         on_removed(request_id, state)
         runner.mamba_state_idx.pop(request_id, None)
 
     runner._on_request_state_removed = removed
+
+
+_PROBE = "kvmig-probe"
 
 
 def _generator(
@@ -252,7 +270,8 @@ def repair_drafts_on_a_cpu(worker: Any) -> None:
     from vllm.v1.sample import rejection_sampler
 
     kernel = rejection_sampler.expand_kernel
-    if worker.model_runner.device.type == "cpu" and isinstance(kernel, KernelOverride):
+    on_cpu = worker.model_runner.device.type == "cpu" and isinstance(kernel, KernelOverride)
+    if on_cpu and not _repeats(kernel[(2,)]):
         kernel._impl = repeat_for_drafts
         constrain = rejection_sampler.apply_sampling_constraints
 
@@ -261,6 +280,13 @@ def repair_drafts_on_a_cpu(worker: Any) -> None:
             return constrain(logits, *args) if len(logits) else logits
 
         rejection_sampler.apply_sampling_constraints = constrain_some
+
+
+def _repeats(repeat: Callable[..., object]) -> bool:
+    """Whether a stand-in for the kernel does what `repeat_for_drafts` does, on three numbers."""
+    output, values = torch.zeros(3), torch.tensor([5.0, 7.0])
+    repeat(output, values, torch.tensor([2, 3], dtype=torch.int32), -1.0, -1.0, 3)
+    return bool(output.tolist() == [5.0, 5.0, 7.0])
 
 
 def end_at_once(worker: Any) -> None:
