@@ -4,6 +4,7 @@ nowhere."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -50,6 +51,21 @@ async def test_hello_comes_first_then_messages_go_both_ways_with_their_payload()
         server.send(sender, Aborted("m"), [b"three"])
         answer, parts = await client.recv()
         assert (answer, [bytes(part) for part in parts]) == (Aborted("m"), [b"three"])
+
+
+async def test_a_send_after_the_close_is_refused_and_leaves_nothing_to_complain_of() -> None:
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    async with linked() as (server, _):
+        sender, *_ = await server.recv()
+        receiving = asyncio.ensure_future(server.recv())
+        await asyncio.sleep(0.01)
+        server.close()
+        with pytest.raises(TransportError, match="the socket is closed"):
+            server.send(sender, Aborted("m"))
+        receiving.cancel()
+    gc.collect()
+    assert complaints == []
 
 
 async def test_who_does_not_read_is_told_from_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,8 @@ def _configure(socket: zmq.asyncio.Socket, keys: KeyPair) -> None:
 
 
 def _send(socket: zmq.asyncio.Socket, frames: list[Frame], peer: str) -> None:
+    if socket.closed:  # pyzmq would raise, and leave a failed future behind that nobody looks at
+        raise TransportError(f"can't send to {peer}: the socket is closed")
     try:
         # DONTWAIT: pyzmq sends at once and returns a future that is already done.
         asyncio.ensure_future(
