@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,21 +201,40 @@ async def row_of(
     served: Served, stream: Stream, state: str = "running", output_tokens: int = 0
 ) -> dict[str, Any]:
     """The call's one sequence, once it is in that state and has so many tokens."""
+    return await row_when(
+        served,
+        stream,
+        lambda row: row["state"] == state and row["output_tokens"] >= output_tokens,
+    )
+
+
+async def row_when(
+    served: Served, stream: Stream, ready: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """The call's one sequence, once it is so."""
     while True:
-        for row in await sequences(served, stream.answer.request_id):
-            if row["state"] == state and row["output_tokens"] >= output_tokens:
-                return row
+        rows = await sequences(served, stream.answer.request_id)
+        if row := next(filter(ready, rows), None):
+            return row
         if stream.task.done():
-            raise EndedEarly(f"before it was {state}")
+            stream.task.result()  # raises what ended it, if that was no answer
+            raise EndedEarly(f"while it was waited for: {rows}")
         await asyncio.sleep(0.005)
 
 
 async def place(served: Served, stream: Stream, instance: str) -> None:
-    """See to it that the call runs there."""
-    row = await row_of(served, stream, output_tokens=1)
-    if row["instance"] != instance:
+    """See to it that the call runs there, even if the dispatcher lets it wait elsewhere."""
+    reason = "started"
+    while reason == "started":  # it was moved as one that waits, and began to run
+        row = await row_when(
+            served, stream, lambda row: row["state"] == "waiting" or row["output_tokens"]
+        )
+        if row["instance"] == instance:
+            break
         report = await move_one(served, row)
-        assert report["state"] == "committed", report
+        reason = report["reason"]
+        assert report["state"] == "committed" or reason == "started", report
+    await row_of(served, stream, output_tokens=1)
 
 
 async def ask(served: Served, request_id: str, destination: str) -> httpx.Response:

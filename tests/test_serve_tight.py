@@ -166,9 +166,10 @@ async def test_without_a_batch_slot_a_destination_refuses(tight: Toys) -> None:
     with tight.held(HELD):
         stream = Stream(tight, PATH, count_on(1000, 100))
         await place(tight, stream, "i0")
-        others = [Stream(tight, PATH, count_on(2000 + n, 50)) for n in range(SLOTS)]
-        for one in others:
-            await place(tight, one, "i1")
+        others: list[Stream] = []
+        for n in range(SLOTS):
+            others.append(Stream(tight, PATH, count_on(2000 + n, 50)))
+            await place(tight, others[n], "i1")
 
         (report,) = await move(tight, stream)
 
@@ -182,13 +183,15 @@ async def test_without_a_batch_slot_a_destination_refuses(tight: Toys) -> None:
 async def test_a_request_that_waits_moves_to_where_it_can_run(tight: Toys) -> None:
     body = count_on(5000, 200)
     with tight.held(HELD):
-        running = [Stream(tight, PATH, count_on(2000 + n, 50)) for n in range(2 * SLOTS)]
-        rows = [await row_of(tight, stream, output_tokens=1) for stream in running]
+        # One after the other: of eight at once the dispatcher may send five to four slots.
+        running: list[Stream] = []
+        for n in range(2 * SLOTS):
+            running.append(Stream(tight, PATH, count_on(2000 + n, 50)))
+            await place(tight, running[n], INSTANCES[n % 2])
         stream = Stream(tight, PATH, body)
         waiting = await row_of(tight, stream, "waiting")
         free = other(waiting["instance"])
-        at = [row["instance"] for row in rows]
-        await running[at.index(free)].leave()
+        await running[INSTANCES.index(free)].leave()
         while (await row_at(tight, free))["running"] == SLOTS:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.01)
 
