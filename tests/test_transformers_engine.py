@@ -7,8 +7,9 @@ way; all tests share two of them.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -78,6 +79,16 @@ class Bench:
         assert got[-1].finish_reason in ("length", "stop"), got[-1]
         return [token for output in got for token in output.token_ids]
 
+    @contextmanager
+    def slow(self, name: str, step_s: float = 0.05) -> Iterator[None]:
+        """Steps of at least so long: a request doesn't end before its move, however busy we are."""
+        loop = self.engines[name]._loop
+        after_step, loop.after_step = loop.after_step, lambda: time.sleep(step_s)
+        try:
+            yield
+        finally:
+            loop.after_step = after_step
+
     async def settle(self) -> None:
         async with asyncio.timeout(20):
             for engine in self.engines.values():
@@ -144,11 +155,12 @@ def test_a_stop_token_ends_a_moved_request(bench: Bench) -> None:
     async def scenario() -> None:
         async with migrator(bench) as move:
             tokens = await bench.finish(bench.submit("a"))
-            stop = tokens[20]
-            moves = bench.submit("a", stop_token_ids=[stop])
-            await bench.reach(moves, 2)  # while it waits its move may end as it starts
-            report = await move.migrate(moves, "a", "b")
-            assert report.state == "committed" or report.reason == "finished"
+            stop = max(tokens, key=tokens.index)  # the one that comes last for the first time
+            with bench.slow("a"):
+                moves = bench.submit("a", stop_token_ids=[stop])
+                await bench.reach(moves, 1)
+                report = await move.migrate(moves, "a", "b")
+            assert report.state == "committed", (report.reason, report.detail)
             assert await bench.finish(moves) == tokens[: tokens.index(stop) + 1]
             assert bench.got[moves][-1].finish_reason == "stop"
 
@@ -159,14 +171,15 @@ def test_a_request_that_waits_moves_to_where_it_can_run(bench: Bench) -> None:
     async def scenario() -> None:
         async with migrator(bench) as move:
             expected = await bench.finish(bench.submit("a", 60))
-            big = [bench.submit("a", 60) for _ in range(3)]
-            await bench.reach(big[0], 20)
-            waits = bench.submit("a", 60)
-            states = {one.request_id: one for one in await bench.engines["a"].requests()}
-            assert states[waits].state == "waiting"
-            assert states[waits].wanted_blocks == 2
-            report = await move.migrate(waits, "a", "b")
-            assert report.state == "committed"
+            with bench.slow("a"):
+                big = [bench.submit("a", 60) for _ in range(3)]
+                await bench.reach(big[0], 20)
+                waits = bench.submit("a", 60)
+                states = {one.request_id: one for one in await bench.engines["a"].requests()}
+                assert states[waits].state == "waiting"
+                assert states[waits].wanted_blocks == 2
+                report = await move.migrate(waits, "a", "b")
+                assert report.state == "committed", (report.reason, report.detail)
             for request_id in (*big, waits):
                 assert await bench.finish(request_id) == expected
 
