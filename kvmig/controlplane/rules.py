@@ -222,13 +222,6 @@ def _let_in(ledger: Ledger, source: int, need: float, roomiest: list[int]) -> No
         ledger.pair(source, row, share / average, share, budget=budget, room=room, why="defragment")
 
 
-def _missing(ledger: Ledger) -> Column:
-    """Blocks that the head of each queue lacks; 0 or less: it can start."""
-    columns = ledger.columns
-    missing: Column = columns.head - (columns.total - columns.used)
-    return np.where(columns.waiting > 0, missing, 0.0)
-
-
 def _keepers(ledger: Ledger) -> Takers:
     """Instances with a headroom, the most room with it and no queue: better than waiting."""
     kept = ledger.columns.kept
