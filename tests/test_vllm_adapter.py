@@ -13,7 +13,7 @@ from kvmig.engines import base
 from kvmig.engines.base import CameBlocks
 from kvmig.engines.vllm.runner import uses_v2
 from kvmig.ground.errors import MigrationRefused, RequestGone
-from tests.vllm_pair import Output, Pair, Side
+from tests.vllm_pair import SAMPLING, Output, Pair, Side
 
 pytestmark = pytest.mark.engine
 
@@ -50,20 +50,7 @@ def preempt(side: Side, request_id: str) -> None:
     scheduler._preempt_request(request, 0.0)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"temperature": 0.9, "seed": 7, "top_p": 0.9},
-        {"temperature": 1.2, "seed": 8, "top_k": 20, "min_p": 0.01},
-        {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-        {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.7},
-        {"temperature": 1.5, "seed": 5, "min_tokens": 40, "stop_token_ids": [60, 61, 62]},
-        {"temperature": 1.0, "seed": 6, "allowed_token_ids": [50, 51, 52, 53]},
-        {"temperature": 1.0, "seed": 9, "logit_bias": {50: 3.0}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("params", SAMPLING, ids=str)
 async def test_a_request_moved_there_and_back_equals_one_left_alone(
     pair: Pair, params: dict[str, Any]
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_pair import Output, Pair
+from tests.vllm_pair import SAMPLING, Output, Pair
 
 pytestmark = pytest.mark.engine
 
@@ -41,19 +41,7 @@ async def rest_of(pair: Pair, prompt: list[int], whole: Output, known: int, **pa
 
 
 @pytest.mark.parametrize("known", [1, 40])
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"temperature": 0.9, "seed": 7, "top_p": 0.9},
-        {"temperature": 1.2, "seed": 8, "top_k": 20, "min_p": 0.01},
-        {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-        {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.7},
-        {"temperature": 1.5, "seed": 5, "min_tokens": 59, "stop_token_ids": [60, 61, 62]},
-        {"temperature": 1.0, "seed": 6, "allowed_token_ids": [50, 51, 52, 53]},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("params", SAMPLING, ids=str)
 async def test_the_rest_equals_that_of_an_undisturbed_run(
     pair: Pair, params: dict[str, Any], known: int
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.vllm_pair import Output, Pair
+from tests.vllm_pair import SAMPLING, Output, Pair
 
 pytestmark = pytest.mark.engine
 
@@ -45,15 +45,7 @@ def same(moved: Output, unmoved: Output) -> None:
     np.testing.assert_allclose(moved.logprobs, unmoved.logprobs, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"temperature": 0.9, "seed": 7, "top_p": 0.9},
-        {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("params", SAMPLING[:3], ids=str)
 async def test_a_request_moved_there_and_back_equals_one_left_alone(
     pair: Pair, params: dict[str, Any]
 ) -> None:

@@ -61,7 +61,7 @@ def fault_rows(found: Findings) -> list[tuple[str, int]]:
 def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     load = Load(0, 0)
-    root.add_argument("--minutes", type=float, help="of load: 10, or 1 with --quick")
+    root.add_argument("--minutes", type=float, help="of load: 10, or 0.5 with --quick")
     root.add_argument("--seed", type=int, default=1, help="draws calls, migrations and faults")
     root.add_argument("--every", type=float, default=6.0, help="seconds from fault to fault")
     root.add_argument("--clients", type=int, default=load.clients, help="calls at a time")
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--transport", default=load.transport, help="as of kvmig.serve")
     root.add_argument("--log", type=Path, help="keep what the server printed there")
     options = root.parse_args(argv)
-    minutes = options.minutes or (1 if options.quick else 10)
+    minutes = options.minutes or (0.5 if options.quick else 10)
     load = Load(
         options.seed, minutes * 60, options.instances, options.front_ends, options.clients,
         options.moves, options.model, options.transport,

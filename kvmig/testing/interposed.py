@@ -32,9 +32,9 @@ class InterposedEngine(CheckedServingEngine):
 
     def _interposed(self, name: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
         @wraps(method)
-        async def call(*args: Any) -> Any:
+        async def call(*args: Any, **options: Any) -> Any:
             await self.before(name)
-            return await method(*args)
+            return await method(*args, **options)
 
         return call
 
