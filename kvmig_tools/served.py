@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -43,7 +43,9 @@ def free_port() -> int:
 
     It is none that the kernel gives to a connection before the server binds it.
     """
-    for port in random.sample(PORTS, len(PORTS)):
+    first = secrets.randbelow(len(PORTS))
+    ports: list[int] = [*PORTS[first:], *PORTS[:first]]
+    for port in ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

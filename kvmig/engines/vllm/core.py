@@ -7,7 +7,6 @@ The queues of EngineCoreProc are its seam: what vLLM's input thread would put in
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import threading
 import time
@@ -26,16 +25,13 @@ from vllm.v1.executor import Executor
 
 from kvmig.engines.steps import CadenceMeter, StepHold, limit_s
 from kvmig.engines.vllm import runner
+from kvmig.engines.vllm.kind import let_team_go
 from kvmig.engines.vllm.worker import end_at_once
 from kvmig.ground.leftovers import remove, shared_by
 
 T = TypeVar("T")
 Deliver = Callable[[tuple[int, EngineCoreOutputs]], None]
 _CALL = object()
-
-
-OMP_PAUSE_SOFT = 1
-"""omp_pause_resource_t, OpenMP 5.0."""
 
 
 class StepCore(EngineCoreProc):
@@ -229,19 +225,3 @@ class StepCore(EngineCoreProc):
                 return
             if request_type is _CALL:
                 request[1].set_exception(RuntimeError("the engine has stopped"))
-
-
-def let_team_go() -> None:
-    """End the calling thread's OpenMP helpers; its next parallel region makes new ones.
-
-    An engine is made on one thread and steps on another, and each thread that has ever computed
-    keeps a team of helpers. While libgomp holds more threads than there are cores, those of a
-    running team don't spin for their next piece of work but sleep in the kernel at once
-    (`gomp_throttled_spin_count_var` in libgomp/env.c): steps of many short operations take a
-    quarter longer.
-
-    Nothing happens where the process has no OpenMP 5 library of its own (`preload`).
-    """
-    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
-    if pause is not None:
-        pause(OMP_PAUSE_SOFT)
