@@ -28,11 +28,13 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
     {"temperature": 1.2, "seed": 8, "top_k": 20, "min_p": 0.01},
     {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.7},
-    {"temperature": 1.5, "seed": 5, "min_tokens": 59, "stop_token_ids": [60, 61, 62]},
+    {"temperature": 1.5, "seed": 5, "min_tokens": 40, "stop_token_ids": [*range(50, 70)]},
     {"temperature": 1.0, "seed": 6, "allowed_token_ids": [50, 51, 52, 53]},
     {"temperature": 1.0, "seed": 9, "logit_bias": {50: 3.0}},
 ]
-"""One of each kind of sampling, for every way that a request can go on elsewhere."""
+"""One of each kind of sampling, for every way that a request can go on elsewhere.
+
+Stop tokens end theirs at its 45th token: behind `min_tokens`, and behind where tests move it."""
 
 MOST_TAIL = 64
 """Blocks, or units, that a test's tail has at most."""
