@@ -198,12 +198,12 @@ def targets(summary: dict[str, float]) -> dict[str, report.Target]:
 
 def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
-    root.add_argument("--minutes", type=float, help="of load: 10, or 0.75 with --quick")
+    root.add_argument("--minutes", type=float, help="of load: 10, or 0.5 with --quick")
     root.add_argument("--wave", type=float, default=90.0, help="seconds between two high tides")
     root.add_argument("--sample", type=float, default=10.0, help="seconds between two samples")
     root.add_argument("--log", type=Path, help="keep what the server printed there")
     options = root.parse_args(argv)
-    minutes = options.minutes or (0.75 if options.quick else 10)
+    minutes = options.minutes or (0.5 if options.quick else 10)
     flags = [*FLAGS, *model_flags(MODEL)]
     settings = {"minutes": minutes, "sample_s": options.sample, "wave_s": options.wave,
                 "clients": HIGH, "moves_per_s": MOVES_PER_S, "flags": flags,
