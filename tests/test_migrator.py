@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 import kvmig
+from kvmig.embed import sync
 from kvmig.engines.base import Emitted
 from kvmig.ground.config import MigrationConfig, Transport
 from kvmig.ground.layout import KVLayout
@@ -63,3 +66,17 @@ async def test_an_engine_without_any_blocks_to_move_is_one_of_a_migrator_too() -
     async with kvmig.Migrator(engines, CONFIG) as migrator:
         report = await migrator.migrate("r", "b", "a")
     assert (report.reason, report.detail) == ("unsupported", "7 kinds of cache")
+
+
+def test_a_callback_that_holds_the_loop_does_not_hold_who_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sync, "END_S", 0.05)
+    held = threading.Event()
+    migrator = sync.SyncMigrator({})
+    migrator.run(migrator.migrator.close())
+    migrator._loop.call_soon_threadsafe(held.wait)
+    with pytest.raises(TimeoutError, match=r"has held the migrator's event loop for 0.05 s"):
+        migrator._end_loop()
+    held.set()
+    migrator._end_loop()

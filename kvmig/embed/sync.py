@@ -22,6 +22,10 @@ from kvmig.kvtransfer.report import MigrationReport
 T = TypeVar("T")
 
 
+END_S = 10.0
+"""Longest wait for the event loop's thread to end."""
+
+
 class SyncMigrator:
     """Methods are called from any thread but the event loop's."""
 
@@ -83,5 +87,7 @@ class SyncMigrator:
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"a callback has held the migrator's event loop for {END_S:g} s")
         self._loop.close()
