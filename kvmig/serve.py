@@ -34,7 +34,7 @@ from kvmig.cli.local import Host
 from kvmig.cli.processes import Launcher, begin_loading, leave, quiet, say
 from kvmig.cli.ray_launcher import RayLauncher
 from kvmig.cli.scheduler import SchedulerKeeper
-from kvmig.cli.shapes import Shapes, own_flags, shapes_of, unit_tokens
+from kvmig.cli.shapes import Shapes, Trees, own_flags, own_trees, shapes_of, unit_tokens
 from kvmig.controlplane.messages import Member
 from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind, kind_of
 from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
@@ -62,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
         if few := too_few_files(allowed, config.http.max_waiting, config.lifecycle.front_ends):
             say(few)
         own = own_flags(config.instance_flags, config.instances)
+        trees = own_trees(config.instance_vllm, config.instances, kind.check_tree)
         every = [word for words in (rest, *own.values()) for word in words]
         front = FrontLaunch(
             name=f"front-{secrets.token_hex(4)}",
@@ -72,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
             engine_argv=[*rest, *kind.flags_for(every, config)],
         )
         if config.ray is not None:
-            return serve(front, own, kind, None)
+            return serve(front, own, trees, kind, None)
         with Host(config.engine, planned_instances(config)) as host:
-            return serve(front, own, kind, host)
+            return serve(front, own, trees, kind, host)
     except KvmigError as error:
         say(str(error))
         return 2
@@ -95,7 +96,11 @@ def planned_instances(config: ClusterConfig) -> int:
 
 
 def serve(
-    front: FrontLaunch, own: Mapping[str, tuple[str, ...]], kind: EngineKind, host: Host | None
+    front: FrontLaunch,
+    own: Mapping[str, tuple[str, ...]],
+    trees: Trees,
+    kind: EngineKind,
+    host: Host | None,
 ) -> int:
     """Serve until a signal; returns the exit code. own: flags by instance; host: None with Ray.
 
@@ -122,7 +127,8 @@ def serve(
                 ),
             ]
         first = planned[: config.instances]
-        shapes = Shapes(argv, own, first, config.migration.unit_tokens, kind.parse)
+        units = config.migration.unit_tokens
+        shapes = Shapes(argv, own, first, units, kind.parse, trees, kind.check_tree)
         name = secrets.token_hex(4)
         launcher: Launcher
         if host is not None:

@@ -119,11 +119,16 @@ class FakeLauncher:
         self.bug: Exception | None = None
         self.closed = False
         self.renewed = 0
+        self.tree = ""
+        """Of the last renewal."""
+        self.bad_tree = ""
+        """Nothing starts on it."""
         self.weights = "old"
         """On disk."""
 
-    def renew(self) -> None:
+    def renew(self, tree: str) -> None:
         self.renewed += 1
+        self.tree = tree
 
     async def open(self) -> None:
         return
@@ -131,7 +136,8 @@ class FakeLauncher:
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
         if self.bug is not None:
             raise self.bug
-        self.starts.append(Process(launch, self.broken, self.weights))
+        broken = "no such name" if self.bad_tree and launch.engine_tree == self.bad_tree else ""
+        self.starts.append(Process(launch, broken or self.broken, self.weights))
         return self.starts[-1]
 
     async def close(self) -> None:
@@ -183,7 +189,14 @@ class World:
         self.launcher = FakeLauncher()
         self.said: list[str] = []
         config = ClusterConfig(lifecycle=lifecycle)
-        shapes = Shapes(["MODEL"], {}, [InstanceShape()] * 2, 0, parse)
+
+        def check_tree(folder: str) -> str:
+            if folder != "/new":
+                raise ConfigError(f"{folder!r} holds no vLLM")
+            return "0.33.0"
+
+        started = [InstanceShape()] * 2
+        shapes = Shapes(["MODEL"], {}, started, 0, parse, check_tree=check_tree)
         self.cluster = Cluster(
             "test",
             config,

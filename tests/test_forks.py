@@ -137,7 +137,7 @@ async def test_a_renewed_one_loads_again_and_the_old_ends_with_its_last_fork(
     forks: Forks, waiting: Waiting
 ) -> None:
     old = await waiting.begin(forks)
-    forks.renew()
+    forks.renew("")
     new = await waiting.begin(forks)
 
     servers = [psutil.Process(one.pid).parent() for one in (old, new)]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.controlplane.messages import RestartInstances, StopDrain
+from kvmig.controlplane.messages import AddInstances, RestartInstances, StopDrain
 from kvmig.gateway.errors import OrderFailed
 from tests.test_cluster import BUSY, IDLE, World, drain, world
 
 
-async def restart(it: World, *names: str, deadline_s: float | None = None) -> tuple[str, ...]:
-    return await it.link.order(lambda number: RestartInstances(number, names, deadline_s))
+async def restart(
+    it: World, *names: str, deadline_s: float | None = None, tree: str | None = None
+) -> tuple[str, ...]:
+    return await it.link.order(lambda number: RestartInstances(number, names, deadline_s, tree))
 
 
 def starts(it: World) -> list[str]:
@@ -125,3 +127,75 @@ async def test_the_only_one_is_not_restarted_onto_other_weights_and_they_are_nam
         with pytest.raises(OrderFailed, match=words):
             await restart(it)
         assert it.front.states() == {"i0": "serving", "i1": "draining"}
+
+
+# -- onto another build of the engine
+
+
+def trees(it: World) -> dict[str, str]:
+    """What front ends hear."""
+    return {one.instance: one.tree for one in it.front.members}
+
+
+async def test_all_come_back_as_another_build_and_so_does_what_is_added_later() -> None:
+    async with world(max_instances=3) as it:
+        await restart(it, tree="/new")
+        await it.until(lambda: "rolling restart: done" in it.said)
+        await it.link.order(lambda number: AddInstances(number, 1))
+        await it.hears(i0="serving", i1="serving", i2="serving")
+        assert trees(it) == {"i0": "/new", "i1": "/new", "i2": "/new"}
+        assert it.launcher.tree == "/new", "forks have it loaded"
+
+
+async def test_one_alone_comes_back_as_another_build_and_stays_so_when_it_dies() -> None:
+    async with world() as it:
+        await restart(it, "i1", tree="/new")
+        await it.until(lambda: "rolling restart: done" in it.said)
+        await it.hears(i0="serving", i1="serving")
+        it.launcher.process("i1").die()
+        await it.until(lambda: starts(it) == ["i0", "i1", "i1", "i1"])
+        await it.hears(i0="serving", i1="serving")
+        assert trees(it) == {"i0": "", "i1": "/new"}
+        assert it.launcher.tree == "", "forks are what most are"
+
+
+async def test_they_come_back_as_the_installed_one() -> None:
+    async with world() as it:
+        await restart(it, tree="/new")
+        await it.until(lambda: "rolling restart: done" in it.said)
+        await restart(it, tree="")
+        await it.until(lambda: it.said.count("rolling restart: done") == 2)
+        assert trees(it) == {"i0": "", "i1": ""}
+
+
+async def test_one_that_cannot_start_as_another_build_comes_back_as_it_was() -> None:
+    async with world(max_instances=3) as it:
+        it.launcher.bad_tree = "/new"
+        await restart(it, tree="/new")
+        await it.until(lambda: any("rolling restart: stopped" in words for words in it.said))
+        await it.hears(i0="serving", i1="serving")
+        assert starts(it) == ["i0", "i1", "i0", "i0"], "i1 was never touched"
+        assert trees(it) == {"i0": "", "i1": ""}
+        await it.link.order(lambda number: AddInstances(number, 1))
+        await it.until(lambda: trees(it) == {"i0": "", "i1": "", "i2": ""})
+        (stopped,) = (words for words in it.said if "stopped" in words)
+        assert stopped.endswith(
+            "at instance i0 (it can't be the engine in /new (instance i0: no such name), and is the"
+            " installed engine again)"
+        )
+        assert it.launcher.tree == "", "forks are what they were"
+
+
+async def test_a_folder_without_an_engine_is_refused_before_anything_is_drained() -> None:
+    async with world() as it:
+        with pytest.raises(OrderFailed, match="vllm is '/else' holds no vLLM"):
+            await restart(it, tree="/else")
+        assert starts(it) == ["i0", "i1"]
+        assert it.front.states() == {"i0": "serving", "i1": "serving"}
+
+
+async def test_an_instance_is_added_as_another_build() -> None:
+    async with world(max_instances=3) as it:
+        await it.link.order(lambda number: AddInstances(number, 1, tree="/new"))
+        await it.hears(i0="serving", i1="serving", i2="serving")
+        assert trees(it) == {"i0": "", "i1": "", "i2": "/new"}

@@ -56,6 +56,8 @@ REFUSED = [
     ([MODEL, "--pipeline-parallel-size", "2"], "use --tensor-parallel-size"),
     ([MODEL, "--instance-flags", "i7: --block-size 64"], "must be one of i0, i1, a colon and"),
     ([MODEL, "--instance-flags", "i1: --block-size x"], "invalid int value: 'x'"),
+    ([MODEL, "--instance-vllm", "i7: /tmp"], "must be one of i0, i1, a colon and a folder"),
+    ([MODEL, "--instance-vllm", "i1: /nowhere"], "'/nowhere' holds no vLLM, must be a folder with"),
     ([MODEL, "--port", "0", "--instances", "500"], "not enough memory for 500 instances"),
     (
         [MODEL, "--port", "0", "--kv-cache-memory-bytes", "9000g"],

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.cli.shapes import InstanceShape, own_flags, shapes_of, unit_tokens
+from kvmig.cli.shapes import (
+    InstanceShape,
+    Trees,
+    own_flags,
+    own_trees,
+    shapes_of,
+    unit_tokens,
+)
 from kvmig.ground.errors import ConfigError
 
 
@@ -69,3 +76,31 @@ def test_a_unit_fills_every_instances_blocks(sizes: list[int]) -> None:
 
     assert unit >= 16
     assert not any(size * 16 % unit for size in sizes)
+
+
+def test_an_instance_has_a_build_of_the_engine_of_its_own() -> None:
+    trees = own_trees(["i1: /new"], 2, lambda folder: "0.33.0")
+
+    assert [trees.of(name) for name in ("i0", "i1", "i2")] == ["", "/new", ""]
+
+
+@pytest.mark.parametrize(
+    ("given_", "named"),
+    [
+        ("i2: /new", "--instance-vllm is 'i2: /new', must be one of i0, i1, a colon and a folder"),
+        ("i1: /none", "--instance-vllm is 'i1: /none': there is none"),
+    ],
+)
+def test_a_build_that_no_instance_can_be_is_refused(given_: str, named: str) -> None:
+    def check(folder: str) -> str:
+        raise ConfigError("there is none")
+
+    with pytest.raises(ConfigError, match=named):
+        own_trees([given_], 2, check)
+
+
+def test_a_build_for_all_goes_before_those_that_some_had() -> None:
+    some = Trees().after("/new", ["i1"])
+
+    assert [some.of(name) for name in ("i0", "i1")] == ["", "/new"]
+    assert some.after("/newest", ()) == Trees("/newest")

@@ -5,15 +5,24 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from kvmig.engines.base import Export
 from kvmig.engines.vllm.serving import ServingVllm
-from kvmig.engines.vllm.sides import Destination, Progress, encode_progress
+from kvmig.engines.vllm.sides import (
+    Destination,
+    Progress,
+    check_known,
+    encode_progress,
+    encode_request,
+    token_request,
+)
 from kvmig.engines.vllm.tables import Tables
 from kvmig.ground.errors import MigrationRefused
 
@@ -74,4 +83,36 @@ async def test_an_export_of_another_engine_is_refused_as_such(payload: list[byte
     engine = object.__new__(ServingVllm)
     with pytest.raises(MigrationRefused, match="export of another kind") as refusal:
         await engine.reserve(Export("r", 64, payload))
+    assert refusal.value.reason == "incompatible"
+
+
+# -- what another minor of vLLM has encoded
+
+
+def newer(params: dict[str, Any], *more: object) -> list[bytes]:
+    """A request with sampling parameters besides, and fields behind those that we know."""
+    encoded = encode_request(token_request("r", [1, 2, 3], SamplingParams(seed=7)))
+    fields = msgspec.msgpack.decode(encoded[0])
+    at = EngineCoreRequest.__struct_fields__.index("sampling_params")
+    fields[at] |= params
+    return [msgspec.msgpack.encode([*fields, *more]), *encoded[1:]]
+
+
+def test_a_request_of_this_very_vllm_is_known() -> None:
+    check_known(newer({}))
+    check_known(encode_request(token_request("r", [1] * 9, SamplingParams(logprobs=3))))
+
+
+@pytest.mark.parametrize(
+    ("frames", "named"),
+    [
+        (newer({"beam_me": 3, "a_new_one": 1}), "no sampling parameter a_new_one, beam_me"),
+        (newer({}, "more"), "knows a request by fewer fields"),
+    ],
+)
+def test_a_request_that_says_what_this_vllm_does_not_know_is_refused_by_name(
+    frames: list[bytes], named: str
+) -> None:
+    with pytest.raises(MigrationRefused, match=named) as refusal:
+        check_known(frames)
     assert refusal.value.reason == "incompatible"

@@ -54,7 +54,7 @@ class StubLauncher:
         assert isinstance(started, Started)
         return StubHandle(started.endpoint)
 
-    def renew(self) -> None:
+    def renew(self, tree: str) -> None:
         """See `Launcher`."""
 
     async def close(self) -> None:

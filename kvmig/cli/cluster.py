@@ -117,7 +117,7 @@ class Cluster:
                 f" {len(taken)}, those that failed or are about to end included",
             )
         try:
-            shapes = [self._shapes.of(name, order.flags) for name in free]
+            shapes = [self._shapes.of(name, order.flags, order.tree) for name in free]
         except ConfigError as error:
             raise OrderRefused("invalid", str(error)) from error
         for name, shape in zip(free, shapes, strict=True):
@@ -151,7 +151,8 @@ class Cluster:
     def restart(self, order: RestartInstances) -> tuple[str, ...]:
         """Start some again, each once it is drained, one after the other; their names.
 
-        Stops at the first that doesn't serve again. Raises OrderRefused.
+        With a tree: as that build of the engine. Stops at the first that doesn't serve again, or
+        not as that build. Raises OrderRefused.
         """
         if self._rolling is not None and not self._rolling.done():
             raise OrderRefused("conflict", "a rolling restart is under way")
@@ -162,33 +163,55 @@ class Cluster:
         if len(serving) < 2:
             few = f"{len(serving)} instances serve, must be 2 or more"
             raise OrderRefused("conflict", f"{few}{_no_room(serving, coming)}")
-        try:
-            self._launcher.renew()
-        except StartupError as error:
-            raise OrderRefused("conflict", str(error)) from error
         if idle := [one.name for one in wanted if one.state != "serving"]:
             raise OrderRefused("conflict", f"instance {idle[0]} doesn't serve")
-        renewed = wanted[0].restart(deadline)
-        self._rolling = asyncio.create_task(self._roll(wanted, renewed, deadline))
+        before = trees = self._shapes.trees
+        tree: str | None = None
+        if order.tree is not None:
+            try:
+                tree = self._shapes.tree(order.tree)
+            except ConfigError as error:
+                raise OrderRefused("invalid", f"vllm is {error}") from error
+            trees = before.after(tree, order.instances)
+        try:
+            self._launcher.renew(trees.usual)
+        except StartupError as error:
+            raise OrderRefused("conflict", str(error)) from error
+        renewed = wanted[0].restart(deadline, tree)
+        self._shapes.trees = trees
+
+        async def roll() -> None:
+            stopped = await self._roll(wanted, renewed, deadline, tree)
+            say(f"rolling restart: {stopped or 'done'}")
+            if stopped and trees != before:
+                self._shapes.trees = before
+                try:
+                    self._launcher.renew(before.usual)
+                except StartupError as error:  # instances start without it then
+                    log.warning("%s", error)
+
+        self._rolling = asyncio.create_task(roll(), name="rolling restart")
         self.preferred_weights = coming
         self.changed()
         return tuple(one.name for one in wanted)
 
     async def _roll(
-        self, instances: Sequence[Instance], renewed: asyncio.Future[str], deadline: Deadline
-    ) -> None:
-        """renewed: of the first one, which is being drained already."""
+        self,
+        instances: Sequence[Instance],
+        renewed: asyncio.Future[str],
+        deadline: Deadline,
+        tree: str | None,
+    ) -> str:
+        """Where and why it stopped; empty: nowhere. renewed: of the first, which drains already."""
         for instance in instances:
             if instance is not instances[0]:
                 try:
-                    renewed = instance.restart(deadline)
+                    renewed = instance.restart(deadline, tree)
                 except OrderRefused as refused:
-                    say(f"rolling restart: stopped ({refused})")
-                    return
+                    return f"stopped ({refused})"
             if failed := await renewed:  # it may take as long as a drain and a start
-                say(f"rolling restart: stopped at instance {instance.name} ({failed})")
-                return
-        say("rolling restart: done")
+                return f"stopped at instance {instance.name} ({failed})"
+        return ""
 
     def scale(self, decision: Scale) -> None:
         """The scheduler's decision. One that has become impossible is logged."""
@@ -249,6 +272,7 @@ class Cluster:
             secret=self._secret,
             config=self._config,
             engine_argv=[*self._shapes.argv, *shape.own],
+            engine_tree=shape.tree,
         )
         instance = Instance(launch, shape.workers, self._launcher, self)
         self._instances[name] = instance

@@ -146,6 +146,13 @@ def llumlet_environment(
     return environment
 
 
+def with_tree(environment: Mapping[str, str], tree: str) -> dict[str, str]:
+    """The environment of a process whose engine is that in the folder `tree`; empty: installed."""
+    path = environment.get("PYTHONPATH", "")
+    ours = {"PYTHONPATH": os.pathsep.join(filter(None, (tree, path)))} if tree else {}
+    return {**environment, **ours}
+
+
 def instance_environment(
     gpu_ids: Sequence[str], threads: int, base: Mapping[str, str]
 ) -> dict[str, str]:

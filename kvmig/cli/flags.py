@@ -70,6 +70,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         ClusterConfig,
         flags,
         instance_flags=tuple(flags.instance_flags),
+        instance_vllm=tuple(flags.instance_vllm),
         ray=_ray(flags),
         lifecycle=_filled(LifecycleConfig, flags, max_instances=_max_instances(flags)),
         scaling=_scaling(flags),
@@ -240,6 +241,14 @@ def _add_cluster(root: _Parser) -> None:
         metavar="'iN: FLAGS'",
         help="the engine's flags that only instance N gets, e.g. 'i1: --tensor-parallel-size 2';"
         " may be given several times",
+    )
+    group.add_argument(
+        "--instance-vllm",
+        action="append",
+        default=[],
+        metavar="'iN: FOLDER'",
+        help="another build of vLLM that instance N is, e.g. 'i1: .vllm/0.33.0'; may be given"
+        " several times",
     )
     group.add(
         "--control-host",

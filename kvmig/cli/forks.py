@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 import setproctitle
 
+from kvmig.cli.environment import with_tree
 from kvmig.cli.processes import UNSEEN, begin_loading, end_loading, leave, quiet, say
 from kvmig.controlplane.child import lead_group
 from kvmig.engines.kind import kind_of
@@ -61,7 +62,8 @@ class Forks:
     def __init__(self, engine: str, environment: Mapping[str, str]) -> None:
         """Start a fork server at once. engine: see `kind_of`. Raises StartupError."""
         self._engine = engine
-        self._environment = dict(environment)
+        self._base = dict(environment)
+        self._environment = self._base
         self._servers = [ForkServer(engine, environment)]
 
     def close(self) -> None:
@@ -88,8 +90,12 @@ class Forks:
         differs = {name: environment[name] for name in MAY_DIFFER if name in environment}
         return await self._servers[-1].fork(differs, stdin, announced)
 
-    def renew(self) -> None:
-        """Fork from what is on disk now: kvmig, libraries. Raises StartupError."""
+    def renew(self, tree: str) -> None:
+        """Fork from what is on disk now: kvmig, libraries; the engine in `tree`, if one is given.
+
+        Raises StartupError.
+        """
+        self._environment = with_tree(self._base, tree)
         self._servers[-1].retire()
         self._begin()
 

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from kvmig.cli.processes import (
     Handle,
     Launcher,
@@ -78,6 +80,10 @@ class Instance:
         self._leaving = False
         self._renewing: asyncio.Future[str] | None = None
         """Its restart's result: empty, or why it failed."""
+        self._next_tree = launch.engine_tree
+        """Of the engine that it will be when its process starts again as it was told."""
+        self._fallback: LlumletLaunch | None = None
+        """What it was before, until it has served on another tree."""
         self._empty = asyncio.Event()
         """Set when its process shall end now, and start again."""
         self._deadline, self._ends = 0.0, False
@@ -88,7 +94,8 @@ class Instance:
     @property
     def member(self) -> Member:
         """Describe it for others."""
-        return Member(self.name, self._endpoint, self.state, self._detail)
+        tree = self._launch.engine_tree
+        return Member(self.name, self._endpoint, self.state, self._detail, tree)
 
     async def close(self) -> None:
         """End it at once. May be called twice, and by several."""
@@ -119,12 +126,14 @@ class Instance:
         if self._draining is None or self._draining.done():
             self._draining = asyncio.create_task(self._drain(), name=f"drain of {self.name}")
 
-    def restart(self, deadline: Deadline) -> asyncio.Future[str]:
+    def restart(self, deadline: Deadline, tree: str | None = None) -> asyncio.Future[str]:
         """Let its requests go elsewhere, then start it again; "" once it serves, or why not.
 
-        Raises OrderRefused.
+        tree: of the engine that it is then; where that can't start it comes back as it was. None:
+        as it is. Raises OrderRefused.
         """
         self.drain(deadline, leave=False)
+        self._next_tree = self._launch.engine_tree if tree is None else tree
         self._renewed("it was told so again")
         self._renewing = asyncio.get_running_loop().create_future()
         self._want("draining", "starts again when it is empty")
@@ -155,7 +164,10 @@ class Instance:
                 self._cluster.left(self)
                 return
             if how == RENEWED:
-                say(f"instance {self.name} starts again, as it was told")
+                self._become_next()
+                continue
+            if self._fallback is not None:  # it has never served on this tree
+                self._fall_back(how)
                 continue
             if not self.first_start.done():  # it would fail in the same way again
                 self._set("failed", how)
@@ -173,6 +185,23 @@ class Instance:
             self._set("starting", f"it was gone ({how})")
             await asyncio.sleep(pause_s)
 
+    def _become_next(self) -> None:
+        before, tree = self._launch, self._next_tree
+        engine = ""
+        if tree != before.engine_tree:
+            self._launch, self._fallback = replace(before, engine_tree=tree), before
+            engine = f", with {_engine(tree)}"
+        say(f"instance {self.name} starts again, as it was told{engine}")
+
+    def _fall_back(self, how: str) -> None:
+        assert self._fallback is not None
+        tree, self._launch, self._fallback = self._launch.engine_tree, self._fallback, None
+        failed = (
+            f"it can't be {_engine(tree)} ({how}), and is {_engine(self._launch.engine_tree)} again"
+        )
+        say(f"instance {self.name}: {failed}")
+        self._renewed(failed)
+
     async def _live(self) -> str:
         """From start to death; how it ended. Raises StartupError."""
         began, self._served_s = _now(), 0.0
@@ -186,6 +215,7 @@ class Instance:
                 self.name, endpoint, self._launch.secret, self._cluster.refusals
             )
             self._endpoint, ready = endpoint, _now()
+            self._fallback = None
             self._want(self._wanted.state, "")
             if not self.first_start.done():
                 self.first_start.set_result("")
@@ -273,6 +303,10 @@ class Instance:
     def _set(self, state: MemberState, detail: str) -> None:
         self.state, self._detail = state, detail
         self._cluster.changed()
+
+
+def _engine(tree: str) -> str:
+    return f"the engine in {tree}" if tree else "the installed engine"
 
 
 def _now() -> float:

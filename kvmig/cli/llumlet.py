@@ -32,6 +32,8 @@ SWITCH_INTERVAL_S = 0.0005
 async def run(launch: LlumletLaunch, descriptor: int) -> None:
     """Serve until SIGTERM or the launcher's end."""
     kind = kind_of(launch.config.engine)
+    if launch.engine_tree:  # on this very machine, or the installed one would run
+        kind.check_tree(launch.engine_tree)
     kind.prepare()
     kind.load()
     end_loading()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from kvmig.cli.environment import gpus, llumlet_environment, worker_threads
+from kvmig.cli.environment import gpus, llumlet_environment, with_tree, worker_threads
 from kvmig.cli.forks import Forks
 from kvmig.cli.processes import STOP_S, Child, Handle, LlumletLaunch, Process, running
 from kvmig.ground.errors import StartupError
@@ -94,9 +94,8 @@ class LocalLauncher:
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
         """A child process, on the GPUs with the fewest workers."""
         place = self._place(workers)
-        environment = llumlet_environment(
-            launch.config.engine, place.gpus, self._threads, self._environment
-        )
+        base = with_tree(self._environment, launch.engine_tree)
+        environment = llumlet_environment(launch.config.engine, place.gpus, self._threads, base)
 
         async def spawn(stdin: int, announced: int) -> Process:
             if self._forks is not None and self._forks.suits(environment):
@@ -113,10 +112,10 @@ class LocalLauncher:
             raise
         return place.child
 
-    def renew(self) -> None:
+    def renew(self, tree: str) -> None:
         """See `Launcher`."""
         if self._forks is not None:
-            self._forks.renew()
+            self._forks.renew(tree)
 
     async def close(self) -> None:
         """Remove the cluster's shared memory."""

@@ -112,6 +112,8 @@ class LlumletLaunch(Discreet, frozen=True, kw_only=True):
     config: ClusterConfig
     engine_argv: list[str]
     """MODEL and the engine's flags."""
+    engine_tree: str = ""
+    """Folder whose build of the engine goes before the installed one; empty: none does."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -162,10 +164,10 @@ class Launcher(Protocol):
         """
         ...
 
-    def renew(self) -> None:
+    def renew(self, tree: str) -> None:
         """Start llumlets from now on from what is on disk now: kvmig, libraries.
 
-        Raises StartupError.
+        tree: of the engine that most of them will be (`LlumletLaunch`). Raises StartupError.
         """
         ...
 

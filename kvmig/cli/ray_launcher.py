@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from kvmig.cli import ray_cluster
-from kvmig.cli.environment import llumlet_environment, memory_flags, part_of_memory, weights_of
+from kvmig.cli.environment import (
+    llumlet_environment,
+    memory_flags,
+    part_of_memory,
+    weights_of,
+    with_tree,
+)
 from kvmig.cli.processes import STOP_S, Child, Handle, LlumletLaunch, running
 from kvmig.cli.ray_cluster import (
     Node,
@@ -120,7 +126,7 @@ class RayLauncher:
             raise
         return handle
 
-    def renew(self) -> None:
+    def renew(self, tree: str) -> None:
         """Nothing: each llumlet loads all by itself."""
 
     async def close(self) -> None:
@@ -341,6 +347,7 @@ def node_environment(order: Order, own: Mapping[str, str]) -> dict[str, str]:
     base.pop("OMP_NUM_THREADS", None)
     base |= order.environment
     engine = order.launch.config.engine
+    base = with_tree(base, order.launch.engine_tree)
     return llumlet_environment(engine, _gpus(base), order.threads, base)
 
 

@@ -1,4 +1,5 @@
-"""What each instance is started with: vLLM's flags for all of them, and some of its own."""
+"""What each instance is started with: vLLM's flags for all of them, some of its own, and which
+build of vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import math
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from kvmig.ground.config import instance_name
 from kvmig.ground.errors import ConfigError
@@ -16,6 +18,8 @@ USUAL_BLOCK_TOKENS = 16
 
 Parse = Callable[[list[str]], Namespace]
 """MODEL and vLLM's flags to vLLM's arguments; raises ConfigError."""
+CheckTree = Callable[[str], str]
+"""The version of the engine in a folder; raises ConfigError, see `EngineKind.check_tree`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +32,70 @@ class InstanceShape:
     """Tensor-parallel size."""
     block_tokens: int | None = None
     """None: as vLLM chooses."""
+    tree: str = ""
+    """Folder of its build of the engine; empty: the installed one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """Folders of the builds of the engine that instances are; an empty one: the installed one."""
+
+    usual: str = ""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """Of instances that have another than usual, by name."""
+
+    def of(self, name: str) -> str:
+        """Of the instance `name`."""
+        return self.own.get(name, self.usual)
+
+    def after(self, tree: str, names: Sequence[str]) -> Trees:
+        """Once these instances have `tree`; no names: all have it, those too that are to come."""
+        if not names:
+            return Trees(tree)
+        return Trees(self.usual, {**self.own, **dict.fromkeys(names, tree)})
 
 
 def own_flags(given: Sequence[str], instances: int) -> dict[str, tuple[str, ...]]:
     """From "i1: --block-size 64" to that instance's flags. Raises ConfigError."""
-    names = [instance_name(number) for number in range(instances)]
     flags: dict[str, tuple[str, ...]] = {}
     for words in given:
-        name, colon, rest = words.partition(":")
-        if not colon or name.strip() not in names:
-            raise ConfigError(
-                f"--instance-flags is {words!r}, must be one of {', '.join(names)},"
-                " a colon and flags of vllm serve"
-            )
+        name, rest = _named("--instance-flags", words, instances, "flags of vllm serve")
         try:
-            flags[name.strip()] = (*flags.get(name.strip(), ()), *shlex.split(rest))
+            flags[name] = (*flags.get(name, ()), *shlex.split(rest))
         except ValueError as error:
             raise ConfigError(f"--instance-flags is {words!r}: {error}") from error
     return flags
+
+
+def own_trees(given: Sequence[str], instances: int, check: CheckTree) -> Trees:
+    """From "i1: FOLDER" to that instance's tree. Raises ConfigError."""
+    trees: dict[str, str] = {}
+    for words in given:
+        name, folder = _named("--instance-vllm", words, instances, "a folder")
+        try:
+            trees[name] = checked_tree(folder, check)
+        except ConfigError as error:
+            raise ConfigError(f"--instance-vllm is {words!r}: {error}") from error
+    return Trees(own=trees)
+
+
+def checked_tree(folder: str, check: CheckTree) -> str:
+    """The folder with its whole path; empty stays empty. Raises ConfigError."""
+    if not folder:
+        return ""
+    check(folder)
+    return str(Path(folder).absolute())
+
+
+def _named(flag: str, words: str, instances: int, what: str) -> tuple[str, str]:
+    """ "i1: more" to ("i1", "more"). Raises ConfigError."""
+    names = [instance_name(number) for number in range(instances)]
+    name, colon, rest = words.partition(":")
+    if not colon or name.strip() not in names:
+        raise ConfigError(
+            f"{flag} is {words!r}, must be one of {', '.join(names)}, a colon and {what}"
+        )
+    return name.strip(), rest.strip()
 
 
 def shapes_of(
@@ -84,23 +134,35 @@ class Shapes:
         started: Sequence[InstanceShape],
         unit_tokens: int,
         parse: Parse,
+        trees: Trees = Trees(),
+        check_tree: CheckTree = str,
     ) -> None:
         """argv: MODEL and the engine's flags for all; own: more flags by name.
 
         started: of the first instances; unit_tokens: what they exchange.
         """
         self.argv = list(argv)
+        self.trees = trees
+        self._check_tree = check_tree
         self._own = dict(own)
         self._parse = parse
         self._units = unit_tokens
         self._started = {instance_name(number): one for number, one in enumerate(started)}
 
-    def of(self, name: str, words: str = "") -> InstanceShape:
+    def of(self, name: str, words: str = "", tree: str | None = None) -> InstanceShape:
         """Return the shape of instance `name`, with more flags in `words`.
 
-        Raises ConfigError if vLLM doesn't take the flags, or if the instance could exchange
-        nothing with the others.
+        tree: None: as its name has it. Raises ConfigError if vLLM doesn't take the flags, if the
+        tree holds no vLLM, or if the instance could exchange nothing with the others.
         """
+        tree = self.trees.of(name) if tree is None else checked_tree(tree, self._check_tree)
+        return replace(self._of(name, words), tree=tree)
+
+    def tree(self, folder: str) -> str:
+        """The folder with its whole path, if it holds a build of the engine. Raises ConfigError."""
+        return checked_tree(folder, self._check_tree)
+
+    def _of(self, name: str, words: str) -> InstanceShape:
         if not words and name in self._started:
             return self._started[name]
         try:

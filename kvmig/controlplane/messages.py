@@ -218,11 +218,15 @@ class OrderRefused(KvmigError):
 
 
 class AddInstances(Message, frozen=True, tag=True):
-    """Front end to the launcher: start so many more, with these flags of vLLM's besides."""
+    """Front end to the launcher: start so many more, with these flags of vLLM's besides.
+
+    tree: as in RestartInstances; None: that of most of the others.
+    """
 
     call_id: int
     count: int = 1
     flags: str = ""
+    tree: str | None = None
 
 
 class DrainInstance(Message, frozen=True, tag=True):
@@ -250,12 +254,14 @@ class StopDrain(Message, frozen=True, tag=True):
 class RestartInstances(Message, frozen=True, tag=True):
     """Front end to the launcher: start these again, one after the other, each once it is drained.
 
-    instances: none: all that serve. deadline_s: as in DrainInstance, of each.
+    instances: none: all that serve. deadline_s: as in DrainInstance, of each. tree: folder of the
+    engine that they are from then on, empty: the installed one; None: as they were.
     """
 
     call_id: int
     instances: tuple[str, ...] = ()
     deadline_s: float | None = None
+    tree: str | None = None
 
 
 class OrderDone(Message, frozen=True, tag=True):
@@ -313,6 +319,8 @@ class Member(msgspec.Struct, frozen=True):
     state: MemberState = "serving"
     detail: str = ""
     """For people: why it is in this state."""
+    tree: str = ""
+    """Folder of its engine; empty: the installed one."""
 
 
 class Members(Message, frozen=True, tag=True):

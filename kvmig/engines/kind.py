@@ -31,6 +31,13 @@ class EngineKind(Protocol):
         """
         ...
 
+    def check_tree(self, tree: str) -> str:
+        """The version of the engine in a folder that is to go before the installed one.
+
+        Raises ConfigError if there is none that kvmig supports.
+        """
+        ...
+
     def load(self) -> None:
         """Import what `make` needs, after `prepare`, so that this process can be forked.
 

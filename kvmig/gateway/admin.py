@@ -96,7 +96,7 @@ def instances_api(
         """Start instances; they are `starting` until they serve."""
         wanted = body or AddBody()
         names = await launcher.order(
-            lambda call_id: AddInstances(call_id, wanted.count, wanted.flags)
+            lambda call_id: AddInstances(call_id, wanted.count, wanted.flags, wanted.vllm)
         )
         return Listing(data=listed(names))
 
@@ -105,7 +105,9 @@ def instances_api(
         """Start them again, one after the other, each once its requests have gone elsewhere."""
         wanted = body or RestartBody()
         names = await launcher.order(
-            lambda call_id: RestartInstances(call_id, tuple(wanted.instances), wanted.deadline_s)
+            lambda call_id: RestartInstances(
+                call_id, tuple(wanted.instances), wanted.deadline_s, wanted.vllm
+            )
         )
         return Listing(data=listed(names))
 
@@ -183,12 +185,13 @@ class Instance(BaseModel):
     )
     weights: str = Field(description="Identity of its weights; a stream goes on under no others.")
     numerics: str = Field(description="Its numerics class: instances of one round alike.")
+    vllm: str = Field(description="Folder of its vLLM; empty: the installed one.")
 
     @classmethod
     def of(cls, row: InstanceRow, model: str) -> Instance:
         """The row as JSON has it."""
         freeness = row.freeness if math.isfinite(row.freeness) else None
-        return cls(**{**asdict(row), "model": model, "freeness": freeness})
+        return cls(**{**asdict(row), "model": model, "freeness": freeness, "vllm": row.tree})
 
 
 class Request(BaseModel):
@@ -239,6 +242,10 @@ class AddBody(BaseModel):
 
     count: Annotated[int, BeforeValidator(whole)] = Field(default=1, ge=1, le=MOST)
     flags: str = Field(default="", description="vLLM's flags that only these get.")
+    vllm: str | None = Field(
+        default=None,
+        description="Folder of their vLLM, on the server's disk; null: as most of the others have.",
+    )
 
 
 class DrainBody(BaseModel):
@@ -265,6 +272,11 @@ class RestartBody(BaseModel):
         default=[], max_length=MOST, description="Their ids; none: all that serve."
     )
     deadline_s: float | None = Field(default=None, ge=0, description="Of each drain, as there.")
+    vllm: str | None = Field(
+        default=None,
+        description="Folder of the vLLM that they are from then on, on the server's disk; empty: "
+        "the installed one; null: each as it was.",
+    )
 
 
 class StageParts(BaseModel):

@@ -47,6 +47,8 @@ class InstanceRow:
     """Identity of the instance's weights."""
     numerics: str = ""
     """The instance's numerics class."""
+    tree: str = ""
+    """Folder of the instance's engine; empty: the installed one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def cluster_rows(linked: Sequence[InstanceRow], members: Iterable[Member]) -> li
         )
         sound = member.state in ("starting", "failed") or row.state in ("serving", "draining")
         state = member.state if sound else row.state
-        joined.append(replace(row, state=state, detail=member.detail))
+        joined.append(replace(row, state=state, detail=member.detail, tree=member.tree))
     return [*joined, *rows.values()]
 
 

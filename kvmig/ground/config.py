@@ -170,6 +170,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     instances: int = 2
     instance_flags: tuple[str, ...] = ()
     """As given: "iN: FLAGS", the engine's flags that only instance N gets."""
+    instance_vllm: tuple[str, ...] = ()
+    """As given: "iN: FOLDER", the build of vLLM that instance N is."""
     ray: RayConfig | None = None
     """None: all instances run on this host."""
     control_host: str = "127.0.0.1"

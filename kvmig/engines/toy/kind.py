@@ -61,6 +61,9 @@ class ToyKind:
     def prepare(self) -> None:
         """Nothing is to be checked."""
 
+    def check_tree(self, tree: str) -> str:
+        raise ConfigError(f"{tree!r} is given as a vLLM, but --engine is toy, must be vllm")
+
     def load(self) -> None:
         """Nothing more is to be imported."""
 

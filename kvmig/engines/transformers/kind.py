@@ -29,6 +29,11 @@ class TransformersKind:
         set_offline()
         check_version()
 
+    def check_tree(self, tree: str) -> str:
+        raise ConfigError(
+            f"{tree!r} is given as a vLLM, but --engine is transformers, must be vllm"
+        )
+
     def load(self) -> None:
         importlib.import_module("kvmig.engines.transformers.serving")
 

@@ -155,14 +155,17 @@ def replaced_adapter(method: str, args: Sequence[Any]) -> int | None:
     return None
 
 
-def numerics_of(core: EngineCore) -> str:
-    """The numerics class of a loaded engine."""
+def numerics_of(core: EngineCore, probe: str = "") -> str:
+    """The numerics class of a loaded engine. probe: see `warmup.Probe`; empty: vLLM's minor counts.
+
+    Two minors of vLLM are one class where they compute the same bits, which only a probe can tell.
+    """
     config = core.vllm_config
     workers: list[Mapping[str, str]] = core.model_executor.collective_rpc(
         describe_arithmetic, timeout=WORKER_TIMEOUT_S
     )
     return numerics_class(
-        engine="vllm-" + ".".join(__version__.split(".")[:2]),
+        engine="vllm-" + (probe or ".".join(__version__.split(".")[:2])),
         runner="v2" if uses_v2(core) else "v1",
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         kv=config.cache_config.cache_dtype,

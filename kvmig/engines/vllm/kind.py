@@ -11,7 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,6 +32,18 @@ class VllmKind:
     def prepare(self) -> None:
         check_version()
         flags.set_environment()
+
+    def check_tree(self, tree: str) -> str:
+        found = {one.name: one.version for one in distributions(path=[tree])}
+        versions = [found[package] for package in PACKAGES if package in found]
+        if not versions or not (Path(tree) / "vllm" / "__init__.py").is_file():
+            raise ConfigError(
+                f"{tree!r} holds no vLLM, must be a folder with the package vllm and its dist-info"
+                " (scripts/setup_env.py --vllm VERSION makes one)"
+            )
+        if not is_supported(versions[0]):
+            raise ConfigError(f"{tree!r} holds vLLM {versions[0]}, must be {_SUPPORTED}")
+        return versions[0]
 
     def load(self) -> None:
         with _lacking_names_told():
@@ -98,12 +110,17 @@ LOCKS = Path(__file__).parent / "locks"
 def check_version() -> str:
     """Return the installed vLLM version; StartupError names the supported ones otherwise."""
     package, installed = installed_version()
-    if not installed.startswith(SUPPORTED) and not os.environ.get(ALLOW_UNTESTED):
+    if not is_supported(installed):
         raise StartupError(
             f"{package} {installed} is not supported; kvmig needs {_SUPPORTED}, or"
             " --allow-untested-vllm for one that has the names that kvmig uses"
         )
     return installed
+
+
+def is_supported(version: str) -> bool:
+    """Whether kvmig was tested with it, or the user wants it all the same."""
+    return version.startswith(SUPPORTED) or bool(os.environ.get(ALLOW_UNTESTED))
 
 
 def installed_version() -> tuple[str, str]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.executor import Executor
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockCopies, Blocks, Copies, HostCopies, Plan
@@ -177,7 +179,10 @@ def _block_model(config: VllmConfig, kv_cache: KVCacheConfig, rank: RankCache) -
     """A digest of what must agree for whole blocks to be exchanged."""
     return _digest(
         _order(config),
-        *(f"{group.layer_names} {group.kv_cache_spec}" for group in kv_cache.kv_cache_groups),
+        *(
+            f"{group.layer_names} {_words(group.kv_cache_spec)}"
+            for group in kv_cache.kv_cache_groups
+        ),
         *sorted({f"{layer.dtype} {layer.shape[1:]} {layer.attention}" for layer in rank.layers}),
         *_model_words(config),
         str(config.parallel_config.tensor_parallel_size),
@@ -190,9 +195,21 @@ def _unit_model(config: VllmConfig, rank: RankCache, heads: int) -> str:
     return _digest("units", layer.dtype, str(strips_of(layer)), str(heads), *_model_words(config))
 
 
+def _words(spec: KVCacheSpec) -> str:
+    """The kind of cache and what isn't usual about it: another vLLM may know of more fields."""
+    unusual = {
+        one.name: getattr(spec, one.name)
+        for one in fields(spec)
+        if one.compare and getattr(spec, one.name) != one.default
+    }
+    return f"{type(spec).__name__} {unusual}"
+
+
 def _model_words(config: VllmConfig) -> tuple[str, str]:
     model = config.model_config
-    return str(model.dtype), str(model.hf_config.to_json_string())
+    hf_config = json.loads(model.hf_config.to_json_string())
+    hf_config.pop("transformers_version", None)  # of the library that has read it
+    return str(model.dtype), json.dumps(hf_config, sort_keys=True)
 
 
 def _digest(*words: str) -> str:

@@ -52,6 +52,7 @@ from kvmig.engines.vllm.sides import (
     Destination,
     Progress,
     Source,
+    check_known,
     decode_progress,
     decode_request,
     encode_progress,
@@ -59,6 +60,7 @@ from kvmig.engines.vllm.sides import (
     unmovable_engine,
 )
 from kvmig.engines.vllm.warmup import (
+    Probe,
     StepTimes,
     WarmStep,
     profile_path,
@@ -103,6 +105,7 @@ class ServingVllm:
         self._call_decoder = MsgpackDecoder()
         self._encoder = MsgpackEncoder()
         self._warming: dict[str, asyncio.Future[None]] = {}
+        self._probe: Probe | None = None
         self._measuring: StepTimes | None = None
         self._submitted: dict[str, list[bytes]] = {}
         self._entering: dict[str, asyncio.Task[None] | Future[None]] = {}
@@ -199,8 +202,17 @@ class ServingVllm:
         return msgspec.msgpack.encode(self._core._make_ready_response())
 
     async def warm_up(self) -> None:
+        config = self._core.vllm_config
+        if Probe.possible(config):
+            self._probe = probe = Probe(config)
+            await self._warm([probe.request])
+            self._probe = None
+            self.numerics = await self._on_engine(lambda: numerics_of(self._core, probe.digest()))
+        await self._warm(warm_up_requests(config))
+
+    async def _warm(self, requests: Sequence[EngineCoreRequest]) -> None:
         loop = asyncio.get_running_loop()
-        for request in warm_up_requests(self._core.vllm_config):
+        for request in requests:
             self._warming[request.request_id] = loop.create_future()
             self.submit(0, request.request_id, encode_request(request))
         await asyncio.wait_for(asyncio.gather(*self._warming.values()), _WARM_UP_TIMEOUT_S)
@@ -345,6 +357,7 @@ class ServingVllm:
     async def reserve(self, export: Export) -> int:
         try:
             progress = decode_progress(export.payload[0])
+            check_known(export.payload[1:])
             submitted = decode_request(export.payload[1:])
         except (msgspec.MsgspecError, IndexError) as error:
             raise MigrationRefused("incompatible", f"export of another kind: {error}") from error
@@ -494,6 +507,8 @@ class ServingVllm:
             return
         if client == 0 and self._warming:
             for output in outputs.outputs:
+                if self._probe is not None:
+                    self._probe.take(output)
                 if output.finished and output.request_id in self._warming:
                     self._warming[output.request_id].set_result(None)
                     self._submitted.pop(output.request_id, None)

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
+from vllm import __version__
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -161,6 +163,31 @@ def decode_request(frames: list[bytes]) -> EngineCoreRequest:
     request = MsgpackDecoder(EngineCoreRequest).decode(frames)
     assert isinstance(request, EngineCoreRequest)
     return request
+
+
+_Fields = msgspec.defstruct(
+    "_Fields",
+    [(name, msgspec.Raw, msgspec.Raw(b"\xc0")) for name in EngineCoreRequest.__struct_fields__],
+    array_like=True,
+    forbid_unknown_fields=True,
+)
+"""The fields of a request as they came, undecoded; the positional ones that we know."""
+
+
+def check_known(frames: Sequence[bytes]) -> None:
+    """Refuse a request that says what this vLLM doesn't know: decoding would leave it out.
+
+    Another minor has encoded it. Raises MigrationRefused with the field, and msgspec's errors.
+    """
+    try:
+        fields: Any = msgspec.msgpack.decode(frames[0], type=_Fields)
+    except msgspec.ValidationError as error:
+        why = f"vLLM {__version__} here knows a request by fewer fields: {error}"
+        raise MigrationRefused("incompatible", why) from error
+    said = msgspec.msgpack.decode(fields.sampling_params, type=dict[str, msgspec.Raw] | None) or {}
+    if unknown := sorted(said.keys() - set(SamplingParams.__struct_encode_fields__)):
+        why = f"vLLM {__version__} here knows no sampling parameter {', '.join(unknown)}"
+        raise MigrationRefused("incompatible", why)
 
 
 def encode_progress(progress: Progress) -> bytes:

@@ -1,5 +1,5 @@
-"""What an engine runs before clients' requests: each sampling path once, a step of nothing, and
-measurements of its step times, which are kept for the next start.
+"""What an engine runs before clients' requests: a probe of its numerics, each sampling path once,
+a step of nothing, and measurements of its step times, which are kept for the next start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from vllm import SamplingParams, __version__
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 
 from kvmig.engines.base import StepTime
 from kvmig.engines.vllm import runner
@@ -47,6 +47,45 @@ _DRAFTED = tuple(
 )
 """With speculative decoding. The first draft compiles the drafter's and the rejection sampler's
 kernels, which takes seconds and holds the interpreter: the instance would seem to hang."""
+
+
+PROBE_TOKENS = 48
+"""Of the probe's prompt."""
+PROBE_ID = "kvmig-probe"
+
+
+class Probe:
+    """Runs one fixed request by itself and notes the bits of its log-probabilities.
+
+    Each is a sum over the whole vocabulary, so it depends on all that a prefill and some decodes
+    compute. Engines whose other settings agree and whose probes agree round alike, whatever
+    version of vLLM drives the kernels. On a CPU, where a step's sums have one order; a GPU's
+    kernels are chosen by more than what one probe shows.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._bits = hashlib.blake2b(digest_size=6)
+        vocabulary = config.model_config.get_vocab_size()
+        length = max(1, min(PROBE_TOKENS, config.model_config.max_model_len // 2))
+        prompt = [token * 7919 % vocabulary for token in range(1, length + 1)]
+        params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5, ignore_eos=True)
+        self.request = token_request(PROBE_ID, prompt, params, _SALT)
+
+    @staticmethod
+    def possible(config: VllmConfig) -> bool:
+        """Whether a probe tells how such an engine rounds."""
+        on_cpu = config.device_config.device_type == "cpu"
+        return on_cpu and config.model_config.runner_type != "pooling"
+
+    def take(self, output: EngineCoreOutput) -> None:
+        """Note one step's output."""
+        assert output.new_logprobs is not None
+        for array in (output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs):
+            self._bits.update(array.tobytes())
+
+    def digest(self) -> str:
+        """What was noted, in 12 hexadecimal digits."""
+        return self._bits.hexdigest()
 
 
 def warm_up_requests(config: VllmConfig) -> list[EngineCoreRequest]:
