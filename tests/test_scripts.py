@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -241,6 +242,28 @@ def test_a_stamp_counts_only_beside_a_python(tmp_path: Path) -> None:
     assert setup_env.stamped(tmp_path, "base", "key")
     assert not setup_env.stamped(tmp_path, "base", "other key")
     assert not setup_env.stamped(tmp_path, "dev", "key")
+
+
+def test_a_tree_whose_borrowed_kernels_have_gone_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = tmp_path / "vllm-1.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr("vllm/__init__.py", "")
+    made = setup_env.Setup(tmp_path / "venv", "cuda")
+    fetched: list[str] = []
+    monkeypatch.setattr(
+        made, "_wheel", lambda names, version, place: fetched.append(version) or wheel
+    )
+
+    tree = made.install_tree("1", tmp_path)
+    assert made.install_tree("1", tmp_path) == tree
+    assert fetched == ["1"]
+    (tree / "vllm" / "_C.so").symlink_to(tmp_path / "gone" / "_C.so")
+    made.install_tree("1", tmp_path)
+
+    assert fetched == ["1", "1"]
+    assert not (tree / "vllm" / "_C.so").is_symlink()
 
 
 def test_a_broken_environment_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
