@@ -252,9 +252,12 @@ def test_a_tree_whose_borrowed_kernels_have_gone_is_made_anew(
         packed.writestr("vllm/__init__.py", "")
     made = setup_env.Setup(tmp_path / "venv", "cuda")
     fetched: list[str] = []
-    monkeypatch.setattr(
-        made, "_wheel", lambda names, version, place: fetched.append(version) or wheel
-    )
+
+    def fetch(names: object, version: str, place: Path) -> Path:
+        fetched.append(version)
+        return wheel
+
+    monkeypatch.setattr(made, "_wheel", fetch)
 
     tree = made.install_tree("1", tmp_path)
     assert made.install_tree("1", tmp_path) == tree
