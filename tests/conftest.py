@@ -1,9 +1,9 @@
-"""Fixtures that tests share; real servers are started once for the whole run."""
+"""Fixtures that tests share; real servers and engines are started once for the whole run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from kvmig_tools.served import SMALL, Served
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.retries import SESSION
 from tests.toys import Toys
+from tests.vllm_pair import Engines, Pair
+from tests.vllm_side import Configuration
 
 # On a busy machine an example takes its time, too.
 settings.register_profile("patient", deadline=None)
@@ -70,6 +72,30 @@ def toys(two_toys: Toys) -> Iterator[Toys]:
     """The shared server of toys; afterwards nothing is left in it, as in `served`."""
     yield two_toys
     assert_server_is_empty(two_toys)
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Engines]:
+    """vLLM engines in this process, by configuration."""
+    engines = Engines()
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def configurations(request: pytest.FixtureRequest) -> tuple[Configuration, Configuration]:
+    """Of the engines in `pair`; a module that wants others has its own fixture of this name."""
+    wanted = Configuration(async_scheduling=request.param)
+    return wanted, wanted
+
+
+@pytest.fixture
+async def pair(
+    engines: Engines, configurations: tuple[Configuration, Configuration]
+) -> AsyncIterator[Pair]:
+    """Two engines, which a test leaves empty."""
+    async with engines.lent(*configurations) as pair:
+        yield pair
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -13,67 +12,31 @@ from kvmig.engines import base
 from kvmig.engines.base import CameBlocks
 from kvmig.engines.vllm.runner import uses_v2
 from kvmig.ground.errors import MigrationRefused, RequestGone
-from tests.vllm_pair import SAMPLING, Output, Pair, Side
+from tests.vllm_pair import LONG, PROMPT, SAMPLING, SEEDED, Pair, assert_same, preempt
+from tests.vllm_side import Output
 
 pytestmark = pytest.mark.engine
 
-PROMPT = [40 + number * number % 90 for number in range(100)]
-LONG = [40 + number * number % 90 for number in range(600)]
 OTHER = [60 + number * number % 70 for number in range(1000)]
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
-def engines(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = Pair(async_scheduling=request.param == "async")
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-async def pair(engines: Pair) -> AsyncIterator[Pair]:
-    engines.begin()
-    yield engines
-    await engines.assert_empty()
-
-
-def same(moved: Output, unmoved: Output) -> None:
-    assert moved.tokens == unmoved.tokens
-    assert moved.logprobs == unmoved.logprobs
-    assert moved.finish_reason == unmoved.finish_reason
-
-
-def preempt(side: Side, request_id: str) -> None:
-    """What vLLM's scheduler does when it runs out of blocks."""
-    scheduler = side.engine._scheduler
-    request = scheduler.requests[request_id]
-    scheduler.running.remove(request)
-    scheduler._preempt_request(request, 0.0)
-
-
-@pytest.mark.parametrize("params", SAMPLING, ids=str)
+@pytest.mark.parametrize("params", SAMPLING.values(), ids=SAMPLING)
 async def test_a_request_moved_there_and_back_equals_one_left_alone(
     pair: Pair, params: dict[str, Any]
 ) -> None:
     unmoved = await pair.unmoved(PROMPT, **params)
-    pair.submit(pair.a, "moved", PROMPT, **params)
-    await pair.step(pair.a, until=("moved", 10))
-
-    await pair.move(pair.a, pair.b, "moved")
-    await pair.step(pair.b, until=("moved", 30))
-    await pair.move(pair.b, pair.a, "moved")
-
-    same(await pair.finish("moved"), unmoved)
+    assert_same(await pair.there_and_back(PROMPT, **params), unmoved)
 
 
 async def test_a_request_that_returns_at_once_forgets_its_first_stay(pair: Pair) -> None:
-    unmoved = await pair.unmoved(PROMPT, temperature=0.9, seed=1)
-    pair.submit(pair.a, "moved", PROMPT, temperature=0.9, seed=1)
+    unmoved = await pair.unmoved(PROMPT, **SEEDED)
+    pair.submit(pair.a, "moved", PROMPT, **SEEDED)
     await pair.step(pair.a, until=("moved", 10))
 
     await pair.move(pair.a, pair.b, "moved", steps=0)
     await pair.move(pair.b, pair.a, "moved", steps=0)
 
-    same(await pair.finish("moved"), unmoved)
+    assert_same(await pair.finish("moved"), unmoved)
 
 
 def in_queue(output: Output) -> float:
@@ -84,17 +47,9 @@ def in_queue(output: Output) -> float:
 async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
     unmoved = await pair.unmoved(LONG)
     began = time.monotonic()
-    pair.submit(pair.a, "moved", LONG)
-    pair.a.step()
-    pair.a.step()
-    await pair.settle()
-    assert "moved" not in pair.outputs
-
-    await pair.move(pair.a, pair.b, "moved", steps=1)
-
-    moved = await pair.finish("moved")
-    same(moved, unmoved)
+    moved = await pair.moved_in_prefill(LONG, chunks=2)
     took = time.monotonic() - began
+    assert_same(moved, unmoved)
     assert 0 <= in_queue(moved) < moved.stats.first_token_ts - moved.stats.queued_ts < took
 
 
@@ -111,7 +66,7 @@ async def test_a_waiting_request_moves_queue(pair: Pair) -> None:
     await pair.move(pair.a, pair.b, "moved", steps=0)
 
     moved = await pair.finish("moved")
-    same(moved, unmoved)
+    assert_same(moved, unmoved)
     now = time.monotonic()
     assert waits - began < in_queue(moved) < now - began
     assert 0 < moved.stats.first_token_ts - moved.stats.scheduled_ts < now - waits
@@ -141,7 +96,7 @@ async def test_a_waiting_request_moves_to_where_no_block_and_no_place_is_free(
 
     there = pair.b.engine._holdings.load()
     assert (there.waiting, there.waiting_blocks) == (1, 4)
-    same(await pair.finish("moved"), unmoved)
+    assert_same(await pair.finish("moved"), unmoved)
     for number in range(4):
         await pair.finish(f"busy {number}")
 
@@ -163,7 +118,7 @@ async def test_what_a_waiting_request_has_computed_meanwhile_is_refused_where_no
         await pair.done(pair.b.engine.commit("kept", tail))
 
     await pair.done(pair.a.engine.resume("kept"))
-    same(await pair.finish("kept"), unmoved)
+    assert_same(await pair.finish("kept"), unmoved)
 
 
 async def test_a_load_says_what_is_left_of_prompts_that_run(pair: Pair) -> None:
@@ -226,8 +181,8 @@ async def test_what_was_moved_in_serves_as_a_prefix_later(pair: Pair) -> None:
 
 
 async def test_a_suspended_request_that_is_resumed_goes_on_as_if_nothing_was(pair: Pair) -> None:
-    unmoved = await pair.unmoved(PROMPT, temperature=0.9, seed=2)
-    pair.submit(pair.a, "kept", PROMPT, temperature=0.9, seed=2)
+    unmoved = await pair.unmoved(PROMPT, **SEEDED)
+    pair.submit(pair.a, "kept", PROMPT, **SEEDED)
     await pair.step(pair.a, until=("kept", 10))
     export = await pair.done(pair.a.engine.export("kept"))
     await pair.done(pair.b.engine.reserve(export))
@@ -238,7 +193,7 @@ async def test_a_suspended_request_that_is_resumed_goes_on_as_if_nothing_was(pai
     await pair.done(pair.b.engine.cancel("kept"))
     await pair.done(pair.a.engine.resume("kept"))
 
-    same(await pair.finish("kept"), unmoved)
+    assert_same(await pair.finish("kept"), unmoved)
 
 
 async def test_a_commit_that_fails_leaves_nothing_and_the_source_goes_on(
@@ -260,7 +215,7 @@ async def test_a_commit_that_fails_leaves_nothing_and_the_source_goes_on(
     monkeypatch.undo()
     await pair.done(pair.a.engine.resume("kept"))
 
-    same(await pair.finish("kept"), unmoved)
+    assert_same(await pair.finish("kept"), unmoved)
 
 
 async def test_a_corrupt_block_that_comes_with_a_commit_leaves_nothing_there(pair: Pair) -> None:
@@ -281,7 +236,7 @@ async def test_a_corrupt_block_that_comes_with_a_commit_leaves_nothing_there(pai
     assert pair.b.used_blocks == 0
     await pair.done(pair.a.engine.resume("kept"))
 
-    same(await pair.finish("kept"), unmoved)
+    assert_same(await pair.finish("kept"), unmoved)
 
 
 async def test_a_tail_that_does_not_fit_is_left_to_be_gathered(pair: Pair) -> None:
@@ -329,8 +284,8 @@ async def test_only_an_idle_engine_makes_a_step_of_nothing_before_a_request_come
 
 
 async def test_a_moved_request_does_not_wait_behind_a_long_prefill(pair: Pair) -> None:
-    unmoved = await pair.unmoved(PROMPT, temperature=0.9, seed=4)
-    pair.submit(pair.a, "moved", PROMPT, temperature=0.9, seed=4)
+    unmoved = await pair.unmoved(PROMPT, **SEEDED)
+    pair.submit(pair.a, "moved", PROMPT, **SEEDED)
     await pair.step(pair.a, until=("moved", 10))
     pair.submit(pair.b, "long", OTHER, max_tokens=1)
     pair.b.step()
@@ -343,7 +298,7 @@ async def test_a_moved_request_does_not_wait_behind_a_long_prefill(pair: Pair) -
 
     assert "long" not in pair.outputs
     assert len(pair.outputs["moved"].tokens) > before
-    same(await pair.finish("moved"), unmoved)
+    assert_same(await pair.finish("moved"), unmoved)
     await pair.finish("long")
 
 
@@ -363,8 +318,8 @@ async def test_a_request_preempted_at_the_source_is_told_so_and_goes_on(pair: Pa
 async def test_a_request_preempted_at_the_destination_ends_with_the_same_tokens(
     pair: Pair,
 ) -> None:
-    unmoved = await pair.unmoved(PROMPT, temperature=0.9, seed=12)
-    pair.submit(pair.a, "moved", PROMPT, temperature=0.9, seed=12)
+    unmoved = await pair.unmoved(PROMPT, **SEEDED)
+    pair.submit(pair.a, "moved", PROMPT, **SEEDED)
     await pair.step(pair.a, until=("moved", 10))
     (before,) = await pair.done(pair.a.engine.requests())
     await pair.move(pair.a, pair.b, "moved")
@@ -471,7 +426,7 @@ async def test_a_reserved_request_keeps_its_place_in_the_batch(pair: Pair) -> No
     pair.b.engine.assign("moved", 1)
     await pair.done(pair.b.engine.commit("moved", tail))
     await pair.done(pair.a.engine.release("moved"))
-    same(await pair.finish("moved"), unmoved)
+    assert_same(await pair.finish("moved"), unmoved)
     for name in busy:
         await pair.finish(name)
 
@@ -487,7 +442,7 @@ async def test_a_suspended_request_finds_its_place_in_the_batch_again(pair: Pair
         pair.submit(pair.a, name, PROMPT[:20], max_tokens=30)
     await pair.step(pair.a, until=("busy 2", 1))
     await pair.done(pair.a.engine.resume("kept"))
-    same(await pair.finish("kept"), unmoved)
+    assert_same(await pair.finish("kept"), unmoved)
     for name in busy:
         await pair.finish(name)
 

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvmig.ground.errors import MigrationRefused
-from tests.vllm_pair import Pair
+from tests.vllm_pair import PROMPT, SEEDED, Pair
+from tests.vllm_side import Configuration
 
 pytestmark = pytest.mark.engine
 
-PROMPT = [40 + number * number % 90 for number in range(100)]
-SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 7}
-
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[Pair]:
-    pair = Pair(async_scheduling=False)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-async def pair(engines: Pair) -> AsyncIterator[Pair]:
-    engines.begin()
-    yield engines
-    await engines.assert_empty()
+def configurations() -> tuple[Configuration, Configuration]:
+    return Configuration(), Configuration()
 
 
 class Slow:
@@ -54,12 +43,12 @@ def guided() -> dict[str, Any]:
 
     params = StructuredOutputsParams(regex="[0-9]{3}( [0-9]{3}){30}")
     params._backend = "xgrammar"
-    return {"temperature": 1.0, "seed": 2, "structured_outputs": params}
+    return {**SEEDED, "structured_outputs": params}
 
 
 @pytest.fixture
-def slow_grammar(engines: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    manager = engines.b.core.structured_output_manager
+def slow_grammar(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    manager = pair.b.core.structured_output_manager
     slow = Slow(manager._create_grammar)
     monkeypatch.setattr(manager, "_create_grammar", slow)
     yield slow

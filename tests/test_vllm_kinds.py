@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import pytest
 
 from kvmig.ground.errors import MigrationRefused
-from tests.vllm_pair import Output, Pair, Side
+from tests.vllm_pair import LONG, PROMPT, SEEDED, Engines, Pair, assert_same
+from tests.vllm_side import BY_PRIORITY, Configuration, Output, Side
 
 pytestmark = [
     pytest.mark.engine,
@@ -20,27 +21,7 @@ pytestmark = [
 
 T = TypeVar("T")
 
-PROMPT = [40 + number * number % 90 for number in range(100)]
-LONG = [40 + number * number % 90 for number in range(600)]
 TIMEOUT_S = 60.0
-FLAGS = (
-    '--reasoning-config={"reasoning_start_str": "<", "reasoning_end_str": ">"}',
-    "--scheduling-policy=priority",
-)
-
-
-@pytest.fixture(scope="module", params=["sync", "async"])
-def engines(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = Pair(async_scheduling=request.param == "async", a_flags=FLAGS, b_flags=FLAGS)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-async def pair(engines: Pair) -> AsyncIterator[Pair]:
-    engines.begin()
-    yield engines
-    await engines.assert_empty()
 
 
 def completed(pair: Pair, **params: Any) -> dict[str, Any]:
@@ -83,12 +64,10 @@ async def test_guided_decoding_goes_on_where_it_was(pair: Pair, what: dict[str, 
     from vllm.sampling_params import StructuredOutputsParams
 
     wanted = StructuredOutputsParams(**what)
-    params = completed(pair, structured_outputs=wanted, temperature=0.9, seed=5, ignore_eos=False)
+    params = completed(pair, structured_outputs=wanted, ignore_eos=False, **SEEDED)
     unmoved, moved = await moved_in_the_middle(pair, **params)
 
-    assert moved.tokens == unmoved.tokens
-    assert moved.logprobs == unmoved.logprobs
-    assert moved.finish_reason == unmoved.finish_reason
+    assert_same(moved, unmoved)
 
 
 async def test_bad_words_stay_forbidden(pair: Pair) -> None:
@@ -102,17 +81,16 @@ async def test_bad_words_stay_forbidden(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        {"logprobs": 5, "logprob_token_ids": None, "temperature": 1.1, "seed": 1},
-        {"logprobs": None, "logprob_token_ids": [48, 49], "temperature": 1.1, "seed": 1},
-        {"logprobs": None, "temperature": 1.3, "seed": 2, "frequency_penalty": -0.5},
+        {"logprobs": 5, "logprob_token_ids": None},
+        {"logprobs": None, "logprob_token_ids": [48, 49]},
+        {"logprobs": None, "frequency_penalty": -0.5},
     ],
     ids=str,
 )
 async def test_token_and_log_probabilities_go_on(pair: Pair, params: dict[str, Any]) -> None:
-    unmoved, moved = await moved_in_the_middle(pair, **params)
+    unmoved, moved = await moved_in_the_middle(pair, **SEEDED, **params)
 
-    assert moved.tokens == unmoved.tokens
-    assert moved.logprobs == unmoved.logprobs
+    assert_same(moved, unmoved)
 
 
 async def test_prompt_log_probabilities_are_given_once_and_the_request_moves_after_them(
@@ -125,15 +103,16 @@ async def test_prompt_log_probabilities_are_given_once_and_the_request_moves_aft
     assert len(moved.prompt_logprobs[0].logprobs) == len(PROMPT) - 1
 
 
-async def test_a_priority_travels(pair: Pair) -> None:
-    pair.submit(pair.a, "moved", PROMPT, priority=7)
-    await pair.step(pair.a, until=("moved", 10))
+async def test_a_priority_travels(engines: Engines) -> None:
+    async with engines.lent(BY_PRIORITY, BY_PRIORITY) as pair:
+        pair.submit(pair.a, "moved", PROMPT, priority=7)
+        await pair.step(pair.a, until=("moved", 10))
 
-    await pair.move(pair.a, pair.b, "moved")
+        await pair.move(pair.a, pair.b, "moved")
 
-    (state,) = await pair.done(pair.b.engine.requests())
-    assert (state.request_id, state.priority) == ("moved", 7)
-    await pair.finish("moved")
+        (state,) = await pair.done(pair.b.engine.requests())
+        assert (state.request_id, state.priority) == ("moved", 7)
+        await pair.finish("moved")
 
 
 async def stays(pair: Pair, side: Side, request_id: str, because: str) -> None:
@@ -157,13 +136,14 @@ async def test_prompt_log_probabilities_keep_a_request_in_place_until_it_decodes
     await pair.finish("kept")
 
 
-async def test_a_thinking_budget_keeps_a_request_in_place(pair: Pair) -> None:
-    pair.submit(pair.a, "kept", PROMPT, thinking_token_budget=5)
-    await pair.step(pair.a, until=("kept", 3))
+async def test_a_thinking_budget_keeps_a_request_in_place(engines: Engines) -> None:
+    async with engines.lent(BY_PRIORITY, BY_PRIORITY) as pair:
+        pair.submit(pair.a, "kept", PROMPT, thinking_token_budget=5)
+        await pair.step(pair.a, until=("kept", 3))
 
-    await stays(pair, pair.a, "kept", "thinking token budget")
+        await stays(pair, pair.a, "kept", "thinking token budget")
 
-    await pair.finish("kept")
+        await pair.finish("kept")
 
 
 async def test_a_session_that_waits_for_more_input_stays(pair: Pair) -> None:
@@ -176,14 +156,14 @@ async def test_a_session_that_waits_for_more_input_stays(pair: Pair) -> None:
     await asyncio.sleep(0)
 
 
-async def test_a_pooling_request_stays() -> None:
+async def test_a_pooling_request_stays(engines: Engines) -> None:
     from vllm import PoolingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackEncoder
 
     from kvmig.engines.vllm.warmup import warm_up_requests
 
-    side = Side(async_scheduling=False, own_flags=("--runner=pooling", "--convert=embed"))
+    side = engines.side(Configuration(flags=("--runner=pooling", "--convert=embed")))
     assert warm_up_requests(side.core.vllm_config) == []
     params = PoolingParams(task="embed")
     request = EngineCoreRequest("kept", LONG, None, None, params, time.time(), None, None, None)
@@ -195,7 +175,8 @@ async def test_a_pooling_request_stays() -> None:
     assert state.unmovable == "pooling model"
     with pytest.raises(MigrationRefused, match="unsupported: pooling model"):
         await answer(side, side.engine.export("kept"))
-    side.close()
+    side.engine.abort(["kept"])
+    side.step()
 
 
 async def answer(side: Side, call: Awaitable[T]) -> T:

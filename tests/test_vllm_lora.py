@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +14,13 @@ import pytest
 
 from kvmig.ground.errors import MigrationRefused
 from tests import tiny_lora
-from tests.vllm_pair import Pair, Side
+from tests.vllm_pair import PROMPT, SEEDED, Engines, Pair, assert_same
+from tests.vllm_side import Configuration
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 pytestmark = pytest.mark.engine
-
-FLAGS = ("--enable-lora", "--max-loras=1", "--max-cpu-loras=4", "--max-lora-rank=8")
-PROMPT = [40 + number * number % 90 for number in range(100)]
 
 
 def adapter(folder: Path, number: int) -> LoRARequest:
@@ -44,27 +41,18 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[Pair]:
-    pair = Pair(async_scheduling=False, a_flags=FLAGS, b_flags=FLAGS)
-    yield pair
-    pair.close()
+def configurations() -> tuple[Configuration, Configuration]:
+    wanted = Configuration(
+        flags=("--enable-lora", "--max-loras=1", "--max-cpu-loras=4", "--max-lora-rank=8")
+    )
+    return wanted, wanted
 
 
-@pytest.fixture(scope="module")
-def without_lora(engines: Pair) -> Iterator[Side]:
-    side = Side(async_scheduling=False)
-    yield side
-    side.close()
-
-
-@pytest.fixture
-async def pair(engines: Pair) -> AsyncIterator[Pair]:
-    engines.begin()
-    for side in (engines.a, engines.b):
+@pytest.fixture(autouse=True)
+def no_adapter_is_loaded(pair: Pair) -> None:
+    for side in (pair.a, pair.b):
         for number in side.core.list_loras():
             side.core.remove_lora(number)
-    yield engines
-    await engines.assert_empty()
 
 
 async def test_a_lora_request_moved_there_and_back_equals_one_left_alone(
@@ -72,16 +60,8 @@ async def test_a_lora_request_moved_there_and_back_equals_one_left_alone(
 ) -> None:
     plain = await pair.unmoved(PROMPT)
     unmoved = await pair.unmoved(PROMPT, lora=one)
-    pair.submit(pair.a, "moved", PROMPT, lora=one)
-    await pair.step(pair.a, until=("moved", 10))
-
-    await pair.move(pair.a, pair.b, "moved")
-    await pair.step(pair.b, until=("moved", 30))
-    await pair.move(pair.b, pair.a, "moved")
-
-    moved = await pair.finish("moved")
-    assert moved.tokens == unmoved.tokens
-    assert moved.logprobs == unmoved.logprobs
+    moved = await pair.there_and_back(PROMPT, lora=one)
+    assert_same(moved, unmoved)
     assert moved.tokens != plain.tokens
 
 
@@ -102,8 +82,9 @@ async def test_the_adapter_is_loaded_before_the_request_is_suspended(
 
 
 async def test_an_engine_without_lora_refuses(
-    pair: Pair, without_lora: Side, one: LoRARequest
+    pair: Pair, engines: Engines, one: LoRARequest
 ) -> None:
+    without_lora = engines.side(Configuration())
     elsewhere = pair.towards(without_lora)
     pair.submit(pair.a, "kept", PROMPT, lora=one)
     await pair.step(pair.a, until=("kept", 10))
@@ -173,8 +154,8 @@ async def test_a_slot_that_was_taken_since_the_reserve_is_refused_at_the_commit(
 async def test_a_resumed_request_whose_slot_was_taken_waits_for_it(
     pair: Pair, one: LoRARequest, two: LoRARequest
 ) -> None:
-    unmoved = await pair.unmoved(PROMPT, lora=one, temperature=0.9, seed=3)
-    pair.submit(pair.a, "kept", PROMPT, lora=one, temperature=0.9, seed=3)
+    unmoved = await pair.unmoved(PROMPT, lora=one, **SEEDED)
+    pair.submit(pair.a, "kept", PROMPT, lora=one, **SEEDED)
     await pair.step(pair.a, until=("kept", 10))
     await pair.done(pair.a.engine.export("kept"))
     await pair.suspend(pair.a, "kept", 0)

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 from tests.tiny_blip2 import IMAGE_TOKEN, IMAGE_TOKENS, PIXELS, make
-from tests.vllm_pair import Pair
+from tests.vllm_pair import LONG, Pair, assert_same, preempt
+from tests.vllm_side import Configuration
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.filterwarnings("ignore:The given buffer is not writable"),  # vLLM's decoder
 ]
 
-PROMPT = [40 + number * number % 90 for number in range(300)]
+PROMPT = LONG[:300]
 CHUNK = 128
 """Tokens of a prompt that one step computes."""
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    model = make(tmp_path_factory.mktemp("blip2"))
-    pair = Pair(async_scheduling=False, model=model)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-async def pair(engines: Pair) -> AsyncIterator[Pair]:
-    engines.begin()
-    yield engines
-    await engines.assert_empty()
+def configurations(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Configuration, Configuration]:
+    wanted = Configuration(model=make(tmp_path_factory.mktemp("blip2")))
+    return wanted, wanted
 
 
 def with_image(offset: int, seed: int = 1) -> dict[str, Any]:
@@ -65,32 +58,15 @@ async def test_a_request_with_an_image_moved_there_and_back_equals_one_left_alon
 ) -> None:
     other = await pair.unmoved(**with_image(20, seed=2))
     unmoved = await pair.unmoved(**with_image(20))
-    pair.submit(pair.a, "moved", **with_image(20))
-    await pair.step(pair.a, until=("moved", 10))
-
-    await pair.move(pair.a, pair.b, "moved")
-    await pair.step(pair.b, until=("moved", 30))
-    await pair.move(pair.b, pair.a, "moved")
-
-    moved = await pair.finish("moved")
-    assert moved.tokens == unmoved.tokens
-    assert moved.logprobs == unmoved.logprobs
+    moved = await pair.there_and_back(**with_image(20))
+    assert_same(moved, unmoved)
     assert moved.logprobs != other.logprobs
 
 
 @pytest.mark.parametrize("offset", [20, CHUNK - 2, CHUNK + 20])
 async def test_in_prefill_it_moves_before_in_and_after_its_image(pair: Pair, offset: int) -> None:
     unmoved = await pair.unmoved(**with_image(offset))
-    pair.submit(pair.a, "moved", **with_image(offset))
-    pair.a.step()
-    await pair.settle()
-    assert "moved" not in pair.outputs
-
-    await pair.move(pair.a, pair.b, "moved", steps=0)
-
-    moved = await pair.finish("moved")
-    assert moved.tokens == unmoved.tokens
-    assert moved.logprobs == unmoved.logprobs
+    assert_same(await pair.moved_in_prefill(**with_image(offset), steps=0), unmoved)
 
 
 async def test_after_a_preemption_at_the_destination_it_sees_the_image_again(pair: Pair) -> None:
@@ -99,11 +75,8 @@ async def test_after_a_preemption_at_the_destination_it_sees_the_image_again(pai
     await pair.step(pair.a, until=("moved", 10))
     await pair.move(pair.a, pair.b, "moved")
     await pair.step(pair.b, until=("moved", 20))
-    scheduler = pair.b.engine._scheduler
-    request = scheduler.requests["moved"]
 
-    scheduler.running.remove(request)
-    scheduler._preempt_request(request, 0.0)
-    scheduler.reset_prefix_cache()
+    preempt(pair.b, "moved")
+    pair.b.engine._scheduler.reset_prefix_cache()
 
     assert (await pair.finish("moved")).tokens == unmoved.tokens

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-
 import pytest
 
 from kvmig.engines.base import Preempted
 from kvmig.ground.errors import RequestGone
-from tests.vllm_pair import Output, Pair, Side
+from tests.vllm_pair import SEEDED, Pair
+from tests.vllm_side import BY_PRIORITY, Configuration, Output, Side
 
 pytestmark = pytest.mark.engine
 
-BY_PRIORITY = ("--scheduling-policy=priority", "--no-enable-prefix-caching")
 HIGH = -1
 # Of 39 blocks of 32 tokens: together they fit when they start, and not when they have grown.
 LONG = [40 + number * number % 90 for number in range(590)]
@@ -20,17 +18,8 @@ OTHER = [50 + number * number % 70 for number in range(600)]
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[Pair]:
-    pair = Pair(async_scheduling=True, a_flags=BY_PRIORITY, b_flags=BY_PRIORITY)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-async def pair(engines: Pair) -> AsyncIterator[Pair]:
-    engines.begin()
-    yield engines
-    await engines.assert_empty()
+def configurations() -> tuple[Configuration, Configuration]:
+    return BY_PRIORITY, BY_PRIORITY
 
 
 def preempted(side: Side) -> dict[int, Preempted]:
@@ -62,9 +51,9 @@ def as_if_alone(beside: Output, alone: Output) -> None:
 
 
 async def test_a_request_that_moves_is_preempted_by_one_that_came_later(pair: Pair) -> None:
-    unmoved = await pair.unmoved(LONG, temperature=0.9, seed=2)
+    unmoved = await pair.unmoved(LONG, **SEEDED)
     first = await pair.unmoved(OTHER)
-    pair.submit(pair.a, "normal", LONG, temperature=0.9, seed=2)
+    pair.submit(pair.a, "normal", LONG, **SEEDED)
     await pair.step(pair.a, until=("normal", 2))
     pair.submit(pair.a, "high", OTHER, priority=HIGH)
     await pair.step(pair.a, until=("high", 2))
@@ -81,10 +70,10 @@ async def test_a_request_that_moves_is_preempted_by_one_that_came_later(pair: Pa
 
 
 async def test_one_that_moves_in_preempts_those_of_a_class_below(pair: Pair) -> None:
-    unmoved = await pair.unmoved(LONG, temperature=0.9, seed=2)
+    unmoved = await pair.unmoved(LONG, **SEEDED)
     first = await pair.unmoved(OTHER)
     pair.submit(pair.a, "high", OTHER, priority=HIGH)
-    pair.submit(pair.b, "normal", LONG, temperature=0.9, seed=2)
+    pair.submit(pair.b, "normal", LONG, **SEEDED)
     await pair.step(pair.a, pair.b, until=("high", 3))
 
     await pair.move(pair.a, pair.b, "high")
@@ -97,9 +86,9 @@ async def test_one_that_moves_in_preempts_those_of_a_class_below(pair: Pair) -> 
 async def test_a_moved_request_is_preempted_at_its_destination_and_ends_exactly(
     pair: Pair,
 ) -> None:
-    unmoved = await pair.unmoved(LONG, temperature=0.9, seed=2)
+    unmoved = await pair.unmoved(LONG, **SEEDED)
     pair.submit(pair.b, "high", OTHER, priority=HIGH)
-    pair.submit(pair.a, "moved", LONG, temperature=0.9, seed=2)
+    pair.submit(pair.a, "moved", LONG, **SEEDED)
     await pair.step(pair.a, pair.b, until=("moved", 3))
 
     await pair.move(pair.a, pair.b, "moved")

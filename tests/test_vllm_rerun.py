@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
-from tests.vllm_pair import SAMPLING, Output, Pair
+from tests.vllm_pair import PROMPT, SAMPLING, SEEDED, Pair
+from tests.vllm_side import Output
 
 pytestmark = pytest.mark.engine
 
-PROMPT = [40 + number * number % 90 for number in range(100)]
 LONG = [40 + number * number % 90 for number in range(300)]
-
-
-@pytest.fixture(scope="module", params=["sync", "async"])
-def engines(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = Pair(async_scheduling=request.param == "async")
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-async def pair(engines: Pair) -> AsyncIterator[Pair]:
-    engines.begin()
-    yield engines
-    await engines.assert_empty()
 
 
 async def rest_of(pair: Pair, prompt: list[int], whole: Output, known: int, **params: Any) -> None:
@@ -41,7 +26,7 @@ async def rest_of(pair: Pair, prompt: list[int], whole: Output, known: int, **pa
 
 
 @pytest.mark.parametrize("known", [1, 40])
-@pytest.mark.parametrize("params", SAMPLING, ids=str)
+@pytest.mark.parametrize("params", SAMPLING.values(), ids=SAMPLING)
 async def test_the_rest_equals_that_of_an_undisturbed_run(
     pair: Pair, params: dict[str, Any], known: int
 ) -> None:
@@ -55,7 +40,7 @@ async def test_a_grammar_goes_on_where_it_was(pair: Pair) -> None:
     def params() -> dict[str, Any]:
         guided = StructuredOutputsParams(regex="([0-9]{3}[a-f] ){30}")
         guided._backend = "xgrammar"
-        return {"temperature": 1.0, "seed": 2, "structured_outputs": guided, "ignore_eos": False}
+        return {**SEEDED, "structured_outputs": guided, "ignore_eos": False}
 
     whole = await pair.unmoved(PROMPT, **params())
     await rest_of(pair, PROMPT, whole, 33, **params())
@@ -89,9 +74,8 @@ async def test_it_runs_before_those_that_wait(pair: Pair) -> None:
 
 
 async def test_it_can_be_moved_before_it_has_come_to_its_turn_and_after(pair: Pair) -> None:
-    params: dict[str, Any] = {"temperature": 0.9, "seed": 7}
-    whole = await pair.unmoved(LONG, **params)
-    pair.submit(pair.a, "again", LONG, again=whole.tokens[:20], **params)
+    whole = await pair.unmoved(LONG, **SEEDED)
+    pair.submit(pair.a, "again", LONG, again=whole.tokens[:20], **SEEDED)
     await pair.a.entered()
     await pair.settle()
     pair.a.take_calls()

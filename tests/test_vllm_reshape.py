@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.vllm_pair import SAMPLING, Output, Pair
+from tests.vllm_pair import LONG, PROMPT, SAMPLING, Pair
+from tests.vllm_side import Configuration, Output
 
 pytestmark = pytest.mark.engine
 
-PROMPT = [40 + number * number % 90 for number in range(100)]
-LONG = [40 + number * number % 90 for number in range(600)]
 UNIT = 32
 """The smallest block of vLLM's CPU attention."""
 OTHER_SHAPES = {
@@ -24,18 +22,9 @@ OTHER_SHAPES = {
 
 
 @pytest.fixture(scope="module", params=OTHER_SHAPES.values(), ids=list(OTHER_SHAPES))
-def engines(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    exact = ("--dtype=float32",)
-    pair = Pair(False, exact, (*exact, *request.param), UNIT)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-async def pair(engines: Pair) -> AsyncIterator[Pair]:
-    engines.begin()
-    yield engines
-    await engines.assert_empty()
+def configurations(request: pytest.FixtureRequest) -> tuple[Configuration, Configuration]:
+    exact = Configuration(flags=("--dtype=float32",), unit_tokens=UNIT)
+    return exact, replace(exact, flags=(*exact.flags, *request.param))
 
 
 def same(moved: Output, unmoved: Output) -> None:
@@ -45,19 +34,10 @@ def same(moved: Output, unmoved: Output) -> None:
     np.testing.assert_allclose(moved.logprobs, unmoved.logprobs, atol=1e-3)
 
 
-@pytest.mark.parametrize("params", SAMPLING[:3], ids=str)
-async def test_a_request_moved_there_and_back_equals_one_left_alone(
-    pair: Pair, params: dict[str, Any]
-) -> None:
-    unmoved = await pair.unmoved(PROMPT, **params)
-    pair.submit(pair.a, "moved", PROMPT, **params)
-    await pair.step(pair.a, until=("moved", 10))
-
-    await pair.move(pair.a, pair.b, "moved")
-    await pair.step(pair.b, until=("moved", 30))
-    await pair.move(pair.b, pair.a, "moved")
-
-    same(await pair.finish("moved"), unmoved)
+@pytest.mark.parametrize("name", ["greedy", "seeded", "penalties"])
+async def test_a_request_moved_there_and_back_equals_one_left_alone(pair: Pair, name: str) -> None:
+    unmoved = await pair.unmoved(PROMPT, **SAMPLING[name])
+    same(await pair.there_and_back(PROMPT, **SAMPLING[name]), unmoved)
 
 
 async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:

@@ -6,13 +6,13 @@ Greedy ones: with drafts vLLM 0.32 gives a seeded request other tokens each time
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 from kvmig.models import BUNDLED
-from tests.vllm_pair import Pair, Side
+from tests.vllm_pair import SEEDED, Engines, Pair, assert_same
+from tests.vllm_side import Configuration
 
 pytestmark = [
     pytest.mark.engine,
@@ -25,26 +25,10 @@ PROMPT = list(b"Count on from 0017: " + b" ".join(b"%04d" % number for number in
 
 
 @pytest.fixture(scope="module", params=[NGRAM, DRAFT_MODEL], ids=["ngram", "draft model"])
-def engines(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def configurations(request: pytest.FixtureRequest) -> tuple[Configuration, Configuration]:
     config = json.dumps({**request.param, "num_speculative_tokens": 3})
-    flags = (f"--speculative-config={config}",)
-    pair = Pair(async_scheduling=False, a_flags=flags, b_flags=flags)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture(scope="module")
-def without_drafts(engines: Pair) -> Iterator[Side]:
-    side = Side(async_scheduling=False)
-    yield side
-    side.close()
-
-
-@pytest.fixture
-async def pair(engines: Pair) -> AsyncIterator[Pair]:
-    engines.begin()
-    yield engines
-    await engines.assert_empty()
+    wanted = Configuration(flags=(f"--speculative-config={config}",))
+    return wanted, wanted
 
 
 @pytest.mark.parametrize(
@@ -54,16 +38,7 @@ async def test_a_request_moved_there_and_back_equals_one_left_alone(
     pair: Pair, params: dict[str, Any]
 ) -> None:
     unmoved = await pair.unmoved(PROMPT, **params)
-    pair.submit(pair.a, "moved", PROMPT, **params)
-    await pair.step(pair.a, until=("moved", 10))
-
-    await pair.move(pair.a, pair.b, "moved")
-    await pair.step(pair.b, until=("moved", 30))
-    await pair.move(pair.b, pair.a, "moved")
-
-    moved = await pair.finish("moved")
-    assert moved.tokens == unmoved.tokens
-    assert moved.logprobs == unmoved.logprobs
+    assert_same(await pair.there_and_back(PROMPT, **params), unmoved)
 
 
 async def test_drafts_are_taken_with_their_own_requests_parameters(pair: Pair) -> None:
@@ -103,7 +78,7 @@ async def test_a_suspended_request_that_is_resumed_goes_on_as_if_nothing_was(pai
 
 
 async def test_a_sampled_request_moves(pair: Pair) -> None:
-    pair.submit(pair.a, "moved", PROMPT, temperature=1.3, seed=2)
+    pair.submit(pair.a, "moved", PROMPT, **SEEDED)
     await pair.step(pair.a, until=("moved", 10))
 
     await pair.move(pair.a, pair.b, "moved")
@@ -112,8 +87,9 @@ async def test_a_sampled_request_moves(pair: Pair) -> None:
 
 
 async def test_an_engine_without_drafts_takes_the_request_and_leaves_them(
-    pair: Pair, without_drafts: Side
+    pair: Pair, engines: Engines
 ) -> None:
+    without_drafts = engines.side(Configuration())
     if pair.a.core.vllm_config.speculative_config.uses_draft_model():
         # The draft model's KV is in the blocks, too: such an engine is refused by its layout.
         assert not pair.a.engine.layout.matches(without_drafts.engine.layout)
@@ -132,11 +108,4 @@ async def test_an_engine_without_drafts_takes_the_request_and_leaves_them(
 async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
     prompt = PROMPT * 3
     unmoved = await pair.unmoved(prompt)
-    pair.submit(pair.a, "moved", prompt)
-    pair.a.step()
-    await pair.settle()
-    assert "moved" not in pair.outputs
-
-    await pair.move(pair.a, pair.b, "moved", steps=1)
-
-    assert (await pair.finish("moved")).tokens == unmoved.tokens
+    assert (await pair.moved_in_prefill(prompt)).tokens == unmoved.tokens

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvmig.engines.identity import updated
 from kvmig.ground.errors import MigrationRefused, StartupError
-from tests import count_down
-from tests.vllm_pair import Pair
+from tests.vllm_pair import PROMPT, Pair
+from tests.vllm_side import Configuration
 
 pytestmark = pytest.mark.engine
 
-PROMPT = [*b"Count: 5001 5000"]
-
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It counts down; a test may replace it."""
-    return count_down.make(tmp_path_factory.mktemp("weights") / "model")
-
-
-@pytest.fixture(scope="module")
-def engines(model: Path) -> Iterator[Pair]:
-    pair = Pair(async_scheduling=False, model=model)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-async def pair(engines: Pair) -> AsyncIterator[Pair]:
-    engines.begin()
-    yield engines
-    await engines.assert_empty()
+def configurations() -> tuple[Configuration, Configuration]:
+    return Configuration(), Configuration()
 
 
 def raised(method: str, *args: Any) -> str:
@@ -82,9 +63,7 @@ def test_a_checkpoint_that_is_loaded_again_has_its_own() -> None:
     assert raised("collective_rpc", "reload_weights", None, [], {}) == "on disk"
 
 
-async def test_engines_of_one_checkpoint_agree_and_say_what_they_round_by(
-    pair: Pair, model: Path
-) -> None:
+async def test_engines_of_one_checkpoint_agree_and_say_what_they_round_by(pair: Pair) -> None:
     import torch
     import vllm
 
@@ -101,7 +80,7 @@ async def test_engines_of_one_checkpoint_agree_and_say_what_they_round_by(
 
 
 async def test_a_request_that_began_before_a_reload_stays_and_later_ones_have_its_identity(
-    pair: Pair, model: Path
+    pair: Pair,
 ) -> None:
     engine, before = pair.a.engine, pair.a.engine.layout.weights
     pair.submit(pair.a, "old", PROMPT, max_tokens=60)
@@ -123,8 +102,8 @@ async def test_a_request_that_began_before_a_reload_stays_and_later_ones_have_it
     assert engine.layout.weights == before, "what is on disk is what it was"
 
 
-def test_weights_that_are_replaced_while_they_are_loaded_end_the_start(
-    engines: Pair, monkeypatch: pytest.MonkeyPatch
+async def test_weights_that_are_replaced_while_they_are_loaded_end_the_start(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvmig.engines.vllm import serving
 
@@ -143,5 +122,5 @@ def test_weights_that_are_replaced_while_they_are_loaded_end_the_start(
     monkeypatch.setattr(serving, "StepCore", Core)
 
     with pytest.raises(StartupError, match="were replaced while they were loaded"):
-        serving.ServingVllm(engines.a.core.vllm_config, identify=lambda: next(found))
+        serving.ServingVllm(pair.a.core.vllm_config, identify=lambda: next(found))
     assert ended == ["core"], "its workers are processes of their own"

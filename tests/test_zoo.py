@@ -6,21 +6,21 @@ compared with one whose batches were the same: alone, or beside the same seven o
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from kvmig.ground.errors import RequestGone
-from tests.vllm_pair import Output, Pair, Side
+from tests.vllm_pair import PROMPT, SAMPLING, Engines, Pair, assert_same, preempt
+from tests.vllm_side import Configuration, Side
 from tests.zoo import make
 
 pytestmark = pytest.mark.engine
 
 FLAGS = ("--max-num-seqs=8", "--num-gpu-blocks-override=128")
-SHORT = [40 + number * number % 90 for number in range(40)]
-SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "repetition_penalty": 1.1}
+SHORT = PROMPT[:40]
+SEEDED = SAMPLING["penalties"]
 TOKENS = 30
 
 
@@ -85,37 +85,13 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture(scope="module")
-def engines(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def configurations(
+    case: Case, engines: Engines, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Configuration, Configuration]:
+    engines.close()  # the first engine makes vLLM's process groups; a dense one, none for experts
     model = make(case.family, tmp_path_factory.mktemp("zoo"))
-    flags = (*FLAGS, *case.flags)
-    with pytest.MonkeyPatch.context() as patch:
-        # vLLM looks at a model's class in a process of its own, which takes seconds.
-        inspect = "vllm.model_executor.models.registry._run_in_subprocess"
-        patch.setattr(inspect, lambda look: look())
-        pair = Pair(case.async_scheduling, a_flags=flags, b_flags=flags, model=model)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-async def pair(engines: Pair) -> AsyncIterator[Pair]:
-    engines.begin()
-    yield engines
-    await engines.assert_empty()
-
-
-def same(moved: Output, unmoved: Output) -> None:
-    assert moved.tokens == unmoved.tokens
-    assert moved.logprobs == unmoved.logprobs
-    assert moved.finish_reason == unmoved.finish_reason
-
-
-def preempt(side: Side, request_id: str) -> None:
-    """What vLLM's scheduler does when it runs out of blocks."""
-    scheduler = side.engine._scheduler
-    request = scheduler.requests[request_id]
-    scheduler.running.remove(request)
-    scheduler._preempt_request(request, 0.0)
+    wanted = Configuration(case.async_scheduling, (*FLAGS, *case.flags), model=model)
+    return wanted, wanted
 
 
 def spoil(side: Side, request_id: str, table: int) -> None:
@@ -156,7 +132,7 @@ async def test_a_greedy_request_moved_there_and_back_equals_one_left_alone(
     await pair.step(pair.b, until=("moved", 25))
     await pair.move(pair.b, pair.a, "moved")
 
-    same(await pair.finish("moved"), unmoved)
+    assert_same(await pair.finish("moved"), unmoved)
 
 
 async def test_a_seeded_request_moved_there_and_back_equals_one_left_alone(pair: Pair) -> None:
@@ -168,7 +144,7 @@ async def test_a_seeded_request_moved_there_and_back_equals_one_left_alone(pair:
     await pair.step(pair.b, until=("moved", 25))
     await pair.move(pair.b, pair.a, "moved", steps=0)
 
-    same(await pair.finish("moved"), unmoved)
+    assert_same(await pair.finish("moved"), unmoved)
 
 
 async def test_a_request_moves_after_the_first_step_of_its_prompt(pair: Pair, case: Case) -> None:
@@ -179,7 +155,7 @@ async def test_a_request_moves_after_the_first_step_of_its_prompt(pair: Pair, ca
 
     await pair.move(pair.a, pair.b, "moved", steps=0)
 
-    same(await pair.finish("moved"), unmoved)
+    assert_same(await pair.finish("moved"), unmoved)
 
 
 async def test_what_the_destination_has_cached_need_not_travel(pair: Pair, case: Case) -> None:
@@ -192,7 +168,7 @@ async def test_what_the_destination_has_cached_need_not_travel(pair: Pair, case:
     hit = await pair.move(pair.a, pair.b, "moved")
 
     assert hit == case.cached // pair.b.engine.layout.block_tokens
-    same(await pair.finish("moved"), unmoved)
+    assert_same(await pair.finish("moved"), unmoved)
 
 
 async def preempted_at_20(pair: Pair, request_id: str) -> None:
@@ -218,7 +194,7 @@ async def test_a_request_preempted_while_it_moves_stays_and_moves_later(pair: Pa
     await pair.step(pair.a, until=("moved", 25))
     await pair.move(pair.a, pair.b, "moved")
 
-    same(await pair.finish("moved"), unmoved)
+    assert_same(await pair.finish("moved"), unmoved)
 
 
 async def test_an_id_that_has_left_may_come_again(pair: Pair, case: Case) -> None:
@@ -233,7 +209,7 @@ async def test_an_id_that_has_left_may_come_again(pair: Pair, case: Case) -> Non
 
     pair.submit(pair.a, "again", SHORT, max_tokens=5)
 
-    same(await pair.finish("again"), unmoved)
+    assert_same(await pair.finish("again"), unmoved)
 
 
 async def test_eight_requests_leave_at_once(pair: Pair) -> None:
@@ -254,4 +230,4 @@ async def test_eight_requests_leave_at_once(pair: Pair) -> None:
 
     moved = [await pair.finish(f"moved {name}") for name in names]
     for one, other in zip(moved, unmoved, strict=True):
-        same(one, other)
+        assert_same(one, other)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm_pair import Pair, Side
+from tests.vllm_pair import Pair, assert_same
+from tests.vllm_side import Configuration, Side
 from tests.zoo import eagle, make
 
 pytestmark = pytest.mark.engine
@@ -16,16 +16,13 @@ PROMPT = [40 + number * number % 97 for number in range(100)]
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def configurations(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Configuration, Configuration]:
     model = make("llama7b", tmp_path_factory.mktemp("zoo"))
     drafts = {"method": "eagle", "model": str(eagle(model)), "num_speculative_tokens": 3}
-    flags = (f"--speculative-config={json.dumps(drafts)}",)
-    with pytest.MonkeyPatch.context() as patch:
-        inspect = "vllm.model_executor.models.registry._run_in_subprocess"
-        patch.setattr(inspect, lambda look: look())
-        pair = Pair(False, a_flags=flags, b_flags=flags, model=model)
-    yield pair
-    pair.close()
+    wanted = Configuration(flags=(f"--speculative-config={json.dumps(drafts)}",), model=model)
+    return wanted, wanted
 
 
 async def proposals(pair: Pair, side: Side, name: str, until: int) -> list[tuple[int, list[int]]]:
@@ -39,10 +36,8 @@ async def proposals(pair: Pair, side: Side, name: str, until: int) -> list[tuple
     return seen
 
 
-async def test_the_head_proposes_after_a_move_what_it_would_have_proposed(engines: Pair) -> None:
+async def test_the_head_proposes_after_a_move_what_it_would_have_proposed(pair: Pair) -> None:
     """Tokens alone can't tell: drafts that are wrong are thrown away."""
-    pair = engines
-    pair.begin()
     pair.submit(pair.a, "unmoved", PROMPT)
     await pair.step(pair.a, until=("unmoved", 10))
     expected = await proposals(pair, pair.a, "unmoved", 40)
@@ -55,6 +50,4 @@ async def test_the_head_proposes_after_a_move_what_it_would_have_proposed(engine
 
     assert await proposals(pair, pair.b, "moved", 40) == expected
     assert len({tuple(drafts) for _, drafts in expected}) > 10
-    moved = await pair.finish("moved")
-    assert (moved.tokens, moved.logprobs) == (unmoved.tokens, unmoved.logprobs)
-    await pair.assert_empty()
+    assert_same(await pair.finish("moved"), unmoved)

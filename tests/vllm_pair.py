@@ -1,40 +1,45 @@
-"""Two real vLLM engines in this process, stepped by hand: step boundaries are where a test puts
-them. (vLLM's CPU attention has one scratch buffer a process, so nothing may run at once.)"""
+"""Real vLLM engines in this process, two a test, stepped by hand: step boundaries are where a test
+puts them. (vLLM's CPU attention has one scratch buffer a process, so nothing may run at once.)"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import time
-from collections.abc import Awaitable, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvmig.engines.base import CameBlocks, Tail
-from kvmig.models import BUNDLED
-from tests.vllm_side import Output, Side, remembered
+from tests.vllm_side import Configuration, Output, Side, remembered
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-__all__ = ["Output", "Pair", "Side"]
-
 T = TypeVar("T")
 
-SAMPLING: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.9, "seed": 7, "top_p": 0.9},
-    {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-    {"temperature": 1.2, "seed": 8, "top_k": 20, "min_p": 0.01},
-    {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.7},
-    {"temperature": 1.5, "seed": 5, "min_tokens": 40, "stop_token_ids": [*range(50, 70)]},
-    {"temperature": 1.0, "seed": 6, "allowed_token_ids": [50, 51, 52, 53]},
-    {"temperature": 1.0, "seed": 9, "logit_bias": {50: 3.0}},
-]
+PROMPT = [40 + number * number % 90 for number in range(100)]
+LONG = [40 + number * number % 90 for number in range(600)]
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "seed": 7, "top_p": 0.9},
+    "penalties": {
+        "temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5,
+    },
+    "truncated": {"temperature": 1.2, "seed": 8, "top_k": 20, "min_p": 0.01},
+    "frequency penalty": {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.7},
+    "stop tokens": {
+        "temperature": 1.5, "seed": 5, "min_tokens": 40, "stop_token_ids": [*range(50, 70)],
+    },
+    "allowed tokens": {"temperature": 1.0, "seed": 6, "allowed_token_ids": [50, 51, 52, 53]},
+    "biased": {"temperature": 1.0, "seed": 9, "logit_bias": {50: 3.0}},
+}  # fmt: skip
 """One of each kind of sampling, for every way that a request can go on elsewhere.
 
 Stop tokens end theirs at its 45th token: behind `min_tokens`, and behind where tests move it."""
+SEEDED = SAMPLING["seeded"]
 
 MOST_TAIL = 64
 """Blocks, or units, that a test's tail has at most."""
@@ -45,17 +50,8 @@ PATIENCE = 2000
 class Pair:
     """Engines `a` and `b`, and everything that their requests gave, in order of arrival."""
 
-    def __init__(
-        self,
-        async_scheduling: bool,
-        a_flags: Sequence[str] = (),
-        b_flags: Sequence[str] = (),
-        unit_tokens: int = 0,
-        model: Path = BUNDLED,
-    ) -> None:
-        self.a, self.b = (
-            Side(async_scheduling, own, unit_tokens, model) for own in (a_flags, b_flags)
-        )
+    def __init__(self, a: Side, b: Side) -> None:
+        self.a, self.b = a, b
         self.outputs: dict[str, Output] = {}
 
     def towards(self, other: Side) -> Pair:
@@ -229,6 +225,69 @@ class Pair:
             assert side.used_blocks == 0
             assert not any(side.core.model_executor.collective_rpc(remembered))
 
+    async def there_and_back(self, prompt: Sequence[int], **params: Any) -> Output:
+        """A request that moves at its 10th token, and back at its 30th."""
+        self.submit(self.a, "moved", prompt, **params)
+        await self.step(self.a, until=("moved", 10))
+        await self.move(self.a, self.b, "moved")
+        await self.step(self.b, until=("moved", 30))
+        await self.move(self.b, self.a, "moved")
+        return await self.finish("moved")
+
+    async def moved_in_prefill(
+        self, prompt: Sequence[int], *, chunks: int = 1, steps: int = 1, **params: Any
+    ) -> Output:
+        """A request that moves when so many chunks of its prompt are computed."""
+        self.submit(self.a, "moved", prompt, **params)
+        for _ in range(chunks):
+            self.a.step()
+        await self.settle()
+        assert "moved" not in self.outputs, "its prompt was shorter"
+        await self.move(self.a, self.b, "moved", steps=steps)
+        return await self.finish("moved")
+
+
+def assert_same(moved: Output, unmoved: Output) -> None:
+    """To the last digit of the log-probabilities."""
+    assert moved.tokens == unmoved.tokens
+    assert moved.logprobs == unmoved.logprobs
+    assert moved.finish_reason == unmoved.finish_reason
+
+
+def preempt(side: Side, request_id: str) -> None:
+    """What vLLM's scheduler does when it runs out of blocks."""
+    scheduler = side.engine._scheduler
+    request = scheduler.requests[request_id]
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)
+
+
+class Engines:
+    """Engines by configuration: one that a test started serves the tests after it, too."""
+
+    def __init__(self) -> None:
+        self._started: dict[tuple[Configuration, int], Side] = {}
+
+    def side(self, wanted: Configuration, number: int = 0) -> Side:
+        """The engine of this configuration and number."""
+        key = wanted, number
+        if key not in self._started:
+            self._started[key] = Side(wanted)
+        return self._started[key]
+
+    @asynccontextmanager
+    async def lent(self, a: Configuration, b: Configuration) -> AsyncIterator[Pair]:
+        """Two for one test, inside its event loop. Where they aren't left empty, all end."""
+        pair = Pair(self.side(a), self.side(b, int(a == b)))
+        try:
+            pair.begin()
+            yield pair
+            await pair.assert_empty()
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
-        self.a.close()
-        self.b.close()
+        """End all: the first that ends takes vLLM's process groups along, which are everyone's."""
+        while self._started:
+            self._started.popitem()[1].close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,20 +48,46 @@ def remembered(worker: Any) -> list[str]:
     return list(runner.requests)
 
 
-def start(async_scheduling: bool, arguments: list[str], unit_tokens: int) -> ServingVllm:
+@dataclass(frozen=True)
+class Configuration:
+    """What an engine is started with; flags: besides FLAGS."""
+
+    async_scheduling: bool = False
+    flags: tuple[str, ...] = ()
+    unit_tokens: int = 0
+    model: Path = BUNDLED
+
+
+BY_PRIORITY = Configuration(
+    async_scheduling=True,
+    flags=(
+        "--scheduling-policy=priority",
+        "--no-enable-prefix-caching",
+        '--reasoning-config={"reasoning_start_str": "<", "reasoning_end_str": ">"}',
+    ),
+)
+
+
+def start(wanted: Configuration) -> ServingVllm:
     """An engine that nobody steps yet."""
     from kvmig.engines.vllm import flags
 
     flags.set_environment()  # vLLM reads it when it is imported
+    from torch._C import set_num_threads
+    from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
 
     from kvmig.engines.vllm.config import engine_config
     from kvmig.engines.vllm.serving import ServingVllm
 
-    config = engine_config(flags.parse(arguments))
+    # vLLM looks at a model's class in a process of its own, which takes seconds.
+    registry._run_in_subprocess = lambda look: look()
+    # As ENVIRONMENT says, whatever has been imported; vLLM takes torch.set_num_threads away.
+    set_num_threads(1)
+    config = engine_config(flags.parse([str(wanted.model), *FLAGS, *wanted.flags]))
     # vLLM's CPU platform turns it off; the machinery is the same as on a GPU.
-    config.scheduler_config.async_scheduling = async_scheduling
-    engine = ServingVllm(config, unit_tokens=unit_tokens)
+    config.scheduler_config.async_scheduling = wanted.async_scheduling
+    engine = ServingVllm(config, unit_tokens=wanted.unit_tokens)
     # Once a process is enough; a second time it trips over numba, which ngram drafts bring.
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
     return engine
@@ -71,18 +96,11 @@ def start(async_scheduling: bool, arguments: list[str], unit_tokens: int) -> Ser
 class Side:
     """One engine, with what its clients got."""
 
-    def __init__(
-        self,
-        async_scheduling: bool,
-        own_flags: Sequence[str] = (),
-        unit_tokens: int = 0,
-        model: Path = BUNDLED,
-    ) -> None:
+    def __init__(self, wanted: Configuration) -> None:
         # Servers that other tests start must not inherit what an engine sets in here.
         with environment(ENVIRONMENT), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            arguments = [str(model), *FLAGS, *own_flags]
-            self.engine = start(async_scheduling, arguments, unit_tokens)
+            self.engine = start(wanted)
         self.core = self.engine._core
         self.core.process_input_queue_block = False
 
