@@ -15,8 +15,9 @@ import torch
 
 from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import KVLayout, Region, fused
-from kvmig.kernels import cuda, select
+from kvmig.kernels import select
 from kvmig.kernels.copy import start_copy
+from kvmig.kernels.driver import Driver, current_device
 from kvmig.kernels.face import Device, Ids, Kernels
 from kvmig.kernels.gpu import GpuKernels
 
@@ -123,7 +124,7 @@ def gathers(cache: Cache, ids: Ids, checksums: bool, workers: int, stream: int) 
     if checksums:
         return ways
     if cache.device == "cuda":
-        ways[COPY_ENGINE] = lambda: cuda.copy_engine(*ends, stream)
+        ways[COPY_ENGINE] = lambda: Driver(current_device()).copy_blocks(*ends, stream)
     return ways | _torch(cache, ids)
 
 

@@ -36,7 +36,7 @@ typedef unsigned long uint64_t;
 #endif
 
 /* Raised with every change of this file that a caller could notice. */
-#define KVMIG_ABI_VERSION 3
+#define KVMIG_ABI_VERSION 4
 
 #define KVMIG_OK 0
 #define KVMIG_BAD_ARGUMENT 1
@@ -74,27 +74,9 @@ int kvmig_copy_tma(const kvmig_region *src, const kvmig_region *dst, int64_t n_r
                    const int64_t *src_ids, const int64_t *dst_ids, int64_t n,
                    uint64_t *checksums, void *stream, int32_t workers);
 
-/* The same through the copy engines in one batched driver call (CUDA 12.8 and later; regions and
- * ids in host memory; `stream` is not the default one), else KVMIG_UNSUPPORTED. */
-int kvmig_copy_engine(const kvmig_region *src, const kvmig_region *dst, int64_t n_regions,
-                      const int64_t *src_ids, const int64_t *dst_ids, int64_t n, void *stream);
-
 /* checksums[k] of block ids[k] of `src`, for k in [0, n). */
 int kvmig_checksum(const kvmig_region *src, int64_t n_regions, const int64_t *ids, int64_t n,
                    uint64_t *checksums, void *stream, int32_t workers);
-
-/* Memory of another process on this host. KVMIG_UNSUPPORTED on the CPU.
- *
- * cudaMalloc memory: a handle of its whole allocation, and where `pointer` lies in that. */
-#define KVMIG_IPC_HANDLE_BYTES 64
-int kvmig_ipc_export(void *pointer, uint8_t handle[KVMIG_IPC_HANDLE_BYTES], int64_t *offset);
-int kvmig_ipc_import(const uint8_t handle[KVMIG_IPC_HANDLE_BYTES], void **base);
-int kvmig_ipc_close(void *base);
-
-/* VMM memory (expandable segments, vLLM's cumem): a file descriptor of the mapping's handle. */
-int kvmig_vmm_export(void *pointer, int *descriptor, int64_t *size, int64_t *offset);
-int kvmig_vmm_import(int descriptor, int64_t size, int32_t device, void **base);
-int kvmig_vmm_close(void *base, int64_t size);
 
 #if defined(__GNUC__) && !defined(__CUDACC_RTC__)
 #pragma GCC visibility pop

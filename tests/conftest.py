@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from kvmig_tools.served import SMALL, Served
+from tests import fake_gpu
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.retries import SESSION
 from tests.toys import Toys
@@ -37,6 +38,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if SESSION.over:
         verdict = "FAILED, too many: " if SESSION.too_many else ""
         terminalreporter.write_line(f"{verdict}{SESSION}")
+
+
+@pytest.fixture
+def gpus() -> Iterator[None]:
+    """Two GPUs of the tests' own (tests/fake_gpu.py); afterwards nothing of them is held."""
+    with fake_gpu.installed():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import Sequence
+from contextlib import nullcontext
 from hashlib import blake2b
 from multiprocessing.connection import Connection
 
 from msgspec.structs import replace
 
 from kvmig.ground.errors import KvmigError, TransportError
+from kvmig.kernels.arrays import memory_of
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
-from kvmig.kvtransfer.transports.base import Announce, Inbox, Staging
-from kvmig.kvtransfer.transports.mapped import MappedInbox, MappedStaging
-from kvmig.kvtransfer.transports.select import open_offer, open_staging
+from kvmig.kvtransfer.transports.base import Announce, Staging
+from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
 from kvmig.kvtransfer.wire import Frame
-from tests.host_memory import HostMemory
+from tests import fake_gpu
+from tests.fake_gpu import FakeGpu
 
 TIMEOUT_S = 20.0
 RECEIVE_S = 3.0
@@ -24,35 +26,41 @@ RECEIVE_S = 3.0
 
 
 def staging_of(transport: str, slots: int, slot_bytes: int) -> Staging:
-    """A source's; `mapped` is CUDA IPC's code on host memory. Raises TransportError."""
-    if transport == "mapped":
-        memory = HostMemory()
-        staging = MappedStaging(memory, slots, slot_bytes)
-        memory.forget()
-        return staging
-    return open_staging(transport, "test", "a", slots, slot_bytes)[transport]  # type: ignore[arg-type]
+    """A source's; `cuda-ipc` on GPUs of the tests' own. Raises TransportError."""
+    stagings = open_staging(
+        transport,  # type: ignore[arg-type]
+        *("test", "a", slots, slot_bytes),
+        Site(gpu=0),
+    )
+    return stagings[transport]
 
 
-def inbox_of(offer: Offer) -> Inbox:
-    """A destination's."""
-    if offer.transport == "cuda-ipc":
-        return MappedInbox(HostMemory(), offer)
-    return open_offer([offer])
+def write(buffer: memoryview, data: bytes) -> None:
+    """Put `data` into a slot, whosever memory it is."""
+    memory = memory_of(buffer)
+    if memory.device == "cuda":
+        FakeGpu(fake_gpu.device_of(memory.address)).put(memory.address, data)
+    else:
+        buffer[: len(data)] = data
 
 
 def digest(data: bytes | memoryview) -> bytes:
     """What the destination says that it has got."""
+    memory = memory_of(data)
+    if memory.device == "cuda":
+        gpu = FakeGpu(fake_gpu.device_of(memory.address))
+        data = gpu.get(memory.address, memory.nbytes)
     return blake2b(data, digest_size=16).digest()
 
 
 class Destination:
     """The process, seen from the test."""
 
-    def __init__(self, offer: Offer) -> None:
+    def __init__(self, offer: Offer, gpu: int = 0) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.inbox_process", "torch"])
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, offer), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, offer, gpu), daemon=True)
         self.process.start()
         theirs.close()
         self.token = str(self.hear())
@@ -89,12 +97,13 @@ class Destination:
         self.pipe.close()
 
 
-def _serve(pipe: Connection, offer: Offer) -> None:
-    asyncio.run(_receive(pipe, offer))
+def _serve(pipe: Connection, offer: Offer, gpu: int) -> None:
+    with fake_gpu.installed() if offer.transport == "cuda-ipc" else nullcontext():
+        asyncio.run(_receive(pipe, offer, gpu))
 
 
-async def _receive(pipe: Connection, offer: Offer) -> None:
-    inbox = await asyncio.to_thread(inbox_of, offer)
+async def _receive(pipe: Connection, offer: Offer, gpu: int) -> None:
+    inbox = await asyncio.to_thread(open_offer, [offer], "auto", Site(gpu=gpu))
     pipe.send(inbox.token)
     while (told := await asyncio.to_thread(pipe.recv)) is not None:
         chunk, frames = told
@@ -102,6 +111,7 @@ async def _receive(pipe: Connection, offer: Offer) -> None:
             async with asyncio.timeout(RECEIVE_S):
                 data = await inbox.receive(chunk, frames[0] if frames else None)
             pipe.send(digest(data))
+            del data
         except (KvmigError, TimeoutError) as error:
             pipe.send(f"{type(error).__name__}: {error}")
     inbox.close()

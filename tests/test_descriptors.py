@@ -11,12 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.ground.errors import TransportError
-from kvmig.kvtransfer.messages import Offer
-from kvmig.kvtransfer.transports import cuda_ipc, mapped
-from kvmig.kvtransfer.transports.mapped import Donor, MappedStaging, Place, take
-from kvmig.kvtransfer.transports.select import Site, open_offer
+from kvmig.kvtransfer.transports import descriptors
+from kvmig.kvtransfer.transports.cuda_ipc import Place
+from kvmig.kvtransfer.transports.descriptors import Donor, take
+from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
 from kvmig.kvtransfer.wire import RefusalCounter
-from tests.host_memory import HostMemory
 
 WAIT_S = 20.0
 
@@ -74,7 +73,7 @@ def test_who_has_another_word_gets_nothing_and_is_counted(
     donor: Donor, refusals: RefusalCounter
 ) -> None:
     with pytest.raises(TransportError, match="it refused"):
-        take(replace(donor.ticket, secret="00" * mapped.SECRET_BYTES), refusals)
+        take(replace(donor.ticket, secret="00" * descriptors.SECRET_BYTES), refusals)
     assert refusals.counts() == {"unauthenticated": 1}
 
 
@@ -112,7 +111,7 @@ def test_the_word_is_not_told_to_another_users_socket(
         squatter.bind("\0kvmig-test-squatter")
         squatter.listen()
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        ticket = mapped.Ticket("kvmig-test-squatter", "00" * mapped.SECRET_BYTES)
+        ticket = descriptors.Ticket("kvmig-test-squatter", "00" * descriptors.SECRET_BYTES)
         with pytest.raises(TransportError, match="another user's socket"):
             take(ticket, refusals)
         squatter.settimeout(WAIT_S)
@@ -123,18 +122,13 @@ def test_the_word_is_not_told_to_another_users_socket(
 
 
 def test_strangers_at_an_inbox_are_counted_where_its_process_counts(
-    refusals: RefusalCounter, monkeypatch: pytest.MonkeyPatch
+    gpus: None, refusals: RefusalCounter
 ) -> None:
-    monkeypatch.setattr(cuda_ipc, "CudaMemory", HostMemory)
-    memory = HostMemory()
-    staging = MappedStaging(memory, 1, 4096)
-    memory.forget()
-    offer: Offer = staging.offer()
-    inbox = open_offer([offer], "cuda-ipc", Site(refusals=refusals))
-    ticket = msgspec.json.decode(inbox.token, type=Place).exported.ticket
-    assert ticket is not None
-    with connected(ticket.socket) as stranger:
-        stranger.sendall(bytes(mapped.SECRET_BYTES))
+    site = Site(refusals=refusals, gpu=0)
+    staging = open_staging("cuda-ipc", "test", "a", 1, 4096, site)["cuda-ipc"]
+    inbox = open_offer([staging.offer()], "cuda-ipc", site)
+    with connected(msgspec.json.decode(inbox.token, type=Place).ticket.socket) as stranger:
+        stranger.sendall(bytes(descriptors.SECRET_BYTES))
         assert heard(stranger) == b""
     inbox.close()
     staging.close()
@@ -157,9 +151,9 @@ def test_a_peer_that_stands_still_holds_up_no_other(donor: Donor, refusals: Refu
 def test_a_donor_that_stands_still_is_given_up(
     refusals: RefusalCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(descriptors, "TIMEOUT_S", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as deaf:
         deaf.bind("\0kvmig-test-deaf")
         deaf.listen()
         with pytest.raises(TransportError, match="timed out"):
-            take(mapped.Ticket("kvmig-test-deaf", "00"), refusals)
+            take(descriptors.Ticket("kvmig-test-deaf", "00"), refusals)

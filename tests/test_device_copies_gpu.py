@@ -12,7 +12,7 @@ from kvmig.engines.device_copies import DeviceCopies, load
 from kvmig.ground.layout import KVLayout, Region
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.copy import checksum_fused
-from kvmig.kvtransfer.transports.mapped import view
+from kvmig.kvtransfer.transports.cuda_ipc import view
 
 RUN, LAYERS, BLOCKS = 65536, 4, 600
 SIZE = RUN * LAYERS
@@ -39,7 +39,7 @@ def cache(fill: int | None = None) -> tuple[torch.Tensor, DeviceCopies]:
 def buffer_of(kind: str, nbytes: int) -> memoryview:
     if kind == "device":
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-        return view(memory.data_ptr(), nbytes, memory, "cuda")
+        return view(memory.data_ptr(), nbytes, memory)
     return memoryview(bytearray(nbytes) if kind == "bytes" else mmap.mmap(-1, nbytes))
 
 

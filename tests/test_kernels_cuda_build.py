@@ -13,12 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvmig.ground.errors import KernelUnavailable
-from kvmig.ground.layout import Region
-from kvmig.kernels import abi, build, cuda, ipc, nvrtc
+from kvmig.kernels import abi, build, cuda, nvrtc
 
 KERNELS = sorted([*nvrtc.GEOMETRY, "kvmig_copy_tma_kernel"])
 VECTOR_KERNELS = ["kvmig_copy_kernel", "kvmig_copy_sum_kernel"]
@@ -143,32 +141,6 @@ def test_calls_without_a_gpu_say_so(bare: cuda.Library) -> None:
             call(8, 8, 1, 8, 8, 1, 0, 0, 0)
     with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
         bare.checksum(8, 1, 8, 1, 8, 0, 0)
-
-
-def test_memory_cannot_be_shared_without_a_gpu(bare: cuda.Library) -> None:
-    for call in (
-        lambda: ipc.export_ipc(4096),
-        lambda: ipc.import_ipc(ipc.IpcHandle(bytes(64), 0)),
-        lambda: ipc.close_ipc(4096),
-        lambda: ipc.export_vmm(4096),
-        lambda: ipc.import_vmm(0, 1 << 21),
-        lambda: ipc.close_vmm(4096, 1 << 21),
-    ):
-        with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
-            call()
-
-
-def test_the_copy_engine_checks_its_arguments_before_it_looks_for_a_gpu(
-    bare: cuda.Library,
-) -> None:
-    ids = np.zeros(1, np.int64)
-    one, other = [Region(4096, 16, 16)], [Region(8192, 16, 16)]
-    cuda.copy_engine(one, other, ids[:0], ids[:0], stream=1)
-    for src, dst, stream in ((one, [Region(8192, 16, 8)], 1), (one, other, 0)):
-        with pytest.raises(ValueError, match="refused"):
-            cuda.copy_engine(src, dst, ids, ids, stream)
-    with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
-        cuda.copy_engine(one, other, ids, ids, stream=1)
 
 
 # -- when it is built

@@ -3,92 +3,202 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
+import os
+import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
+from ctypes import byref, c_int, c_void_p
 
 import numpy as np
 import pytest
 
 from kvmig.ground.errors import KernelUnavailable, KvmigError
-from kvmig.kernels import driver
-from kvmig.kernels.cuda import Library
+from kvmig.kernels import driver, select
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.gpu import GpuKernels
-from tests import emulated_cuda
+from tests import fake_gpu
+from tests.fake_gpu import DeviceCache, FakeGpu, FakeKernels
 from tests.kernel_backends import ORACLE
 from tests.poisoned import make_cache
 
-FAILURE, NO_GPU = "KVMIG_EMULATED_FAILURE", "KVMIG_EMULATED_NO_GPU"
+pytestmark = pytest.mark.usefixtures("gpus")
+
+SIZE = 4096
 
 
-@pytest.fixture(scope="module")
-def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not shutil.which("g++"):
-        pytest.skip("g++ is not installed")
-    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    source = emulated_cuda.EMULATION / "libcuda.cpp"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
-    subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True, timeout=120)
-    return library
+def in_a_new_thread(call: Callable[[], object]) -> object:
+    """Its result, or its error raised here: a new thread has no context."""
+    outcomes: list[object] = []
 
+    def run() -> None:
+        try:
+            outcomes.append(call())
+        except KvmigError as error:
+            outcomes.append(error)
 
-@pytest.fixture(autouse=True)
-def own_driver(libcuda: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(driver, "LIBRARY", str(libcuda))
-    driver._initialised.cache_clear()
-    yield
-    driver._initialised.cache_clear()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(20)
+    (outcome,) = outcomes
+    if isinstance(outcome, KvmigError):
+        raise outcome
+    return outcome
 
 
 def test_blocks_are_copied_through_all_of_the_gpus_path() -> None:
-    library = Library(emulated_cuda.library())
-    device = Driver()
-    kernels = GpuKernels(library, device)
+    device = FakeGpu()
+    kernels = FakeKernels(device)
     stream = device.new_stream(priority=-5)
-    source, target = (make_cache(seed, [48, 4096], [0, 16], 4) for seed in (1, 2))
+    host = [make_cache(seed, [48, 4096], [0, 16], 4) for seed in (1, 2)]
+    source, target = (DeviceCache(device, one) for one in host)
     ids = np.array([1, 2], np.int64), np.array([3, 0], np.int64)
     ends = source.layout.regions, target.layout.regions
     call = kernels.copy(*ends, *ids, checksums=True, stream=stream)
-    assert not call.done()
-    assert call.wait() == ORACLE.checksum(source.layout.regions, ids[0]).wait()
-    assert target.block(3) == source.block(1)
+    assert call.wait() == ORACLE.checksum(host[0].layout.regions, ids[0]).wait()
+    moved = {3: host[0].block(1), 0: host[0].block(2)}
+    assert np.array_equal(target.memory(), target.expected(moved))
+    for one in (source, target):
+        one.free()
     kernels.close()
     device.destroy_stream(stream)
 
 
+def test_every_call_enters_the_devices_context_itself() -> None:
+    """A8: the engine's thread may have none, as before its first step that launches something."""
+    device = Driver()
+    stream, event, memory = device.new_stream(), device.new_event(), device.allocate(SIZE)
+    pinned = device.allocate_pinned(SIZE)
+    in_a_new_thread(lambda: device.upload(memory, pinned, SIZE, stream))
+    in_a_new_thread(lambda: device.clear(memory, SIZE, stream))
+    in_a_new_thread(lambda: device.move(memory, memory + 512, 512, stream))
+    in_a_new_thread(lambda: device.download(pinned, memory, SIZE, stream))
+    in_a_new_thread(lambda: device.record(event, 0))
+    in_a_new_thread(lambda: device.wait(stream, event))
+    in_a_new_thread(lambda: device.happened(event))
+    in_a_new_thread(lambda: device.free_pinned(pinned))
+    in_a_new_thread(lambda: device.free(memory))
+    in_a_new_thread(lambda: device.destroy_event(event))
+    in_a_new_thread(lambda: device.destroy_stream(stream))
+
+
+def test_a_stream_of_another_device_is_refused() -> None:
+    first, second = Driver(0), Driver(1)
+    stream, event, memory = first.new_stream(), second.new_event(), second.allocate(SIZE)
+    with pytest.raises(KvmigError, match=r"cuMemsetD8Async: .*\(CUDA error 400\)"):
+        second.clear(memory, SIZE, stream)
+    with pytest.raises(KvmigError, match=r"cuEventRecord: .*\(CUDA error 400\)"):
+        first.record(event, stream)
+    first.destroy_stream(stream)
+    second.destroy_event(event)
+    second.free(memory)
+
+
+def test_each_device_of_a_process_has_kernels_of_its_own() -> None:
+    """A7: those of the first device would refuse the second one's streams."""
+    for ordinal in (0, 1):
+        device = FakeGpu(ordinal)
+        device.enter()
+        kernels = select.kernels("cuda")
+        assert isinstance(kernels, GpuKernels)
+        host = make_cache(1, [64], [0], 2)
+        cache, stream = DeviceCache(device, host), device.new_stream()
+        ids = np.array([1], np.int64)
+        found = kernels.checksum(cache.layout.regions, ids, stream=stream).wait()
+        assert found == ORACLE.checksum(host.layout.regions, ids).wait()
+        cache.free()
+        device.destroy_stream(stream)
+
+
+def test_a_call_beside_a_capture_leaves_the_graph_whole() -> None:
+    """Another engine of the process captures its graphs while blocks are copied."""
+    engine, copies = FakeGpu(), FakeGpu()
+    stream, graph = engine.new_stream(), c_void_p()
+    handle, mode = c_void_p(stream), c_int(0)
+    engine.call("cuStreamBeginCapture_v2", handle, mode)
+    event = copies.new_event()
+    assert in_a_new_thread(lambda: copies.happened(event))
+    copies.free(copies.allocate(SIZE))
+    engine.call("cuStreamEndCapture", handle, byref(graph))
+    copies.destroy_event(event)
+    engine.destroy_stream(stream)
+
+
+def test_memory_of_the_host_that_is_not_pinned_is_refused() -> None:
+    device, memory = Driver(), ctypes.create_string_buffer(SIZE)
+    there = device.allocate(SIZE)
+    with pytest.raises(KvmigError, match="cuMemcpyHtoDAsync_v2: invalid argument"):
+        device.upload(there, ctypes.addressof(memory), SIZE, 0)
+    device.free(there)
+
+
+@pytest.mark.parametrize("beyond", ["of the other device", "freed", "too far"])
+def test_an_access_outside_of_its_memory_is_the_devices_end(beyond: str) -> None:
+    device, other = FakeGpu(), FakeGpu(1)
+    kernels, host = FakeKernels(device), make_cache(1, [64], [0], 2)
+    cache, foreign = DeviceCache(device, host), DeviceCache(other, host)
+    regions = foreign.layout.regions if "other" in beyond else cache.layout.regions
+    foreign.free()
+    if beyond == "freed":
+        cache.free()
+    ids = np.array([100 if beyond == "too far" else 1], np.int64)
+    with pytest.raises(KvmigError, match=r"an illegal memory access .*\(CUDA error 700\)"):
+        kernels.checksum(regions, ids).wait()
+    with pytest.raises(KvmigError, match="CUDA error 700"):
+        device.new_event()
+    fake_gpu.library().fakegpu_mend()
+    if beyond != "freed":
+        cache.free()
+    kernels.close()
+
+
+TOUCH = """
+import ctypes
+from tests import fake_gpu
+with fake_gpu.installed():
+    gpu = fake_gpu.FakeGpu()
+    print(ctypes.string_at(gpu.allocate(8), 8))
+"""
+
+
+def test_the_host_cannot_touch_the_devices_memory() -> None:
+    fake_gpu.path()
+    done = subprocess.run(
+        [sys.executable, "-c", TOUCH], check=False, capture_output=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (-signal.SIGSEGV, b""), done.stderr
+
+
 def test_the_end_of_a_call_may_be_awaited_by_another_thread() -> None:
-    device, outcomes = Driver(), list[bool]()
-    device.enter()
-    event = device.new_event()
-    device.record(event, 0)
-
-    def ask() -> None:
-        outcomes.extend(device.happened(event) for _ in range(3))
-        device.destroy_event(event)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join(10)
-    assert outcomes == [False, False, True]
+    device = FakeGpu()
+    stream, event = device.new_stream(), device.new_event()
+    device.stick()
+    device.record(event, stream)
+    assert in_a_new_thread(lambda: device.happened(event)) is False
+    device.stick(False)
+    device.settle(stream)
+    assert in_a_new_thread(lambda: device.happened(event)) is True
+    device.destroy_event(event)
+    device.destroy_stream(stream)
 
 
 def test_the_device_says_what_it_is() -> None:
     device = Driver()
     assert driver.version() == 13000
-    assert (device.capability, device.multiprocessors) == ((9, 0), 132)
-    assert device.stream_priorities() == (0, -5)
-    assert driver.current_device() == 0
+    assert (device.capability, device.multiprocessors) == ((9, 0), 2)
+    assert device.stream_priorities() == (0, fake_gpu.HIGHEST)
+    Driver(1).enter()
+    assert driver.current_device() == 1
 
 
 def test_memory_is_cleared_and_given_back() -> None:
-    device = Driver()
+    device = FakeGpu()
     address = device.allocate(16)
-    ctypes.memset(address, 1, 16)
+    device.put(address, b"\x01" * 16)
     device.clear(address, 15, 0)
-    assert ctypes.string_at(address, 16) == bytes(15) + b"\x01"
+    assert device.get(address, 16) == bytes(15) + b"\x01"
     device.free(address)
     with pytest.raises(KvmigError, match=r"cuMemFree_v2: invalid argument \(CUDA error 1\)"):
         device.free(address)
@@ -108,22 +218,34 @@ def test_memory_of_the_host_is_pinned_where_it_is() -> None:
 
 
 def test_a_stream_waits_for_an_event_of_another() -> None:
-    device = Driver()
+    device, order = FakeGpu(), list[str]()
     first, second, event = device.new_stream(), device.new_stream(), device.new_event()
+    gate = threading.Event()
+    device.queue(first, lambda: gate.wait(20))
+    device.queue(first, lambda: order.append("first"))
     device.record(event, first)
     device.wait(second, event)
-    with pytest.raises(KvmigError, match="cuStreamWaitEvent: invalid argument"):
+    device.queue(second, lambda: order.append("second"))
+    gate.set()
+    device.settle(second)
+    assert order == ["first", "second"]
+    with pytest.raises(KvmigError, match="cuStreamWaitEvent: invalid resource handle"):
         device.wait(second, event + 8)
     device.destroy_event(event)
     device.destroy_stream(first)
     device.destroy_stream(second)
 
 
-def test_a_call_that_fails_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_says_which() -> None:
     device = Driver()
-    monkeypatch.setenv(FAILURE, "cuMemHostAlloc")
+    fake_gpu.fail("cuMemHostAlloc")
     with pytest.raises(KvmigError, match="cuMemHostAlloc: invalid argument"):
         device.allocate_pinned(8)
+
+
+def test_a_function_that_the_driver_lacks_makes_it_too_old() -> None:
+    with pytest.raises(KernelUnavailable, match="driver is too old: it has no cuMemFly"):
+        Driver().call("cuMemFly")
 
 
 def test_a_device_that_is_not_there_cannot_be_used() -> None:
@@ -132,12 +254,55 @@ def test_a_device_that_is_not_there_cannot_be_used() -> None:
 
 
 def test_a_driver_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NO_GPU, "1")
-    with pytest.raises(KernelUnavailable, match=r"no NVIDIA GPU can be used: no CUDA-capable"):
-        Driver()
+    driver._initialised.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("KVMIG_FAKE_NO_GPU", "1")
+        with pytest.raises(KernelUnavailable, match=r"no NVIDIA GPU can be used: no CUDA-capable"):
+            Driver()
 
 
 def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "LIBRARY", "libcuda-that-is-nowhere.so.1")
-    with pytest.raises(KernelUnavailable, match="no NVIDIA driver: libcuda-that-is-nowhere"):
-        driver.version()
+    driver._initialised.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "LIBRARY", "libcuda-that-is-nowhere.so.1")
+        with pytest.raises(KernelUnavailable, match="no NVIDIA driver: libcuda-that-is-nowhere"):
+            driver.version()
+
+
+# -- the copy engines
+
+
+def copied_by_the_engines(cache: DeviceCache, target: DeviceCache, gpu: FakeGpu) -> None:
+    stream = gpu.new_stream()
+    ids = np.array([3, 3, 1], np.int64), np.array([0, 2, 1], np.int64)
+    try:
+        gpu.copy_blocks(cache.layout.regions, target.layout.regions, *ids, stream)
+        gpu.settle(stream)
+    finally:
+        gpu.destroy_stream(stream)
+
+
+def test_the_copy_engines_copy_every_run_and_nothing_else() -> None:
+    gpu = FakeGpu()
+    host = [make_cache(seed, [48, 0, 7], [0, 8, 1], 4) for seed in (1, 2)]
+    source, target = (DeviceCache(gpu, one) for one in host)
+    copied_by_the_engines(source, target, gpu)
+    blocks = {0: host[0].block(3), 2: host[0].block(3), 1: host[0].block(1)}
+    assert np.array_equal(target.memory(), target.expected(blocks))
+    source.free()
+    target.free()
+
+
+def test_an_error_of_the_copy_engines_is_handed_on() -> None:
+    gpu = FakeGpu()
+    cache = DeviceCache(gpu, make_cache(1, [16], [0], 4))
+    fake_gpu.fail("cuMemcpyBatchAsync")
+    with pytest.raises(KvmigError, match="cuMemcpyBatchAsync: invalid argument"):
+        copied_by_the_engines(cache, cache, gpu)
+    cache.free()
+
+
+def test_nothing_to_copy_is_no_call() -> None:
+    none = np.zeros(0, np.int64)
+    fake_gpu.fail("cuMemcpyBatchAsync")
+    Driver().copy_blocks((), (), none, none, stream=1)

@@ -1,6 +1,8 @@
-"""The CUDA kernels themselves, run on the CPU (tests/emulated_cuda.py), against the reference."""
+"""The CUDA kernels themselves, run on the CPU (tests/fake_gpu.py), against the reference."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from kvmig.ground.layout import Region
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.face import Kernels, Pending
 from kvmig.kernels.gpu import GpuKernels
-from tests.emulated_cuda import kernels
+from tests import fake_gpu
+from tests.fake_gpu import FakeGpu, FakeKernels
 from tests.kernel_backends import ORACLE
 from tests.poisoned import Cache, caches, make_cache
 
@@ -19,8 +22,11 @@ WORKERS = st.sampled_from([0, 1, 3])
 
 
 @pytest.fixture(scope="module")
-def emulated() -> GpuKernels:
-    return kernels()
+def emulated() -> Iterator[GpuKernels]:
+    with fake_gpu.installed():
+        kernels = FakeKernels(FakeGpu())
+        yield kernels
+        kernels.close()
 
 
 def check_copy(

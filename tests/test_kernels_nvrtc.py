@@ -15,9 +15,8 @@ import pytest
 from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import Region
 from kvmig.kernels import build, nvrtc
-from kvmig.kernels.driver import Driver
 from kvmig.kernels.gpu import GpuKernels
-from tests.emulated_cuda import HostDevice
+from tests.fake_gpu import FakeGpu
 
 CTYPES = {"int64_t": np.int64, "int32_t": np.int32}
 """Of parameters; an address is 64 bits as well."""
@@ -55,27 +54,30 @@ class FakeCupy(ModuleType):
         return launch
 
 
-class FakeDriver(HostDevice):
-    """A device of two SMs."""
-
-    ordinal = 0
-    multiprocessors = 2
+class ClearedGpu(FakeGpu):
+    """A device of two SMs, which notes what is cleared."""
 
     def clear(self, device: int, nbytes: int, stream: int) -> None:
         self.cleared = nbytes
+        super().clear(device, nbytes, stream)
 
 
 class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cupy, self.driver = FakeCupy(), FakeDriver()
+        self.cupy, self.driver = FakeCupy(), ClearedGpu()
+        self.stream = self.driver.new_stream()
         monkeypatch.setitem(sys.modules, "cupy", self.cupy)
-        device: Any = self.driver
-        self.kernels = GpuKernels(nvrtc.Cupy(device), device)
+        self.kernels = GpuKernels(nvrtc.Cupy(self.driver), self.driver)
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(monkeypatch)
+def world(gpus: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    world = World(monkeypatch)
+    yield world
+    for stream in (world.stream, 0):
+        world.driver.settle(stream)
+    world.kernels.close()
+    world.driver.destroy_stream(world.stream)
 
 
 def parameters(kernel: str) -> list[Any]:
@@ -93,7 +95,7 @@ def parameters(kernel: str) -> list[Any]:
 
 
 def launch_all(world: World, workers: int) -> None:
-    on = {"stream": 7, "workers": workers}
+    on = {"stream": world.stream, "workers": workers}
     by = world.kernels
     by.copy(REGIONS, REGIONS, IDS, IDS, checksums=False, **on)
     by.copy(REGIONS, REGIONS, IDS, IDS, checksums=True, **on)
@@ -108,7 +110,9 @@ def test_every_kernel_gets_what_its_header_declares(world: World) -> None:
 
 def test_launches_are_on_the_callers_stream_with_as_many_ctas_as_it_allows(world: World) -> None:
     launch_all(world, 3)
-    assert {(grid, stream) for _, grid, _, _, stream in world.cupy.launches} == {((3,), 7)}
+    assert {(grid, stream) for _, grid, _, _, stream in world.cupy.launches} == {
+        ((3,), world.stream)
+    }
 
 
 def test_as_many_ctas_as_fit_the_device_unless_the_caller_says(world: World) -> None:
@@ -127,22 +131,17 @@ def test_the_tma_is_for_the_compiled_library(world: World) -> None:
         world.kernels.copy_tma(REGIONS, REGIONS, IDS, IDS, checksums=False)
 
 
-def test_without_cupy_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cupy_the_package_is_named(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(nvrtc, "version", lambda: 13000)
-    device: Any = FakeDriver()
     with pytest.raises(KernelUnavailable, match="cupy-cuda13x can't be imported"):
-        nvrtc.Cupy(device)
+        nvrtc.Cupy(FakeGpu())
 
 
 def test_kernels_that_cupy_cannot_compile_are_not_available(
+    gpus: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy(broken=True))
-    device: Any = FakeDriver()
     with pytest.raises(KernelUnavailable, match="NVRTC is out of luck"):
-        nvrtc.Cupy(device)
-
-
-def test_the_fake_device_has_what_is_used_of_the_real_one() -> None:
-    assert all(hasattr(Driver, name) for name in ("clear", "enter", "multiprocessors"))
+        nvrtc.Cupy(FakeGpu())

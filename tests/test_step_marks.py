@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from functools import partial
 
@@ -17,23 +18,31 @@ from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.ground.errors import KvmigError
 from kvmig.ground.layout import KVLayout
-from tests.queued_gpu import QueuedGpu
+from tests.fake_gpu import FakeGpu
 
 
 @pytest.mark.parametrize(("overlap", "done"), [(False, [1, 2, 3]), (True, [1, 2])])
-def test_a_stream_follows_the_steps_whose_outputs_are_known(overlap: bool, done: list[int]) -> None:
-    gpu = QueuedGpu()
+def test_a_stream_follows_the_steps_whose_outputs_are_known(
+    gpus: None, overlap: bool, done: list[int]
+) -> None:
+    gpu = FakeGpu()
     engine, side, ran = gpu.new_stream(), gpu.new_stream(), list[int]()
+    last = threading.Event()
     marks = StepMarks(gpu, overlap)
     marks.precede(side)  # before the first step there is nothing to wait for
     for number in (1, 2, 3):
+        if overlap and number == 3:
+            gpu.queue(engine, lambda: last.wait(20))
         gpu.queue(engine, partial(ran.append, number))
         marks.stepped(engine)
     marks.precede(side)
     gpu.settle(side)
     assert ran == done
+    last.set()
+    gpu.settle(engine)
     marks.close()
-    assert gpu.events == {}
+    for stream in (engine, side):
+        gpu.destroy_stream(stream)
 
 
 def test_a_step_leaves_its_event_before_anybody_is_told_of_its_blocks(

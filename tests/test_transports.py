@@ -8,21 +8,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
-import torch
 from msgspec.structs import replace
 
-from kvmig.ground.config import Transport
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
 from kvmig.kvtransfer.transports import nixl, shm
-from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging
-from kvmig.kvtransfer.transports.mapped import MappedInbox
+from kvmig.kvtransfer.transports.base import KEPT, Inbox, Shape, Staging
+from kvmig.kvtransfer.transports.cuda_ipc import Origin, host_identity
 from kvmig.kvtransfer.transports.select import Inboxes, Site, open_offer, open_staging
 from kvmig.kvtransfer.transports.shm import ShmInbox, ShmStaging, sweep
 from kvmig.kvtransfer.transports.tcp import TcpStaging
 from kvmig.kvtransfer.wire import Frame
-from tests.host_memory import HostMemory
 
 CLUSTER = f"test{os.getpid()}"
 SIZE = 4096
@@ -371,13 +369,12 @@ def test_a_pool_of_private_memory_leaves_no_file() -> None:
 # -- those that are had by name
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("transport", ["cuda-ipc"])
-def test_what_needs_a_gpu_says_so_at_the_door(transport: Transport) -> None:
-    with pytest.raises(TransportError, match="needs an NVIDIA GPU, and torch sees none"):
-        open_staging(transport, CLUSTER, "a", 1, SIZE)
-    with pytest.raises(TransportError, match=rf"{transport}: .* needs an NVIDIA GPU"):
-        open_offer([Offer(transport)])
+def test_what_needs_a_gpu_says_so_at_the_door() -> None:
+    with pytest.raises(TransportError, match="needs a KV cache in an NVIDIA GPU's memory"):
+        open_staging("cuda-ipc", CLUSTER, "a", 1, SIZE)
+    token = msgspec.json.encode(Origin(host_identity(), Shape(1, SIZE))).decode()
+    with pytest.raises(TransportError, match=r"cuda-ipc: .* needs a KV cache in an NVIDIA GPU's"):
+        open_offer([Offer("cuda-ipc", token)])
 
 
 def test_nixl_without_its_package_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +409,7 @@ def test_an_offer_of_buffers_that_cannot_be_is_refused(transport: str, token: st
 def test_memory_of_another_host_is_not_mapped() -> None:
     token = '{"host":"another","shape":{"slots":1,"slot_bytes":8}}'
     with pytest.raises(TransportError, match="the source is on another host"):
-        MappedInbox(HostMemory(), Offer("cuda-ipc", token))
+        open_offer([Offer("cuda-ipc", token)])
 
 
 async def test_the_inboxes_of_too_many_sources_are_closed_the_oldest_first() -> None:

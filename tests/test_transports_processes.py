@@ -17,7 +17,7 @@ from kvmig.kvtransfer.messages import Chunk
 from kvmig.kvtransfer.transports import nixl
 from kvmig.kvtransfer.transports.base import Announce, Staging
 from kvmig.kvtransfer.wire import Frame
-from tests.inbox_process import Destination, digest, staging_of
+from tests.inbox_process import Destination, digest, staging_of, write
 
 SLOTS, SIZE = 2, 300_000
 PATIENCE_S = 10.0
@@ -28,11 +28,13 @@ def _nixl_is_there() -> bool:
 
 
 needs_nixl = pytest.mark.skipif(not _nixl_is_there(), reason="needs the extra kvmig[nixl]")
-TRANSPORTS = ["shm", "tcp", pytest.param("nixl", marks=needs_nixl), "mapped"]
+TRANSPORTS = ["shm", "tcp", pytest.param("nixl", marks=needs_nixl), "cuda-ipc"]
+
+pytestmark = pytest.mark.usefixtures("gpus")
 
 
 @pytest.fixture(params=TRANSPORTS)
-def staging(request: pytest.FixtureRequest) -> Iterator[Staging]:
+def staging(gpus: None, request: pytest.FixtureRequest) -> Iterator[Staging]:
     pool = staging_of(request.param, SLOTS, SIZE)
     yield pool
     pool.close()
@@ -59,7 +61,7 @@ async def push(
     staging: Staging, token: str, slot: int, data: bytes, announce: Callable[[Chunk], Announce]
 ) -> None:
     """Put `data` into the slot and bring it there, as a copier does."""
-    staging.buffer(slot)[: len(data)] = data
+    write(staging.buffer(slot), data)
     chunk = Chunk("m", 0, 0, slot, len(data), [])
     async with asyncio.timeout(2.0):
         await staging.channel(token).push(chunk, announce(chunk))

@@ -16,7 +16,7 @@ from kvmig.engines.device_copies import load
 from kvmig.ground.errors import KvmigError
 from kvmig.ground.layout import KVLayout
 from kvmig.kernels.face import Device
-from kvmig.kvtransfer.transports.mapped import view
+from kvmig.kvtransfer.transports.cuda_ipc import view
 
 REPEATS = 3
 BUFFERS: dict[Device, tuple[str, ...]] = {
@@ -29,7 +29,7 @@ def buffer_of(site: Site, kind: str, nbytes: int) -> memoryview:
     """Of the device, a mapping (pinned at its first copy), or other memory of the host."""
     if kind == "device":
         memory = site.memory(nbytes, 0)
-        return view(memory.data_ptr(), nbytes, memory, site.device)
+        return view(memory.data_ptr(), nbytes, memory)
     return memoryview(mmap.mmap(-1, nbytes) if kind == "mapping" else bytearray(nbytes))
 
 

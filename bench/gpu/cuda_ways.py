@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from bench.gpu.device import Way
 from kvmig.ground.layout import Region
-from kvmig.kernels import cuda
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import Driver, current_device
 from kvmig.kernels.face import Finished, Ids, Kernels, Pending
 from kvmig.kernels.gpu import GpuKernels
 
@@ -33,7 +32,7 @@ def engine() -> Way:
         stream: int,
         workers: int,
     ) -> Pending:
-        cuda.copy_engine(src, dst, src_ids, dst_ids, stream)
+        Driver(current_device()).copy_blocks(src, dst, src_ids, dst_ids, stream)
         return Finished([])
 
     return Way("engine", copy, capped=False, summing=False)

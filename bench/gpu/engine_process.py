@@ -20,7 +20,7 @@ from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.messages import Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
-from kvmig.kvtransfer.transports.select import open_staging
+from kvmig.kvtransfer.transports.select import Site, open_staging
 from kvmig.kvtransfer.wire import Codec, Frame
 
 CLIENT = 1
@@ -141,7 +141,8 @@ class EngineProcess:
             lease_ms=60_000,
         )
         self._stagings = open_staging(
-            config.transport, "bench", name, config.staging_buffers, config.chunk_bytes
+            *(config.transport, "bench", name, config.staging_buffers, config.chunk_bytes),
+            Site(gpu=self.engine.layout.gpu),
         )
         self._migrations = {
             LIVE: Migrations(

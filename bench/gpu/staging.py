@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass
 from multiprocessing import shared_memory
+from multiprocessing.reduction import DupFd
 from typing import Any
 
 from kvmig.kernels import ipc
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.face import Device
 
-Name = ipc.IpcHandle | str
+
+@dataclass(frozen=True, slots=True)
+class CudaName:
+    """A descriptor on its way to the other process."""
+
+    descriptor: Any
+    size: int
+
+
+Name = CudaName | str
 """What the other process opens it by."""
 
 
@@ -40,23 +51,18 @@ class HostStaging:
 
 @dataclass(frozen=True, slots=True)
 class CudaStaging:
-    """cudaMalloc's memory. `base`: where it is mapped, which is the address for its owner."""
+    """Memory of the GPU's, made or mapped."""
 
-    base: int
-    address: int
+    mapping: ipc.Mapping
     driver: Driver
-    owned: bool
+    name: Name
 
     @property
-    def name(self) -> Name:
-        return ipc.export_ipc(self.address)
+    def address(self) -> int:
+        return self.mapping.address
 
     def close(self) -> None:
-        self.driver.enter()
-        if self.owned:
-            self.driver.free(self.base)
-        else:
-            ipc.close_ipc(self.base)
+        ipc.close(self.driver, self.mapping)
 
 
 Staging = HostStaging | CudaStaging
@@ -67,15 +73,19 @@ def create(device: Device, nbytes: int) -> Staging:
     if device == "cpu":
         return HostStaging(shared_memory.SharedMemory(create=True, size=nbytes), owned=True)
     driver = Driver()
-    base = driver.allocate(nbytes)
-    return CudaStaging(base, base, driver, owned=True)
+    mapping, descriptor = ipc.create(driver, nbytes)
+    try:
+        return CudaStaging(mapping, driver, CudaName(DupFd(descriptor), mapping.size))
+    finally:
+        os.close(descriptor)
 
 
 def open_named(name: Name) -> Staging:
     """The other process's. Raises KvmigError."""
     if isinstance(name, str):
         return HostStaging(shared_memory.SharedMemory(name=name), owned=False)
-    driver = Driver()
-    driver.enter()
-    base = ipc.import_ipc(name)
-    return CudaStaging(base, base + name.offset, driver, owned=False)
+    driver, descriptor = Driver(), name.descriptor.detach()
+    try:
+        return CudaStaging(ipc.open_descriptor(driver, descriptor, name.size), driver, name)
+    finally:
+        os.close(descriptor)

@@ -91,7 +91,7 @@ class Llumlet:
                 instance,
                 config.migration.staging_buffers,
                 slot_bytes(config.migration.chunk_bytes, engine.layout.block_bytes),
-                site_of(config.migration, self._server.refusals),
+                site_of(config.migration, engine.layout.gpu, self._server.refusals),
             )
         self._host = MigrationHost(
             instance,

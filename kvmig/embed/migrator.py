@@ -23,7 +23,7 @@ from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.transports.select import open_staging
+from kvmig.kvtransfer.transports.select import Site, open_staging
 
 OnCommit = Callable[[str, str], None]
 """(request_id, destination), just before the request runs there: the place to assign it to a
@@ -161,6 +161,7 @@ class _Node(Host):
             name,
             config.staging_buffers,
             slot_bytes(config.chunk_bytes, engine.layout.block_bytes),
+            Site(gpu=engine.layout.gpu),
         )
         try:
             self.migrations = Migrations(name, engine, config, self._stagings, self)

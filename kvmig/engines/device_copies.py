@@ -20,7 +20,7 @@ from kvmig.kernels.driver import Driver, current_device
 from kvmig.kernels.face import Kernels, Pending
 from kvmig.kernels.pinned import Pins
 from kvmig.kernels.select import kernels
-from kvmig.kernels.side_stream import Device, SideStream
+from kvmig.kernels.side_stream import SideStream
 
 SCRATCH_BYTES = 16 << 20
 """Scratch of the GPU's memory, and as much pinned memory where that is needed."""
@@ -41,7 +41,7 @@ class DeviceCopies:
     def __init__(
         self,
         plan: Plan,
-        device: Device,
+        device: Driver,
         by: Kernels,
         steps_overlap: bool,
         scratch_bytes: int = SCRATCH_BYTES,
@@ -49,6 +49,7 @@ class DeviceCopies:
         """steps_overlap: of the engine, see `StepMarks`; scratch_bytes: room for one block
         is there in any case. Raises UnsupportedLayout if a plan needs several copies."""
         _check(plan)
+        self.gpu = device.ordinal
         self._plan = plan
         self._device = device
         self._by = by
@@ -173,7 +174,7 @@ class StepMarks:
     of the call before is the right one.
     """
 
-    def __init__(self, device: Device, overlap: bool) -> None:
+    def __init__(self, device: Driver, overlap: bool) -> None:
         self._device = device
         self._events: deque[int] = deque()
         for _ in range(2 if overlap else 1):
@@ -203,8 +204,7 @@ class StepMarks:
 
 def load(plan: Plan, steps_overlap: bool) -> DeviceCopies:
     """On the calling thread's GPU. Raises KernelUnavailable with the reason if that can't be."""
-    by = kernels("cuda")
-    return DeviceCopies(plan, Driver(current_device()), by, steps_overlap)
+    return DeviceCopies(plan, Driver(current_device()), kernels("cuda"), steps_overlap)
 
 
 def _check(plan: Plan) -> None:

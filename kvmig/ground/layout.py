@@ -30,7 +30,8 @@ class KVLayout:
     num_blocks: blocks a region; block_tokens: tokens a block; model: a fingerprint
     of everything that must agree for two caches to be exchanged (see `matches`); tables:
     block tables of a request, where some layers keep other tokens than others; weights: the
-    identity of those that the cache is computed with (`kvmig.engines.identity`).
+    identity of those that the cache is computed with (`kvmig.engines.identity`); gpu: the device
+    of this process in whose memory it lies, None: in the host's.
     """
 
     regions: tuple[Region, ...]
@@ -39,6 +40,7 @@ class KVLayout:
     model: str = ""
     tables: int = 1
     weights: str = ""
+    gpu: int | None = None
 
     @property
     def block_bytes(self) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int, c_int32, c_int64, c_void_p
+from ctypes import c_int32, c_int64, c_void_p
 from pathlib import Path
 
 from kvmig.ground.errors import KernelUnavailable, KvmigError
 from kvmig.ground.layout import Region
 from kvmig.kernels.face import Device
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """KVMIG_ABI_VERSION of the header that these declarations were written for."""
 
 OK, BAD_ARGUMENT, UNSUPPORTED, CUDA_ERROR = 0, 1, 2, 1000
@@ -28,14 +28,7 @@ _QUEUE = (c_void_p, c_int32)
 PROTOTYPES: dict[str, tuple[type, ...]] = {
     "kvmig_copy": (*_COPY, c_void_p, *_QUEUE),
     "kvmig_copy_tma": (*_COPY, c_void_p, *_QUEUE),
-    "kvmig_copy_engine": (*_COPY, c_void_p),
     "kvmig_checksum": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, *_QUEUE),
-    "kvmig_ipc_export": (c_void_p, c_void_p, c_void_p),
-    "kvmig_ipc_import": (c_void_p, c_void_p),
-    "kvmig_ipc_close": (c_void_p,),
-    "kvmig_vmm_export": (c_void_p, c_void_p, c_void_p, c_void_p),
-    "kvmig_vmm_import": (c_int, c_int64, c_int32, c_void_p),
-    "kvmig_vmm_close": (c_void_p, c_int64),
 }
 """Arguments of every function that returns a status."""
 

@@ -11,28 +11,13 @@ import ctypes
 import threading
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
+from kvmig.kernels.driver import Driver
 from kvmig.kernels.face import DONE_TIMEOUT_S
 
 SMALLEST = 1 << 12
 _SPIN_S = 200e-6
 _POLL_S = 50e-6
-
-
-class Device(Protocol):
-    """The part of `driver.Driver` that is used here."""
-
-    def allocate(self, nbytes: int) -> int: ...
-    def free(self, address: int) -> None: ...
-    def allocate_pinned(self, nbytes: int) -> int: ...
-    def free_pinned(self, address: int) -> None: ...
-    def upload(self, device: int, pinned: int, nbytes: int, stream: int) -> None: ...
-    def download(self, pinned: int, device: int, nbytes: int, stream: int) -> None: ...
-    def new_event(self) -> int: ...
-    def record(self, event: int, stream: int) -> None: ...
-    def happened(self, event: int) -> bool: ...
-    def destroy_event(self, event: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +71,7 @@ class Queued:
 class CallMemoryPool:
     """As much memory as calls were ever in flight at once."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Driver) -> None:
         self._device = device
         self._free: list[CallMemory] = []
         self._flying: list[Queued] = []

@@ -5,14 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from kvmig.ground.errors import KernelUnavailable
-from kvmig.ground.layout import Region
 from kvmig.kernels import abi, build, face
 from kvmig.kernels.driver import Driver, current_device
-from kvmig.kernels.face import Ids
 from kvmig.kernels.gpu import GpuKernels
 
 PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cuda.so"
@@ -74,16 +71,3 @@ def library() -> ctypes.CDLL:
         except KernelUnavailable as error:
             log.info("building the CUDA library anew: %s", error)
     return abi.load(build.cached_library(build.cuda()), "cuda")
-
-
-def copy_engine(
-    src: Sequence[Region], dst: Sequence[Region], src_ids: Ids, dst_ids: Ids, stream: int
-) -> None:
-    """Queue `face.Kernels.copy` without checksums on the copy engines, which use no SM.
-
-    `stream` is not the default one. The blocks may also lie in pinned host memory. Raises
-    KernelUnavailable below CUDA 12.8, ValueError, KvmigError.
-    """
-    tables = abi.region_table(src), abi.region_table(dst)
-    numbers = src_ids.ctypes.data, dst_ids.ctypes.data, len(src_ids)
-    check(library().kvmig_copy_engine(*tables, len(src), *numbers, stream))

@@ -9,16 +9,37 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 
+import numpy as np
+
 from kvmig.ground.errors import KernelUnavailable, KvmigError
+from kvmig.ground.layout import Region
+from kvmig.kernels.face import Ids
 
 LIBRARY = "libcuda.so.1"
 NOT_READY = 600
 _EVENT_WITHOUT_TIMING = 2
 _STREAM_NON_BLOCKING = 1
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
 _PORTABLE, _READ_ONLY = 1, 8  # pinned for every context; the device only reads it
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_order", c_int),
+        ("hints", c_int * 4),
+        ("flags", c_uint),
+    )
+
+
+_IN_STREAM_ORDER, _BESIDE_KERNELS = 1, 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
 
 
 class Driver:
@@ -39,123 +60,167 @@ class Driver:
         """Make the device's context the calling thread's; what queues work there needs that."""
         self._call("cuCtxSetCurrent", self._context)
 
+    def call(self, name: str, *arguments: object) -> None:
+        """A function of the driver's, on this device. Raises KvmigError.
+
+        It never spoils a graph that another thread captures just now, as the engine's does.
+        """
+        mode = c_int(_RELAXED)
+        self.enter()
+        self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
+        try:
+            self._call(name, *arguments)
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
+
     @functools.cached_property
     def multiprocessors(self) -> int:
         """SMs."""
-        return self._attribute(_MULTIPROCESSORS)
+        return self.attribute(_MULTIPROCESSORS)
 
     @functools.cached_property
     def capability(self) -> tuple[int, int]:
         """As in sm_90: (9, 0)."""
-        return self._attribute(_COMPUTE_CAPABILITY_MAJOR), self._attribute(
-            _COMPUTE_CAPABILITY_MINOR
-        )
+        return self.attribute(_COMPUTE_CAPABILITY_MAJOR), self.attribute(_COMPUTE_CAPABILITY_MINOR)
+
+    def attribute(self, number: int) -> int:
+        """CUdevice_attribute."""
+        value = c_int()
+        self._call("cuDeviceGetAttribute", byref(value), c_int(number), self._device)
+        return value.value
+
+    # -- memory
 
     def allocate(self, nbytes: int) -> int:
         """Address of device memory."""
         address = c_void_p()
-        self.enter()
-        self._call("cuMemAlloc_v2", byref(address), c_size_t(nbytes))
+        self.call("cuMemAlloc_v2", byref(address), c_size_t(nbytes))
         return int(address.value or 0)
 
     def free(self, address: int) -> None:
         """Waits for the device."""
-        self.enter()
-        self._call("cuMemFree_v2", c_void_p(address))
+        self.call("cuMemFree_v2", c_void_p(address))
 
     def allocate_pinned(self, nbytes: int) -> int:
         """Address of host memory that the device copies from and to without a stop."""
         address = c_void_p()
-        self.enter()
-        self._call("cuMemHostAlloc", byref(address), c_size_t(nbytes), c_uint(_PORTABLE))
+        self.call("cuMemHostAlloc", byref(address), c_size_t(nbytes), c_uint(_PORTABLE))
         return int(address.value or 0)
 
     def free_pinned(self, address: int) -> None:
-        self.enter()
-        self._call("cuMemFreeHost", c_void_p(address))
+        self.call("cuMemFreeHost", c_void_p(address))
 
     def pin(self, address: int, nbytes: int, read_only: bool) -> None:
         """The same of host memory that is there already."""
         flags = c_uint(_PORTABLE | (_READ_ONLY if read_only else 0))
-        self.enter()
-        self._call("cuMemHostRegister_v2", c_void_p(address), c_size_t(nbytes), flags)
+        self.call("cuMemHostRegister_v2", c_void_p(address), c_size_t(nbytes), flags)
 
     def unpin(self, address: int) -> None:
         """Undo `pin`; the memory must be there still."""
-        self.enter()
-        self._call("cuMemHostUnregister", c_void_p(address))
+        self.call("cuMemHostUnregister", c_void_p(address))
+
+    # -- copies
 
     def upload(self, device: int, pinned: int, nbytes: int, stream: int) -> None:
         """Queue a copy to device memory."""
-        self._call("cuMemcpyHtoDAsync_v2", *_copy(device, pinned, nbytes, stream))
+        self.call("cuMemcpyHtoDAsync_v2", *_copy(device, pinned, nbytes, stream))
 
     def download(self, pinned: int, device: int, nbytes: int, stream: int) -> None:
         """Queue a copy from device memory."""
-        self._call("cuMemcpyDtoHAsync_v2", *_copy(pinned, device, nbytes, stream))
+        self.call("cuMemcpyDtoHAsync_v2", *_copy(pinned, device, nbytes, stream))
+
+    def move(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue a copy within device memory, a peer's included."""
+        self.call("cuMemcpyDtoDAsync_v2", *_copy(to, source, nbytes, stream))
 
     def clear(self, device: int, nbytes: int, stream: int) -> None:
         """Queue zeros."""
         zeros = c_void_p(device), ctypes.c_ubyte(0), c_size_t(nbytes), c_void_p(stream)
-        self._call("cuMemsetD8Async", *zeros)
+        self.call("cuMemsetD8Async", *zeros)
+
+    def copy_blocks(
+        self, src: Sequence[Region], dst: Sequence[Region], src_ids: Ids, dst_ids: Ids, stream: int
+    ) -> None:
+        """Queue `face.Kernels.copy` without checksums on the copy engines, beside the SMs.
+
+        `stream` is not the default one. The blocks may also lie in pinned host memory. Raises
+        KernelUnavailable below CUDA 12.8.
+        """
+        runs = np.array([region.run for region in src], np.uint64)
+        to, source = _places(dst, dst_ids), _places(src, src_ids)
+        kept = runs > 0
+        to, source = to[:, kept].ravel(), source[:, kept].ravel()
+        sizes = np.tile(runs[kept], len(src_ids))
+        if not sizes.size:
+            return
+        how = CopyAttributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_KERNELS)
+        first, failed_at = c_size_t(0), c_size_t(0)
+        addresses = (c_void_p(one.ctypes.data) for one in (to, source, sizes))
+        attributes = byref(how), byref(first), c_size_t(1), byref(failed_at)
+        self.call(
+            "cuMemcpyBatchAsync", *addresses, c_size_t(sizes.size), *attributes, c_void_p(stream)
+        )
+
+    # -- events and streams
 
     def new_event(self) -> int:
         event = c_void_p()
-        self.enter()
-        self._call("cuEventCreate", byref(event), c_uint(_EVENT_WITHOUT_TIMING))
+        self.call("cuEventCreate", byref(event), c_uint(_EVENT_WITHOUT_TIMING))
         return int(event.value or 0)
 
     def record(self, event: int, stream: int) -> None:
         """The event happens when the stream has done what is queued now."""
-        self._call("cuEventRecord", c_void_p(event), c_void_p(stream))
+        self.call("cuEventRecord", c_void_p(event), c_void_p(stream))
 
     def happened(self, event: int) -> bool:
         """Raises KvmigError if the device failed meanwhile."""
-        self.enter()
-        status = self._library.cuEventQuery(c_void_p(event))
-        if status == NOT_READY:
-            return False
-        self._check("cuEventQuery", status)
+        try:
+            self.call("cuEventQuery", c_void_p(event))
+        except CudaError as error:
+            if error.status == NOT_READY:
+                return False
+            raise
         return True
 
     def destroy_event(self, event: int) -> None:
-        self.enter()
-        self._call("cuEventDestroy_v2", c_void_p(event))
+        self.call("cuEventDestroy_v2", c_void_p(event))
 
     def stream_priorities(self) -> tuple[int, int]:
         """(lowest, highest): a lower number is a higher priority."""
         lowest, highest = c_int(), c_int()
-        self.enter()
-        self._call("cuCtxGetStreamPriorityRange", byref(lowest), byref(highest))
+        self.call("cuCtxGetStreamPriorityRange", byref(lowest), byref(highest))
         return lowest.value, highest.value
 
     def new_stream(self, priority: int = 0) -> int:
         """A stream that doesn't wait for the default one."""
         stream = c_void_p()
-        self.enter()
         flags = c_uint(_STREAM_NON_BLOCKING)
-        self._call("cuStreamCreateWithPriority", byref(stream), flags, c_int(priority))
+        self.call("cuStreamCreateWithPriority", byref(stream), flags, c_int(priority))
         return int(stream.value or 0)
 
     def wait(self, stream: int, event: int) -> None:
         """What is queued on the stream from now on comes after the event, as it is now; one that
         was never recorded holds nothing up."""
-        self._call("cuStreamWaitEvent", c_void_p(stream), c_void_p(event), c_uint(0))
+        self.call("cuStreamWaitEvent", c_void_p(stream), c_void_p(event), c_uint(0))
 
     def destroy_stream(self, stream: int) -> None:
-        self.enter()
-        self._call("cuStreamDestroy_v2", c_void_p(stream))
-
-    def _attribute(self, number: int) -> int:
-        value = c_int()
-        self._call("cuDeviceGetAttribute", byref(value), c_int(number), self._device)
-        return value.value
+        self.call("cuStreamDestroy_v2", c_void_p(stream))
 
     def _call(self, name: str, *arguments: object) -> None:
-        self._check(name, getattr(self._library, name)(*arguments))
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise KernelUnavailable(f"NVIDIA's driver is too old: it has no {name}") from None
+        if status := function(*arguments):
+            raise CudaError(status, f"{name}: {_words(self._library, status)}")
 
-    def _check(self, name: str, status: int) -> None:
-        if status:
-            raise KvmigError(f"{name}: {_words(self._library, status)}")
+
+class CudaError(KvmigError):
+    """A call that failed: CUresult in `status`."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
 
 
 def version() -> int:
@@ -192,3 +257,10 @@ def _words(library: ctypes.CDLL, status: int) -> str:
 
 def _copy(to: int, source: int, nbytes: int, stream: int) -> tuple[object, ...]:
     return c_void_p(to), c_void_p(source), c_size_t(nbytes), c_void_p(stream)
+
+
+def _places(regions: Sequence[Region], ids: Ids) -> Ids:
+    """Addresses of the runs [n, regions]."""
+    bases = np.array([region.base for region in regions], np.int64)
+    strides = np.array([region.block_stride for region in regions], np.int64)
+    return bases + ids[:, None] * strides

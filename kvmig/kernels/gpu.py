@@ -13,17 +13,12 @@ from typing import Protocol
 
 from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import Region
-from kvmig.kernels import abi, call_memory, face
+from kvmig.kernels import abi, face
 from kvmig.kernels.call_memory import CallMemoryPool
+from kvmig.kernels.driver import Driver
 from kvmig.kernels.face import Finished, Ids, Pending
 
 _SUM_BYTES = 8
-
-
-class Device(call_memory.Device, Protocol):
-    """The part of `driver.Driver` that is used here."""
-
-    def enter(self) -> None: ...
 
 
 class Launcher(Protocol):
@@ -44,7 +39,7 @@ class GpuKernels:
 
     device: face.Device = "cuda"
 
-    def __init__(self, launcher: Launcher, device: Device) -> None:
+    def __init__(self, launcher: Launcher, device: Driver) -> None:
         self._launcher = launcher
         self._device = device
         self._pool = CallMemoryPool(device)

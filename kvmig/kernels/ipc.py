@@ -1,76 +1,121 @@
-"""GPU memory of another process on this host, through the CUDA library.
+"""GPU memory that processes on one host share: a file descriptor of it, which a socket carries.
 
-Memory of cudaMalloc goes by a handle of 64 bytes; memory of virtual memory management (torch's
-expandable segments, vLLM's sleep mode) by a file descriptor, which a Unix socket carries.
-A mapping is on the calling thread's GPU (`driver.Driver.enter`). All functions raise KvmigError
-with CUDA's error, and KernelUnavailable without library or GPU.
+The memory is the driver's own (cuMemCreate), not an allocator's: it stays there as long as any
+process maps it, so a late write of a peer meets nobody's data. GPUDirect RDMA reaches it where the
+device allows that. All functions raise KvmigError with the driver's words.
 """
 
 from __future__ import annotations
 
-from ctypes import byref, c_int, c_int64, c_uint8, c_void_p
+import ctypes
+import os
+from contextlib import ExitStack
+from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from dataclasses import dataclass
 
-from kvmig.kernels.cuda import check, library
+from kvmig.ground.errors import KernelUnavailable
+from kvmig.kernels.driver import Driver
 
-HANDLE_BYTES = 64
+_PINNED, _ON_DEVICE, _READ_AND_WRITE, _MINIMUM = 1, 1, 3, 0
+_DESCRIPTOR = 1
+"""CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR."""
+_CAN_EXPORT, _CAN_RDMA = 103, 110
+"""CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, and
+CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", _Location),
+        ("windows", c_void_p),
+        ("compression", c_ubyte),
+        ("rdma", c_ubyte),
+        ("usage", c_ushort),
+        ("reserved", c_ubyte * 4),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", c_int))
 
 
 @dataclass(frozen=True, slots=True)
-class IpcHandle:
-    """A cudaMalloc allocation, and where in it the memory begins that was exported."""
+class Mapping:
+    """`size` bytes of device memory in this process's address space."""
 
-    handle: bytes
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class VmmHandle:
-    """A mapping of `size` bytes as a file descriptor, which its receiver closes; and where in it
-    the memory begins that was exported."""
-
-    descriptor: int
+    address: int
     size: int
-    offset: int
 
 
-def export_ipc(address: int) -> IpcHandle:
-    """Name memory of cudaMalloc for another process."""
-    handle, offset = (c_uint8 * HANDLE_BYTES)(), c_int64()
-    check(library().kvmig_ipc_export(address, handle, byref(offset)))
-    return IpcHandle(bytes(handle), offset.value)
+def create(driver: Driver, nbytes: int) -> tuple[Mapping, int]:
+    """New memory of `nbytes` or a little more, and its descriptor, which the caller closes."""
+    if not driver.attribute(_CAN_EXPORT):
+        raise KernelUnavailable(f"GPU {driver.ordinal} can't share memory by file descriptors")
+    wanted = _Properties(
+        type=_PINNED,
+        handle_types=_DESCRIPTOR,
+        location=_Location(_ON_DEVICE, driver.ordinal),
+        rdma=driver.attribute(_CAN_RDMA),
+    )
+    grain, handle, descriptor = c_size_t(), c_uint64(), c_int(-1)
+    driver.call("cuMemGetAllocationGranularity", byref(grain), byref(wanted), c_int(_MINIMUM))
+    size = -(-nbytes // grain.value) * grain.value
+    driver.call("cuMemCreate", byref(handle), c_size_t(size), byref(wanted), c_uint64(0))
+    with ExitStack() as held:
+        held.callback(driver.call, "cuMemRelease", handle)  # a mapping keeps the memory
+        export = byref(descriptor), handle, c_int(_DESCRIPTOR), c_uint64(0)
+        driver.call("cuMemExportToShareableHandle", *export)
+        try:
+            return _map(driver, handle, size), descriptor.value
+        except BaseException:
+            os.close(descriptor.value)
+            raise
 
 
-def import_ipc(exported: IpcHandle) -> int:
-    """Map another process's allocation; returns the base, to which `offset` is added."""
-    if len(exported.handle) != HANDLE_BYTES:
-        raise ValueError(f"an IPC handle of {len(exported.handle)} bytes, not {HANDLE_BYTES}")
-    handle = (c_uint8 * HANDLE_BYTES).from_buffer_copy(exported.handle)
-    base = c_void_p()
-    check(library().kvmig_ipc_import(handle, byref(base)))
-    return int(base.value or 0)
+def open_descriptor(driver: Driver, descriptor: int, size: int) -> Mapping:
+    """Map another process's memory for `driver`'s device; the descriptor stays open."""
+    handle = c_uint64()
+    shared = c_void_p(descriptor), c_int(_DESCRIPTOR)
+    driver.call("cuMemImportFromShareableHandle", byref(handle), *shared)
+    try:
+        return _map(driver, handle, size)
+    finally:
+        driver.call("cuMemRelease", handle)
 
 
-def close_ipc(base: int) -> None:
-    """Unmap what `import_ipc` returned."""
-    check(library().kvmig_ipc_close(base))
+def let(driver: Driver, mapping: Mapping) -> None:
+    """Let `driver`'s device use memory that this process has mapped for another."""
+    access = _Access(_Location(_ON_DEVICE, driver.ordinal), _READ_AND_WRITE)
+    there = c_void_p(mapping.address), c_size_t(mapping.size)
+    driver.call("cuMemSetAccess", *there, byref(access), c_size_t(1))
 
 
-def export_vmm(address: int) -> VmmHandle:
-    """Name a VMM mapping for another process."""
-    descriptor, size, offset = c_int(-1), c_int64(), c_int64()
-    results = byref(descriptor), byref(size), byref(offset)
-    check(library().kvmig_vmm_export(address, *results))
-    return VmmHandle(descriptor.value, size.value, offset.value)
+def close(driver: Driver, mapping: Mapping) -> None:
+    """Unmap; nothing may use the memory here any more."""
+    there = c_void_p(mapping.address), c_size_t(mapping.size)
+    driver.call("cuMemUnmap", *there)
+    driver.call("cuMemAddressFree", *there)
 
 
-def import_vmm(descriptor: int, size: int, device: int = 0) -> int:
-    """Map another process's memory on `device`; returns the base. The descriptor stays open."""
-    base = c_void_p()
-    check(library().kvmig_vmm_import(descriptor, size, device, byref(base)))
-    return int(base.value or 0)
-
-
-def close_vmm(base: int, size: int) -> None:
-    """Unmap what `import_vmm` returned."""
-    check(library().kvmig_vmm_close(base, size))
+def _map(driver: Driver, handle: c_uint64, size: int) -> Mapping:
+    address, length, nothing = c_void_p(), c_size_t(size), c_uint64(0)
+    anywhere = c_size_t(0), c_void_p(0), nothing
+    driver.call("cuMemAddressReserve", byref(address), length, *anywhere)
+    with ExitStack() as undo:
+        undo.callback(driver.call, "cuMemAddressFree", address, length)
+        driver.call("cuMemMap", address, length, c_size_t(0), handle, nothing)
+        undo.callback(driver.call, "cuMemUnmap", address, length)
+        mapping = Mapping(int(address.value or 0), size)
+        let(driver, mapping)
+        undo.pop_all()
+    return mapping

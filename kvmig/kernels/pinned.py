@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvmig.ground.errors import KvmigError
 from kvmig.kernels.arrays import address_of
-from kvmig.kernels.side_stream import Device
+from kvmig.kernels.driver import Driver
 
 MOST = 32
 """Mappings that are kept, those used last."""
@@ -31,7 +31,7 @@ class _Mapping:
 class Pins:
     """One thread uses it, and no copy is under way when it does."""
 
-    def __init__(self, device: Device, most: int = MOST) -> None:
+    def __init__(self, device: Driver, most: int = MOST) -> None:
         self._device = device
         self._most = most
         self._known: OrderedDict[int, _Mapping] = OrderedDict()

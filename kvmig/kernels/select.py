@@ -12,6 +12,7 @@ import logging
 import os
 
 from kvmig.ground.errors import ConfigError, KernelUnavailable
+from kvmig.kernels.driver import current_device
 from kvmig.kernels.face import Device, Kernels
 
 VARIABLE = "KVMIG_KERNELS"
@@ -38,11 +39,19 @@ def kernels(device: Device) -> Kernels:
     the host to the host's. Raises ConfigError for a name that isn't there, and KernelUnavailable
     with the reason if it can't run here.
     """
-    return _chosen(device, os.environ.get(VARIABLE, ""))
+    return _chosen(device, os.environ.get(VARIABLE, ""), _gpu(device))
+
+
+def _gpu(device: Device) -> int:
+    """The calling thread's: its kernels are no other's."""
+    try:
+        return current_device() if device == "cuda" else 0
+    except KernelUnavailable:  # each implementation says why it can't run
+        return 0
 
 
 @functools.cache
-def _chosen(device: Device, forced: str) -> Kernels:
+def _chosen(device: Device, forced: str, gpu: int) -> Kernels:
     if not forced:
         return _fastest(device)
     if forced not in MODULES:

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
-from kvmig.kernels import gpu
+from kvmig.kernels.driver import Driver
 from kvmig.kernels.face import DONE_TIMEOUT_S
 
 _SPIN_S = 200e-6
 _POLL_S = 50e-6
 
 
-class Device(gpu.Device, Protocol):
-    """The part of `driver.Driver` that copies beside an engine use."""
-
-    def stream_priorities(self) -> tuple[int, int]: ...
-    def new_stream(self, priority: int = 0) -> int: ...
-    def destroy_stream(self, stream: int) -> None: ...
-    def wait(self, stream: int, event: int) -> None: ...
-    def pin(self, address: int, nbytes: int, read_only: bool) -> None: ...
-    def unpin(self, address: int) -> None: ...
-
-
 class SideStream:
     """`handle`, a cudaStream_t; one thread queues on it. Raises KvmigError."""
 
-    def __init__(self, device: Device, priority: int = 0) -> None:
+    def __init__(self, device: Driver, priority: int = 0) -> None:
         self._device = device
         self._end = device.new_event()
         try:

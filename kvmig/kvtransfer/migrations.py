@@ -105,7 +105,8 @@ class Migrations:
         self._batchers: dict[str, ChunkBatcher] = {}
         self._epochs = Epochs()
         # Into this instance.
-        inboxes = Inboxes(config.transport, site_of(config, refusals or RefusalCounter()))
+        site = site_of(config, engine.layout.gpu, refusals or RefusalCounter())
+        inboxes = Inboxes(config.transport, site)
         self._in = DestinationContext(host, engine, config, inboxes)
         self._arrivals: dict[str, DestinationSession] = {}
         self._tombstones = Tombstones()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -87,6 +88,8 @@ class ServingTransformers:
         self.layout = self._blocks.layout
         self.numerics = _numerics(config)
         self._device_copies = self._on_gpu() if config.device == "cuda" else None
+        if self._device_copies is not None:
+            self.layout = dataclasses.replace(self.layout, gpu=self._device_copies.gpu)
         self._copies = BlockCopies(self.layout, self._device_copies)
         self.gather, self.scatter = self._copies.gather, self._copies.scatter
         self._load = engine_load(self._requests)

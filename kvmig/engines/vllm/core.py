@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
@@ -130,8 +131,13 @@ class StepCore(EngineCoreProc):
         To be called on the thread that made the core: it computes no more.
         """
         let_team_go()
+        # Both are a thread's own: weights, warm-up and graphs are on those of this thread.
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def run() -> None:
+            if stream is not None:
+                torch.cuda.set_device(stream.device)
+                torch.cuda.set_stream(stream)
             error: BaseException | None = None
             try:
                 self.run_busy_loop()

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm.front import decode_outputs
 from kvmig.engines.vllm.serving import ServingVllm
 from kvmig.engines.vllm.sides import encode_request, token_request
 
-_CPU_STEPS = threading.RLock()
-"""vLLM's attention on a CPU has one scratch buffer a process: its engines step in turns."""
+_STEPS = threading.RLock()
+"""vLLM keeps what a step works on (forward context, workspaces, a CPU's scratch buffer) once a
+process, not once a thread or engine: the engines of a process start and step in turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class EmbeddedVllm(ServingVllm):
     """Implements `kvmig.testing.subject.EngineUnderTest`."""
 
     def __init__(self, config: VllmConfig) -> None:
-        super().__init__(config)
-        if current_platform.is_cpu():
-            self._core.stepping = _CPU_STEPS
+        with _STEPS:
+            super().__init__(config)
+            self._core.stepping = _STEPS
 
     def encode_request(
         self, prompt: Sequence[int], max_tokens: int, seed: int | None = None

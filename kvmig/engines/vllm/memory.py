@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from vllm.config import VllmConfig
@@ -79,9 +79,10 @@ class BlockMemory:
             layout = KVLayout(regions, self._num_blocks, tokens, model, tables.count)
         if config.device_config.device_type == "cpu":
             return layout, HostCopies(plan or Blocks(layout))
-        return layout, self._on_gpu(config, plan or Blocks(layout))
+        copies = self._on_gpu(config, plan or Blocks(layout))
+        return replace(layout, gpu=copies.gpu), copies
 
-    def _on_gpu(self, config: VllmConfig, plan: Plan) -> Copies:
+    def _on_gpu(self, config: VllmConfig, plan: Plan) -> device_copies.DeviceCopies:
         """Copies on the GPU of the calling thread, which is the worker's here."""
         self._device = torch.cuda.current_device()
         overlap = config.max_concurrent_batches > 1

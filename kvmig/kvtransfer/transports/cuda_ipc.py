@@ -1,128 +1,247 @@
-"""CUDA IPC: GPU memory that two processes on one host map, of one device or of NVLink peers.
+"""CUDA IPC: the source maps the inbox's GPU memory and copies chunks into it.
 
-Memory of cudaMalloc goes by an IPC handle of its whole allocation and the offset in it, VMM
-memory (expandable segments) by a POSIX file descriptor. Copies run on a side stream.
+A chunk goes from device to device, over NVLink where the devices have it, on a stream of its own.
+A copy that the source has waited for is there, so the chunk is announced after it, and the
+destination waits for nothing. The buffers at both ends are kvmig's own (`kernels.ipc`), on the GPU
+that the engine's KV cache is on.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from typing import Any
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
 
-from kvmig.ground.errors import KvmigError, TransportError
-from kvmig.kernels import cuda, ipc
-from kvmig.kernels.face import Device
-from kvmig.kvtransfer.messages import Offer
-from kvmig.kvtransfer.transports.base import Inbox, Staging
-from kvmig.kvtransfer.transports.mapped import (
-    Allocation,
-    Donor,
-    ExportedMemory,
-    MappedInbox,
-    MappedStaging,
-    MemoryHandle,
-    take,
-)
+import msgspec
+
+from kvmig.ground.errors import KvmigError, PeerError, TransportError
+from kvmig.kernels import ipc
+from kvmig.kernels.driver import Driver
+from kvmig.kernels.side_stream import SideStream
+from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.transports.base import Announce, Channel, Inbox, Shape, Staging, check_slot
+from kvmig.kvtransfer.transports.descriptors import Donor, Ticket, take
+from kvmig.kvtransfer.transports.worker import Worker
 from kvmig.kvtransfer.wire import RefusalCounter
 
 NAME = "cuda-ipc"
 
 
-def open_staging(slots: int, slot_bytes: int, refusals: RefusalCounter) -> Staging:
-    """Slots in this process's GPU. Raises TransportError if there is none."""
-    return MappedStaging(CudaMemory(refusals), slots, slot_bytes)
+class Origin(msgspec.Struct, frozen=True):
+    """The offer's token."""
+
+    host: str
+    shape: Shape
 
 
-def open_inbox(offer: Offer, refusals: RefusalCounter) -> Inbox:
-    """Buffers in this process's GPU. Raises TransportError if there is none."""
-    return MappedInbox(CudaMemory(refusals), offer)
+class Place(msgspec.Struct, frozen=True):
+    """The inbox's token: where a descriptor of its memory can be had."""
+
+    ticket: Ticket
+    size: int
+    slot_bytes: int
 
 
-class CudaMemory:
-    """Memory of torch's current device. refusals: of strangers at sockets for descriptors."""
+def host_identity() -> str:
+    """The same for processes that can map each other's memory.
+
+    They share a kernel and a network namespace, in which the descriptors' sockets are.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+
+
+class GpuMemory:
+    """Memory of this process on one GPU, which goes with its last view."""
+
+    def __init__(self, gpu: int | None, nbytes: int) -> None:
+        """Raises TransportError if there isn't as much, or no GPU."""
+        if gpu is None:
+            raise TransportError("CUDA IPC needs a KV cache in an NVIDIA GPU's memory")
+        try:
+            self.driver = Driver(gpu)
+            self.mapping, self.descriptor = ipc.create(self.driver, nbytes)
+        except KvmigError as error:
+            raise TransportError(f"no {nbytes} bytes of GPU memory to share: {error}") from error
+        weakref.finalize(self, ipc.close, self.driver, self.mapping)
+
+    def view(self, start: int, nbytes: int) -> memoryview:
+        """A part of it, see `view`."""
+        return view(self.mapping.address + start, nbytes, self)
+
+
+_inboxes: weakref.WeakValueDictionary[str, GpuMemory] = weakref.WeakValueDictionary()
+"""Memory of this process's inboxes by their sockets' names: it can't be mapped a second time here,
+and needn't."""
+
+
+class CudaIpcStaging(Staging):
+    """Slots in a GPU's memory."""
 
     transport = NAME
-    device: Device = "cuda"
 
-    def __init__(self, refusals: RefusalCounter) -> None:
-        """Raises TransportError without a GPU or the CUDA library."""
-        import torch
-
-        if not torch.cuda.is_available():
-            raise TransportError("CUDA IPC needs an NVIDIA GPU, and torch sees none")
-        try:
-            cuda.library()
-        except KvmigError as error:
-            raise TransportError(f"CUDA IPC needs kvmig's CUDA library: {error}") from error
+    def __init__(
+        self, gpu: int | None, slots: int, slot_bytes: int, refusals: RefusalCounter
+    ) -> None:
+        """refusals: counts strangers at sockets. Raises TransportError if there isn't as much."""
+        self._memory = GpuMemory(gpu, slots * slot_bytes)
+        os.close(self._memory.descriptor)  # nobody else writes there
         self._refusals = refusals
-        self._device = torch.cuda.current_device()
-        self._stream = torch.cuda.Stream(self._device)
+        super().__init__(slots, slot_bytes)
 
-    def allocate(self, nbytes: int) -> Allocation:
-        """From torch's allocator."""
-        import torch
+    def buffer(self, slot: int) -> memoryview:
+        """The slot; no host code may touch it, see `view`."""
+        self.check(slot)
+        return self._memory.view(slot * self.slot_bytes, self.slot_bytes)
 
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return Allocation(tensor.data_ptr(), tensor)
+    def offer(self) -> Offer:
+        """Where this side is, and how many buffers the destination needs for it."""
+        origin = Origin(host_identity(), Shape(self.slots, self.slot_bytes))
+        return Offer(NAME, msgspec.json.encode(origin).decode())
 
-    def export(self, allocation: Allocation, nbytes: int) -> ExportedMemory:
-        """A handle for cudaMalloc memory, a descriptor for VMM memory."""
+    def _connect(self, token: str) -> Channel:
         try:
-            found = ipc.export_ipc(allocation.address)
-        except (KvmigError, ValueError):  # not cudaMalloc memory: the next line says if it is none
-            return self._export_vmm(allocation)
-        size = found.offset + nbytes
-        return ExportedMemory(MemoryHandle(size, found.offset, handle=found.handle.hex()))
+            place = msgspec.json.decode(token, type=Place)
+        except msgspec.DecodeError as error:
+            raise PeerError(f"not a token of {NAME}: {error}") from error
+        if place.slot_bytes < self.slot_bytes or place.size < self.slots * place.slot_bytes:
+            raise PeerError(
+                f"{place.size} bytes in slots of {place.slot_bytes} are too small for "
+                f"{self.slots} slots of {self.slot_bytes}"
+            )
+        return CudaIpcChannel(self._memory, place, self.slot_bytes, self._refusals)
 
-    def map(self, exported: MemoryHandle) -> int:
-        """Into this process's address space, for the current device."""
-        if exported.ticket is None:
-            handle = ipc.IpcHandle(bytes.fromhex(exported.handle), exported.offset)
-            return ipc.import_ipc(handle) + exported.offset
-        descriptor = take(exported.ticket, self._refusals)
+    def close(self) -> None:
+        """The memory goes with its last view."""
+        if not self._closed:
+            super().close()
+            del self._memory
+
+
+class CudaIpcChannel(Channel):
+    """Copies on a thread of its own, since that waits for the copy's end."""
+
+    def __init__(
+        self, memory: GpuMemory, place: Place, slot_bytes: int, refusals: RefusalCounter
+    ) -> None:
+        self._memory = memory
+        self._place = place
+        self._slot_bytes = slot_bytes
+        self._worker = Worker(f"{NAME} push")
+        self._peer = self._worker.submit(lambda: PeerMemory(memory.driver, place, refusals))
+
+    async def push(self, chunk: Chunk, announce: Announce) -> None:
+        """Copied, then announced."""
+        if chunk.nbytes > self._slot_bytes:
+            raise PeerError(f"{chunk.nbytes} bytes for buffers of {self._slot_bytes}")
+        there = chunk.slot * self._place.slot_bytes
+        here = self._memory.mapping.address + chunk.slot * self._slot_bytes
         try:
-            return ipc.import_vmm(descriptor, exported.size, self._device) + exported.offset
+            await self._worker.run(lambda: self._peer.result().write(there, here, chunk.nbytes))
+        except (KvmigError, OSError) as error:
+            self.broken = True
+            raise TransportError(f"can't copy to the destination's memory: {error}") from error
+        announce()
+
+    def close(self) -> None:
+        """Unmap, after the copy that runs."""
+        self._worker.post(self._close)
+        self._worker.close()
+
+    def _close(self) -> None:
+        if self._peer.exception() is None:
+            self._peer.result().close()
+
+
+class PeerMemory:
+    """An inbox's memory as this process has it, and the stream of copies into it; one thread uses
+    it. Raises KvmigError."""
+
+    def __init__(self, driver: Driver, place: Place, refusals: RefusalCounter) -> None:
+        self._driver = driver
+        with ExitStack() as held:
+            self._stream = SideStream(driver)
+            held.callback(self._stream.close)
+            self._inbox = _inboxes.get(place.ticket.socket)
+            if self._inbox is not None:
+                mapping = self._inbox.mapping
+                ipc.let(driver, mapping)
+            else:
+                mapping = _mapped(driver, place, refusals)
+                held.callback(ipc.close, driver, mapping)
+            self._address = mapping.address
+            self._held = held.pop_all()
+
+    def write(self, offset: int, source: int, nbytes: int) -> None:
+        """Copy to `offset` from an address; it is there when this returns."""
+        self._driver.move(self._address + offset, source, nbytes, self._stream.handle)
+        self._stream.settle()
+
+    def close(self) -> None:
+        """Unmap."""
+        self._held.close()
+
+
+def _mapped(driver: Driver, place: Place, refusals: RefusalCounter) -> ipc.Mapping:
+    descriptor = take(place.ticket, refusals)
+    try:
+        return ipc.open_descriptor(driver, descriptor, place.size)
+    finally:
+        os.close(descriptor)
+
+
+class CudaIpcInbox(Inbox):
+    """Buffers like the source's, in a GPU's memory."""
+
+    transport = NAME
+    stale = False
+
+    def __init__(self, offer: Offer, gpu: int | None, refusals: RefusalCounter) -> None:
+        """Raises TransportError for a source on another host, or without enough memory."""
+        try:
+            origin = msgspec.json.decode(offer.token, type=Origin)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"not a token of {offer.transport}: {error}") from error
+        if origin.host != host_identity():
+            raise TransportError("the source is on another host")
+        self._shape = origin.shape.checked()
+        memory = GpuMemory(gpu, self._shape.slots * self._shape.slot_bytes)
+        self._memory: GpuMemory | None = memory
+        try:
+            self._donor = Donor(memory.descriptor, refusals)
         finally:
-            os.close(descriptor)
+            os.close(memory.descriptor)
+        _inboxes[self._donor.ticket.socket] = memory
+        place = Place(self._donor.ticket, memory.mapping.size, self._shape.slot_bytes)
+        self.token = msgspec.json.encode(place).decode()
 
-    def unmap(self, exported: MemoryHandle, address: int) -> None:
-        """Out of it."""
-        base = address - exported.offset
-        if exported.ticket is None:
-            ipc.close_ipc(base)
-        else:
-            ipc.close_vmm(base, exported.size)
+    async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
+        """The chunk in its slot; it is there."""
+        check_slot(chunk, payload, self._shape.slots, self._shape.slot_bytes)
+        if self._memory is None:
+            raise TransportError("the buffers for this source were given up")
+        return self._memory.view(chunk.slot * self._shape.slot_bytes, chunk.nbytes).toreadonly()
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """On the side stream; returns when it is over there."""
-        import torch
-
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            _tensor(target, nbytes).copy_(_tensor(source, nbytes), non_blocking=True)
-            self._stream.synchronize()
-
-    def _export_vmm(self, allocation: Allocation) -> ExportedMemory:
-        found = ipc.export_vmm(allocation.address)
-        try:
-            donor = Donor(found.descriptor, self._refusals)
-        finally:
-            os.close(found.descriptor)
-        return ExportedMemory(MemoryHandle(found.size, found.offset, ticket=donor.ticket), donor)
+    def close(self) -> None:
+        """Give no more descriptors; the memory goes with its last view."""
+        self._donor.close()
+        self._memory = None
 
 
-class _Raw:
-    """Device memory as CUDA libraries exchange it."""
+def view(address: int, nbytes: int, owner: object) -> memoryview:
+    """`nbytes` at `address` of a GPU, writable; keeps `owner`, whose memory it is, alive.
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def _tensor(address: int, nbytes: int) -> Any:
-    import torch
-
-    return torch.as_tensor(_Raw(address, nbytes), device="cuda")
+    Only the address means something: kernels take it, host code that reads or writes the view
+    crashes. It and its parts say so to `kernels.arrays.memory_of`.
+    """
+    buffer = (ctypes.c_ubyte * nbytes).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]
+    buffer.__cuda_array_interface__ = {  # type: ignore[attr-defined]
+        "shape": (nbytes,),
+        "typestr": "|u1",
+        "data": (address, False),
+        "version": 3,
+    }
+    return memoryview(buffer).cast("B")

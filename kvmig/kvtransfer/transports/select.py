@@ -29,6 +29,8 @@ class Site:
     """Whether `auto` may take what is IN_THE_CLEAR."""
     refusals: RefusalCounter = field(default_factory=RefusalCounter)
     """Counts strangers at sockets of a transport's own."""
+    gpu: int | None = None
+    """The GPU of this process that the KV cache is on."""
 
     def takes(self, name: str, allowed: Transport) -> bool:
         """Whether a transport may be used."""
@@ -40,16 +42,16 @@ class Site:
 HERE = Site()
 
 
-def site_of(config: MigrationConfig, refusals: RefusalCounter) -> Site:
+def site_of(config: MigrationConfig, gpu: int | None, refusals: RefusalCounter) -> Site:
     """The site of an instance."""
-    return Site(trusted=config.trust_network, refusals=refusals)
+    return Site(trusted=config.trust_network, refusals=refusals, gpu=gpu)
 
 
 _INBOXES: Mapping[str, Callable[[Offer, Site], Inbox]] = {
     shm.NAME: lambda offer, site: shm.ShmInbox(offer, site.folder),
     tcp.NAME: lambda offer, site: tcp.TcpInbox(),
     nixl.NAME: lambda offer, site: nixl.NixlInbox(offer),
-    cuda_ipc.NAME: lambda offer, site: cuda_ipc.open_inbox(offer, site.refusals),
+    cuda_ipc.NAME: lambda offer, site: cuda_ipc.CudaIpcInbox(offer, site.gpu, site.refusals),
 }
 
 
@@ -76,7 +78,7 @@ def open_staging(
             case nixl.NAME:
                 return nixl.NixlStaging(slots, slot_bytes)
             case cuda_ipc.NAME:
-                return cuda_ipc.open_staging(slots, slot_bytes, site.refusals)
+                return cuda_ipc.CudaIpcStaging(site.gpu, slots, slot_bytes, site.refusals)
         return tcp.TcpStaging(slots, slot_bytes)
 
     if allowed != "auto":

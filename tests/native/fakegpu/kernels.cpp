@@ -2,6 +2,8 @@
 
 #include "cuda_runtime.h"
 
+#include <setjmp.h>
+#include <signal.h>
 #include <ucontext.h>
 
 #include <cstdio>
@@ -126,6 +128,22 @@ void check_bulk(const void *a, const void *b, uint32_t bytes) {
         fail("a bulk copy that is not on 16-byte boundaries");
 }
 
+// A kernel's access to memory that isn't its device's ends the launch, any other the process.
+thread_local sigjmp_buf *faulted;
+struct sigaction before;
+
+void fault(int, siginfo_t *, void *) {
+    if (faulted) siglongjmp(*faulted, 1);
+    sigaction(SIGSEGV, &before, nullptr);
+}
+
+void watch_faults() {
+    struct sigaction action = {};
+    action.sa_sigaction = fault;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;
+    sigaction(SIGSEGV, &action, &before);
+}
+
 }  // namespace
 
 void fail(const char *what) {
@@ -144,19 +162,31 @@ uint64_t exchange(uint64_t value, int source) {
     return slots[warp][turn][source];
 }
 
-void run(unsigned ctas, unsigned threads, size_t shared_bytes,
+bool run(unsigned ctas, unsigned threads, size_t shared_bytes,
          const std::function<void()> &kernel) {
     const std::lock_guard lock(one_launch);
+    static const int watched = (watch_faults(), 0);
+    (void)watched;
     if (threads > 1024 || threads % 32 || !ctas) fail("a launch that no GPU takes");
     if (shared_bytes > kvmig::kSharedBytes) fail("more shared memory than there is");
     if (fibres.size() < threads) fibres = std::vector<Fibre>(threads);
     body = &kernel;
     gridDim.x = ctas;
     blockDim.x = threads;
+    sigjmp_buf here;
+    if (sigsetjmp(here, 1)) {
+        faulted = nullptr;
+        loads.clear();
+        stores.clear();
+        return false;
+    }
+    faulted = &here;
     for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x) {
         std::memset(kvmig::kvmig_shared, 0xa5, shared_bytes);
         run_cta(threads);
     }
+    faulted = nullptr;
+    return true;
 }
 
 }  // namespace emulated

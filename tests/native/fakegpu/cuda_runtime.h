@@ -32,7 +32,8 @@ void meet_warp();
 void meet_cta();
 // What lane `source` of this warp gives; every lane gives its own.
 uint64_t exchange(uint64_t value, int source);
-void run(unsigned ctas, unsigned threads, size_t shared_bytes, const std::function<void()> &body);
+// False: it touched what it may not.
+bool run(unsigned ctas, unsigned threads, size_t shared_bytes, const std::function<void()> &body);
 
 template <class T>
 uint64_t to_bits(T value) {
@@ -132,7 +133,7 @@ using cudaStream_t = void *;
 
 struct dim3 {
     unsigned x;
-    explicit dim3(unsigned count = 1) : x(count) {}
+    dim3(unsigned count = 1) : x(count) {}
 };
 struct cudaLaunchConfig_t {
     dim3 gridDim, blockDim;
@@ -140,38 +141,13 @@ struct cudaLaunchConfig_t {
     cudaStream_t stream;
 };
 
-inline cudaError_t cudaGetDevice(int *device) {
-    *device = 0;
-    return cudaSuccess;
+// See gpu.cpp.
+cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaMemsetAsync(void *to, int byte, size_t count, cudaStream_t stream);
+namespace emulated {
+cudaError_t launch(const cudaLaunchConfig_t &config, std::function<void()> kernel);
 }
-// Two SMs of a Hopper.
-inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
-    *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : 9;
-    return cudaSuccess;
-}
-inline cudaError_t cudaMemsetAsync(void *to, int byte, size_t count, cudaStream_t) {
-    std::memset(to, byte, count);
-    return cudaSuccess;
-}
-inline cudaError_t cudaFree(void *) { return cudaSuccess; }
-
-// Memory of other processes, and the driver's functions: see driver.cpp.
-struct cudaIpcMemHandle_t {
-    char reserved[64];
-};
-constexpr unsigned cudaIpcMemLazyEnablePeerAccess = 1;
-cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer);
-cudaError_t cudaIpcOpenMemHandle(void **base, cudaIpcMemHandle_t handle, unsigned flags);
-cudaError_t cudaIpcCloseMemHandle(void *base);
-
-constexpr unsigned long long cudaEnableDefault = 0;
-enum cudaDriverEntryPointQueryResult {
-    cudaDriverEntryPointSuccess,
-    cudaDriverEntryPointSymbolNotFound
-};
-cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigned version,
-                                             unsigned long long flags,
-                                             cudaDriverEntryPointQueryResult *result);
 
 template <class... Parameters>
 cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
@@ -180,9 +156,7 @@ cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
-    emulated::run(config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes,
-                  [=] { kernel(arguments...); });
-    return cudaSuccess;
+    return emulated::launch(*config, [=] { kernel(arguments...); });
 }
 
 #endif

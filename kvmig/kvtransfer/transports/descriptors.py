@@ -1,0 +1,119 @@
+"""File descriptors from one process to another on the same host, over a socket (SCM_RIGHTS)."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from threading import Thread
+
+import msgspec
+
+from kvmig.ground.errors import TransportError
+from kvmig.kvtransfer.wire import RefusalCounter
+
+SECRET_BYTES = 16
+TIMEOUT_S = 2.0
+"""For the donor's half of one exchange."""
+WORD_TIMEOUT_S = 0.2
+"""For a peer's half: much less, for others wait behind it."""
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """Where a descriptor can be had, and by what word."""
+
+    socket: str
+    secret: str
+
+
+class Donor:
+    """Gives copies of one descriptor to this user's processes that have the ticket.
+
+    The socket is abstract: it leaves no file, and only this network namespace sees it. Who
+    connects without both is a stranger, and counted.
+    """
+
+    def __init__(self, descriptor: int, refusals: RefusalCounter) -> None:
+        """Keeps a copy of `descriptor` of its own until `close`."""
+        self._descriptor = os.dup(descriptor)
+        self._refusals = refusals
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        name = f"kvmig-{secrets.token_hex(8)}"
+        self.ticket = Ticket(name, self._secret.hex())
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(f"\0{name}")
+        self._socket.listen()
+        self._thread = Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give no more. Idempotent."""
+        with contextlib.suppress(OSError):  # closed already
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._thread.join(TIMEOUT_S)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                try:
+                    peer, _ = self._socket.accept()
+                except OSError:
+                    return
+                with peer, contextlib.suppress(OSError):  # a peer that left gets nothing
+                    self._give(peer)
+        finally:
+            os.close(self._descriptor)
+
+    def _give(self, peer: socket.socket) -> None:
+        peer.settimeout(WORD_TIMEOUT_S)
+        if self._knows(peer):
+            socket.send_fds(peer, [b"!"], [self._descriptor])
+        else:
+            self._refusals.count_strangers(1)
+
+    def _knows(self, peer: socket.socket) -> bool:
+        if not _ours(peer):
+            return False
+        try:
+            word = peer.recv(SECRET_BYTES, socket.MSG_WAITALL)
+        except OSError:  # it says nothing, or left
+            return False
+        return secrets.compare_digest(word, self._secret)
+
+
+def take(ticket: Ticket, refusals: RefusalCounter) -> int:
+    """A copy of the donor's descriptor; the caller closes it. Blocks for TIMEOUT_S at most.
+
+    Raises TransportError if the donor is gone, gives none, or is another user's: anybody may
+    listen under the name of a donor that is gone, and would hear the word and lend its own
+    memory for our blocks. That is counted.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as donor:
+        donor.settimeout(TIMEOUT_S)
+        try:
+            donor.connect(f"\0{ticket.socket}")
+            if not _ours(donor):
+                refusals.count_strangers(1)
+                raise TransportError(f"no descriptor from {ticket.socket}: another user's socket")
+            donor.sendall(bytes.fromhex(ticket.secret))
+            size = socket.CMSG_SPACE(array.array("i").itemsize)
+            _, control, _, _ = donor.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"no descriptor from {ticket.socket}: {error}") from error
+    for level, kind, data in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            (descriptor,) = array.array("i", data[:4])
+            return descriptor
+    raise TransportError(f"no descriptor from {ticket.socket}: it refused")
+
+
+def _ours(peer: socket.socket) -> bool:
+    """Whether a process of this user is at the other end: who connected, or who listens."""
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(raw)
+    return bool(user == os.geteuid())

@@ -1,0 +1,775 @@
+// Two GPUs of the tests' own: libcuda.so.1 as far as kvmig/kernels calls it, the run-time functions
+// that csrc calls, and the kernels (kernels.cpp). It refuses what the real ones would refuse, and
+// does nothing sooner than it must:
+//
+// - A thread without a context gets 201, a stream or an event of another context 400, any call after
+//   an access outside of memory 700.
+// - Each stream is a queue with a thread, which waits a random time before it does anything.
+// - The host can't touch a device's memory (it is mapped without access but while the device works),
+//   nor can a device another's, unless it was let to. Freed memory is poisoned and never used again.
+// - Copies to and from the host want pinned memory.
+// - A capture in global mode is spoilt by calls of other threads that aren't safe then.
+// - Memory for other processes is a file without a name, so it lives as long as one of them maps it;
+//   the process that made it can't import it.
+//
+// $KVMIG_FAKE_NO_GPU: no device; $KVMIG_FAKE_NO_PEERS: none has access to the other's memory;
+// $KVMIG_FAKE_VERSION: CUDA's, instead of 13000.
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cuda_runtime.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+enum {
+    kSuccess, kInvalidValue, kOutOfMemory, kNotInitialized, kNoDevice = 100, kInvalidDevice = 101,
+    kInvalidContext = 201, kInvalidHandle = 400, kNotReady = 600, kIllegalAddress = 700,
+    kAlreadyRegistered = 712, kNotRegistered = 713, kCaptureUnsupported = 900,
+    kCaptureInvalidated = 901
+};
+constexpr int kDevices = 2, kSms = 2, kGlobal = 0, kRelaxed = 2;
+constexpr size_t kGranularity = 2 << 20, kAlignment = 512, kGap = 1 << 20;
+constexpr int kFile = 1;  // POSIX_FILE_DESCRIPTOR
+using Address = uintptr_t;
+using Lock = std::unique_lock<std::mutex>;
+
+struct Stream;
+
+struct Context {
+    int device = 0;
+    int error = kSuccess;  // sticky
+    std::shared_ptr<Stream> null_stream;
+};
+
+struct Work {
+    std::function<int()> run;  // an error of the device's
+    std::shared_ptr<Stream> after;
+    uint64_t upto = 0;  // of `after`
+};
+
+struct Stream {
+    Context *context;
+    int priority = 0;
+    std::deque<Work> work;
+    uint64_t queued = 0, done = 0;
+    bool closed = false, capturing = false, spoilt = false;
+};
+
+struct Event {
+    Context *context;
+    std::shared_ptr<Stream> stream;  // null: never recorded
+    uint64_t upto = 0;
+};
+
+struct Physical {
+    int file, device;
+    size_t size;
+    bool exportable;
+    ~Physical() { close(file); }
+};
+
+struct Memory {  // of a device, mapped
+    size_t size;
+    std::set<int> let;  // devices
+    std::shared_ptr<Physical> physical;  // null: of cuMemAlloc
+};
+
+struct Pinned {
+    size_t size;
+    bool allocated, read_only;
+};
+
+struct Machine {
+    std::mutex mutex;                 // of all below
+    std::condition_variable changed;
+    std::mutex working;               // held by the device that works, and by changes of mappings
+    Context contexts[kDevices];
+    std::map<void *, std::shared_ptr<Stream>> streams;
+    std::map<void *, Event> events;
+    std::map<Address, Memory> memory;
+    std::map<Address, size_t> reserved, freed;
+    std::map<Address, Pinned> pinned;
+    std::map<uint64_t, std::shared_ptr<Physical>> handles;
+    std::set<ino_t> ours;
+    uint64_t last = 0;
+    bool initialised = false, stuck = false;
+    std::string fails;
+};
+
+// Never destroyed: streams' threads wait on it until the process ends.
+Machine &machine = *new Machine;
+thread_local Context *current;
+thread_local int capture_mode = kGlobal;
+
+// -- memory
+
+Address number(const void *pointer) { return reinterpret_cast<Address>(pointer); }
+
+template <class Map>
+typename Map::iterator holding(Map &map, Address address, size_t (*size)(const typename Map::mapped_type &)) {
+    auto found = map.upper_bound(address);
+    if (found == map.begin()) return map.end();
+    --found;
+    return address - found->first < size(found->second) ? found : map.end();
+}
+auto memory_at(Address address) {
+    return holding(machine.memory, address, +[](const Memory &one) { return one.size; });
+}
+auto pinned_at(Address address) {
+    return holding(machine.pinned, address, +[](const Pinned &one) { return one.size; });
+}
+bool reserved_at(Address address) {
+    const auto size = +[](const size_t &one) { return one; };
+    return holding(machine.reserved, address, size) != machine.reserved.end() ||
+           holding(machine.freed, address, size) != machine.freed.end();
+}
+
+// Whether a copy on `device` may touch all these bytes.
+bool reachable(Address address, size_t nbytes, int device, bool writes) {
+    while (nbytes) {
+        size_t here = 0;
+        if (const auto memory = memory_at(address); memory != machine.memory.end()) {
+            if (!memory->second.let.count(device)) return false;
+            here = memory->first + memory->second.size - address;
+        } else if (const auto host = pinned_at(address); host != machine.pinned.end()) {
+            if (writes && host->second.read_only) return false;
+            here = host->first + host->second.size - address;
+        } else {
+            return false;
+        }
+        const size_t step = std::min(here, nbytes);
+        address += step;
+        nbytes -= step;
+    }
+    return true;
+}
+
+void protect(Address address, size_t size, int access) {
+    mprotect(reinterpret_cast<void *>(address), size, access);
+}
+
+// While it lives, `device` works: its memory can be touched.
+class Working {
+  public:
+    explicit Working(int device) : working_(machine.working) {
+        const Lock lock(machine.mutex);
+        for (const auto &[address, memory] : machine.memory)
+            if (memory.let.count(device)) open_.emplace_back(address, memory.size);
+        for (const auto &[address, size] : open_) protect(address, size, PROT_READ | PROT_WRITE);
+    }
+    ~Working() {
+        for (const auto &[address, size] : open_) protect(address, size, PROT_NONE);
+    }
+
+  private:
+    std::lock_guard<std::mutex> working_;
+    std::vector<std::pair<Address, size_t>> open_;
+};
+
+// Addresses of its own, with a gap behind that nobody gets.
+Address map_nothing(size_t size) {
+    void *made = mmap(nullptr, size + kGap, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                      -1, 0);
+    return made == MAP_FAILED ? 0 : number(made);
+}
+
+// Its pages go back, its address is nobody's any more.
+void bury(Address address, size_t size) {
+    mmap(reinterpret_cast<void *>(address), size, PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+// -- streams
+
+void dawdle() {
+    static std::atomic<unsigned> seeds{1};
+    thread_local std::minstd_rand random(seeds++);
+    if (random() % 2) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+}
+
+void serve(std::shared_ptr<Stream> stream) {
+    Lock lock(machine.mutex);
+    while (true) {
+        machine.changed.wait(lock, [&] {
+            if (stream->work.empty()) return stream->closed;
+            const Work &next = stream->work.front();
+            return !machine.stuck && (!next.after || next.after->done >= next.upto);
+        });
+        if (stream->work.empty()) return;
+        const std::function<int()> run = stream->work.front().run;
+        if (run && !stream->context->error) {
+            lock.unlock();
+            dawdle();
+            const int error = run();
+            lock.lock();
+            if (error) stream->context->error = error;
+        }
+        stream->work.pop_front();
+        ++stream->done;
+        machine.changed.notify_all();
+    }
+}
+
+std::shared_ptr<Stream> make_stream(Context *context, int priority) {
+    auto stream = std::make_shared<Stream>();
+    stream->context = context;
+    stream->priority = priority;
+    std::thread(serve, stream).detach();
+    return stream;
+}
+
+void queue(Stream &stream, Work work) {
+    stream.work.push_back(std::move(work));
+    ++stream.queued;
+    machine.changed.notify_all();
+}
+
+void settle(Lock &lock, const std::shared_ptr<Stream> &stream, uint64_t upto) {
+    machine.changed.wait(lock, [&] { return stream->done >= upto; });
+}
+
+void settle_all(Lock &lock, const Context *context) {
+    std::vector<std::shared_ptr<Stream>> all;
+    for (const auto &[handle, stream] : machine.streams)
+        if (stream->context == context) all.push_back(stream);
+    if (context->null_stream) all.push_back(context->null_stream);
+    for (const auto &stream : all) settle(lock, stream, stream->queued);
+}
+
+// The current context's stream, or an error.
+int find(void *handle, std::shared_ptr<Stream> *found) {
+    if (!handle) {
+        if (!current->null_stream) current->null_stream = make_stream(current, 0);
+        *found = current->null_stream;
+        return kSuccess;
+    }
+    const auto one = machine.streams.find(handle);
+    if (one == machine.streams.end() || one->second->context != current) return kInvalidHandle;
+    *found = one->second;
+    return kSuccess;
+}
+
+// -- what every call begins with
+
+enum Needs { kNothing, kContext, kUnsafe };  // unsafe: not while another thread captures
+
+int begin(const char *name, Needs needs) {
+    if (machine.fails == name) return kInvalidValue;
+    if (!machine.initialised) return kNotInitialized;
+    if (needs == kNothing) return kSuccess;
+    if (!current) return kInvalidContext;
+    if (current->error) return current->error;
+    if (needs == kUnsafe && capture_mode != kRelaxed) {
+        bool spoilt = false;
+        for (const auto &[handle, stream] : machine.streams)
+            if (stream->capturing) spoilt = stream->spoilt = true;
+        if (spoilt) return kCaptureUnsupported;
+    }
+    return kSuccess;
+}
+
+int copy_later(void *to, const void *from, size_t nbytes, void *handle) {
+    const Address target = number(to), source = number(from);
+    std::shared_ptr<Stream> stream;
+    if (const int failed = find(handle, &stream)) return failed;
+    const int device = current->device;
+    const auto fits = [=] {
+        return reachable(target, nbytes, device, true) && reachable(source, nbytes, device, false);
+    };
+    const auto unpinned = [=](Address address, bool writes) {
+        return memory_at(address) == machine.memory.end() && !reserved_at(address) &&
+               !reachable(address, nbytes, device, writes);
+    };
+    if (unpinned(target, true) || unpinned(source, false)) return kInvalidValue;
+    queue(*stream, {[=] {
+                        const Working working(device);
+                        {
+                            const Lock lock(machine.mutex);
+                            if (!fits()) return int(kIllegalAddress);
+                        }
+                        std::memcpy(to, from, nbytes);
+                        return int(kSuccess);
+                    }, nullptr});
+    return kSuccess;
+}
+
+int fill_later(void *to, int byte, size_t nbytes, void *handle) {
+    std::shared_ptr<Stream> stream;
+    if (const int failed = find(handle, &stream)) return failed;
+    const int device = current->device;
+    queue(*stream, {[=] {
+                        const Working working(device);
+                        {
+                            const Lock lock(machine.mutex);
+                            if (!reachable(number(to), nbytes, device, true))
+                                return int(kIllegalAddress);
+                        }
+                        std::memset(to, byte, nbytes);
+                        return int(kSuccess);
+                    }, nullptr});
+    return kSuccess;
+}
+
+}  // namespace
+
+#define CALL(needs, name, ...)             \
+    API int name(__VA_ARGS__) {            \
+        Lock lock(machine.mutex);          \
+        if (const int failed = begin(#name, needs)) return failed;
+
+API int cuInit(unsigned flags) {
+    const Lock lock(machine.mutex);
+    if (std::getenv("KVMIG_FAKE_NO_GPU")) return kNoDevice;
+    for (int device = 0; device < kDevices; ++device) machine.contexts[device].device = device;
+    machine.initialised = true;
+    return flags ? kInvalidValue : kSuccess;
+}
+API int cuDriverGetVersion(int *version) {
+    const char *chosen = std::getenv("KVMIG_FAKE_VERSION");
+    *version = chosen ? std::atoi(chosen) : 13000;
+    return kSuccess;
+}
+API int cuGetErrorString(int error, const char **words) {
+    static const std::map<int, const char *> known = {
+        {kInvalidValue, "invalid argument"}, {kOutOfMemory, "out of memory"},
+        {kNoDevice, "no CUDA-capable device is detected"}, {kInvalidDevice, "invalid device ordinal"},
+        {kInvalidContext, "invalid device context"}, {kInvalidHandle, "invalid resource handle"},
+        {kIllegalAddress, "an illegal memory access was encountered"}};
+    const auto one = known.find(error);
+    *words = one == known.end() ? "another error" : one->second;
+    return kSuccess;
+}
+CALL(kNothing, cuDeviceGet, int *device, int ordinal)
+    *device = ordinal;
+    return ordinal < 0 || ordinal >= kDevices ? kInvalidDevice : kSuccess;
+}
+CALL(kNothing, cuDeviceGetAttribute, int *value, int attribute, int device)
+    static const std::map<int, int> known = {
+        {16, kSms}, {75, 9}, {76, 0},  // sm_90
+        {102, 1}, {103, 1}, {110, 1}};  // virtual memory, by descriptors, with GPUDirect RDMA
+    const auto one = known.find(attribute);
+    if (one == known.end() || device < 0 || device >= kDevices) return kInvalidValue;
+    *value = one->second;
+    return kSuccess;
+}
+
+// -- contexts
+
+CALL(kNothing, cuDevicePrimaryCtxRetain, void **made, int device)
+    *made = &machine.contexts[device];
+    return kSuccess;
+}
+CALL(kNothing, cuCtxSetCurrent, void *chosen)
+    current = static_cast<Context *>(chosen);
+    return kSuccess;
+}
+CALL(kContext, cuCtxGetDevice, int *device)
+    *device = current->device;
+    return kSuccess;
+}
+CALL(kNothing, cuThreadExchangeStreamCaptureMode, int *mode)
+    std::swap(*mode, capture_mode);
+    return kSuccess;
+}
+
+// -- memory of the device and of the host
+
+CALL(kUnsafe, cuMemAlloc_v2, Address *made, size_t nbytes)
+    if (!nbytes) return kInvalidValue;
+    const size_t size = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
+    if (!(*made = map_nothing(size))) return kOutOfMemory;
+    machine.memory[*made] = {size, {current->device}, nullptr};
+    return kSuccess;
+}
+API int cuMemFree_v2(Address address) {
+    Lock lock(machine.mutex);
+    if (const int failed = begin("cuMemFree_v2", kUnsafe)) return failed;
+    const auto found = machine.memory.find(address);
+    if (found == machine.memory.end() || found->second.physical) return kInvalidValue;
+    settle_all(lock, current);
+    lock.unlock();
+    const std::lock_guard still(machine.working);
+    lock.lock();
+    const size_t size = machine.memory.at(address).size;
+    machine.memory.erase(address);
+    machine.freed[address] = size;
+    bury(address, size);
+    return kSuccess;
+}
+CALL(kUnsafe, cuMemHostAlloc, void **made, size_t nbytes, unsigned flags)
+    if (!nbytes || flags != 1) return kInvalidValue;
+    *made = std::malloc(nbytes);
+    std::memset(*made, 0xa5, nbytes);
+    machine.pinned[number(*made)] = {nbytes, true, false};
+    return kSuccess;
+}
+CALL(kUnsafe, cuMemFreeHost, void *memory)
+    const auto found = machine.pinned.find(number(memory));
+    if (found == machine.pinned.end() || !found->second.allocated) return kInvalidValue;
+    settle_all(lock, current);
+    std::memset(memory, 0xdd, found->second.size);
+    machine.pinned.erase(found);
+    std::free(memory);
+    return kSuccess;
+}
+CALL(kUnsafe, cuMemHostRegister_v2, void *memory, size_t nbytes, unsigned flags)
+    if (!nbytes || (flags != 1 && flags != 9)) return kInvalidValue;
+    const Address address = number(memory);
+    const auto next = machine.pinned.lower_bound(address);
+    if (pinned_at(address) != machine.pinned.end() ||
+        (next != machine.pinned.end() && next->first - address < nbytes))
+        return kAlreadyRegistered;
+    machine.pinned[address] = {nbytes, false, flags == 9};
+    return kSuccess;
+}
+CALL(kUnsafe, cuMemHostUnregister, void *memory)
+    const auto found = machine.pinned.find(number(memory));
+    if (found == machine.pinned.end() || found->second.allocated) return kNotRegistered;
+    settle_all(lock, current);
+    machine.pinned.erase(found);
+    return kSuccess;
+}
+CALL(kNothing, cuPointerGetAttribute, void *value, int attribute, Address address)
+    const auto found = memory_at(address);
+    if (attribute != 9 || found == machine.memory.end()) return kInvalidValue;
+    const int device = found->second.physical ? found->second.physical->device
+                                              : *found->second.let.begin();
+    std::memcpy(value, &device, sizeof device);
+    return kSuccess;
+}
+
+// -- virtual memory, which processes can share
+
+struct Properties {  // CUmemAllocationProp
+    int type, handle_types, location_type, location_id;
+    void *windows;
+    unsigned char compression, rdma;
+    unsigned short usage;
+    unsigned char reserved[4];
+};
+struct Access {  // CUmemAccessDesc
+    int location_type, location_id, flags;
+};
+
+CALL(kUnsafe, cuMemCreate, uint64_t *handle, size_t nbytes, const Properties *wanted, uint64_t flags)
+    if (!nbytes || nbytes % kGranularity || wanted->type != 1 || wanted->location_type != 1 || flags ||
+        wanted->windows || wanted->compression || wanted->usage)
+        return kInvalidValue;
+    if (wanted->location_id < 0 || wanted->location_id >= kDevices) return kInvalidDevice;
+    const int file = memfd_create(wanted->location_id ? "fakegpu1" : "fakegpu0", MFD_CLOEXEC);
+    struct stat status;
+    if (ftruncate(file, static_cast<off_t>(nbytes)) || fstat(file, &status)) return kOutOfMemory;
+    machine.ours.insert(status.st_ino);
+    const bool exportable = wanted->handle_types == kFile;
+    machine.handles[*handle = ++machine.last].reset(
+        new Physical{file, wanted->location_id, nbytes, exportable});
+    return kSuccess;
+}
+CALL(kNothing, cuMemGetAllocationGranularity, size_t *size, const Properties *, int)
+    *size = kGranularity;
+    return kSuccess;
+}
+CALL(kNothing, cuMemRelease, uint64_t handle)
+    return machine.handles.erase(handle) ? kSuccess : kInvalidValue;
+}
+CALL(kNothing, cuMemExportToShareableHandle, int *file, uint64_t handle, int type, uint64_t flags)
+    const auto found = machine.handles.find(handle);
+    if (found == machine.handles.end() || type != kFile || flags || !found->second->exportable)
+        return kInvalidValue;
+    *file = fcntl(found->second->file, F_DUPFD_CLOEXEC, 0);
+    return kSuccess;
+}
+CALL(kContext, cuMemImportFromShareableHandle, uint64_t *handle, intptr_t file, int type)
+    struct stat status;
+    if (type != kFile || fstat(static_cast<int>(file), &status)) return kInvalidValue;
+    if (machine.ours.count(status.st_ino)) return kInvalidContext;
+    const int kept = fcntl(static_cast<int>(file), F_DUPFD_CLOEXEC, 0);
+    char name[40] = "";
+    const std::string link = "/proc/self/fd/" + std::to_string(kept);
+    if (readlink(link.c_str(), name, sizeof name - 1) < 0 || !std::strstr(name, "fakegpu")) {
+        close(kept);
+        return kInvalidValue;
+    }
+    const int device = std::strstr(name, "fakegpu1") ? 1 : 0;
+    machine.handles[*handle = ++machine.last].reset(
+        new Physical{kept, device, static_cast<size_t>(status.st_size), false});
+    return kSuccess;
+}
+CALL(kNothing, cuMemAddressReserve, Address *made, size_t size, size_t, Address, uint64_t)
+    if (!size || size % kGranularity) return kInvalidValue;
+    if (!(*made = map_nothing(size))) return kOutOfMemory;
+    machine.reserved[*made] = size;
+    return kSuccess;
+}
+CALL(kNothing, cuMemAddressFree, Address address, size_t size)
+    const auto found = machine.reserved.find(address);
+    if (found == machine.reserved.end() || found->second != size) return kInvalidValue;
+    for (const auto &[mapped, memory] : machine.memory)
+        if (mapped >= address && mapped < address + size) return kInvalidValue;
+    machine.freed[address] = size;
+    machine.reserved.erase(found);
+    return kSuccess;
+}
+CALL(kNothing, cuMemMap, Address address, size_t size, size_t offset, uint64_t handle, uint64_t flags)
+    const auto found = machine.handles.find(handle);
+    if (found == machine.handles.end() || !reserved_at(address) || offset || flags ||
+        size != found->second->size || memory_at(address) != machine.memory.end())
+        return kInvalidValue;
+    mmap(reinterpret_cast<void *>(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED,
+         found->second->file, 0);
+    machine.memory[address] = {size, {}, found->second};
+    return kSuccess;
+}
+API int cuMemUnmap(Address address, size_t size) {
+    const std::lock_guard still(machine.working);
+    const Lock lock(machine.mutex);
+    if (const int failed = begin("cuMemUnmap", kNothing)) return failed;
+    const auto found = machine.memory.find(address);
+    if (found == machine.memory.end() || !found->second.physical || found->second.size != size)
+        return kInvalidValue;
+    bury(address, size);
+    machine.memory.erase(found);
+    return kSuccess;
+}
+CALL(kNothing, cuMemSetAccess, Address address, size_t size, const Access *access, size_t count)
+    const auto found = machine.memory.find(address);
+    if (found == machine.memory.end() || found->second.size != size) return kInvalidValue;
+    for (size_t i = 0; i < count; ++i) {
+        const int device = access[i].location_id;
+        if (access[i].location_type != 1 || device < 0 || device >= kDevices) return kInvalidDevice;
+        if (std::getenv("KVMIG_FAKE_NO_PEERS") && device != found->second.physical->device)
+            return kInvalidDevice;
+        if (access[i].flags == 3)
+            found->second.let.insert(device);
+        else
+            found->second.let.erase(device);
+    }
+    return kSuccess;
+}
+
+// -- copies
+
+CALL(kContext, cuMemcpyHtoDAsync_v2, Address to, const void *from, size_t nbytes, void *stream)
+    return copy_later(reinterpret_cast<void *>(to), from, nbytes, stream);
+}
+CALL(kContext, cuMemcpyDtoHAsync_v2, void *to, Address from, size_t nbytes, void *stream)
+    return copy_later(to, reinterpret_cast<void *>(from), nbytes, stream);
+}
+CALL(kContext, cuMemcpyDtoDAsync_v2, Address to, Address from, size_t nbytes, void *stream)
+    return copy_later(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), nbytes, stream);
+}
+struct BatchAttributes {  // CUmemcpyAttributes
+    int order, source_type, source_id, target_type, target_id;
+    unsigned flags;
+};
+CALL(kContext, cuMemcpyBatchAsync, void **to, void **from, size_t *sizes, size_t count,
+     const BatchAttributes *attributes, const size_t *first, size_t n_attributes, size_t *, void *stream)
+    if (!stream || !count || n_attributes != 1 || *first || attributes->order != 1)
+        return kInvalidValue;
+    for (size_t i = 0; i < count; ++i)
+        if (const int failed = copy_later(to[i], from[i], sizes[i], stream)) return failed;
+    return kSuccess;
+}
+CALL(kContext, cuMemsetD8Async, Address to, unsigned char byte, size_t count, void *stream)
+    return fill_later(reinterpret_cast<void *>(to), byte, count, stream);
+}
+
+// -- events and streams
+
+CALL(kContext, cuEventCreate, void **made, unsigned)
+    *made = new char;
+    machine.events[*made] = {current, nullptr, 0};
+    return kSuccess;
+}
+CALL(kContext, cuEventRecord, void *event, void *handle)
+    const auto found = machine.events.find(event);
+    std::shared_ptr<Stream> stream;
+    if (const int failed = find(handle, &stream)) return failed;
+    if (found == machine.events.end() || found->second.context != current) return kInvalidHandle;
+    found->second.stream = stream;
+    found->second.upto = stream->queued;
+    return kSuccess;
+}
+CALL(kUnsafe, cuEventQuery, void *event)
+    const auto found = machine.events.find(event);
+    if (found == machine.events.end() || found->second.context != current) return kInvalidHandle;
+    const Event &one = found->second;
+    if (machine.stuck) return kNotReady;
+    return !one.stream || one.stream->done >= one.upto ? kSuccess : kNotReady;
+}
+CALL(kContext, cuEventDestroy_v2, void *event)
+    if (!machine.events.erase(event)) return kInvalidHandle;
+    delete static_cast<char *>(event);
+    return kSuccess;
+}
+CALL(kContext, cuCtxGetStreamPriorityRange, int *lowest, int *highest)
+    *lowest = 0;
+    *highest = -5;
+    return kSuccess;
+}
+CALL(kContext, cuStreamCreateWithPriority, void **made, unsigned flags, int priority)
+    if (flags != 1 || priority > 0 || priority < -5) return kInvalidValue;
+    *made = new char;
+    machine.streams[*made] = make_stream(current, priority);
+    return kSuccess;
+}
+CALL(kContext, cuStreamGetPriority, void *handle, int *priority)
+    std::shared_ptr<Stream> stream;
+    if (const int failed = find(handle, &stream)) return failed;
+    *priority = stream->priority;
+    return kSuccess;
+}
+CALL(kContext, cuStreamDestroy_v2, void *handle)
+    std::shared_ptr<Stream> stream;
+    if (const int failed = handle ? find(handle, &stream) : kInvalidHandle) return failed;
+    stream->closed = true;
+    machine.streams.erase(handle);
+    machine.changed.notify_all();
+    delete static_cast<char *>(handle);
+    return kSuccess;
+}
+CALL(kUnsafe, cuStreamSynchronize, void *handle)
+    std::shared_ptr<Stream> stream;
+    if (const int failed = find(handle, &stream)) return failed;
+    settle(lock, stream, stream->queued);
+    return stream->context->error;
+}
+CALL(kContext, cuStreamWaitEvent, void *handle, void *event, unsigned flags)
+    const auto found = machine.events.find(event);
+    std::shared_ptr<Stream> stream;
+    if (const int failed = find(handle, &stream)) return failed;
+    if (found == machine.events.end() || flags) return kInvalidHandle;
+    if (found->second.stream) queue(*stream, {nullptr, found->second.stream, found->second.upto});
+    return kSuccess;
+}
+CALL(kContext, cuLaunchHostFunc, void *handle, void (*function)(void *), void *data)
+    std::shared_ptr<Stream> stream;
+    if (const int failed = find(handle, &stream)) return failed;
+    queue(*stream, {[=] {
+                        function(data);
+                        return int(kSuccess);
+                    }, nullptr});
+    return kSuccess;
+}
+CALL(kContext, cuStreamBeginCapture_v2, void *handle, int mode)
+    std::shared_ptr<Stream> stream;
+    if (const int failed = find(handle, &stream)) return failed;
+    if (mode != kGlobal || !handle) return kInvalidValue;
+    stream->capturing = true;
+    return kSuccess;
+}
+CALL(kContext, cuStreamEndCapture, void *handle, void **graph)
+    std::shared_ptr<Stream> stream;
+    if (const int failed = find(handle, &stream)) return failed;
+    *graph = nullptr;
+    stream->capturing = false;
+    return std::exchange(stream->spoilt, false) ? kCaptureInvalidated : kSuccess;
+}
+
+// -- the run-time library, on the thread's context or else the first device's
+
+namespace {
+
+int runtime() {
+    if (!machine.initialised) return kNoDevice;
+    if (!current) current = &machine.contexts[0];
+    return current->error;
+}
+
+}  // namespace
+
+cudaError_t cudaGetDevice(int *device) {
+    const Lock lock(machine.mutex);
+    const int failed = runtime();
+    if (!failed) *device = current->device;
+    return cudaError_t(failed);
+}
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+    *value = attribute == cudaDevAttrMultiProcessorCount ? kSms : 9;
+    return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void *to, int byte, size_t count, cudaStream_t stream) {
+    const Lock lock(machine.mutex);
+    const int failed = runtime();
+    return cudaError_t(failed ? failed : fill_later(to, byte, count, stream));
+}
+cudaError_t emulated::launch(const cudaLaunchConfig_t &config, std::function<void()> kernel) {
+    const Lock lock(machine.mutex);
+    std::shared_ptr<Stream> stream;
+    if (const int failed = runtime()) return cudaError_t(failed);
+    if (const int failed = find(config.stream, &stream)) return cudaError_t(failed);
+    const int device = current->device;
+    queue(*stream, {[=] {
+                        const Working working(device);
+                        const bool right = run(config.gridDim.x, config.blockDim.x,
+                                               config.dynamicSmemBytes, kernel);
+                        return int(right ? kSuccess : kIllegalAddress);
+                    }, nullptr});
+    return cudaSuccess;
+}
+
+// -- for tests
+
+// The driver's function of this name fails from now on; empty: none does.
+API void fakegpu_fail(const char *name) {
+    const Lock lock(machine.mutex);
+    machine.fails = name;
+}
+// Nothing happens any more, until it is taken back.
+API void fakegpu_stick(int stuck) {
+    const Lock lock(machine.mutex);
+    machine.stuck = stuck;
+    machine.changed.notify_all();
+}
+// What the stream has still to do.
+API int fakegpu_pending(void *handle) {
+    const Lock lock(machine.mutex);
+    const auto &stream = machine.streams.at(handle);
+    return static_cast<int>(stream->queued - stream->done);
+}
+// What isn't given back: a device's memory, pinned memory, events, streams, handles, reservations.
+API void fakegpu_held(int held[6]) {
+    const Lock lock(machine.mutex);
+    const size_t counts[] = {machine.memory.size(), machine.pinned.size(), machine.events.size(),
+                             machine.streams.size(), machine.handles.size(),
+                             machine.reserved.size()};
+    std::copy(std::begin(counts), std::end(counts), held);
+}
+// Sizes of memory of the devices; returns how many there are.
+API int fakegpu_sizes(size_t *sizes, int most) {
+    const Lock lock(machine.mutex);
+    int count = 0;
+    for (const auto &[address, memory] : machine.memory)
+        if (count++ < most) sizes[count - 1] = memory.size;
+    return count;
+}
+// As new, but for what a context was told is wrong with it.
+API void fakegpu_mend() {
+    const Lock lock(machine.mutex);
+    machine.fails.clear();
+    machine.stuck = false;
+    for (Context &context : machine.contexts) context.error = kSuccess;
+    machine.changed.notify_all();
+}

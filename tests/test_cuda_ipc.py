@@ -1,0 +1,180 @@
+"""CUDA IPC on GPUs of the tests' own: devices, engines of one process, and what doesn't fit.
+Between two processes: tests/test_transports_processes.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from kvmig.ground.errors import PeerError, TransportError
+from kvmig.kernels.arrays import memory_of
+from kvmig.kernels.driver import Driver
+from kvmig.kvtransfer.messages import Chunk
+from kvmig.kvtransfer.transports.base import Inbox, Staging
+from kvmig.kvtransfer.transports.cuda_ipc import Place
+from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
+from kvmig.kvtransfer.wire import Frame
+from tests import fake_gpu
+from tests.fake_gpu import FakeGpu
+from tests.inbox_process import Destination, digest, write
+
+pytestmark = pytest.mark.usefixtures("gpus")
+
+SLOTS, SIZE = 3, 1_000_000
+
+
+def staging_on(gpu: int) -> Staging:
+    return open_staging("cuda-ipc", "test", "a", SLOTS, SIZE, Site(gpu=gpu))["cuda-ipc"]
+
+
+def inbox_on(gpu: int, staging: Staging) -> Inbox:
+    return open_offer([staging.offer()], "cuda-ipc", Site(gpu=gpu))
+
+
+def announced(payload: Sequence[Frame] = (), number: int = 0) -> None:
+    assert not payload
+
+
+def chunk(slot: int, nbytes: int = SIZE) -> Chunk:
+    return Chunk("m", 0, 0, slot, nbytes, [])
+
+
+async def pushed(staging: Staging, token: str, data: bytes, slot: int = 0) -> Chunk:
+    write(staging.buffer(slot), data)
+    one = chunk(slot, len(data))
+    await staging.channel(token).push(one, announced)
+    return one
+
+
+@pytest.mark.parametrize("there", [0, 1])
+async def test_engines_of_one_process_push_into_each_others_memory(there: int) -> None:
+    """A6: what a process exports it can't map itself."""
+    staging = staging_on(0)
+    inbox = inbox_on(there, staging)
+    for _ in range(SLOTS):
+        slot = await staging.acquire(1)
+        data = bytes([slot + 1]) * SIZE
+        received = await inbox.receive(await pushed(staging, inbox.token, data, slot), None)
+        assert (memory_of(received).device, received.readonly) == ("cuda", True)
+        assert digest(received) == digest(data)
+        del received
+    inbox.close()
+    staging.close()
+
+
+async def test_buffers_are_on_the_engines_gpu_whatever_thread_opens_them() -> None:
+    """A7: transports are opened on threads that have no context, or another device's."""
+    Driver(0).enter()
+    staging = await asyncio.to_thread(staging_on, 1)
+    inbox = await asyncio.to_thread(inbox_on, 1, staging)
+    slot = await staging.acquire(1)
+    received = await inbox.receive(chunk(slot), None)
+    for buffer in (staging.buffer(slot), received):
+        assert fake_gpu.device_of(memory_of(buffer).address) == 1
+    assert len(FakeGpu(1).get(memory_of(received).address, SIZE)) == SIZE
+    del received, buffer
+    inbox.close()
+    staging.close()
+
+
+async def test_two_processes_use_a_gpu_each() -> None:
+    staging = staging_on(0)
+    there = Destination(staging.offer(), gpu=1)
+    try:
+        slot, data = await staging.acquire(1), b"seven" * 1000
+        one = await pushed(staging, there.token, data, slot)
+        there.announce(one)()
+        assert await asyncio.to_thread(there.hear) == digest(data)
+        there.end()
+    finally:
+        there.close()
+    staging.close()
+
+
+async def test_a_gpu_without_access_to_the_others_fails_the_push_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    staging = staging_on(0)
+    inbox = inbox_on(1, staging)
+    slot = await staging.acquire(1)
+    monkeypatch.setenv("KVMIG_FAKE_NO_PEERS", "1")
+    with pytest.raises(TransportError, match="can't copy to the destination's memory: cuMemSet"):
+        await pushed(staging, inbox.token, b"data", slot)
+    monkeypatch.delenv("KVMIG_FAKE_NO_PEERS")
+    await pushed(staging, inbox.token, b"data", slot)
+    inbox.close()
+    staging.close()
+
+
+@pytest.mark.parametrize("wrong", [{"size": SLOTS * SIZE - 1}, {"slot_bytes": SIZE - 1}])
+async def test_memory_that_is_too_small_for_the_slots_is_refused(wrong: dict[str, int]) -> None:
+    """A3: a copy beyond a mapping ends the source's engine, not the migration."""
+    staging = staging_on(0)
+    inbox = inbox_on(0, staging)
+    place = replace(msgspec.json.decode(inbox.token, type=Place), **wrong)
+    with pytest.raises(PeerError, match="are too small for 3 slots of 1000000"):
+        staging.channel(msgspec.json.encode(place).decode())
+    inbox.close()
+    staging.close()
+
+
+async def test_a_mapping_is_no_longer_than_its_memory() -> None:
+    """A3: what the token says of its size is the peer's word only."""
+    staging = staging_on(0)
+    there = Destination(staging.offer())
+    try:
+        place = msgspec.json.decode(there.token, type=Place)
+        token = msgspec.json.encode(replace(place, size=2 * place.size)).decode()
+        slot = await staging.acquire(1)
+        with pytest.raises(TransportError, match="cuMemMap: invalid argument"):
+            await pushed(staging, token, b"data", slot)
+        there.end()
+    finally:
+        there.close()
+    staging.close()
+
+
+async def test_the_last_byte_of_the_last_slot_arrives() -> None:
+    staging = staging_on(0)
+    there = Destination(staging.offer())
+    try:
+        slots = [await staging.acquire(1) for _ in range(SLOTS)]
+        data = bytes(SIZE - 1) + b"!"
+        one = await pushed(staging, there.token, data, slots[-1])
+        there.announce(one)()
+        assert await asyncio.to_thread(there.hear) == digest(data)
+        there.end()
+    finally:
+        there.close()
+    staging.close()
+
+
+async def test_a_chunk_that_is_larger_than_a_slot_is_refused() -> None:
+    staging = staging_on(0)
+    inbox = inbox_on(0, staging)
+    with pytest.raises(PeerError, match="1000001 bytes for buffers of 1000000"):
+        await staging.channel(inbox.token).push(chunk(0, SIZE + 1), announced)
+    inbox.close()
+    staging.close()
+
+
+async def test_an_inbox_that_was_given_up_takes_nothing_more() -> None:
+    staging = staging_on(0)
+    inbox = inbox_on(0, staging)
+    slot = await staging.acquire(1)
+    inbox.close()
+    with pytest.raises(TransportError, match="given up"):
+        await inbox.receive(chunk(slot), None)
+    with pytest.raises(TransportError, match="no descriptor from"):
+        await pushed(staging, inbox.token, b"data", slot)
+    staging.close()
+
+
+async def test_a_gpu_without_room_is_named() -> None:
+    fake_gpu.fail("cuMemCreate")
+    with pytest.raises(TransportError, match="no 3000000 bytes of GPU memory to share: cuMemCre"):
+        staging_on(0)

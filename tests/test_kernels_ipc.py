@@ -1,0 +1,167 @@
+"""GPU memory that processes share: mapped, used, and given back, whatever fails on the way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+
+import pytest
+
+from kvmig.ground.errors import KernelUnavailable, KvmigError
+from kvmig.kernels import ipc
+from kvmig.kernels.driver import Driver
+from tests import fake_gpu
+from tests.fake_gpu import FakeGpu
+
+NBYTES = 5_000_000
+SIZE = 3 << 21
+"""In whole pages of the device."""
+AT = NBYTES - 4
+
+
+def _import(pipe: Connection, device: int) -> None:
+    """Another process: maps what it gets, reads, writes, and says what it found."""
+    descriptor = recv_handle(pipe)
+    with fake_gpu.installed():
+        gpu = FakeGpu(device)
+        try:
+            mapping = ipc.open_descriptor(gpu, descriptor, SIZE)
+        except KvmigError as error:
+            pipe.send(str(error))
+            return
+        pipe.send(gpu.get(mapping.address + AT, 4))
+        gpu.put(mapping.address + AT, b"back")
+        pipe.send("written")
+        pipe.recv()
+        pipe.send(gpu.get(mapping.address + AT, 4))
+        ipc.close(gpu, mapping)
+    pipe.send("closed")
+
+
+class Importer:
+    def __init__(self, descriptor: int, device: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_import, args=(theirs, device), daemon=True)
+        self.process.start()
+        send_handle(self.pipe, descriptor, self.process.pid)
+
+    def hear(self) -> object:
+        assert self.pipe.poll(20)
+        return self.pipe.recv()
+
+
+@pytest.fixture
+def gpu(gpus: None) -> Iterator[FakeGpu]:
+    """After the test, all handles, mappings and descriptors are back."""
+    made = FakeGpu()
+    before = fake_gpu.held(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    yield made
+    fake_gpu.fail("")
+    assert (fake_gpu.held(), len(os.listdir("/proc/self/fd"))) == before  # noqa: PTH208
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_another_process_reads_and_writes_the_same_memory(device: int) -> None:
+    with fake_gpu.installed():
+        gpu = FakeGpu()
+        mapping, descriptor = ipc.create(gpu, NBYTES)
+        assert mapping.size == SIZE
+        gpu.put(mapping.address + AT, b"here")
+        peer = Importer(descriptor, device)
+        assert (peer.hear(), peer.hear()) == (b"here", "written")
+        assert gpu.get(mapping.address + AT, 4) == b"back"
+        os.close(descriptor)
+        peer.pipe.send("go on")
+        assert (peer.hear(), peer.hear()) == (b"back", "closed")
+        peer.process.join(20)
+        ipc.close(gpu, mapping)
+
+
+def test_memory_that_its_owner_closes_stays_a_peers_and_becomes_nobody_elses() -> None:
+    """A4: a late write of a peer meets no data of this process."""
+    with fake_gpu.installed():
+        gpu = FakeGpu()
+        mapping, descriptor = ipc.create(gpu, NBYTES)
+        gpu.put(mapping.address + AT, b"here")
+        peer = Importer(descriptor, 0)
+        assert (peer.hear(), peer.hear()) == (b"here", "written")
+        os.close(descriptor)
+        ipc.close(gpu, mapping)
+        other = gpu.allocate(NBYTES)
+        gpu.put(other, bytes(NBYTES))
+        peer.pipe.send("go on")
+        assert (peer.hear(), peer.hear()) == (b"back", "closed")
+        assert gpu.get(other, NBYTES) == bytes(NBYTES)
+        gpu.free(other)
+        peer.process.join(20)
+
+
+def test_a_peer_that_is_killed_leaves_the_memory_as_it_is() -> None:
+    with fake_gpu.installed():
+        gpu = FakeGpu()
+        mapping, descriptor = ipc.create(gpu, NBYTES)
+        gpu.put(mapping.address + AT, b"here")
+        peer = Importer(descriptor, 0)
+        assert (peer.hear(), peer.hear()) == (b"here", "written")
+        peer.process.kill()
+        peer.process.join(20)
+        os.close(descriptor)
+        assert gpu.get(mapping.address + AT, 4) == b"back"
+        ipc.close(gpu, mapping)
+
+
+def test_a_device_without_access_to_the_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_gpu.installed():
+        gpu = FakeGpu()
+        mapping, descriptor = ipc.create(gpu, NBYTES)
+        monkeypatch.setenv("KVMIG_FAKE_NO_PEERS", "1")
+        with pytest.raises(KvmigError, match="cuMemSetAccess: invalid device"):
+            ipc.let(Driver(1), mapping)
+        os.close(descriptor)
+        ipc.close(gpu, mapping)
+
+
+def test_another_device_of_this_process_can_be_let_in(gpu: FakeGpu) -> None:
+    mapping, descriptor = ipc.create(gpu, NBYTES)
+    os.close(descriptor)
+    other = FakeGpu(1)
+    ipc.let(other, mapping)
+    other.put(mapping.address, b"other")
+    assert gpu.get(mapping.address, 5) == b"other"
+    ipc.close(gpu, mapping)
+
+
+def test_memory_of_this_process_is_not_mapped_a_second_time(gpu: FakeGpu) -> None:
+    mapping, descriptor = ipc.create(gpu, NBYTES)
+    with pytest.raises(KvmigError, match="cuMemImportFromShareableHandle"):
+        ipc.open_descriptor(gpu, descriptor, SIZE)
+    os.close(descriptor)
+    ipc.close(gpu, mapping)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        *("cuMemGetAllocationGranularity", "cuMemCreate", "cuMemExportToShareableHandle"),
+        *("cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"),
+    ],
+)
+def test_memory_that_cannot_be_made_leaves_nothing(gpu: FakeGpu, step: str) -> None:
+    fake_gpu.fail(step)
+    with pytest.raises(KvmigError, match=step):
+        ipc.create(gpu, NBYTES)
+
+
+def test_a_device_that_cannot_share_says_so(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "attribute", lambda number: 0)
+    with pytest.raises(KernelUnavailable, match="GPU 0 can't share memory by file descriptors"):
+        ipc.create(gpu, NBYTES)
+
+
+def test_what_is_no_memory_of_a_gpu_is_refused(gpu: FakeGpu) -> None:
+    with open("/dev/zero", "rb") as file, pytest.raises(KvmigError, match="cuMemImport"):  # noqa: PTH123
+        ipc.open_descriptor(gpu, file.fileno(), SIZE)
