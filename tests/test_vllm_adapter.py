@@ -30,8 +30,7 @@ async def test_a_request_moved_there_and_back_equals_one_left_alone(
 
 async def test_a_request_that_returns_at_once_forgets_its_first_stay(pair: Pair) -> None:
     unmoved = await pair.unmoved(PROMPT, **SEEDED)
-    pair.submit(pair.a, "moved", PROMPT, **SEEDED)
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", PROMPT, **SEEDED, until=10)
 
     await pair.move(pair.a, pair.b, "moved", steps=0)
     await pair.move(pair.b, pair.a, "moved", steps=0)
@@ -56,8 +55,7 @@ async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
 async def test_a_waiting_request_moves_queue(pair: Pair) -> None:
     unmoved = await pair.unmoved(PROMPT)
     for number in range(4):
-        pair.submit(pair.a, f"busy {number}", PROMPT, max_tokens=40)
-        await pair.step(pair.a, until=(f"busy {number}", 1))
+        await pair.run(pair.a, f"busy {number}", PROMPT, max_tokens=40, until=1)
     began = time.monotonic()
     pair.submit(pair.a, "moved", PROMPT)
     pair.a.step()
@@ -70,8 +68,6 @@ async def test_a_waiting_request_moves_queue(pair: Pair) -> None:
     now = time.monotonic()
     assert waits - began < in_queue(moved) < now - began
     assert 0 < moved.stats.first_token_ts - moved.stats.scheduled_ts < now - waits
-    for number in range(4):
-        await pair.finish(f"busy {number}")
 
 
 @pytest.mark.parametrize("outputs", [0, 3])
@@ -97,8 +93,6 @@ async def test_a_waiting_request_moves_to_where_no_block_and_no_place_is_free(
     there = pair.b.engine._holdings.load()
     assert (there.waiting, there.waiting_blocks) == (1, 4)
     assert_same(await pair.finish("moved"), unmoved)
-    for number in range(4):
-        await pair.finish(f"busy {number}")
 
 
 async def test_what_a_waiting_request_has_computed_meanwhile_is_refused_where_no_room_is(
@@ -159,8 +153,7 @@ async def test_blocks_that_the_destination_has_cached_need_not_travel(pair: Pair
     unmoved = await pair.unmoved(LONG)
     pair.submit(pair.b, "before", LONG, max_tokens=1)
     await pair.finish("before")
-    pair.submit(pair.a, "moved", LONG)
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", LONG, until=10)
 
     hit = await pair.move(pair.a, pair.b, "moved")
 
@@ -169,8 +162,7 @@ async def test_blocks_that_the_destination_has_cached_need_not_travel(pair: Pair
 
 
 async def test_what_was_moved_in_serves_as_a_prefix_later(pair: Pair) -> None:
-    pair.submit(pair.a, "moved", LONG)
-    await pair.step(pair.a, until=("moved", 5))
+    await pair.run(pair.a, "moved", LONG, until=5)
     await pair.move(pair.a, pair.b, "moved")
     moved = await pair.finish("moved")
 
@@ -182,9 +174,7 @@ async def test_what_was_moved_in_serves_as_a_prefix_later(pair: Pair) -> None:
 
 async def test_a_suspended_request_that_is_resumed_goes_on_as_if_nothing_was(pair: Pair) -> None:
     unmoved = await pair.unmoved(PROMPT, **SEEDED)
-    pair.submit(pair.a, "kept", PROMPT, **SEEDED)
-    await pair.step(pair.a, until=("kept", 10))
-    export = await pair.done(pair.a.engine.export("kept"))
+    export = await pair.exported("kept", PROMPT, **SEEDED, until=10)
     await pair.done(pair.b.engine.reserve(export))
     await pair.suspend(pair.a, "kept", 0)
     for _ in range(3):
@@ -200,9 +190,7 @@ async def test_a_commit_that_fails_leaves_nothing_and_the_source_goes_on(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unmoved = await pair.unmoved(PROMPT)
-    pair.submit(pair.a, "kept", PROMPT)
-    await pair.step(pair.a, until=("kept", 10))
-    export = await pair.done(pair.a.engine.export("kept"))
+    export = await pair.exported("kept", PROMPT, until=10)
     await pair.done(pair.b.engine.reserve(export))
     tail = await pair.suspend(pair.a, "kept", 0)
 
@@ -220,9 +208,7 @@ async def test_a_commit_that_fails_leaves_nothing_and_the_source_goes_on(
 
 async def test_a_corrupt_block_that_comes_with_a_commit_leaves_nothing_there(pair: Pair) -> None:
     unmoved = await pair.unmoved(PROMPT)
-    pair.submit(pair.a, "kept", PROMPT)
-    await pair.step(pair.a, until=("kept", 10))
-    export = await pair.done(pair.a.engine.export("kept"))
+    export = await pair.exported("kept", PROMPT, until=10)
     await pair.done(pair.b.engine.reserve(export))
     buffer = memoryview(bytearray(pair.a.engine.layout.block_bytes * 4))
     tail = await pair.suspend(pair.a, "kept", 0, buffer)
@@ -240,9 +226,7 @@ async def test_a_corrupt_block_that_comes_with_a_commit_leaves_nothing_there(pai
 
 
 async def test_a_tail_that_does_not_fit_is_left_to_be_gathered(pair: Pair) -> None:
-    pair.submit(pair.a, "kept", PROMPT)
-    await pair.step(pair.a, until=("kept", 10))
-    await pair.done(pair.a.engine.export("kept"))
+    await pair.exported("kept", PROMPT, until=10)
     buffer = memoryview(bytearray(pair.a.engine.layout.block_bytes - 1))
     tail = await pair.suspend(pair.a, "kept", 0, buffer)
     assert tail.block_ids
@@ -253,9 +237,7 @@ async def test_a_tail_that_does_not_fit_is_left_to_be_gathered(pair: Pair) -> No
 
 
 async def test_a_suspension_that_is_given_up_writes_nothing_later(pair: Pair) -> None:
-    pair.submit(pair.a, "kept", PROMPT)
-    await pair.step(pair.a, until=("kept", 10))
-    await pair.done(pair.a.engine.export("kept"))
+    await pair.exported("kept", PROMPT, until=10)
     buffer = memoryview(bytearray(pair.a.engine.layout.block_bytes * 4))
     task = asyncio.ensure_future(pair.a.engine.suspend("kept", 0, buffer))
     await asyncio.sleep(0)
@@ -273,20 +255,17 @@ async def test_only_an_idle_engine_makes_a_step_of_nothing_before_a_request_come
     steps: list[str] = []
     for name, side in (("idle", pair.b), ("busy", pair.a)):
         monkeypatch.setattr(side.core, "execute_dummy_batch", lambda name=name: steps.append(name))
-    pair.submit(pair.a, "other", PROMPT)
-    await pair.step(pair.a, until=("other", 2))
+    await pair.run(pair.a, "other", PROMPT, until=2)
 
     await pair.done(pair.a.engine.prepare("moved"))
     await pair.done(pair.b.engine.prepare("moved"))
 
     assert steps == ([] if uses_v2(pair.a.core) else ["idle"])
-    await pair.finish("other")
 
 
 async def test_a_moved_request_does_not_wait_behind_a_long_prefill(pair: Pair) -> None:
     unmoved = await pair.unmoved(PROMPT, **SEEDED)
-    pair.submit(pair.a, "moved", PROMPT, **SEEDED)
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", PROMPT, **SEEDED, until=10)
     pair.submit(pair.b, "long", OTHER, max_tokens=1)
     pair.b.step()
 
@@ -299,13 +278,10 @@ async def test_a_moved_request_does_not_wait_behind_a_long_prefill(pair: Pair) -
     assert "long" not in pair.outputs
     assert len(pair.outputs["moved"].tokens) > before
     assert_same(await pair.finish("moved"), unmoved)
-    await pair.finish("long")
 
 
 async def test_a_request_preempted_at_the_source_is_told_so_and_goes_on(pair: Pair) -> None:
-    pair.submit(pair.a, "kept", PROMPT)
-    await pair.step(pair.a, until=("kept", 10))
-    await pair.done(pair.a.engine.export("kept"))
+    await pair.exported("kept", PROMPT, until=10)
     preempt(pair.a, "kept")
 
     with pytest.raises(RequestGone, match="preempted"):
@@ -319,8 +295,7 @@ async def test_a_request_preempted_at_the_destination_ends_with_the_same_tokens(
     pair: Pair,
 ) -> None:
     unmoved = await pair.unmoved(PROMPT, **SEEDED)
-    pair.submit(pair.a, "moved", PROMPT, **SEEDED)
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", PROMPT, **SEEDED, until=10)
     (before,) = await pair.done(pair.a.engine.requests())
     await pair.move(pair.a, pair.b, "moved")
     await pair.step(pair.b, until=("moved", 20))
@@ -335,9 +310,7 @@ async def test_a_request_preempted_at_the_destination_ends_with_the_same_tokens(
 
 
 async def test_a_request_that_finishes_meanwhile_is_gone(pair: Pair) -> None:
-    pair.submit(pair.a, "short", PROMPT, max_tokens=12)
-    await pair.step(pair.a, until=("short", 10))
-    export = await pair.done(pair.a.engine.export("short"))
+    export = await pair.exported("short", PROMPT, max_tokens=12, until=10)
     await pair.done(pair.b.engine.reserve(export))
     await pair.finish("short")
 
@@ -348,9 +321,7 @@ async def test_a_request_that_finishes_meanwhile_is_gone(pair: Pair) -> None:
 
 
 async def test_a_suspended_request_can_be_aborted(pair: Pair) -> None:
-    pair.submit(pair.a, "unwanted", PROMPT)
-    await pair.step(pair.a, until=("unwanted", 10))
-    await pair.done(pair.a.engine.export("unwanted"))
+    await pair.exported("unwanted", PROMPT, until=10)
     await pair.suspend(pair.a, "unwanted", 0)
 
     pair.a.engine.abort(["unwanted"])
@@ -359,26 +330,15 @@ async def test_a_suspended_request_can_be_aborted(pair: Pair) -> None:
 
 
 async def test_a_destination_without_blocks_refuses_at_the_first_reserve(pair: Pair) -> None:
-    pair.submit(pair.b, "large", OTHER, max_tokens=30)
-    await pair.step(pair.b, until=("large", 1))
-    pair.submit(pair.a, "kept", LONG, max_tokens=20)
-    await pair.step(pair.a, until=("kept", 2))
-    export = await pair.done(pair.a.engine.export("kept"))
+    await pair.run(pair.b, "large", OTHER, max_tokens=30, until=1)
+    export = await pair.exported("kept", LONG, max_tokens=20, until=2)
 
-    with pytest.raises(MigrationRefused, match="no_blocks"):
-        await pair.done(pair.b.engine.reserve(export))
-
-    await pair.done(pair.a.engine.resume("kept"))
-    await pair.finish("kept")
-    await pair.finish("large")
+    await pair.refused("kept", export, "no_blocks")
 
 
 async def test_a_destination_that_fills_up_refuses_at_a_later_stage(pair: Pair) -> None:
-    pair.submit(pair.b, "large", OTHER[:900], max_tokens=30)
-    await pair.step(pair.b, until=("large", 1))
-    pair.submit(pair.a, "kept", PROMPT, max_tokens=20)
-    await pair.step(pair.a, until=("kept", 2))
-    export = await pair.done(pair.a.engine.export("kept"))
+    await pair.run(pair.b, "large", OTHER[:900], max_tokens=30, until=1)
+    export = await pair.exported("kept", PROMPT, max_tokens=20, until=2)
     await pair.done(pair.b.engine.reserve(export))
 
     with pytest.raises(MigrationRefused, match="no_blocks"):
@@ -387,16 +347,12 @@ async def test_a_destination_that_fills_up_refuses_at_a_later_stage(pair: Pair) 
     await pair.done(pair.b.engine.cancel("kept"))
     await pair.done(pair.a.engine.resume("kept"))
     await pair.finish("kept")
-    await pair.finish("large")
 
 
 async def test_a_full_batch_refuses(pair: Pair) -> None:
     for number in range(4):
-        pair.submit(pair.b, f"busy {number}", PROMPT[:20], max_tokens=30)
-        await pair.step(pair.b, until=(f"busy {number}", 1))
-    pair.submit(pair.a, "kept", PROMPT, max_tokens=20)
-    await pair.step(pair.a, until=("kept", 2))
-    export = await pair.done(pair.a.engine.export("kept"))
+        await pair.run(pair.b, f"busy {number}", PROMPT[:20], max_tokens=30, until=1)
+    export = await pair.exported("kept", PROMPT, max_tokens=20, until=2)
 
     with pytest.raises(MigrationRefused, match="no_batch_slot"):
         await pair.done(pair.b.engine.reserve(export))
@@ -409,9 +365,7 @@ async def test_a_full_batch_refuses(pair: Pair) -> None:
 async def test_a_reserved_request_keeps_its_place_in_the_batch(pair: Pair) -> None:
     """vLLM's scheduler dies of more running requests than --max-num-seqs, which is 4 here."""
     unmoved = await pair.unmoved(PROMPT)
-    pair.submit(pair.a, "moved", PROMPT)
-    await pair.step(pair.a, until=("moved", 5))
-    export = await pair.done(pair.a.engine.export("moved"))
+    export = await pair.exported("moved", PROMPT, until=5)
     await pair.done(pair.b.engine.reserve(export))
     busy = [f"busy {number}" for number in range(5)]
     for name in busy:
@@ -433,9 +387,7 @@ async def test_a_reserved_request_keeps_its_place_in_the_batch(pair: Pair) -> No
 
 async def test_a_suspended_request_finds_its_place_in_the_batch_again(pair: Pair) -> None:
     unmoved = await pair.unmoved(PROMPT)
-    pair.submit(pair.a, "kept", PROMPT)
-    await pair.step(pair.a, until=("kept", 5))
-    await pair.done(pair.a.engine.export("kept"))
+    await pair.exported("kept", PROMPT, until=5)
     await pair.suspend(pair.a, "kept", 0)
     busy = [f"busy {number}" for number in range(5)]
     for name in busy:
@@ -447,23 +399,10 @@ async def test_a_suspended_request_finds_its_place_in_the_batch_again(pair: Pair
         await pair.finish(name)
 
 
-async def test_prompt_log_probabilities_keep_a_request_in_place_until_it_decodes(
-    pair: Pair,
-) -> None:
-    pair.submit(pair.a, "kept", LONG, prompt_logprobs=1)
-    pair.a.step()
-
-    with pytest.raises(MigrationRefused, match="prompt log-probabilities"):
-        await pair.done(pair.a.engine.export("kept"))
-
-    await pair.finish("kept")
-
-
 async def test_during_a_long_step_the_last_list_is_told_with_its_age(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair.submit(pair.a, "there", PROMPT)
-    await pair.step(pair.a, until=("there", 2))
+    await pair.run(pair.a, "there", PROMPT, until=2)
     (fresh,) = await pair.done(pair.a.engine.requests())
     monkeypatch.setattr("kvmig.engines.vllm.serving._LIST_WAIT_S", 0.01)
     (old,) = await pair.a.engine.requests()  # nobody takes the call
@@ -478,11 +417,8 @@ async def test_a_step_that_expects_a_commit_waits_for_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unmoved = await pair.unmoved(PROMPT)
-    pair.submit(pair.b, "other", PROMPT[3:])
-    await pair.step(pair.b, until=("other", 5))
-    pair.submit(pair.a, "moved", PROMPT)
-    await pair.step(pair.a, until=("moved", 10))
-    export = await pair.done(pair.a.engine.export("moved"))
+    await pair.run(pair.b, "other", PROMPT[3:], until=5)
+    export = await pair.exported("moved", PROMPT, until=10)
     sent = await pair.done(pair.b.engine.reserve(export))
     sent = await pair.copy_stage(pair.a, pair.b, "moved", sent)
     tail = await pair.suspend(pair.a, "moved", sent)
@@ -502,20 +438,17 @@ async def test_a_step_that_expects_a_commit_waits_for_it(
     await pair.done(commit)
     await pair.done(pair.a.engine.release("moved"))
     assert (await pair.finish("moved")).tokens == unmoved.tokens
-    await pair.finish("other")
 
 
 async def test_a_request_too_large_to_move_says_so_before_anybody_asks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair.submit(pair.a, "large", PROMPT)
-    await pair.step(pair.a, until=("large", 1))
+    await pair.run(pair.a, "large", PROMPT, until=1)
     monkeypatch.setattr(base, "MOST_BYTES", 100)
     (state,) = await pair.done(pair.a.engine.requests())
     assert "with its images, allowed are 100" in state.unmovable
     with pytest.raises(MigrationRefused, match="unsupported: a request of"):
         await pair.done(pair.a.engine.export("large"))
-    await pair.finish("large")
 
 
 async def test_an_unknown_request_is_refused(pair: Pair) -> None:
@@ -526,9 +459,7 @@ async def test_an_unknown_request_is_refused(pair: Pair) -> None:
 async def test_without_the_copied_blocks_the_answer_would_differ(pair: Pair) -> None:
     """So the other tests can fail: the output does depend on what is copied."""
     unmoved = await pair.unmoved(LONG)
-    pair.submit(pair.a, "moved", LONG)
-    await pair.step(pair.a, until=("moved", 10))
-    export = await pair.done(pair.a.engine.export("moved"))
+    export = await pair.exported("moved", LONG, until=10)
     await pair.done(pair.b.engine.reserve(export))
     tail = await pair.suspend(pair.a, "moved", 0)
 

@@ -85,8 +85,7 @@ async def test_others_enter_and_leave_while_a_generator_is_wound_on(
     pair: Pair, slow_draws: Slow
 ) -> None:
     whole = await pair.unmoved(PROMPT, **SEEDED)
-    pair.submit(pair.b, "running", PROMPT)
-    await pair.step(pair.b, until=("running", 2))
+    await pair.run(pair.b, "running", PROMPT, until=2)
     pair.submit(pair.b, "slow", PROMPT, again=whole.tokens[:20], **SEEDED)
     await slow_draws.begun()
 
@@ -133,9 +132,7 @@ async def test_a_new_one_that_is_aborted_while_it_is_built_does_not_stay(
 async def test_a_migration_that_is_given_up_does_not_wait_for_its_grammar(
     pair: Pair, slow_grammar: Slow
 ) -> None:
-    pair.submit(pair.a, "guided", PROMPT, **guided())
-    await pair.step(pair.a, until=("guided", 3))
-    export = await pair.done(pair.a.engine.export("guided"))
+    export = await pair.exported("guided", PROMPT, **guided(), until=3)
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
@@ -162,9 +159,7 @@ async def test_a_grammar_that_takes_too_long_is_refused(
     pair: Pair, slow_grammar: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvmig.engines.vllm.building.GRAMMAR_TIMEOUT_S", 0.05)
-    pair.submit(pair.a, "guided", PROMPT, **guided())
-    await pair.step(pair.a, until=("guided", 3))
-    export = await pair.done(pair.a.engine.export("guided"))
+    export = await pair.exported("guided", PROMPT, **guided(), until=3)
     with pytest.raises(MigrationRefused, match="timeout"):
         await pair.b.engine.reserve(export)
     await pair.done(pair.a.engine.resume("guided"))

@@ -44,8 +44,7 @@ def completed(pair: Pair, **params: Any) -> dict[str, Any]:
 async def moved_in_the_middle(pair: Pair, tokens: int = 10, **params: Any) -> tuple[Output, Output]:
     """(the same request left alone, one that was moved after so many tokens)."""
     unmoved = await pair.unmoved(PROMPT, **params)
-    pair.submit(pair.a, "moved", PROMPT, **params)
-    await pair.step(pair.a, until=("moved", tokens))
+    await pair.run(pair.a, "moved", PROMPT, **params, until=tokens)
     await pair.move(pair.a, pair.b, "moved")
     return unmoved, await pair.finish("moved")
 
@@ -105,8 +104,7 @@ async def test_prompt_log_probabilities_are_given_once_and_the_request_moves_aft
 
 async def test_a_priority_travels(engines: Engines) -> None:
     async with engines.lent(BY_PRIORITY, BY_PRIORITY) as pair:
-        pair.submit(pair.a, "moved", PROMPT, priority=7)
-        await pair.step(pair.a, until=("moved", 10))
+        await pair.run(pair.a, "moved", PROMPT, priority=7, until=10)
 
         await pair.move(pair.a, pair.b, "moved")
 
@@ -138,8 +136,7 @@ async def test_prompt_log_probabilities_keep_a_request_in_place_until_it_decodes
 
 async def test_a_thinking_budget_keeps_a_request_in_place(engines: Engines) -> None:
     async with engines.lent(BY_PRIORITY, BY_PRIORITY) as pair:
-        pair.submit(pair.a, "kept", PROMPT, thinking_token_budget=5)
-        await pair.step(pair.a, until=("kept", 3))
+        await pair.run(pair.a, "kept", PROMPT, thinking_token_budget=5, until=3)
 
         await stays(pair, pair.a, "kept", "thinking token budget")
 
@@ -147,8 +144,7 @@ async def test_a_thinking_budget_keeps_a_request_in_place(engines: Engines) -> N
 
 
 async def test_a_session_that_waits_for_more_input_stays(pair: Pair) -> None:
-    pair.submit(pair.a, "kept", PROMPT, resumable=True)
-    await pair.step(pair.a, until=("kept", 3))
+    await pair.run(pair.a, "kept", PROMPT, resumable=True, until=3)
 
     await stays(pair, pair.a, "kept", "streaming input")
 

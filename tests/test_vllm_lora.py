@@ -68,9 +68,7 @@ async def test_a_lora_request_moved_there_and_back_equals_one_left_alone(
 async def test_the_adapter_is_loaded_before_the_request_is_suspended(
     pair: Pair, one: LoRARequest
 ) -> None:
-    pair.submit(pair.a, "moved", PROMPT, lora=one)
-    await pair.step(pair.a, until=("moved", 10))
-    export = await pair.done(pair.a.engine.export("moved"))
+    export = await pair.exported("moved", PROMPT, lora=one, until=10)
     assert pair.b.core.list_loras() == set()
 
     await pair.done(pair.b.engine.reserve(export))
@@ -86,9 +84,7 @@ async def test_an_engine_without_lora_refuses(
 ) -> None:
     without_lora = engines.side(Configuration())
     elsewhere = pair.towards(without_lora)
-    pair.submit(pair.a, "kept", PROMPT, lora=one)
-    await pair.step(pair.a, until=("kept", 10))
-    export = await pair.done(pair.a.engine.export("kept"))
+    export = await pair.exported("kept", PROMPT, lora=one, until=10)
 
     with pytest.raises(MigrationRefused, match=r"incompatible: .*--enable-lora"):
         await elsewhere.done(without_lora.engine.reserve(export))
@@ -102,45 +98,28 @@ async def test_an_adapter_that_is_not_on_the_destinations_disk_is_refused(
     pair: Pair, tmp_path: Path
 ) -> None:
     lost = adapter(tmp_path, 3)
-    pair.submit(pair.a, "kept", PROMPT, lora=lost)
-    await pair.step(pair.a, until=("kept", 10))
-    export = await pair.done(pair.a.engine.export("kept"))
+    export = await pair.exported("kept", PROMPT, lora=lost, until=10)
     shutil.rmtree(lost.lora_path)
 
-    with pytest.raises(MigrationRefused, match="incompatible: LoRA adapter adapter 3"):
-        await pair.done(pair.b.engine.reserve(export))
-
-    await pair.done(pair.a.engine.resume("kept"))
-    await pair.finish("kept")
+    await pair.refused("kept", export, "incompatible: LoRA adapter adapter 3")
 
 
 async def test_a_destination_whose_adapter_slots_are_in_use_refuses(
     pair: Pair, one: LoRARequest, two: LoRARequest
 ) -> None:
-    pair.submit(pair.b, "busy", PROMPT, lora=two)
-    await pair.step(pair.b, until=("busy", 1))
-    pair.submit(pair.a, "kept", PROMPT, lora=one)
-    await pair.step(pair.a, until=("kept", 10))
-    export = await pair.done(pair.a.engine.export("kept"))
+    await pair.run(pair.b, "busy", PROMPT, lora=two, until=1)
+    export = await pair.exported("kept", PROMPT, lora=one, until=10)
 
-    with pytest.raises(MigrationRefused, match="no_batch_slot"):
-        await pair.done(pair.b.engine.reserve(export))
-
-    await pair.done(pair.a.engine.resume("kept"))
-    await pair.finish("kept")
-    await pair.finish("busy")
+    await pair.refused("kept", export, "no_batch_slot")
 
 
 async def test_a_slot_that_was_taken_since_the_reserve_is_refused_at_the_commit(
     pair: Pair, one: LoRARequest, two: LoRARequest
 ) -> None:
     unmoved = await pair.unmoved(PROMPT, lora=one)
-    pair.submit(pair.a, "kept", PROMPT, lora=one)
-    await pair.step(pair.a, until=("kept", 10))
-    export = await pair.done(pair.a.engine.export("kept"))
+    export = await pair.exported("kept", PROMPT, lora=one, until=10)
     await pair.done(pair.b.engine.reserve(export))
-    pair.submit(pair.b, "busy", PROMPT, lora=two)
-    await pair.step(pair.b, until=("busy", 1))
+    await pair.run(pair.b, "busy", PROMPT, lora=two, until=1)
     tail = await pair.suspend(pair.a, "kept", 0)
 
     with pytest.raises(MigrationRefused, match="no_batch_slot"):
@@ -148,19 +127,15 @@ async def test_a_slot_that_was_taken_since_the_reserve_is_refused_at_the_commit(
 
     await pair.done(pair.a.engine.resume("kept"))
     assert (await pair.finish("kept")).tokens == unmoved.tokens
-    await pair.finish("busy")
 
 
 async def test_a_resumed_request_whose_slot_was_taken_waits_for_it(
     pair: Pair, one: LoRARequest, two: LoRARequest
 ) -> None:
     unmoved = await pair.unmoved(PROMPT, lora=one, **SEEDED)
-    pair.submit(pair.a, "kept", PROMPT, lora=one, **SEEDED)
-    await pair.step(pair.a, until=("kept", 10))
-    await pair.done(pair.a.engine.export("kept"))
+    await pair.exported("kept", PROMPT, lora=one, **SEEDED, until=10)
     await pair.suspend(pair.a, "kept", 0)
-    pair.submit(pair.a, "busy", PROMPT, lora=two)
-    await pair.step(pair.a, until=("busy", 1))
+    await pair.run(pair.a, "busy", PROMPT, lora=two, until=1)
 
     await pair.done(pair.a.engine.resume("kept"))
     pair.a.step()
@@ -168,7 +143,6 @@ async def test_a_resumed_request_whose_slot_was_taken_waits_for_it(
     states = {one.request_id: one.state for one in await pair.done(pair.a.engine.requests())}
     assert states == {"kept": "waiting", "busy": "running"}
     assert (await pair.finish("kept")).tokens == unmoved.tokens
-    await pair.finish("busy")
 
 
 async def test_an_adapter_that_is_another_one_at_the_destination_is_refused(
@@ -178,23 +152,16 @@ async def test_an_adapter_that_is_another_one_at_the_destination_is_refused(
     pair.submit(pair.b, "before", PROMPT, lora=there)
     await pair.finish("before")
     replace(there, tmp_path)
-    pair.submit(pair.a, "kept", PROMPT, lora=there)
-    await pair.step(pair.a, until=("kept", 10))
-    export = await pair.done(pair.a.engine.export("kept"))
+    export = await pair.exported("kept", PROMPT, lora=there, until=10)
 
-    with pytest.raises(MigrationRefused, match="adapter 4 was replaced after it was loaded"):
-        await pair.done(pair.b.engine.reserve(export))
-
-    await pair.done(pair.a.engine.resume("kept"))
-    await pair.finish("kept")
+    await pair.refused("kept", export, "adapter 4 was replaced after it was loaded")
 
 
 async def test_an_adapter_that_was_replaced_after_it_was_loaded_is_moved_by_nobody(
     pair: Pair, tmp_path: Path
 ) -> None:
     here = adapter(tmp_path, 5)
-    pair.submit(pair.a, "kept", PROMPT, lora=here)
-    await pair.step(pair.a, until=("kept", 10))
+    await pair.run(pair.a, "kept", PROMPT, lora=here, until=10)
     replace(here, tmp_path)
 
     with pytest.raises(MigrationRefused, match="adapter 5 was replaced after it was loaded"):
@@ -214,8 +181,7 @@ async def test_after_a_load_in_place_requests_with_the_new_adapter_move(
     pair.a.core.utility(1, 1, "add_lora", (anew,))
     pair.a.take_calls()
     await asyncio.sleep(0)
-    pair.submit(pair.a, "moved", PROMPT, lora=here)
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", PROMPT, lora=here, until=10)
 
     await pair.move(pair.a, pair.b, "moved")
 

@@ -71,8 +71,7 @@ async def test_in_prefill_it_moves_before_in_and_after_its_image(pair: Pair, off
 
 async def test_after_a_preemption_at_the_destination_it_sees_the_image_again(pair: Pair) -> None:
     unmoved = await pair.unmoved(**with_image(20))
-    pair.submit(pair.a, "moved", **with_image(20))
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", **with_image(20), until=10)
     await pair.move(pair.a, pair.b, "moved")
     await pair.step(pair.b, until=("moved", 20))
 

@@ -53,10 +53,8 @@ def as_if_alone(beside: Output, alone: Output) -> None:
 async def test_a_request_that_moves_is_preempted_by_one_that_came_later(pair: Pair) -> None:
     unmoved = await pair.unmoved(LONG, **SEEDED)
     first = await pair.unmoved(OTHER)
-    pair.submit(pair.a, "normal", LONG, **SEEDED)
-    await pair.step(pair.a, until=("normal", 2))
-    pair.submit(pair.a, "high", OTHER, priority=HIGH)
-    await pair.step(pair.a, until=("high", 2))
+    await pair.run(pair.a, "normal", LONG, **SEEDED, until=2)
+    await pair.run(pair.a, "high", OTHER, priority=HIGH, until=2)
     export = await pair.done(pair.a.engine.export("normal"))
     await pair.done(pair.b.engine.reserve(export))
 

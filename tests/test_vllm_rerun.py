@@ -58,8 +58,7 @@ async def test_prompt_log_probabilities_are_not_sent_twice(pair: Pair) -> None:
 async def test_it_runs_before_those_that_wait(pair: Pair) -> None:
     whole = await pair.unmoved(LONG)
     for number in range(4):
-        pair.submit(pair.b, f"busy {number}", PROMPT, max_tokens=30)
-        await pair.step(pair.b, until=(f"busy {number}", 1))
+        await pair.run(pair.b, f"busy {number}", PROMPT, max_tokens=30, until=1)
     pair.submit(pair.b, "behind", PROMPT, max_tokens=1)
 
     pair.submit(pair.b, "again", LONG, again=whole.tokens[:40])

@@ -58,8 +58,7 @@ async def test_a_prefix_that_ends_inside_the_sources_block_need_not_travel(pair:
     unmoved = await pair.unmoved(prompt)
     pair.submit(pair.a, "before", prompt, max_tokens=1)
     await pair.finish("before")
-    pair.submit(pair.b, "moved", prompt)
-    await pair.step(pair.b, until=("moved", 10))
+    await pair.run(pair.b, "moved", prompt, until=10)
 
     hit = await pair.move(pair.b, pair.a, "moved")
 
@@ -71,8 +70,7 @@ async def test_a_prefix_is_found_in_larger_blocks(pair: Pair) -> None:
     unmoved = await pair.unmoved(LONG)
     pair.submit(pair.b, "before", LONG, max_tokens=1)
     await pair.finish("before")
-    pair.submit(pair.a, "moved", LONG)
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", LONG, until=10)
 
     hit = await pair.move(pair.a, pair.b, "moved")
 
@@ -96,9 +94,7 @@ async def test_both_count_what_they_hold_in_units(pair: Pair) -> None:
 async def test_with_other_bytes_in_the_units_the_answer_would_differ(pair: Pair) -> None:
     """So the other tests can fail: the output does depend on what is copied."""
     unmoved = await pair.unmoved(LONG)
-    pair.submit(pair.a, "moved", LONG)
-    await pair.step(pair.a, until=("moved", 10))
-    export = await pair.done(pair.a.engine.export("moved"))
+    export = await pair.exported("moved", LONG, until=10)
     await pair.done(pair.b.engine.reserve(export))
     tail = await pair.suspend(pair.a, "moved", 0)
 

@@ -51,8 +51,7 @@ async def test_drafts_are_taken_with_their_own_requests_parameters(pair: Pair) -
 
 
 async def test_drafts_are_accepted_in_the_first_step_after_a_move(pair: Pair) -> None:
-    pair.submit(pair.a, "moved", PROMPT)
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", PROMPT, until=10)
     await pair.move(pair.a, pair.b, "moved", steps=0)
     before = len(pair.outputs["moved"].tokens)
 
@@ -65,9 +64,7 @@ async def test_drafts_are_accepted_in_the_first_step_after_a_move(pair: Pair) ->
 
 async def test_a_suspended_request_that_is_resumed_goes_on_as_if_nothing_was(pair: Pair) -> None:
     unmoved = await pair.unmoved(PROMPT)
-    pair.submit(pair.a, "kept", PROMPT)
-    await pair.step(pair.a, until=("kept", 10))
-    await pair.done(pair.a.engine.export("kept"))
+    await pair.exported("kept", PROMPT, until=10)
     await pair.suspend(pair.a, "kept", 0)
     for _ in range(3):
         pair.a.step()
@@ -78,8 +75,7 @@ async def test_a_suspended_request_that_is_resumed_goes_on_as_if_nothing_was(pai
 
 
 async def test_a_sampled_request_moves(pair: Pair) -> None:
-    pair.submit(pair.a, "moved", PROMPT, **SEEDED)
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", PROMPT, **SEEDED, until=10)
 
     await pair.move(pair.a, pair.b, "moved")
 
@@ -96,8 +92,7 @@ async def test_an_engine_without_drafts_takes_the_request_and_leaves_them(
         return
     elsewhere = pair.towards(without_drafts)
     unmoved = await pair.unmoved(PROMPT)
-    pair.submit(pair.a, "moved", PROMPT)
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", PROMPT, until=10)
 
     await elsewhere.move(pair.a, without_drafts, "moved")
 

@@ -83,8 +83,7 @@ async def test_a_request_that_began_before_a_reload_stays_and_later_ones_have_it
     pair: Pair,
 ) -> None:
     engine, before = pair.a.engine, pair.a.engine.layout.weights
-    pair.submit(pair.a, "old", PROMPT, max_tokens=60)
-    await pair.step(pair.a, until=("old", 10))
+    await pair.run(pair.a, "old", PROMPT, max_tokens=60, until=10)
 
     pair.a.core.utility(1, 1, "collective_rpc", ("update_weights", None, ({},), None))
     pair.a.take_calls()  # vLLM refuses it, for no trainer is connected: nobody knows what it did

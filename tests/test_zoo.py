@@ -111,8 +111,7 @@ async def test_each_kind_of_cache_tells_in_the_answer(pair: Pair) -> None:
     unmoved = await pair.unmoved(SHORT, max_tokens=20)
     assert len(set(unmoved.tokens)) > 5
     for table in range(tables):
-        pair.submit(pair.a, "spoilt", SHORT, max_tokens=20)
-        await pair.step(pair.a, until=("spoilt", 10))
+        await pair.run(pair.a, "spoilt", SHORT, max_tokens=20, until=10)
         spoil(pair.a, "spoilt", table)
         spoilt = await pair.finish("spoilt")
         assert spoilt.logprobs[:10] == unmoved.logprobs[:10]
@@ -125,8 +124,7 @@ async def test_a_greedy_request_moved_there_and_back_equals_one_left_alone(
     pair: Pair, case: Case
 ) -> None:
     unmoved = await pair.unmoved(case.prompt, max_tokens=TOKENS)
-    pair.submit(pair.a, "moved", case.prompt, max_tokens=TOKENS)
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", case.prompt, max_tokens=TOKENS, until=10)
 
     await pair.move(pair.a, pair.b, "moved")
     await pair.step(pair.b, until=("moved", 25))
@@ -137,8 +135,7 @@ async def test_a_greedy_request_moved_there_and_back_equals_one_left_alone(
 
 async def test_a_seeded_request_moved_there_and_back_equals_one_left_alone(pair: Pair) -> None:
     unmoved = await pair.unmoved(SHORT, max_tokens=TOKENS, **SEEDED)
-    pair.submit(pair.a, "moved", SHORT, max_tokens=TOKENS, **SEEDED)
-    await pair.step(pair.a, until=("moved", 5))
+    await pair.run(pair.a, "moved", SHORT, max_tokens=TOKENS, **SEEDED, until=5)
 
     await pair.move(pair.a, pair.b, "moved")
     await pair.step(pair.b, until=("moved", 25))
@@ -162,8 +159,7 @@ async def test_what_the_destination_has_cached_need_not_travel(pair: Pair, case:
     unmoved = await pair.unmoved(case.prompt, max_tokens=TOKENS)
     pair.submit(pair.b, "before", case.prompt, max_tokens=1)
     await pair.finish("before")
-    pair.submit(pair.a, "moved", case.prompt, max_tokens=TOKENS)
-    await pair.step(pair.a, until=("moved", 5))
+    await pair.run(pair.a, "moved", case.prompt, max_tokens=TOKENS, until=5)
 
     hit = await pair.move(pair.a, pair.b, "moved")
 
@@ -172,8 +168,7 @@ async def test_what_the_destination_has_cached_need_not_travel(pair: Pair, case:
 
 
 async def preempted_at_20(pair: Pair, request_id: str) -> None:
-    pair.submit(pair.a, request_id, SHORT, max_tokens=TOKENS)
-    await pair.step(pair.a, until=(request_id, 20))
+    await pair.run(pair.a, request_id, SHORT, max_tokens=TOKENS, until=20)
     if request_id == "moved":
         export = await pair.done(pair.a.engine.export(request_id))
         sent = await pair.done(pair.b.engine.reserve(export))
@@ -200,8 +195,7 @@ async def test_a_request_preempted_while_it_moves_stays_and_moves_later(pair: Pa
 async def test_an_id_that_has_left_may_come_again(pair: Pair, case: Case) -> None:
     """As of a request that is run again where it was before."""
     unmoved = await pair.unmoved(SHORT, max_tokens=5)
-    pair.submit(pair.a, "again", case.prompt, max_tokens=20)
-    await pair.step(pair.a, until=("again", 2))
+    await pair.run(pair.a, "again", case.prompt, max_tokens=20, until=2)
     await pair.move(pair.a, pair.b, "again")
     await pair.finish("again")
     await pair.idle()

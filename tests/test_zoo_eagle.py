@@ -38,13 +38,11 @@ async def proposals(pair: Pair, side: Side, name: str, until: int) -> list[tuple
 
 async def test_the_head_proposes_after_a_move_what_it_would_have_proposed(pair: Pair) -> None:
     """Tokens alone can't tell: drafts that are wrong are thrown away."""
-    pair.submit(pair.a, "unmoved", PROMPT)
-    await pair.step(pair.a, until=("unmoved", 10))
+    await pair.run(pair.a, "unmoved", PROMPT, until=10)
     expected = await proposals(pair, pair.a, "unmoved", 40)
     unmoved = await pair.finish("unmoved")
     pair.a.engine._scheduler.reset_prefix_cache()
-    pair.submit(pair.a, "moved", PROMPT)
-    await pair.step(pair.a, until=("moved", 10))
+    await pair.run(pair.a, "moved", PROMPT, until=10)
 
     await pair.move(pair.a, pair.b, "moved", steps=0)
 

@@ -10,7 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvmig.engines.base import CameBlocks, Tail
+import pytest
+
+from kvmig.engines.base import CameBlocks, Export, Tail
+from kvmig.ground.errors import MigrationRefused
 from tests.vllm_side import Configuration, Output, Side, remembered
 
 if TYPE_CHECKING:
@@ -96,6 +99,27 @@ class Pair:
         )  # fmt: skip
         side.engine.submit(1, request_id, MsgpackEncoder().encode(request), again)
         side.wait_for_new()
+
+    async def run(
+        self, side: Side, request_id: str, prompt: Sequence[int], *, until: int, **params: Any
+    ) -> None:
+        """A new request, until it has so many tokens."""
+        self.submit(side, request_id, prompt, **params)
+        await self.step(side, until=(request_id, until))
+
+    async def exported(
+        self, request_id: str, prompt: Sequence[int], *, until: int, **params: Any
+    ) -> Export:
+        """The export of a new request on `a` that has so many tokens."""
+        await self.run(self.a, request_id, prompt, until=until, **params)
+        return await self.done(self.a.engine.export(request_id))
+
+    async def refused(self, request_id: str, export: Export, match: str) -> None:
+        """`b` refuses the request, which goes on at `a`, to its end."""
+        with pytest.raises(MigrationRefused, match=match):
+            await self.done(self.b.engine.reserve(export))
+        await self.done(self.a.engine.resume(request_id))
+        await self.finish(request_id)
 
     async def settle(self) -> None:
         """Let what the engines said reach the event loop."""
@@ -227,8 +251,7 @@ class Pair:
 
     async def there_and_back(self, prompt: Sequence[int], **params: Any) -> Output:
         """A request that moves at its 10th token, and back at its 30th."""
-        self.submit(self.a, "moved", prompt, **params)
-        await self.step(self.a, until=("moved", 10))
+        await self.run(self.a, "moved", prompt, until=10, **params)
         await self.move(self.a, self.b, "moved")
         await self.step(self.b, until=("moved", 30))
         await self.move(self.b, self.a, "moved")
