@@ -1,9 +1,10 @@
 """What a start costs: processor time and seconds until it answers, and memory, beside plain vLLM.
 
-One, two and three instances of the bundled model from nothing, then one more by the admin API;
-in the same run vLLM's own server, which stands for each instance that shared nothing. Processor
-time is that of the server and all its children, since each began. Memory is proportional (PSS):
-shared pages count to each that has them by its part.
+One, two and three instances of the bundled model from nothing, then one more by the admin API; two
+instances forked in a nursery that has loaded; in the same run vLLM's own server, which stands for
+each instance that shared nothing. Processor time is that of the server, its children and forks,
+since each began. Memory is proportional (PSS): shared pages count to each that has them by its
+part.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import psutil
 from bench import report
 from bench.overhead import PLAIN_VLLM, plain_environment
 from bench.site import ENGINE_FLAGS
+from kvmig_tools.nursery import Nursery, forked_for
 from kvmig_tools.served import Served
 
 INSTANCES = (1, 2, 3)
@@ -27,10 +29,11 @@ TIMEOUT_S = 120.0
 
 
 def processes(served: Served) -> list[psutil.Process]:
-    """The server and its children."""
+    """The server, its children and what a nursery has forked for it."""
     assert served.process is not None
     root = psutil.Process(served.process.pid)
-    return [root, *root.children(recursive=True)]
+    forked = map(psutil.Process, forked_for(root.pid))
+    return list({root, *root.children(recursive=True), *forked})
 
 
 def cpu_s(served: Served) -> float:
@@ -44,15 +47,22 @@ def mib(several: Sequence[psutil.Process]) -> list[float]:
     return [one.memory_full_info().pss / (1 << 20) for one in several]
 
 
-def started(instances: int) -> list[dict[str, object]]:
-    """kvmig from nothing; with two also what one more costs."""
+def forked() -> list[dict[str, object]]:
+    """Two instances in a nursery."""
+    with Nursery("vllm") as nursery:
+        return started(2, nursery)
+
+
+def started(instances: int, nursery: Nursery | None = None) -> list[dict[str, object]]:
+    """kvmig from nothing; with two also what one more costs. nursery: or forked there."""
     began = time.monotonic()
-    with Served([*ENGINE_FLAGS, f"--instances={instances}"]) as served:
+    where = "" if nursery is None else " in a nursery"
+    with Served([*ENGINE_FLAGS, f"--instances={instances}"], nursery=nursery) as served:
         up = {"ready_s": time.monotonic() - began, "cpu_s": cpu_s(served)}
         here = [one for one in processes(served) if INSTANCE in one.cmdline()]
-        rows = [{"what": f"{instances} instances", **up, "pss_mib": median(mib(here))}]
+        rows = [{"what": f"{instances} instances{where}", **up, "pss_mib": median(mib(here))}]
         if instances == 2:
-            rows.append({"what": "one more", **_one_more(served, up["cpu_s"])})
+            rows.append({"what": f"one more{where}", **_one_more(served, up["cpu_s"])})
         return [dict(row) for row in rows]
 
 
@@ -83,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         result.samples.append(plain())
         for instances in INSTANCES:
             result.samples += started(instances)
+        result.samples += forked()
         report.say(f"{number + 1} of {repeats}")
     for row in result.samples:
         for field in row.keys() - {"what"}:

@@ -13,14 +13,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import httpx
 
+from kvmig.cli.forks import HANDED
 from kvmig.cli.processes import how_it_ended
 from kvmig.ground.discreet import ADMIN_KEY
 from kvmig.ground.errors import StartupError
 from kvmig.models import BUNDLED
+from kvmig_tools.nursery import ForkedServer, Nursery
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
@@ -55,7 +57,8 @@ def free_port() -> int:
 class Served:
     """`python -m MODULE MODEL flags` until it answers /health; ended at the end of the block.
 
-    MODULE is kvmig.serve, or plain vLLM for comparison. log: where its output goes.
+    MODULE is kvmig.serve, or plain vLLM for comparison. nursery: it is forked there, in an
+    environment like the nursery's. log: where its output goes.
     host: address that it listens on. enter: a command that runs it elsewhere, such as nsenter.
     admin_key: of the admin API, which needs one where host isn't this machine only.
     """
@@ -67,6 +70,7 @@ class Served:
         model: str | Path = BUNDLED,
         command: Sequence[str] = ("-m", "kvmig.serve"),
         environment: Mapping[str, str] | None = None,
+        nursery: Nursery | None = None,
         log: Path | None = None,
         host: str = "127.0.0.1",
         enter: Sequence[str] = (),
@@ -75,13 +79,14 @@ class Served:
         self.model = str(model)
         self.port = free_port()
         self.url = f"http://{host}:{self.port}"
-        self._command = [
-            *enter, sys.executable, *command, self.model,
-            "--port", str(self.port), "--host", host, "--disable-uvicorn-access-log",
+        self._flags = [
+            self.model, "--port", str(self.port), "--host", host, "--disable-uvicorn-access-log",
             *flags,
         ]  # fmt: skip
+        self._command = [*enter, sys.executable, *command, *self._flags]
         own = {ADMIN_KEY: admin_key} if admin_key else {}
-        self._environment = {**os.environ, **(environment or {}), **own}
+        base = os.environ if nursery is None else nursery.environment
+        self._environment = {**base, **(environment or {}), **own}
         self._log_path = log
         # Without certificates, which take 30 ms to load: it is plain HTTP.
         headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
@@ -91,7 +96,7 @@ class Served:
             verify=False,
             limits=httpx.Limits(keepalive_expiry=KEEP_S),
         )
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedServer | None = None
 
     def start(self) -> None:
         """Raises StartupError with the end of its output if it does not come up."""
@@ -99,9 +104,7 @@ class Served:
             self._log_path.write_bytes(b"")
         log = self._log_path.open("ab") if self._log_path else None
         try:
-            self.process = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=log
-            )
+            self.process = self._begin(log)
         finally:
             if log is not None:
                 log.close()
@@ -112,13 +115,20 @@ class Served:
                 self.stop()
             raise
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+    def _begin(self, log: IO[bytes] | None) -> subprocess.Popen[bytes] | ForkedServer:
+        if HANDED in self._environment:
+            output = None if log is None else log.fileno()
+            try:
+                return ForkedServer(self._flags, self._environment, output)
+            except StartupError as error:
+                print(f"{error}; this server starts by itself", file=sys.stderr)
+        return subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
+
+    def _wait(self, process: subprocess.Popen[bytes] | ForkedServer) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
-            if process.poll() is not None:
-                raise StartupError(
-                    f"the server ended ({how_it_ended(process.returncode)})\n{self._last_words()}"
-                )
+            if (code := process.poll()) is not None:
+                raise StartupError(f"the server ended ({how_it_ended(code)})\n{self._last_words()}")
             if time.monotonic() > deadline:
                 raise StartupError(f"not up in {START_TIMEOUT_S:g} s\n{self._last_words()}")
             try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests import fake_gpu
 from tests.leaks import Footprint, assert_server_is_empty
@@ -48,11 +49,18 @@ def gpus() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def two_instances(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def nursery() -> Iterator[Nursery]:
+    """Where servers of vLLM are forked, which then import nothing."""
+    with Nursery("vllm") as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def two_instances(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """kvmig.serve with two instances of the bundled model."""
     log = tmp_path_factory.mktemp("served") / "log"
     flags = [*SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, "--shutdown-timeout=5"]
-    with Served(flags, log=log) as served:
+    with Served(flags, nursery=nursery, log=log) as served:
         yield served
         footprint = Footprint.of(served)
     footprint.assert_gone()

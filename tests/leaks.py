@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from kvmig_tools.nursery import forked_for
 from kvmig_tools.served import Served
 
 PATIENCE_S = 10.0
@@ -53,7 +54,8 @@ class Footprint:
         """Now."""
         assert served.process is not None
         server = psutil.Process(served.process.pid)
-        processes = [server, *server.children(recursive=True)]
+        forked = [psutil.Process(pid) for pid in forked_for(server.pid)]
+        processes = list({server, *server.children(recursive=True), *forked})
         mapped = set()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):

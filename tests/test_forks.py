@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from kvmig.cli.environment import llumlet_environment
-from kvmig.cli.forks import TITLE, Fork, Forks
+from kvmig.cli.forks import LLUMLET, Fork, Forks
 from kvmig.cli.processes import UNSEEN, Announcement, Child, Process
 from kvmig.ground.errors import StartupError
 
 THREADS = 4
 """Of an instance: what it is forked from has one all the same."""
-ENGINE = "transformers"  # the one that loads faster
+ENGINE = "toy"  # it loads in a moment
 OURS = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 ENVIRONMENT = llumlet_environment(ENGINE, [], THREADS, OURS)
 PATIENCE_S = 60.0
@@ -81,7 +81,7 @@ async def test_a_forks_death_is_told_and_the_next_one_starts(
         fork = await waiting.begin(forks)
         deadline = time.monotonic() + PATIENCE_S
         process = psutil.Process(fork.pid)
-        while TITLE not in process.cmdline():
+        while LLUMLET not in process.cmdline():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         assert process.environ()["OMP_NUM_THREADS"] == str(THREADS)
@@ -107,6 +107,19 @@ async def test_forks_outlive_a_killed_fork_server_and_another_takes_its_place(
     for one, end in ((fork, UNSEEN), (another, -9)):
         one.kill()
         assert await code(one) == end
+
+
+async def test_a_fork_whose_fork_server_hangs_is_seen_to_end(
+    forks: Forks, waiting: Waiting
+) -> None:
+    fork = await waiting.begin(forks)
+    server = psutil.Process(fork.pid).parent()
+    assert server is not None
+    server.suspend()
+
+    fork.kill()
+
+    assert await code(fork) == UNSEEN
 
 
 async def test_one_that_cannot_load_is_not_asked_again(waiting: Waiting) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests import tiny_blip2, tiny_lora
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
@@ -29,7 +30,7 @@ ADAPTERS = ("one", "two")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("kinds")
     adapters = (
         f"{name}={tiny_lora.make(folder, number, 'language_model.')}"
@@ -42,7 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ]  # fmt: skip
     model = folder / "blip2"
     model.mkdir()
-    with Served(flags, model=tiny_blip2.make(model), log=folder / "log") as served:
+    tiny_blip2.make(model)
+    with Served(flags, model=model, nursery=nursery, log=folder / "log") as served:
         yield served
         footprint = Footprint.of(served)
     footprint.assert_gone()

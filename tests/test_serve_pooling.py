@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests.leaks import Footprint, assert_server_is_empty
 
@@ -18,12 +19,13 @@ PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     flags = [
         *SMALL, "--instances=2", "--runner=pooling", "--convert=embed", "--failover-timeout=0.1",
         "--shutdown-timeout=5",
     ]  # fmt: skip
-    with Served(flags, log=tmp_path_factory.mktemp("pooling") / "log") as served:
+    log = tmp_path_factory.mktemp("pooling") / "log"
+    with Served(flags, nursery=nursery, log=log) as served:
         yield served
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from bench.models import QWEN3, model_folder
 from bench.real import FLAGS
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, row_of, run_moved, run_unmoved
@@ -26,10 +27,10 @@ PROMPT = [number * number % 5000 for number in range(2 * BLOCK + 20)]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("real")
     model = model_folder("qwen3-0.6b", folder)
-    with Served(FLAGS, model=model, log=folder / "log") as served:
+    with Served(FLAGS, model=model, nursery=nursery, log=folder / "log") as served:
         yield served
         assert_server_is_empty(served)
         footprint = Footprint.of(served)

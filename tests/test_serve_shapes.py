@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import SHM, Footprint, assert_server_is_empty
@@ -29,13 +30,13 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def mixed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """i0: one worker, blocks of 32 tokens; i1: two workers, blocks of 64."""
     before = names()
     log = tmp_path_factory.mktemp("mixed") / "log"
     flags = [*SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, OTHER, "--shutdown-timeout=5"]
     flags.append("--inexact-moves")
-    with Served(flags, log=log) as served:
+    with Served(flags, nursery=nursery, log=log) as served:
         yield served
         footprint = Footprint.of(served)
     footprint.assert_gone()

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from kvmig.models import BUNDLED
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests import count_down
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
@@ -27,13 +28,15 @@ LONG = 7000
 
 
 @pytest.fixture(scope="module")
-def replaced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
+def replaced(
+    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Served, Path]]:
     """Two instances of a copy of the bundled model, and the folder."""
     folder = tmp_path_factory.mktemp("weights")
     model = folder / "model"
     shutil.copytree(BUNDLED, model)
     flags = [*SMALL, *PATIENT, NEVER_BY_ITSELF, "--instances=2", "--heartbeat-timeout=20"]
-    with Served(flags, model=model, log=folder / "log") as served:
+    with Served(flags, model=model, nursery=nursery, log=folder / "log") as served:
         yield served, model
         footprint = Footprint.of(served)
     footprint.assert_gone()

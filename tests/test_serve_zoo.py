@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, place, run_moved, run_unmoved, run_whole
@@ -17,7 +18,12 @@ from tests.zoo import FAMILIES, make
 
 pytestmark = pytest.mark.server
 
-VLLMS = ("--enforce-eager", "--max-model-len=1216", "--max-num-seqs=8")
+VLLMS = (
+    "--enforce-eager",
+    "--kv-cache-memory-bytes=1g",
+    "--max-model-len=1216",
+    "--max-num-seqs=8",
+)
 """So that it starts quickly; all of them are vLLM's."""
 SMALL_STEPS = "--max-num-batched-tokens=128"
 """A larger step that passes the end of a block of Mamba 2 states ends vLLM 0.32 on a CPU."""
@@ -40,13 +46,14 @@ PATIENCE_S = 120.0
     ],
 )
 def family(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    nursery: Nursery,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("zoo")
     flags = [*VLLMS, *FLAGS.get(request.param, ())]
-    own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     model = make(request.param, folder)
-    with Served(flags, model=model, environment=own, log=folder / "log") as served:
+    with Served(flags, model=model, nursery=nursery, log=folder / "log") as served:
         yield served
         footprint = Footprint.of(served)
     footprint.assert_gone()

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kvmig.engines.toy.script import Script, ScriptFile
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 
 
@@ -21,6 +22,7 @@ class Toys(Served):
         folder: Path,
         *,
         environment: Mapping[str, str] | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
         """folder: where its log and its script go."""
         path = folder / "script"
@@ -28,6 +30,7 @@ class Toys(Served):
             ["--engine=toy", f"--script={path}", *flags],
             model="toy",
             environment=environment,
+            nursery=nursery,
             log=folder / "log",
         )
         self._script = ScriptFile(str(path))

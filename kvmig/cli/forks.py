@@ -3,7 +3,8 @@
 Importing vLLM takes seconds of a core, for every instance again. The fork server does it once,
 while the launcher itself reads its flags; an instance is then a fork of it, also one that comes
 later or comes back. `Forks` is the launcher's side; the fork server itself is
-`python -m kvmig.cli.forks DESCRIPTOR ENGINE`, for the launcher only.
+`python -m kvmig.cli.forks DESCRIPTOR ENGINE`, for the launcher only. One for all launchers of a
+host is `python -m kvmig.nursery`; a launcher is handed its socket in `HANDED`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import hashlib
+import importlib
 import logging
 import os
+import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,29 +34,152 @@ from kvmig.cli.environment import with_tree
 from kvmig.cli.processes import UNSEEN, begin_loading, end_loading, leave, quiet, say
 from kvmig.controlplane.child import lead_group
 from kvmig.engines.kind import kind_of
+from kvmig.ground.discreet import ADMIN_KEY, SECRET
 from kvmig.ground.errors import StartupError
 
-MAY_DIFFER = frozenset(("CUDA_VISIBLE_DEVICES",))
-"""Variables that libraries read only when their engine is made."""
+HANDED = "KVMIG_FORK_SERVER"
+"""Environment variable: the socket of a fork server that a launcher shares with others."""
+MAY_DIFFER = frozenset(("CUDA_VISIBLE_DEVICES", SECRET, ADMIN_KEY, HANDED))
+"""Variables that libraries read only when their engine is made, and kvmig's own."""
 LOAD_S = 120.0
 FORK_S = 5.0
-TITLE = "kvmig.cli.llumlet"
-MESSAGE_BYTES = 4096
+JOIN_S = 5.0
+"""For a fork server that has loaded to say what it forks."""
+TELL_S = 1.0
+"""For a fork server to tell how a process ended that is seen to have ended."""
+ENGINE = "engine"
+INSTANCES, SERVERS = "the environment of instances", "the environment of servers"
+"""What a `Loaded` names besides `likeness`; environments by their `digest`."""
+LLUMLET = "kvmig.cli.llumlet"
+MESSAGE_BYTES = 1 << 18
+"""More than an environment has, and than Linux lets through."""
 
 
-class ForkOrder(msgspec.Struct, frozen=True):
-    """Fork once. With it come the child's stdin and the descriptor it announces on."""
+class ForkOrder(msgspec.Struct, frozen=True, tag=True):
+    """Fork once, into what `python -m module words` would be.
 
-    environment: dict[str, str]
-    """What differs from the fork server's own."""
+    With it come its stdin, stdout and stderr, then descriptors whose numbers follow the words.
+    """
+
+    module: str
+    words: Sequence[str]
+    environment: Mapping[str, str]
 
 
-class ForkNews(msgspec.Struct, frozen=True):
-    """From the fork server: loaded (no pid), forked (no code) or ended."""
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """From the fork server, first. likeness: see `likeness`; nothing for its own launcher."""
 
-    pid: int = 0
-    code: int | None = None
-    """Negative: the signal that killed it."""
+    likeness: Mapping[str, str]
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    """The order is carried out."""
+
+    pid: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The order isn't."""
+
+    why: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """How a fork ended. code: negative: the signal that killed it."""
+
+    pid: int
+    code: int
+
+
+ForkNews = Loaded | Forked | Refused | Ended
+
+
+def send_order(sock: socket.socket, order: ForkOrder, descriptors: Sequence[int]) -> None:
+    """Order a fork, which gets copies of the descriptors. Raises OSError."""
+    rights = array.array("i", descriptors)
+    sock.sendmsg([msgspec.msgpack.encode(order)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+
+
+def hear_news(sock: socket.socket) -> ForkNews | None:
+    """What a fork server tells; None if it is gone.
+
+    Raises BlockingIOError or TimeoutError if there is nothing.
+    """
+    try:
+        message = sock.recv(MESSAGE_BYTES)
+    except (BlockingIOError, TimeoutError):
+        raise
+    except OSError:
+        return None
+    return msgspec.msgpack.decode(message, type=ForkNews) if message else None
+
+
+# -- what must be alike for a fork to be as good as a process that is started
+
+
+def digest(environment: Mapping[str, str]) -> str:
+    """Of what libraries read of an environment when they are loaded."""
+    fixed = sorted((name, text) for name, text in environment.items() if name not in MAY_DIFFER)
+    return hashlib.blake2b(repr(fixed).encode(), digest_size=16).hexdigest()
+
+
+def likeness() -> dict[str, str]:
+    """What a fork has from its fork server and can't change, by name, but for what was loaded when.
+
+    Files: when kvmig's were written, and when a package was installed last.
+    """
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    limits: dict[str, tuple[int, ...]] = {
+        name: resource.getrlimit(getattr(resource, name)) for name in names
+    }
+    limits["RLIMIT_NOFILE"] = limits["RLIMIT_NOFILE"][1:]  # every launcher raises the first
+    status = Path("/proc/self/status").read_text().splitlines()
+    rights = ("Umask", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp:", "Cpus_allowed:")
+    ours = Path(__file__).parent.parent.rglob("*.py")
+    files = [max(file.stat().st_mtime_ns for file in ours)]
+    files.append(Path(sysconfig.get_path("purelib")).stat().st_mtime_ns)
+    return {
+        "interpreter": sys.executable,
+        "installed files": repr(files),
+        "working directory": str(Path.cwd()),
+        "user and rights": "\n".join(line for line in status if line.startswith(rights)),
+        "limits": repr(limits),
+        "priority": f"{os.getpriority(os.PRIO_PROCESS, 0)}",
+        "session": f"{os.getsid(0)}",
+        "control group": Path("/proc/self/cgroup").read_text(),
+        "namespaces": repr(sorted(map(str, map(Path.readlink, Path("/proc/self/ns").iterdir())))),
+    }
+
+
+def join(address: str, wanted: Mapping[str, str]) -> socket.socket:
+    """Connect to a fork server for several, which must be like that. Raises StartupError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(JOIN_S)
+        sock.connect(address)
+        if user_of(sock) != os.geteuid():
+            raise StartupError(f"the fork server at {address} is another user's")
+        news = hear_news(sock)
+        if not isinstance(news, Loaded):
+            raise StartupError(f"the fork server at {address} has ended")
+        found = news.likeness
+        differ = [name for name, value in wanted.items() if found.get(name) != value]
+        if differ:
+            raise StartupError(f"the fork server at {address} differs in {', '.join(differ)}")
+    except (OSError, msgspec.DecodeError) as error:
+        sock.close()
+        raise StartupError(f"no fork server at {address}: {error}") from error
+    except StartupError:
+        sock.close()
+        raise
+    return sock
+
+
+def user_of(sock: socket.socket) -> int:
+    """The user at the other end."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return int(user)
 
 
 # -- the launcher's side
@@ -59,15 +188,26 @@ class ForkNews(msgspec.Struct, frozen=True):
 class Forks:
     """All that is forked on this host: the launcher's way to its fork server, and the next one."""
 
-    def __init__(self, engine: str, environment: Mapping[str, str]) -> None:
-        """Start a fork server at once. engine: see `kind_of`. Raises StartupError."""
+    def __init__(self, engine: str, environment: Mapping[str, str], handed: str = "") -> None:
+        """Start a fork server at once, where the one behind the socket `handed` doesn't suit.
+
+        engine: see `kind_of`. Raises StartupError.
+        """
         self._engine = engine
         self._base = dict(environment)
         self._environment = self._base
-        self._servers = [ForkServer(engine, environment)]
+        self._servers: list[ForkServer] = []
+        if handed:
+            try:
+                wanted = {**likeness(), ENGINE: engine, INSTANCES: digest(environment)}
+                self._servers.append(ForkServer(join(handed, wanted)))
+            except StartupError as error:
+                say(f"{error}; this server starts its own")
+        if not self._servers:
+            self._begin()
 
     def close(self) -> None:
-        """End them; what was forked doesn't mind."""
+        """End our own; what was forked doesn't mind."""
         for server in self._servers:
             server.close()
 
@@ -87,8 +227,7 @@ class Forks:
         """
         if self._servers[-1].gone:
             self._begin()
-        differs = {name: environment[name] for name in MAY_DIFFER if name in environment}
-        return await self._servers[-1].fork(differs, stdin, announced)
+        return await self._servers[-1].fork(environment, stdin, announced)
 
     def renew(self, tree: str) -> None:
         """Fork from what is on disk now: kvmig, libraries; the engine in `tree`, if one is given.
@@ -101,49 +240,58 @@ class Forks:
 
     def _begin(self) -> None:
         self._servers = [one for one in self._servers if not one.gone]
-        self._servers.append(ForkServer(self._engine, self._environment))
+        self._servers.append(ForkServer.begin(self._engine, self._environment))
 
 
 class ForkServer:
     """The launcher's end of one process. It may die: what it has forked goes on."""
 
-    def __init__(self, engine: str, environment: Mapping[str, str]) -> None:
-        """Start it at once. engine: see `kind_of`. Raises StartupError."""
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        """sock: closed with this. process: our own; None: shared with others, and loaded."""
+        self._sock = sock
         self._sock.setblocking(False)
-        words = ["-m", "kvmig.cli.forks", str(theirs.fileno()), engine]
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, *words],
-                    env=dict(environment),
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                )
-            except OSError as error:
-                self._sock.close()
-                raise StartupError(f"the fork server can't be started: {error}") from error
-        self.gone = self.worked = False
+        self._process = process
+        self.gone = False
+        self.worked = process is None
         self._retired = False
         self._turn = asyncio.Lock()
         self._forks: dict[int, Fork] = {}
         self._loaded: asyncio.Future[None] | None = None
         self._asked: asyncio.Future[Fork] | None = None
 
+    @classmethod
+    def begin(cls, engine: str, environment: Mapping[str, str]) -> ForkServer:
+        """Start one of our own at once. Raises StartupError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = ["-m", "kvmig.cli.forks", str(theirs.fileno()), engine]
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, *words],
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                )
+            except OSError as error:
+                ours.close()
+                raise StartupError(f"the fork server can't be started: {error}") from error
+        return cls(ours, process)
+
     def close(self) -> None:
-        """End it; what it has forked doesn't mind."""
+        """Leave it, and end it if it is our own; what it has forked doesn't mind."""
         self._sock.close()
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def retire(self) -> None:
-        """End it when all that it has forked has ended."""
+        """Close when all that it has forked has ended."""
         self._retired = True
         if not self._forks:
             self._give_up()
 
-    async def fork(self, environment: dict[str, str], stdin: int, announced: int) -> Fork:
-        """One more llumlet; environment: what differs from its own. See `Forks.fork`."""
+    async def fork(self, environment: Mapping[str, str], stdin: int, announced: int) -> Fork:
+        """One more llumlet. See `Forks.fork`."""
         async with self._turn:
             try:
                 loaded = self._listen()
@@ -151,11 +299,8 @@ class ForkServer:
                     await asyncio.shield(loaded)
                 async with asyncio.timeout(FORK_S):
                     self._asked = asyncio.get_running_loop().create_future()
-                    rights = array.array("i", (stdin, announced))
-                    self._sock.sendmsg(
-                        [msgspec.msgpack.encode(ForkOrder(environment))],
-                        [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)],
-                    )
+                    order = ForkOrder(LLUMLET, (), environment)
+                    send_order(self._sock, order, (stdin, 1, 2, announced))
                     return await self._asked
             except OSError as error:  # a TimeoutError too
                 self._give_up()
@@ -169,32 +314,34 @@ class ForkServer:
         if self._loaded is None:
             loop = asyncio.get_running_loop()
             self._loaded = loop.create_future()
+            if self.worked:
+                self._loaded.set_result(None)
             loop.add_reader(self._sock, self._hear)
         return self._loaded
 
     def _hear(self) -> None:
         try:
-            message = self._sock.recv(MESSAGE_BYTES)
+            news = hear_news(self._sock)
         except BlockingIOError:
             return
-        except OSError:
-            message = b""
-        if not message:
-            self._give_up()
-            return
-        news = msgspec.msgpack.decode(message, type=ForkNews)
-        if not news.pid:
-            assert self._loaded is not None
-            self._loaded.set_result(None)
-            self.worked = True
-        elif news.code is None:
-            fork = self._forks[news.pid] = Fork(news.pid)
-            if self._asked is not None and not self._asked.done():
-                self._asked.set_result(fork)
-        else:
-            self._forks.pop(news.pid).end(news.code)
-            if self._retired and not self._forks:
+        match news:
+            case None:
                 self._give_up()
+            case Loaded():
+                assert self._loaded is not None
+                self._loaded.set_result(None)
+                self.worked = True
+            case Forked(pid):
+                fork = self._forks[pid] = Fork(pid)
+                if self._asked is not None and not self._asked.done():
+                    self._asked.set_result(fork)
+            case Refused(why):
+                if self._asked is not None and not self._asked.done():
+                    self._asked.set_exception(StartupError(f"the fork server can't fork: {why}"))
+            case Ended(pid, code):
+                self._forks.pop(pid).end(code)
+                if self._retired and not self._forks:
+                    self._give_up()
 
     def _give_up(self) -> None:
         """It is gone, or as good as."""
@@ -206,18 +353,26 @@ class ForkServer:
         for waiting in (self._loaded, self._asked):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(BrokenPipeError("it ended"))
-        for fork in self._forks.values():
-            fork.watch()
         self._forks.clear()
 
 
 class Fork:
-    """A `processes.Process` whose parent is the fork server, which tells how it ends."""
+    """A `processes.Process` whose parent is the fork server, which tells how it ends.
+
+    That it ended is seen here, too: a fork server may die, or hang.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        try:
+            watched = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._loop.call_later(TELL_S, self.end, UNSEEN)
+        else:
+            self._loop.add_reader(watched, self._seen, watched)
 
     def end(self, code: int) -> None:
         """Note how it ended."""
@@ -225,21 +380,10 @@ class Fork:
             self.returncode = code
             self._ended.set()
 
-    def watch(self) -> None:
-        """Nobody will tell: see for ourselves."""
-        try:
-            watched = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            self.end(UNSEEN)
-            return
-        loop = asyncio.get_running_loop()
-
-        def ended() -> None:
-            loop.remove_reader(watched)
-            os.close(watched)
-            self.end(UNSEEN)
-
-        loop.add_reader(watched, ended)
+    def _seen(self, watched: int) -> None:
+        self._loop.remove_reader(watched)
+        os.close(watched)
+        self._loop.call_later(TELL_S, self.end, UNSEEN)
 
     async def wait(self) -> int:
         await self._ended.wait()
@@ -262,25 +406,29 @@ class Fork:
 
 def main(argv: Sequence[str]) -> int:
     """Load, then fork as often as the launcher wants, until it is gone."""
+    if why := load(argv[2]):
+        say(f"instances start without a fork server: {why}")
+        return 1
+    launcher = socket.socket(fileno=int(argv[1]))
+    tell(launcher, Loaded({}))
+    return serve([launcher])
+
+
+def load(engine: str, more: Sequence[str] = ()) -> str:
+    """Make this process one to be forked; why it can't be, or nothing.
+
+    more: modules to be loaded besides those of an instance.
+    """
     lead_group()
     quiet("fork server")
     begin_loading()
-    from kvmig.cli import llumlet  # before the first fork; the launcher doesn't need it
-
-    kind = kind_of(argv[2])
+    kind = kind_of(engine)
     kind.prepare()
     kind.load()
-    if why := unsafe():
-        say(f"instances start without a fork server: {why}")
-        return 1
+    for module in (LLUMLET, *more):
+        importlib.import_module(module)
     end_loading()
-    with socket.socket(fileno=int(argv[1])) as sock:
-        forked = serve(sock)
-    if forked is None:
-        return 0
-    order, (stdin, announced) = forked
-    become_llumlet(order, stdin)
-    return llumlet.main([TITLE, str(announced)])
+    return unsafe()
 
 
 def unsafe() -> str:
@@ -294,59 +442,148 @@ def unsafe() -> str:
     return ""
 
 
-def serve(sock: socket.socket) -> tuple[ForkOrder, list[int]] | None:
-    """Take orders and tell of ends, until the launcher's end of the socket is closed.
+class Listening(msgspec.Struct):
+    """Where clients of a fork server for several come from, as long as `lifeline` is open."""
 
-    Returns in each fork, too, with what it shall be: whatever it raises later is its own.
-    """
-    hears, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wakes)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        tell(sock, ForkNews())
-        while True:
-            readable, _, _ = select.select([sock.fileno(), hears], [], [])
-            if hears in readable:
-                os.read(hears, 4096)
-                for news in ended():
-                    tell(sock, news)
-            if sock.fileno() in readable:
-                message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES, 2)
-                if not message:
-                    break
-                order = msgspec.msgpack.decode(message, type=ForkOrder)
-                pid = os.fork()
-                if pid == 0:
-                    return order, descriptors
-                for one in descriptors:
-                    os.close(one)
-                tell(sock, ForkNews(pid))
-    return None
+    sock: socket.socket
+    lifeline: int
+    first: Loaded
+    """What each client is told."""
 
 
-def become_llumlet(order: ForkOrder, stdin: int) -> None:
-    """Make this process as if started by `python -m kvmig.cli.llumlet`."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.dup2(stdin, 0)
-    os.close(stdin)
-    os.environ.update(order.environment)
+def serve(clients: list[socket.socket], listening: Listening | None = None) -> int:
+    """Fork for clients until nobody can want a fork any more; each fork returns its own status."""
+    forks = _Forking(clients, listening)
+    while (forked := forks.turn()) is None:
+        if not (forks.clients or forks.listening):
+            forks.close()
+            return 0
+    forks.close()
+    return become(*forked)
+
+
+class _Forking:
+    """The fork server's sockets, and whose each fork is."""
+
+    def __init__(self, clients: list[socket.socket], listening: Listening | None) -> None:
+        self.clients = clients
+        self.listening = listening
+        self._whose: dict[int, socket.socket] = {}
+        self._hears, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakes)
+        self._wakes = wakes
+        for one in clients:
+            one.setblocking(False)
+
+    def close(self) -> None:
+        """Close all sockets. Also in a fork, which has copies of them."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(self._hears)
+        os.close(self._wakes)
+        for one in self.clients:
+            one.close()
+        if self.listening is not None:
+            self.listening.sock.close()
+
+    def turn(self) -> tuple[ForkOrder, list[int]] | None:
+        """Wait for what comes, and do it; in a fork: what it shall be, with what descriptors."""
+        watched: list[socket.socket | int] = [self._hears, *self.clients]
+        if self.listening is not None:
+            watched += self.listening.sock, self.listening.lifeline
+        ready, _, _ = select.select(watched, [], [])
+        if self._hears in ready:
+            os.read(self._hears, 4096)
+            for news in ended():
+                self._tell(self._whose.pop(news.pid, None), news)
+        if self.listening is not None:
+            if self.listening.lifeline in ready and not os.read(self.listening.lifeline, 4096):
+                self._end()
+                return None
+            if self.listening.sock in ready:
+                self._take(self.listening)
+        for client in [one for one in self.clients if one in ready]:
+            if forked := self._fork_for(client):
+                return forked
+        return None
+
+    def _take(self, listening: Listening) -> None:
+        with contextlib.suppress(OSError):  # whoever came has gone again
+            client, _ = listening.sock.accept()
+            client.setblocking(False)
+            if user_of(client) != os.geteuid():
+                client.close()
+                return
+            self.clients.append(client)
+            self._tell(client, listening.first)
+
+    def _fork_for(self, client: socket.socket) -> tuple[ForkOrder, list[int]] | None:
+        descriptors: list[int] = []
+        try:
+            flags = socket.MSG_CMSG_CLOEXEC
+            message, descriptors, _, _ = socket.recv_fds(client, MESSAGE_BYTES, 8, flags)
+            order = msgspec.msgpack.decode(message, type=ForkOrder)
+            if (pid := os.fork()) == 0:
+                return order, descriptors
+            self._whose[pid] = client
+            self._tell(client, Forked(pid))
+        except msgspec.DecodeError:  # it has gone, or speaks otherwise
+            self._drop(client)
+        except OSError as error:
+            self._tell(client, Refused(str(error)))
+        for one in descriptors:
+            os.close(one)
+        return None
+
+    def _tell(self, client: socket.socket | None, news: ForkNews) -> None:
+        if client is not None and client in self.clients:
+            try:
+                tell(client, news)
+            except OSError:  # gone, or it doesn't listen
+                self._drop(client)
+
+    def _drop(self, client: socket.socket) -> None:
+        self.clients.remove(client)
+        client.close()
+
+    def _end(self) -> None:
+        assert self.listening is not None
+        self.listening.sock.close()
+        self.listening = None
+        for client in list(self.clients):
+            self._drop(client)
+
+
+def become(order: ForkOrder, descriptors: Sequence[int]) -> int:
+    """Make this process as if started by `python -m`; its exit status."""
+    standard, rest = descriptors[:3], descriptors[3:]
+    for number, one in enumerate(standard):
+        os.dup2(one, number)
+        os.close(one)
+    lead_group()
     os.environ["SPT_NOENV"] = "1"  # setproctitle: leave what ps shows of our environment
-    setproctitle.setproctitle(TITLE)
-    logging.root.handlers.clear()  # lines get the llumlet's own name
+    setproctitle.setproctitle(" ".join((order.module, *order.words)))
+    os.environ.clear()
+    os.environ.update(order.environment)
+    logging.root.handlers.clear()  # lines get the process's own name
+    words = [*order.words, *map(str, rest)]
+    sys.argv = [order.module, *words]
+    status: int = importlib.import_module(order.module).main(words)
+    return status
 
 
-def ended() -> list[ForkNews]:
+def ended() -> list[Ended]:
     """Reap the children that have ended since."""
     news = []
     with contextlib.suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
-            news.append(ForkNews(child[0], os.waitstatus_to_exitcode(child[1])))
+            news.append(Ended(child[0], os.waitstatus_to_exitcode(child[1])))
     return news
 
 
 def tell(sock: socket.socket, news: ForkNews) -> None:
-    """One message. Raises OSError if the launcher is gone."""
+    """One message. Raises OSError if the client is gone."""
     sock.send(msgspec.msgpack.encode(news))
 
 

@@ -60,12 +60,12 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
         await llumlet.close(STOP_S)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Launch document on stdin, the announcement on the file descriptor named by argv[1]."""
-    if len(argv) != 2 or not argv[1].isdecimal():
+def main(words: Sequence[str]) -> int:
+    """Launch document on stdin, the announcement on the file descriptor that is the one word."""
+    if len(words) != 1 or not words[0].isdecimal():
         print("usage: python -m kvmig.cli.llumlet DESCRIPTOR", file=sys.stderr)
         return 2
-    descriptor = int(argv[1])
+    descriptor = int(words[0])
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     begin_loading()
     launch: LlumletLaunch | None = None
@@ -86,4 +86,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv))
+    leave(main(sys.argv[1:]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from kvmig.cli.environment import gpus, llumlet_environment, with_tree, worker_threads
-from kvmig.cli.forks import Forks
+from kvmig.cli.forks import HANDED, Forks
 from kvmig.cli.processes import STOP_S, Child, Handle, LlumletLaunch, Process, running
 from kvmig.ground.errors import StartupError
 from kvmig.kvtransfer.transports.shm import sweep
@@ -25,13 +25,16 @@ class Host:
     """
 
     def __init__(self, engine: str, instances: int) -> None:
-        """Start the fork server. instances: planned. Raises StartupError."""
+        """Start the fork server, or join the one that is handed. instances: planned.
+
+        Raises StartupError.
+        """
         self.gpus = gpus()
         self._environment = dict(os.environ)
         # How many workers an instance has isn't known yet; with several, forks don't suit.
         threads = worker_threads([1] * instances)
         environment = llumlet_environment(engine, self.gpus, threads, self._environment)
-        self._forks = Forks(engine, environment)
+        self._forks = Forks(engine, environment, os.environ.get(HANDED, ""))
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,105 @@
+"""`python -m kvmig.nursery ENGINE SOCKET`: one fork server for all servers of a host.
+
+It loads what instances and front ends of that engine need, then listens on SOCKET until its stdin
+ends. A `kvmig.serve` with KVMIG_FORK_SERVER=SOCKET forks its instances there; whoever sends a
+`ForkOrder` for `kvmig.serve` has that forked, too, and it serves within a second. Only the user
+who started the nursery may connect. A process that a fork couldn't be like (`forks.likeness`) is
+started in the usual way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from kvmig.cli.environment import gpus, llumlet_environment, raise_open_files, worker_threads
+from kvmig.cli.forks import (
+    ENGINE,
+    INSTANCES,
+    SERVERS,
+    Listening,
+    Loaded,
+    digest,
+    likeness,
+    load,
+    serve,
+)
+from kvmig.cli.processes import leave, quiet, say
+from kvmig.engines.kind import kind_of
+from kvmig.ground.config import ENGINES, ClusterConfig
+from kvmig.ground.errors import ConfigError, KvmigError, StartupError
+
+FRONT_END = ("kvmig.serve", "kvmig.gateway.app", "kvmig.gateway.metrics", "kvmig.gateway.router")
+API = {"vllm": "kvmig.openai_server.vllm"}
+"""Of a front end, by engine; others' is `token_server`."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Exit code 0 after the end of stdin, 2 for what is wrong before it listens."""
+    if not 2 <= len(words) <= 3 or words[0] not in ENGINES:
+        say(f"usage: python -m kvmig.nursery ENGINE SOCKET; ENGINE is one of {', '.join(ENGINES)}")
+        return 2
+    engine, address = words[:2]
+    if len(words) == 2:
+        start_again(engine, address)
+    try:
+        quiet("nursery")
+        raise_open_files()
+        kind_of(engine).prepare()
+        # Before it loads: what is on disk now, and the environment as launchers have it then.
+        alike = {**likeness(), ENGINE: engine, SERVERS: words[2], INSTANCES: digest(os.environ)}
+        if why := load(engine, [*FRONT_END, API.get(engine, "kvmig.openai_server.token_server")]):
+            raise StartupError(f"{engine} can't be forked: {why}")
+        with listening(address) as sock:
+            return serve([], Listening(sock, sys.stdin.fileno(), Loaded(alike)))
+    except KvmigError as error:
+        say(str(error))
+        return 2
+
+
+def start_again(engine: str, address: str) -> NoReturn:
+    """Start in an instance's environment, knowing that of servers: libraries read it at once."""
+    threads = worker_threads([1] * ClusterConfig().instances)
+    environment = llumlet_environment(engine, gpus(), threads, os.environ)
+    command = [sys.executable, "-m", "kvmig.nursery", engine, address, digest(os.environ)]
+    os.execve(sys.executable, command, environment)  # nosec B606
+
+
+@contextlib.contextmanager
+def listening(address: str) -> Iterator[socket.socket]:
+    """A socket there that only this user can connect to. Raises ConfigError."""
+    path = Path(address)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with sock:
+        try:
+            remove_unused(path)
+            sock.bind(address)
+            path.chmod(0o600)
+            sock.listen()
+        except OSError as error:
+            raise ConfigError(f"SOCKET {address} can't be used: {error}") from error
+        forker = os.getpid()
+        try:
+            yield sock
+        finally:
+            if os.getpid() == forker:
+                path.unlink(missing_ok=True)
+
+
+def remove_unused(path: Path) -> None:
+    """Remove a socket that nobody listens on any more. Raises OSError."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

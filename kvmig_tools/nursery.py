@@ -1,0 +1,191 @@
+"""A nursery of one's own, and servers that are forked there, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvmig.cli.forks import (
+    HANDED,
+    SERVERS,
+    Ended,
+    Forked,
+    ForkOrder,
+    digest,
+    hear_news,
+    join,
+    likeness,
+    send_order,
+)
+from kvmig.cli.processes import UNSEEN, how_it_ended
+from kvmig.ground.errors import StartupError
+
+LOAD_S = 120.0
+END_S = 10.0
+
+
+class Nursery:
+    """`python -m kvmig.nursery` for one engine, ended at the end of the block."""
+
+    def __init__(self, engine: str, environment: Mapping[str, str] = os.environ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvmig-nursery-")
+        self._engine = engine
+        self._own = dict(environment)
+        self.address = str(Path(self._folder.name) / "socket")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a server that is to use it."""
+        return {**self._own, HANDED: self.address}
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, "-m", "kvmig.nursery", self._engine, self.address]
+        self.process = subprocess.Popen(command, env=self._own, stdin=subprocess.PIPE)
+        deadline = time.monotonic() + LOAD_S
+        while not self._listens():
+            code = self.process.poll()
+            if code is not None or time.monotonic() > deadline:
+                self.close()
+                how = "is too slow" if code is None else f"ended ({how_it_ended(code)})"
+                raise StartupError(f"the nursery {how}")
+            time.sleep(0.02)
+        return self
+
+    def _listens(self) -> bool:
+        try:
+            join(self.address, {}).close()
+        except StartupError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End it; what it has forked doesn't mind."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._folder.cleanup()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class ForkedServer:
+    """A `kvmig.serve` forked in a nursery; the part of `subprocess.Popen` that is used here."""
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        environment: Mapping[str, str],
+        output: int | None = None,
+    ) -> None:
+        """environment: names the nursery. output: descriptor of its stdout and stderr.
+
+        Raises StartupError if it can't be forked there.
+        """
+        self.args = ["kvmig.serve", *flags]
+        self.returncode: int | None = None
+        wanted = {**likeness(), SERVERS: digest(environment)}
+        self._nursery = join(environment[HANDED], wanted)
+        self._watched: int | None = None
+        said = (1, 2) if output is None else (output, output)
+        try:
+            send_order(self._nursery, ForkOrder("kvmig.serve", flags, environment), (0, *said))
+            news = hear_news(self._nursery)
+            if not isinstance(news, Forked):
+                raise StartupError(f"the nursery has forked nothing: {news}")
+        except OSError as error:
+            self._nursery.close()
+            raise StartupError(f"the nursery has forked nothing: {error}") from error
+        except StartupError:
+            self._nursery.close()
+            raise
+        self.pid = news.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, if it has ended."""
+        return self._ended_in(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same, once it has. Raises subprocess.TimeoutExpired."""
+        code = self._ended_in(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """If it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def _ended_in(self, timeout: float | None) -> int | None:
+        if self.returncode is None and self._watched is None and comes(self._nursery, timeout):
+            if isinstance(news := hear_news(self._nursery), Ended):
+                self.returncode = news.code
+            else:
+                self._watch()
+            self._nursery.close()
+        if self.returncode is None and self._watched is not None and comes(self._watched, timeout):
+            os.close(self._watched)
+            self.returncode = UNSEEN
+        return self.returncode
+
+    def _watch(self) -> None:
+        """The nursery is gone, and tells nothing any more."""
+        try:
+            self._watched = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self.returncode = UNSEEN
+
+
+def comes(source: socket.socket | int, timeout: float | None) -> bool:
+    """Whether there is something to be read within the time."""
+    return bool(select.select([source], [], [], timeout)[0])
+
+
+def forked_for(launcher: int) -> list[int]:
+    """The instances of a launcher that a nursery has forked: it holds the other end of their stdin.
+
+    A launcher's own children, too.
+    """
+    held = {_open_at(launcher, number) for number in _numbers(Path(f"/proc/{launcher}/fd"))}
+    held -= {_open_at(launcher, number) for number in range(3)}  # others have those, too
+    pipes = {one for one in held if one.startswith("pipe:")}
+    return [pid for pid in _numbers(Path("/proc")) if _open_at(pid, 0) in pipes]
+
+
+def _numbers(folder: Path) -> list[int]:
+    with contextlib.suppress(FileNotFoundError):
+        return [int(one.name) for one in folder.iterdir() if one.name.isdecimal()]
+    return []
+
+
+def _open_at(pid: int, descriptor: int) -> str:
+    with contextlib.suppress(FileNotFoundError, PermissionError, ProcessLookupError):
+        return Path(f"/proc/{pid}/fd/{descriptor}").readlink().name
+    return ""
