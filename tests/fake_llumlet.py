@@ -217,6 +217,22 @@ class Cluster:
         await llumlet.hear()
         return llumlet
 
+    def others(self, *these: FakeLlumlet) -> list[FakeLlumlet]:
+        return [one for one in self.llumlets if one not in these]
+
+    async def submitted(
+        self, request_id: str = "r", external_id: str = "cmpl-x-0"
+    ) -> list[FakeLlumlet]:
+        """Submit a request; the llumlet that got it, then the others."""
+        llumlet = await self.submit(request_id, external_id)
+        return [llumlet, *self.others(llumlet)]
+
+    async def addressed(self, *these: FakeLlumlet) -> FakeLlumlet:
+        """The first other than these that has something to hear."""
+        them = self.others(*these)
+        await eventually(lambda: any(not one.heard.empty() for one in them))
+        return next(one for one in them if not one.heard.empty())
+
 
 @asynccontextmanager
 async def cluster(

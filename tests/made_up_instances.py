@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from kvmig.controlplane.messages import LoadReport, Member
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.engines.base import ClassLoad, EngineLoad
@@ -21,8 +23,9 @@ def instance(
     classes: Sequence[ClassLoad] = (),
     headroom: Mapping[int, float] | None = None,
     preempted: int = 0,
+    reported_at: float | None = 0.0,
 ) -> InstanceView:
-    """As the builder makes it from a report at 0.
+    """As the builder makes it from a report.
 
     queue: the demand of each that waits; preempted: how many of them ran before.
     """
@@ -39,7 +42,7 @@ def instance(
     builder = ViewBuilder()
     builder.join(Member(name, f"tcp://{name}"))
     builder.report(LoadReport(name, 0, load, 0, out, state, headroom=dict(headroom or {})), 0.0)
-    return builder.view(0.0).instances[0]
+    return replace(builder.view(0.0).instances[0], reported_at=reported_at)
 
 
 def cluster(*instances: InstanceView) -> ClusterView:

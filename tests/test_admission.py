@@ -1,7 +1,10 @@
+"""How many migrations, and how many of their bytes, an instance lets go on at once."""
+
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -10,7 +13,8 @@ from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import ConfigError, MigrationRefused
 from kvmig.ground.layout import KVLayout, Region
 from kvmig.kvtransfer.migrations import admit, kv_bytes
-from tests.fake_cluster import PATIENCE_S, cluster, until
+from kvmig.kvtransfer.report import MigrationReport
+from tests.fake_cluster import PATIENCE_S, Cluster, cluster, until
 from tests.fake_engine import BLOCK_BYTES
 
 
@@ -34,79 +38,67 @@ def test_more_bytes_than_allowed_are_refused_but_go_alone() -> None:
         admit(config, "out", [60], 41)
 
 
-def slowly(release: asyncio.Event) -> Callable[[str], Awaitable[None]]:
-    """The engine's suspend waits."""
+@asynccontextmanager
+async def in_its_pause(them: Cluster) -> AsyncIterator[asyncio.Task[MigrationReport]]:
+    """The migration of r, which is suspended and goes on behind the block; s is there, too."""
+    release = asyncio.Event()
 
     async def before(method: str) -> None:
         if method == "suspend":
             await release.wait()
 
-    return before
+    them.a.engine.start("s")
+    them.a.engine.before = before
+    first = asyncio.create_task(them.move())
+    await until(lambda: "suspend" in them.a.engine.calls)
+    yield first
+    release.set()
+    await first
 
 
 async def test_migrations_over_the_count_wait_for_their_turn() -> None:
     async with cluster(max_migrations=2) as them:
-        names = [f"r{number}" for number in range(5)]
+        names = [f"s{number}" for number in range(4)]
         for name in names:
             them.a.engine.start(name)
-        release = asyncio.Event()
-        them.a.engine.before = slowly(release)
-        moves = [asyncio.create_task(them.move(name)) for name in names]
-        await until(lambda: them.a.engine.calls.count("suspend") == 2)
-        assert them.a.migrations.outgoing == 2
-        assert them.a.migrations.moving() == set(names)
-        again = await them.move("r4")
-        assert (again.state, again.reason) == ("aborted", "already_migrating")
-        release.set()
+        async with in_its_pause(them):
+            moves = [asyncio.create_task(them.move(name)) for name in names]
+            await until(lambda: them.a.engine.calls.count("suspend") == 2)
+            assert them.a.migrations.outgoing == 2
+            assert them.a.migrations.moving() == {"r", *names}
+            again = await them.move("s3")
+            assert (again.state, again.reason) == ("aborted", "already_migrating")
         assert {report.state for report in await asyncio.gather(*moves)} == {"committed"}
 
 
 async def test_a_turn_that_does_not_come_leaves_the_request_where_it_is() -> None:
-    async with cluster(max_migrations=1) as them:
-        them.a.engine.start("s")
-        release = asyncio.Event()
-        them.a.engine.before = slowly(release)
-        first = asyncio.create_task(them.move())
-        await until(lambda: "suspend" in them.a.engine.calls)
+    async with cluster(max_migrations=1) as them, in_its_pause(them):
         second = asyncio.create_task(them.move("s"))
         await until(lambda: "s" in them.a.migrations.moving())
         them.skip_lease()
         report = await second
         assert (report.reason, them.owners("s")) == ("busy", "a")
         assert "--max-migrations is 1" in report.detail
-        release.set()
-        await first
 
 
 async def test_who_waits_for_a_turn_when_the_instance_stops_stays() -> None:
     async with cluster(max_migrations=1) as them:
-        them.a.engine.start("s")
-        release = asyncio.Event()
-        them.a.engine.before = slowly(release)
-        first = asyncio.create_task(them.move())
-        await until(lambda: "suspend" in them.a.engine.calls)
-        second = asyncio.create_task(them.move("s"))
-        await until(lambda: "s" in them.a.migrations.moving())
-        closing = asyncio.create_task(them.a.migrations.close(PATIENCE_S))
-        await asyncio.sleep(0)
-        release.set()
+        async with in_its_pause(them):
+            second = asyncio.create_task(them.move("s"))
+            await until(lambda: "s" in them.a.migrations.moving())
+            closing = asyncio.create_task(them.a.migrations.close(PATIENCE_S))
+            await asyncio.sleep(0)
         assert (await second).reason == "shutdown"
-        await first
         await closing
         assert them.owners("s") == "a"
 
 
 async def test_a_destination_that_takes_no_more_bytes_refuses() -> None:
     async with cluster(max_migration_bytes=20 * BLOCK_BYTES) as them:
-        them.a.engine.start("s")
-        release = asyncio.Event()
-        them.a.engine.before = slowly(release)
-        first = asyncio.create_task(them.move())
-        await until(lambda: "suspend" in them.a.engine.calls)
-        report = await them.move("s")
-        assert (report.reason, them.owners("s")) == ("busy", "a")
-        assert "--max-migration-bytes is 1280" in report.detail
-        release.set()
+        async with in_its_pause(them) as first:
+            report = await them.move("s")
+            assert (report.reason, them.owners("s")) == ("busy", "a")
+            assert "--max-migration-bytes is 1280" in report.detail
         assert (await first).state == "committed"
 
 

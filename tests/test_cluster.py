@@ -27,7 +27,6 @@ from kvmig.controlplane.messages import (
     Member,
     Members,
     MessagesRefused,
-    OrderRefused,
     Scale,
     SetState,
     StopDrain,
@@ -458,11 +457,6 @@ async def test_without_a_launcher_an_order_fails() -> None:
         await it.control.close()
         with pytest.raises(LauncherGone):
             await it.link.order(AddInstances)
-
-
-def test_a_refusal_has_its_kind() -> None:
-    assert OrderRefused("conflict", "no").refusal == "conflict"
-    assert Evacuate("i0").instance == "i0"
 
 
 async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(

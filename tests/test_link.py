@@ -93,20 +93,6 @@ async def test_a_client_with_another_secret_is_never_heard_and_is_told() -> None
         hearing.cancel()
 
 
-async def test_a_client_that_knows_only_the_servers_public_key_is_never_heard() -> None:
-    server = Server(SECRET, "peer", "a", PeerMessage)
-    stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-    stranger.linger = 0
-    stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-    stranger.curve_serverkey = link.derive(SECRET).server.public
-    stranger.connect(server.endpoint)
-    await stranger.send_multipart(Codec(PeerMessage).encode(hello()))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(server.recv(), 0.3)
-    stranger.close()
-    server.close()
-
-
 @pytest.mark.parametrize("theirs", [Version(VERSION.major + 1, 0), VERSION._replace(minor=99)])
 async def test_another_version_is_refused_at_both_ends_with_both_numbers(theirs: Version) -> None:
     server = Server(SECRET, "peer", "a", PeerMessage)
@@ -240,7 +226,6 @@ def test_deep_nesting_is_a_peer_error() -> None:
         Codec(PeerMessage).decode([memoryview(header)])
 
 
-SECRET = b"a secret of the cluster"
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 CURVE = b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 """Of ZMTP 3.0: after the signature, what a client of CURVE says first."""

@@ -553,12 +553,6 @@ async def test_counts_go_back_to_zero() -> None:
             assert node.migrations.moving() == set()
 
 
-async def test_the_source_hears_why_it_was_refused() -> None:
-    async with cluster(destination=FakeEngine(num_blocks=4)) as them:
-        await them.move()
-        assert next(m for m in them.a.heard if isinstance(m, Refused)).reason == "no_blocks"
-
-
 async def test_a_session_cancelled_while_it_cleans_up_cleans_up_again() -> None:
     async with cluster() as them:
         resuming = asyncio.Event()

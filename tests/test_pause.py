@@ -317,20 +317,6 @@ async def test_a_request_is_not_suspended_while_the_destination_prepares_for_it(
         assert ((await moving).state, them.owners()) == ("committed", "b")
 
 
-async def test_the_pause_of_an_urgent_move_is_not_spread() -> None:
-    told: list[str] = []
-
-    def foretell(request_id: str, pause_ms: float, stretch_ms: float) -> bool:
-        told.append(request_id)
-        return True
-
-    async with cluster(pause_spread=0.5) as them:
-        them.a.foretell = foretell
-        them.a.engine.now = Cadence(0.0, 100.0)
-        assert (await them.move(urgent=True)).state == "committed"
-        assert not told
-
-
 async def test_nobody_waits_where_no_front_end_was_told() -> None:
     async with cluster(pause_spread=0.5) as them:
         them.a.foretell = lambda request_id, pause_ms, stretch_ms: False
@@ -338,7 +324,7 @@ async def test_nobody_waits_where_no_front_end_was_told() -> None:
         assert (await them.move()).state == "committed"
 
 
-@pytest.mark.parametrize("why", ["no spread", "it does not decode"])
+@pytest.mark.parametrize("why", ["no spread", "it does not decode", "urgent"])
 async def test_no_pause_is_foretold_that_is_not_spread_or_that_nobody_feels(why: str) -> None:
     told: list[str] = []
 
@@ -347,9 +333,9 @@ async def test_no_pause_is_foretold_that_is_not_spread_or_that_nobody_feels(why:
         return True
 
     source = FakeEngine()
-    source.decoding = why == "no spread"
+    source.decoding = why != "it does not decode"
     source.now = Cadence(0.0, 1000.0)
-    async with cluster(source=source, pause_spread=0.0 if source.decoding else 0.5) as them:
+    async with cluster(source=source, pause_spread=0.0 if why == "no spread" else 0.5) as them:
         them.a.foretell = foretell
-        assert (await them.move()).state == "committed"
+        assert (await them.move(urgent=why == "urgent")).state == "committed"
         assert not told

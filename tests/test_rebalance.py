@@ -12,40 +12,11 @@ from kvmig.controlplane.messages import Pair, Pairs
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.rules import balance
 from kvmig.controlplane.scheduler import UNPAIR, Pairing, Rounds, Scheduler, rebalance
-from kvmig.controlplane.view import ClusterView, InstanceView, usage
-from kvmig.engines.base import EngineLoad
+from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.ground.config import SchedulerConfig
+from tests.made_up_instances import cluster, instance
 
 CONFIG = Rounds(rules=(balance,), source_below=3, destination_above=6, min_gain=1)
-
-
-def instance(
-    name: str,
-    used: int = 0,
-    running: int = 0,
-    queue: tuple[int, ...] = (),
-    *,
-    out: int = 0,
-    state: str = "serving",
-    reported_at: float | None = 0.0,
-    total: int = 100,
-) -> InstanceView:
-    head = queue[0] if queue else 0
-    load = EngineLoad(total, used, running, len(queue), head, sum(queue))
-    return InstanceView(
-        instance=name,
-        endpoint=f"tcp://{name}",
-        load=load,
-        virtual_blocks=usage(load).virtual,
-        behind_blocks=usage(load).behind,
-        state=state,
-        migrations_out=out,
-        reported_at=reported_at,
-    )
-
-
-def cluster(*instances: InstanceView) -> ClusterView:
-    return ClusterView(0.5, instances)
 
 
 def decide(*instances: InstanceView, last: tuple[Pairing, ...] = ()) -> list[tuple[str, str]]:

@@ -51,11 +51,6 @@ from tests.fake_llumlet import (
     report,
 )
 
-
-def other(it: Cluster, llumlet: FakeLlumlet) -> FakeLlumlet:
-    return next(one for one in it.llumlets if one is not llumlet)
-
-
 # -- instances and calls
 
 
@@ -132,8 +127,7 @@ async def test_requests_that_no_report_counts_yet_are_spread() -> None:
 
 async def test_a_stream_goes_on_across_two_moves() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
+        a, b = await it.submitted()
         b.step(("r", 1, 2, [12, 13]))
         await it.front.until(lambda: len(it.front.metas) == 1)
         assert it.front.tokens == {}
@@ -147,8 +141,7 @@ async def test_a_stream_goes_on_across_two_moves() -> None:
 
 async def test_of_a_batch_only_what_is_out_of_turn_waits() -> None:
     async with cluster() as it:
-        a = await it.submit("r")
-        b = other(it, a)
+        a, b = await it.submitted("r")
         await it.router.submit("s", "s", 20, 0, [b""])
         b.step(("r", 1, 1, [11]), ("s", 0, 0, [20]))
         await it.front.until(lambda: it.front.tokens.get("s") == [20])
@@ -158,8 +151,7 @@ async def test_of_a_batch_only_what_is_out_of_turn_waits() -> None:
 
 async def test_an_abort_goes_to_the_instance_that_runs_the_request_now() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
+        a, b = await it.submitted()
         b.step(("r", 1, 0, [10]))
         await it.front.until(lambda: it.front.tokens.get("r") == [10])
         await it.router.abort(["r", "unknown"])
@@ -169,8 +161,7 @@ async def test_an_abort_goes_to_the_instance_that_runs_the_request_now() -> None
 
 async def test_an_abort_during_a_migration_goes_to_both_sides() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
+        a, b = await it.submitted()
         moving = asyncio.create_task(it.router.migrate("r", b.instance))
         migrate = await a.hear()
         assert isinstance(migrate, Migrate)
@@ -193,8 +184,7 @@ async def test_giving_up_ends_every_request_with_an_error_and_frees_it() -> None
 
 async def test_who_still_runs_an_aborted_request_is_told_once() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
+        _, b = await it.submitted()
         await it.router.abort(["r"])
         b.step(("r", 1, 0, [10]))
         b.step(("r", 1, 1, [11]))
@@ -229,8 +219,7 @@ async def test_an_instance_that_does_not_list_its_requests_is_left_out(
 
 async def test_a_migration_is_asked_of_the_source_and_its_report_comes_back() -> None:
     async with cluster() as it:
-        a = await it.submit("cmpl-x-0-12345678", "cmpl-x-0")
-        b = other(it, a)
+        a, b = await it.submitted("cmpl-x-0-12345678", "cmpl-x-0")
         a.moves()
         told = await it.router.migrate("x", b.instance)
         asked = await a.hear()
@@ -246,13 +235,13 @@ async def test_an_aborted_migration_is_a_report_not_an_error() -> None:
     async with cluster() as it:
         a = await it.submit()
         a.moves("no_blocks")
-        assert (await it.router.migrate("r", other(it, a).instance)).reason == "no_blocks"
+        assert (await it.router.migrate("r", it.others(a)[0].instance)).reason == "no_blocks"
 
 
 async def test_a_migration_that_cannot_begin_is_an_error_and_touches_nothing() -> None:
     async with cluster() as it:
         a = await it.submit("r", "cmpl-x-0")
-        b = other(it, a).instance
+        b = it.others(a)[0].instance
         for wrong, destination, error in (
             ("nobody", b, UnknownRequest),
             ("r", "9", UnknownInstance),
@@ -277,7 +266,7 @@ async def test_a_migration_that_cannot_begin_is_an_error_and_touches_nothing() -
 async def test_a_request_is_moved_once_at_a_time() -> None:
     async with cluster() as it:
         a = await it.submit()
-        b = other(it, a).instance
+        b = it.others(a)[0].instance
         moving = asyncio.create_task(it.router.migrate("r", b))
         await a.hear()
         with pytest.raises(AlreadyMigrating, match=f"is being moved to {b}"):
@@ -292,7 +281,7 @@ async def test_the_id_of_a_call_with_several_sequences_is_ambiguous() -> None:
         with pytest.raises(AmbiguousRequest, match="0_cmpl-x-0-11111111, 1_cmpl-x-0-11111111"):
             await it.router.migrate("x", "0")
         a.moves()
-        await it.router.migrate("0_cmpl-x-0-11111111", other(it, a).instance)
+        await it.router.migrate("0_cmpl-x-0-11111111", it.others(a)[0].instance)
 
 
 async def test_the_http_calls_own_id_names_its_requests() -> None:
@@ -309,13 +298,12 @@ async def test_with_migration_off_none_begins() -> None:
     async with cluster(ClusterConfig(scheduler=SchedulerConfig(migration=False))) as it:
         a = await it.submit()
         with pytest.raises(MigrationDisabled, match="--no-migration"):
-            await it.router.migrate("r", other(it, a).instance)
+            await it.router.migrate("r", it.others(a)[0].instance)
 
 
 async def test_requests_are_listed_with_what_their_owner_tells() -> None:
     async with cluster() as it:
-        a = await it.submit("r", "cmpl-x-0")
-        b = other(it, a)
+        a, b = await it.submitted("r", "cmpl-x-0")
 
         def told(blocks: int, *names: str) -> object:
             return lambda asked: Requests(
@@ -334,15 +322,14 @@ async def test_requests_are_listed_with_what_their_owner_tells() -> None:
 
 
 async def resolve(it: Cluster, a: FakeLlumlet, epoch: int = 1) -> Message:
-    a.send(Resolve("m", "r", epoch, other(it, a).instance))
+    a.send(Resolve("m", "r", epoch, it.others(a)[0].instance))
     return await a.hear()
 
 
 @pytest.mark.parametrize("committed", [True, False])
 async def test_the_destinations_word_decides_and_stays(committed: bool) -> None:
     async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
+        a, b = await it.submitted()
         b.on[Fence] = lambda fence: Fenced(getattr(fence, "call_id", 0), committed)
         assert await resolve(it, a) == Resolved("m", moved=committed)
         b.on[Fence] = lambda fence: Fenced(getattr(fence, "call_id", 0), not committed)
@@ -354,8 +341,7 @@ async def test_the_destinations_word_decides_and_stays(committed: bool) -> None:
 
 async def test_an_unreachable_destination_is_fenced_and_told_when_it_is_back() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
+        a, b = await it.submitted()
         assert await resolve(it, a) == Resolved("m", moved=False)
         assert isinstance(await b.hear(), Fence)
         assert await b.hear() == Discard("r", 1)
@@ -367,8 +353,7 @@ async def test_an_unreachable_destination_is_fenced_and_told_when_it_is_back() -
 
 async def test_tokens_seen_from_the_destination_decide_without_asking() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
+        a, b = await it.submitted()
         b.step(("r", 1, 0, [10]))
         await it.front.until(lambda: bool(it.front.tokens))
         assert await resolve(it, a) == Resolved("m", moved=True)
@@ -377,8 +362,7 @@ async def test_tokens_seen_from_the_destination_decide_without_asking() -> None:
 
 async def test_tokens_that_come_while_the_destination_is_asked_decide() -> None:
     async with cluster(fence_timeout_s=5.0) as it:
-        a = await it.submit()
-        b = other(it, a)
+        a, b = await it.submitted()
         a.send(Resolve("m", "r", 1, b.instance))
         fence = await b.hear()
         assert isinstance(fence, Fence)
@@ -389,8 +373,7 @@ async def test_tokens_that_come_while_the_destination_is_asked_decide() -> None:
 
 async def test_of_a_request_that_ended_neither_side_keeps_anything() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        b = other(it, a)
+        a, b = await it.submitted()
         await it.router.abort(["r"])
         await a.hear()
         assert await resolve(it, a) == Resolved("m", moved=True)

@@ -46,16 +46,12 @@ QUICK = ClusterConfig(faults=FaultConfig(heartbeat_timeout_s=0.3))
 """Their reports come every 0.05 s, on the same event loop."""
 
 
-def others(it: Cluster, llumlet: FakeLlumlet) -> list[FakeLlumlet]:
-    return [one for one in it.llumlets if one is not llumlet]
-
-
-async def running(it: Cluster, *tokens: int) -> FakeLlumlet:
-    """Request r has got so many tokens; who runs it."""
-    a = await it.submit()
-    a.step(("r", 0, 0, list(tokens)))
+async def running(it: Cluster, *tokens: int) -> list[FakeLlumlet]:
+    """Request r has got so many tokens; who runs it, then the others."""
+    them = await it.submitted()
+    them[0].step(("r", 0, 0, list(tokens)))
     await it.front.until(lambda: it.front.tokens.get("r") == list(tokens))
-    return a
+    return them
 
 
 async def resubmitted(b: FakeLlumlet) -> Submit:
@@ -70,8 +66,7 @@ async def resubmitted(b: FakeLlumlet) -> Submit:
 
 async def test_a_lost_instances_requests_run_again_from_the_tokens_that_are_known() -> None:
     async with cluster() as it:
-        a = await running(it, 10, 11)
-        (b,) = others(it, a)
+        a, b = await running(it, 10, 11)
         await a.close()
         assert await b.hear() == Submit("r+1", (10, 11))
         assert b.payload == [b"payload"]
@@ -84,8 +79,7 @@ async def test_a_lost_instances_requests_run_again_from_the_tokens_that_are_know
 
 async def test_requests_of_an_instance_that_could_not_say_more_run_again() -> None:
     async with cluster() as it:
-        a = await running(it, 10, 11)
-        (b,) = others(it, a)
+        a, b = await running(it, 10, 11)
         a.send(Overrun())
         assert await b.hear() == Submit("r+1", (10, 11))
 
@@ -94,13 +88,12 @@ async def test_one_without_a_token_is_submitted_anew() -> None:
     async with cluster() as it:
         a = await it.submit()
         await a.close()
-        assert await others(it, a)[0].hear() == Submit("r+1")
+        assert await it.others(a)[0].hear() == Submit("r+1")
 
 
 async def test_a_lost_instance_gets_nothing_new_and_its_calls_fail() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        (b,) = others(it, a)
+        a, b = await it.submitted()
         calling = asyncio.create_task(it.router.call("sleep", instances=[a.instance]))
         assert isinstance(await a.hear(), Call)
         await a.close()
@@ -115,11 +108,10 @@ async def test_a_lost_instance_gets_nothing_new_and_its_calls_fail() -> None:
 
 async def test_it_may_be_lost_again_and_moves_like_any_other() -> None:
     async with cluster(instances=3) as it:
-        a = await running(it, 10)
+        a, *_ = await running(it, 10)
         await a.close()
-        await eventually(lambda: any(not one.heard.empty() for one in others(it, a)))
-        b = next(one for one in others(it, a) if not one.heard.empty())
-        (c,) = [one for one in others(it, a) if one is not b]
+        b = await it.addressed(a)
+        (c,) = it.others(a, b)
         assert await b.hear() == Submit("r+1", (10,))
         moving = asyncio.create_task(it.router.migrate("r", c.instance))
         migrate = await b.hear()
@@ -134,8 +126,7 @@ async def test_it_may_be_lost_again_and_moves_like_any_other() -> None:
 
 async def test_an_abort_names_the_run() -> None:
     async with cluster() as it:
-        a = await running(it, 10)
-        (b,) = others(it, a)
+        a, b = await running(it, 10)
         await a.close()
         await resubmitted(b)
         await it.router.abort(["r"])
@@ -144,8 +135,7 @@ async def test_an_abort_names_the_run() -> None:
 
 async def test_requests_are_listed_under_their_own_ids() -> None:
     async with cluster() as it:
-        a = await running(it, 10)
-        (b,) = others(it, a)
+        a, b = await running(it, 10)
         await a.close()
         await resubmitted(b)
         states = [RequestState("r+1", "running", 21, 1, 2, 0)]
@@ -156,8 +146,7 @@ async def test_requests_are_listed_under_their_own_ids() -> None:
 
 async def test_outputs_that_do_not_match_their_spans_cost_the_connection() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        (b,) = others(it, a)
+        a, b = await it.submitted()
         a.send(Outputs([Span("r", 0, 0)]), [msgspec.msgpack.encode([]), b""])
         assert await b.hear() == Submit("r+1")
         await eventually(lambda: it.state(a) == "serving")
@@ -168,8 +157,7 @@ async def test_outputs_that_do_not_match_their_spans_cost_the_connection() -> No
 
 async def test_a_silent_instances_requests_run_elsewhere_and_its_copies_are_fenced_off() -> None:
     async with cluster(QUICK) as it:
-        a = await running(it, 10)
-        (b,) = others(it, a)
+        a, b = await running(it, 10)
         a.silent = True
         assert await b.hear() == Submit("r+1", (10,))
         assert it.state(a) == "silent"
@@ -185,8 +173,7 @@ async def test_a_silent_instances_requests_run_elsewhere_and_its_copies_are_fenc
 @pytest.mark.parametrize("state", ["hung", "failed"])
 async def test_an_instance_that_says_that_it_ails_is_left_at_once(state: str) -> None:
     async with cluster() as it:
-        a = await running(it, 10)
-        (b,) = others(it, a)
+        a, b = await running(it, 10)
         a.report(LOAD, state)
         assert await b.hear() == Submit("r+1", (10,))
         assert it.state(a) == state
@@ -198,8 +185,7 @@ async def test_an_instance_that_says_that_it_ails_is_left_at_once(state: str) ->
 @pytest.mark.parametrize("state", ["hung", "draining"])
 async def test_a_late_drain_is_none_while_no_other_instance_serves(state: str) -> None:
     async with cluster() as it:
-        a = await running(it, 10)
-        (b,) = others(it, a)
+        a, b = await running(it, 10)
         a.report(LOAD, "draining")
         b.report(LOAD, state)
         await eventually(lambda: (it.state(a), it.state(b)) == ("draining", state))
@@ -229,7 +215,7 @@ async def test_what_runs_again_goes_to_any_instance_that_is_fit(
 
 async def test_without_a_better_instance_requests_stay_with_a_silent_one() -> None:
     async with cluster(QUICK, instances=1) as it:
-        a = await running(it, 10)
+        a, *_ = await running(it, 10)
         a.silent = True
         await eventually(lambda: it.state(a) == "silent")
         assert await it.router.submit("s", "s", 20, 0, [b""]) == a.instance
@@ -241,7 +227,7 @@ async def test_without_a_better_instance_requests_stay_with_a_silent_one() -> No
 
 async def test_a_connection_over_which_nothing_comes_is_made_again() -> None:
     async with cluster(QUICK, instances=1, lost_after_s=0.6) as it:
-        a = await running(it, 10)
+        a, *_ = await running(it, 10)
         a.silent = True
         # Hello is answered, and with it comes a report: it may run there again.
         assert await a.hear() == Submit("r+1", (10,))
@@ -264,8 +250,7 @@ async def test_a_front_end_that_stood_still_takes_nobody_for_silent(
 
 async def test_a_moved_request_stays_when_its_old_instance_is_lost() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        (b,) = others(it, a)
+        a, b = await it.submitted()
         a.moves()
         await it.router.migrate("r", b.instance)
         await a.close()
@@ -277,8 +262,7 @@ async def test_a_moved_request_stays_when_its_old_instance_is_lost() -> None:
 
 async def test_a_moved_request_runs_again_when_its_new_instance_is_lost() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        (b,) = others(it, a)
+        a, b = await it.submitted()
         a.moves()
         await it.router.migrate("r", b.instance)
         assert isinstance(await a.hear(), Migrate)
@@ -289,8 +273,7 @@ async def test_a_moved_request_runs_again_when_its_new_instance_is_lost() -> Non
 
 async def test_it_runs_again_when_the_report_comes_after_the_destination_was_lost() -> None:
     async with cluster() as it:
-        a = await it.submit()
-        (b,) = others(it, a)
+        a, b = await it.submitted()
         await b.close()
         await eventually(lambda: it.state(b) == "lost")
         a.send(Migrated(0, report("r", a.instance, b.instance)))
@@ -322,8 +305,7 @@ async def test_a_request_that_moved_on_and_on_runs_again_when_its_last_instance_
     late: bool,
 ) -> None:
     async with cluster(instances=3) as it:
-        a = await it.submit()  # it waits in queues: no token comes
-        b, c = others(it, a)
+        a, b, c = await it.submitted()  # it waits in queues: no token comes
         moves = [(a, b, 0), (b, c, 1)]
         for known, (source, to, epoch) in enumerate(moves[::-1] if late else moves):
             told = report("r", source.instance, to.instance)
@@ -335,8 +317,7 @@ async def test_a_request_that_moved_on_and_on_runs_again_when_its_last_instance_
 
 async def test_tokens_of_one_that_it_has_left_since_do_not_hide_where_it_runs() -> None:
     async with cluster(instances=3) as it:
-        a = await running(it, 10)
-        b, c = others(it, a)
+        a, b, c = await running(it, 10)
         b.step(("r", 1, 2, [12]))  # held: a's last token is still to come
         b.send(Migrated(0, report("r", b.instance, c.instance), epoch=1))
         await eventually(lambda: len(it.router.reports) == 1)
@@ -348,8 +329,7 @@ async def test_tokens_of_one_that_it_has_left_since_do_not_hide_where_it_runs() 
 
 async def test_a_stream_that_goes_over_to_an_instance_lost_meanwhile_runs_again() -> None:
     async with cluster(instances=3) as it:
-        a = await running(it, 10)
-        b, c = others(it, a)
+        a, b, c = await running(it, 10)
         b.step(("r", 1, 2, [12]))  # held: a's last token is still to come
         await eventually(lambda: it.router._table.live["r"].splicer.waits_since(1e12))
         await b.close()
@@ -361,8 +341,7 @@ async def test_a_stream_that_goes_over_to_an_instance_lost_meanwhile_runs_again(
 
 async def test_a_request_that_nobody_runs_any_more_runs_again() -> None:
     async with cluster() as it:
-        a = await running(it, 10)
-        (b,) = others(it, a)
+        a, b = await running(it, 10)
         # The source has asked us about its commit for long, and we didn't answer.
         a.send(Migrated(0, report("r", a.instance, b.instance, "orphaned")))
         await runs_again([a, b], 10)
@@ -370,8 +349,7 @@ async def test_a_request_that_nobody_runs_any_more_runs_again() -> None:
 
 async def test_who_holds_a_lost_run_is_told_to_drop_it() -> None:
     async with cluster(instances=3) as it:
-        a = await running(it, 10)
-        b, c = others(it, a)
+        a, b, c = await running(it, 10)
         await a.close()  # it has just handed the request on to c, which nobody knows
         await eventually(lambda: not (b.heard.empty() and c.heard.empty()))
         taker, stale = (b, c) if c.heard.empty() else (c, b)
@@ -386,8 +364,7 @@ async def test_who_holds_a_lost_run_is_told_to_drop_it() -> None:
 
 async def test_a_source_need_not_wait_for_the_word_of_an_instance_that_ails() -> None:
     async with cluster(fence_timeout_s=60.0) as it:
-        a = await running(it, 10)
-        (b,) = others(it, a)
+        a, b = await running(it, 10)
         b.report(LOAD, "hung")
         await eventually(lambda: it.state(b) == "hung")
         a.send(Resolve("m", "r", 1, b.instance))
@@ -400,7 +377,7 @@ async def test_a_source_need_not_wait_for_the_word_of_an_instance_that_ails() ->
 
 async def test_lost_tokens_make_a_request_run_again() -> None:
     async with cluster(instances=1) as it:
-        a = await running(it, 10)
+        a, *_ = await running(it, 10)
         a.step(("r", 0, 3, [13]))
         assert await a.hear() == AbortRequests(["r"])
         assert await a.hear() == Submit("r+1", (10,))
@@ -411,8 +388,7 @@ async def test_tokens_that_never_come_make_a_request_run_again(
 ) -> None:
     monkeypatch.setattr(router, "HOLD_S", 0.2)
     async with cluster() as it:
-        a = await running(it, 10)
-        (b,) = others(it, a)
+        a, b = await running(it, 10)
         b.step(("r", 1, 5, [15]))
         assert await a.hear() == AbortRequests(["r"])
         await eventually(lambda: not (a.heard.empty() and b.heard.empty()))
@@ -425,7 +401,7 @@ async def test_a_request_whose_tokens_get_lost_again_and_again_is_failed(
 ) -> None:
     monkeypatch.setattr(ownership, "MAX_RUNS", 1)
     async with cluster(instances=1) as it:
-        a = await running(it, 10)
+        a, *_ = await running(it, 10)
         a.step(("r", 0, 3, [13]))
         await a.hear()
         await resubmitted(a)
@@ -442,10 +418,9 @@ async def test_a_request_that_two_instances_died_of_is_failed() -> None:
         names = []
         for run in range(2):
             if run == 0:
-                a = await running(it, 10)
+                a, *_ = await running(it, 10)
             else:
-                await eventually(lambda: any(not one.heard.empty() for one in it.llumlets))
-                a = next(one for one in it.llumlets if not one.heard.empty())
+                a = await it.addressed()
                 await resubmitted(a)
             names.append(a.instance)
             await a.close()
@@ -461,11 +436,10 @@ async def test_a_request_that_two_instances_died_of_is_failed() -> None:
 
 async def test_instances_that_come_back_were_not_poisoned() -> None:
     async with cluster(QUICK, instances=3) as it:
-        a = await running(it, 10)
+        a, *_ = await running(it, 10)
         for run in range(1, 5):
             a.silent = True
-            await eventually(lambda a=a: any(not one.heard.empty() for one in others(it, a)))  # type: ignore[misc]
-            b = next(one for one in others(it, a) if not one.heard.empty())
+            b = await it.addressed(a)
             assert (await resubmitted(b)).request_id == f"r+{run}"
             a.silent = False
             await eventually(lambda a=a: it.state(a) == "serving")  # type: ignore[misc]
@@ -481,11 +455,10 @@ async def test_a_suspect_takes_no_third_instance_along_but_goes_on_in_the_end(
 ) -> None:
     monkeypatch.setattr(requests, "PATIENCE_S", 1.0)
     async with cluster(instances=3) as it:
-        a = await running(it, 10)
+        a, *_ = await running(it, 10)
         await a.close()
-        await eventually(lambda: any(not one.heard.empty() for one in it.llumlets))
-        b = next(one for one in it.llumlets if not one.heard.empty())
-        (c,) = [one for one in others(it, a) if one is not b]
+        b = await it.addressed()
+        (c,) = it.others(a, b)
         await b.close()
         await eventually(lambda: it.state(b) == "lost")
         assert c.heard.empty()
@@ -494,12 +467,11 @@ async def test_a_suspect_takes_no_third_instance_along_but_goes_on_in_the_end(
 
 async def test_removed_instances_are_no_crashes() -> None:
     async with cluster(instances=3) as it:
-        a = await running(it, 10)
+        a, *_ = await running(it, 10)
         await it.router.remove_instance(a.instance)
-        await eventually(lambda: any(not one.heard.empty() for one in others(it, a)))
-        b = next(one for one in others(it, a) if not one.heard.empty())
+        b = await it.addressed(a)
         await it.router.remove_instance(b.instance)
-        (c,) = [one for one in others(it, a) if one is not b]
+        (c,) = it.others(a, b)
         assert (await resubmitted(c)).request_id == "r+2"
         assert [row.id for row in it.router.fleet.rows()] == [c.instance]
 
@@ -509,7 +481,7 @@ async def test_removed_instances_are_no_crashes() -> None:
 
 async def test_requests_wait_for_an_instance_in_the_order_of_dispatch() -> None:
     async with cluster(instances=1) as it:
-        a = await running(it, 10)
+        a, *_ = await running(it, 10)
         await it.router.submit("urgent", "u", 20, -1, [b"payload"])
         await it.router.remove_instance(a.instance, crashed=True)
         assert it.router.fleet.vacant()
@@ -529,7 +501,7 @@ async def test_requests_wait_for_an_instance_in_the_order_of_dispatch() -> None:
 async def test_who_waits_too_long_is_failed_and_may_try_again() -> None:
     config = ClusterConfig(faults=FaultConfig(failover_timeout_s=0.3))
     async with cluster(config, instances=1) as it:
-        a = await running(it, 10)
+        a, *_ = await running(it, 10)
         await it.router.remove_instance(a.instance, crashed=True)
         await it.front.until(lambda: "r" in it.front.failed)
         assert it.front.failed["r"] == (
@@ -541,7 +513,7 @@ async def test_who_waits_too_long_is_failed_and_may_try_again() -> None:
 
 async def test_one_that_is_not_wanted_any_more_does_not_wait() -> None:
     async with cluster(instances=1) as it:
-        a = await running(it, 10)
+        a, *_ = await running(it, 10)
         await it.router.remove_instance(a.instance, crashed=True)
         await it.router.abort(["r"])
         again = FakeLlumlet(a.instance)
@@ -553,8 +525,7 @@ async def test_one_that_is_not_wanted_any_more_does_not_wait() -> None:
 
 async def test_a_waiting_request_is_in_the_list_and_can_not_be_moved() -> None:
     async with cluster(instances=2) as it:
-        a = await running(it, 10)
-        (b,) = others(it, a)
+        a, b = await running(it, 10)
         b.report(LOAD, "failed")
         await eventually(lambda: it.state(b) == "failed")
         await it.router.remove_instance(a.instance, crashed=True)
