@@ -68,7 +68,10 @@ def test_none_is_judged_twice() -> None:
             '--kv-transfer-config={"kv_role":"kv_both"}',
             "--kv-transfer-config can't.*use --transport",
         ),
-        ("--kv-offloading-size=1", "--kv-offloading-size 1.0 can't be used.*use --transport"),
+        (
+            "--kv-offloading-backend=lmcache",
+            "--kv-offloading-backend lmcache can't be used.*native",
+        ),
         ('--kv-events-config={"enable_kv_cache_events":true}', "--kv-events-config.*one port"),
         ("--pipeline-parallel-size=2", "--pipeline-parallel-size 2 .*--tensor-parallel-size"),
         ("--decode-context-parallel-size=2", "it spreads a block's tokens over workers"),
@@ -107,14 +110,18 @@ def test_a_query_is_not_kept_in_one_engine_for_documents_that_go_to_another() ->
     assert not flags.parse([str(BUNDLED)]).enable_flash_late_interaction
 
 
-def test_offloading_is_refused_by_what_vllm_makes_of_it_too() -> None:
+def test_vllms_own_offload_is_taken() -> None:
     with environment(ENVIRONMENT):
         flags.set_environment()
-        args = flags.parse([str(BUNDLED), "--enforce-eager"])
-        engine_config(args)
-        args.kv_offloading_size = 1.0
-        with pytest.raises(ConfigError, match="vLLM's kv_transfer_config is set, must be none"):
-            engine_config(args)
+        config = engine_config(flags.parse([str(BUNDLED), "--kv-offloading-size=1"]))
+        assert config.kv_transfer_config is not None
+        assert config.kv_transfer_config.kv_connector == "OffloadingConnector"
+
+
+@pytest.mark.parametrize("name", ["LMCacheMPConnector", "NixlConnector"])
+def test_another_owner_of_kv_is_refused_by_what_vllm_makes_of_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_connector is {name}, must be OffloadingConnector"):
+        refuse_settings(finished(kv_transfer_config=SimpleNamespace(kv_connector=name)))
 
 
 def finished(**of: Any) -> VllmConfig:

@@ -10,10 +10,11 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from kvmig.engines.base import Export
+from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.offload import Offload
 from kvmig.engines.vllm.serving import ServingVllm
 from kvmig.engines.vllm.sides import (
     Destination,
@@ -44,7 +45,9 @@ def destination(*running: str, seats: int = 4, longest: int = 100) -> Destinatio
     scheduler.max_num_active_reqs = seats
     scheduler.max_model_len = longest
     scheduler.lora_config = None
-    return Destination(cast("EngineCore", SimpleNamespace(scheduler=scheduler)), NO_TABLES)
+    scheduler.connector = None
+    core = cast("StepCore", SimpleNamespace(scheduler=scheduler))
+    return Destination(core, NO_TABLES, Offload(scheduler))
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,9 @@ def engine_config(args: Namespace) -> VllmConfig:
     return config
 
 
+NATIVE_OFFLOAD = "OffloadingConnector"
+
+
 def refuse_settings(config: VllmConfig) -> None:
     """Refuse what vLLM has made of the flags, where that can't hold with kvmig, however it came.
 
@@ -51,7 +54,6 @@ def refuse_settings(config: VllmConfig) -> None:
     """
     parallel = config.parallel_config
     none_of = (
-        ("kv_transfer_config", config.kv_transfer_config, "kvmig moves KV blocks itself"),
         ("ec_transfer_config", config.ec_transfer_config, "instances encode for themselves"),
         ("kv_events_config", config.kv_events_config, "all instances would publish on one port"),
         ("hisparse_config", config.attention_config.hisparse_config, "it keeps KV on the host"),
@@ -60,6 +62,13 @@ def refuse_settings(config: VllmConfig) -> None:
     for name, value, why in none_of:
         if value is not None:
             raise ConfigError(f"vLLM's {name} is set, must be none: {why}")
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector != NATIVE_OFFLOAD:
+        raise ConfigError(
+            f"vLLM's kv_connector is {transfer.kv_connector}, must be {NATIVE_OFFLOAD}"
+            " (--kv-offloading-size) or none: kvmig moves KV blocks itself, and can't tell others"
+            " of requests that arrive"
+        )
     one_of = (
         ("data_parallel_size", parallel.data_parallel_size),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size),

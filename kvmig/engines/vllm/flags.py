@@ -133,8 +133,7 @@ REFUSED: dict[str, str] = {
     "ray_workers_use_nsight": _ONE_HOST,
     "scheduler_cls": "kvmig drives vLLM's own scheduler, leave it out",
     "prefill_schedule_interval": "it is for data parallel engines, leave it out",
-    "kv_offloading_backend": _CONNECTORS,
-    "kv_offloading_size": _CONNECTORS,
+    "kv_offloading_backend": "kvmig can't tell it of requests that move, only vLLM's own (native)",
     "kv_transfer_config": _CONNECTORS,
     "kv_events_config": "all instances would publish on one port, leave it out",
     "ec_manager_config": _ENCODERS,
@@ -239,7 +238,8 @@ _ALLOWED = (
     """
     block_size enable_mamba_shared_prefix_checkpoint enable_prefix_caching
     gpu_memory_utilization kv_cache_dtype kv_cache_dtype_skip_layers kv_cache_memory_bytes
-    kv_sharing_fast_prefill mamba_block_size mamba_cache_dtype mamba_cache_mode
+    kv_offloading_size kv_sharing_fast_prefill mamba_block_size
+    mamba_cache_dtype mamba_cache_mode
     mamba_ssm_cache_dtype num_gpu_blocks_override prefix_cache_retention_interval
     prefix_caching_hash_algo prefix_match_unit replayssm_buffer_len swa_bounded_replay
     use_replayssm

@@ -48,6 +48,7 @@ from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.load import Holdings, Listing
 from kvmig.engines.vllm.lora import Adapters
 from kvmig.engines.vllm.memory import BlockMemory
+from kvmig.engines.vllm.offload import BeingOffloaded, Offload
 from kvmig.engines.vllm.sides import (
     Destination,
     Progress,
@@ -75,6 +76,8 @@ _WARM_UP_TIMEOUT_S = 300.0
 _LOAD_PERIOD_S = 0.01
 _LIST_WAIT_S = 1.0
 """For the end of a step; front ends wait for twice that."""
+_OFFLOADED_S = 0.2
+_OFFLOADED_LOOK_S = 0.005
 _LISTED_AT_ONCE = 256
 """Waiting requests of a list, until the event loop does something else: a millisecond."""
 
@@ -127,7 +130,8 @@ class ServingVllm:
         self.gather, self.scatter = memory.copies.gather, memory.copies.scatter
         self.unmovable = unmovable_engine(core.vllm_config) or memory.unmovable
         self._source = Source(core, self._memory.tables)
-        self._destination = Destination(core, self._memory.tables)
+        self._offload = Offload(scheduler)
+        self._destination = Destination(core, self._memory.tables, self._offload)
         self._warm_step = WarmStep(core)
         self._seats = scheduler.max_num_active_reqs
         self._adapters = Adapters()
@@ -368,12 +372,23 @@ class ServingVllm:
         known = progress.output_token_ids
         waits = not known and not progress.num_computed_tokens
         request = await self._builder.build(submitted, known, waits=waits)
-        hit = await self._on_engine(lambda: self._destination.reserve(request, progress))
+        hit = await self._once_offloaded(lambda: self._destination.reserve(request, progress))
         self._submitted[export.request_id] = list(export.payload[1:])
         return hit
 
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:
-        return await self._on_engine(lambda: self._destination.grow(request_id, num_tokens))
+        return await self._once_offloaded(lambda: self._destination.grow(request_id, num_tokens))
+
+    async def _once_offloaded(self, take_blocks: Callable[[], T]) -> T:
+        """Call it on the engine, again while vLLM's offload still reads the blocks it gets."""
+        deadline = time.monotonic() + _OFFLOADED_S
+        while True:
+            try:
+                return await self._on_engine(take_blocks)
+            except BeingOffloaded:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_OFFLOADED_LOOK_S)
 
     async def prepare(self, request_id: str) -> None:
         await self._on_engine(self._warm_step.run)
@@ -454,6 +469,7 @@ class ServingVllm:
         def enter() -> None:
             try:
                 go_on(self._core, built, generator)
+                self._offload.entered(built)
             except Exception:  # noqa: BLE001 - reported there
                 self._refuse(request)
 

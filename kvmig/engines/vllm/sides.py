@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from kvmig.engines.base import Stage, Tail
 from kvmig.engines.vllm import lora, runner
 from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.offload import Offload
 from kvmig.engines.vllm.tables import Sent, Tables
 from kvmig.ground.errors import MigrationRefused, RequestGone
 
@@ -402,15 +403,18 @@ class Arriving:
     has_blocks: bool = False
     hit_tokens: int = 0
     """Tokens whose blocks the prefix cache here held already."""
+    unread: set[int] = field(default_factory=set)
+    """With vLLM's offload: its blocks that may be written, and those that aren't."""
 
 
 class Destination:
     """Reserves blocks for requests of other engines, and runs them after the commit."""
 
-    def __init__(self, core: StepCore, tables: Tables) -> None:
+    def __init__(self, core: StepCore, tables: Tables, offload: Offload) -> None:
         self._core = core
         self._scheduler = core.scheduler
         self._tables = tables
+        self._offload = offload
         self._arriving: dict[str, Arriving] = {}
 
     def reserve(self, request: Request, exported: Progress) -> int:
@@ -538,6 +542,7 @@ class Destination:
         scheduler.prev_step_scheduled_req_ids.discard(request_id)
         request.num_computed_tokens = computed
         scheduler.requests[request_id] = request
+        self._offload.entered(request)
 
     def _start(self, request: Request, generator: bytes | None) -> None:
         scheduler = self._scheduler
@@ -600,6 +605,7 @@ class Destination:
             grown = manager.allocate_slots(request, limit, delay_cache_blocks=True)
         else:
             blocks, hit_tokens = hit or (manager.empty_kv_cache_blocks, 0)
+            arriving.unread = set().union(*blocks.get_block_ids())
             grown = manager.allocate_slots(
                 request,
                 limit - computed,
@@ -614,6 +620,14 @@ class Destination:
             if not arriving.has_blocks:
                 manager.free(request)
             raise MigrationRefused("no_blocks", f"no room for {limit} tokens")
+        now = self._offload.blocks_of(request)
+        try:
+            self._offload.check_unread(now - arriving.unread)
+        except MigrationRefused:
+            if not arriving.has_blocks:
+                manager.free(request)
+            raise
+        arriving.unread = now
 
     def _tidy(self, request: Request, computed: int) -> None:
         """Keep the blocks that a request with so many computed tokens has, as vLLM keeps them."""
