@@ -18,6 +18,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.compat import cli_args
 from kvmig.engines.vllm.config import engine_config, refuse_settings
+from kvmig.engines.vllm.embedded import EmbeddedVllm
 from kvmig.engines.vllm.flags import ALLOWED, MEANS_NOTHING, NO_FLAGS, REFUSED
 from kvmig.ground.errors import ConfigError
 from kvmig.models import BUNDLED
@@ -116,6 +117,12 @@ def test_vllms_own_offload_is_taken() -> None:
         config = engine_config(flags.parse([str(BUNDLED), "--kv-offloading-size=1"]))
         assert config.kv_transfer_config is not None
         assert config.kv_transfer_config.kv_connector == "OffloadingConnector"
+
+
+def test_engines_in_ones_own_process_have_no_offload() -> None:
+    transfer = SimpleNamespace(kv_connector="OffloadingConnector")
+    with pytest.raises(ConfigError, match="--kv-offloading-size can't be used by engines in one"):
+        EmbeddedVllm(finished(kv_transfer_config=transfer))
 
 
 @pytest.mark.parametrize("name", ["LMCacheMPConnector", "NixlConnector"])

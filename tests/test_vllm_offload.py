@@ -6,12 +6,13 @@ Its scheduler's side is vLLM's own; its copies, which vLLM makes on GPUs only, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -23,7 +24,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvmig.engines.vllm.offload import BeingOffloaded
-from tests.vllm_pair import SAMPLING, Output, Pair
+from tests.vllm_pair import SAMPLING, Engines, Pair, assert_same
+from tests.vllm_side import Configuration, Output, Side
 
 pytestmark = pytest.mark.engine
 
@@ -72,136 +74,143 @@ class HostWorker(OffloadingWorker):
             self._done.append(TransferResult(job_id, success=True))
 
 
-class Offloading(Pair):
-    """Two engines and the workers that copy for them."""
+WORKERS: dict[Side, HostWorker] = {}
 
-    def __init__(self, async_scheduling: bool) -> None:
-        self.workers: list[HostWorker] = []
+
+def begin(engines: Engines, wanted: Configuration, number: int) -> None:
+    """Start an engine whose worker is a HostWorker, unless it is there.
+
+    vLLM has one connector a process, for its one worker there: each engine gets its own back for
+    its steps, and those of other tests none.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        made: list[HostWorker] = []
 
         def get_worker(spec: CPUOffloadingSpec, caches: CanonicalKVCaches) -> HostWorker:
-            self.workers.append(HostWorker(caches, spec.num_chunks))
-            return self.workers[-1]
+            made.append(HostWorker(caches, spec.num_chunks))
+            return made[0]
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CPUOffloadingSpec, "get_worker", get_worker)
-            flags = ["--kv-offloading-size=0.02"]
-            super().__init__(async_scheduling, flags, flags)
+        patch.setattr(CPUOffloadingSpec, "get_worker", get_worker)
+        side = engines.side(wanted, number)
+    if side in WORKERS:
+        return
+    (WORKERS[side],) = made
+    agent = kv_transfer_state._KV_CONNECTOR_AGENT
+    kv_transfer_state._KV_CONNECTOR_AGENT = None
+    step = side.core._process_engine_step
 
-    def forget(self) -> None:
-        """Nothing was offloaded so far: what is loaded isn't computed in the same pieces."""
-        for side in (self.a, self.b):
-            connector = side.engine._scheduler.connector
-            assert connector is not None
-            connector.reset_cache()
+    def step_with_agent() -> bool:
+        kv_transfer_state._KV_CONNECTOR_AGENT = agent
+        try:
+            return step()
+        finally:
+            kv_transfer_state._KV_CONNECTOR_AGENT = None
 
-    async def unmoved(self, prompt: Sequence[int], **params: Any) -> Output:
-        output = await super().unmoved(prompt, **params)
-        self.forget()
-        return output
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def engines(request: pytest.FixtureRequest) -> Iterator[Offloading]:
-    pair = Offloading(request.param)
-    yield pair
-    pair.close()
+    setattr(side.core, "_process_engine_step", step_with_agent)  # noqa: B010
 
 
-@pytest.fixture
-async def pair(engines: Offloading) -> Offloading:
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+async def pair(request: pytest.FixtureRequest, engines: Engines) -> AsyncIterator[Pair]:
     """With nothing offloaded so far."""
-    engines.begin()
-    engines.forget()
-    for worker in engines.workers:
-        worker.loads, worker.stores = 0, 0
-    return engines
+    wanted = Configuration(request.param, ("--kv-offloading-size=0.02",))
+    for number in range(2):
+        begin(engines, wanted, number)
+    async with engines.lent(wanted, wanted) as pair:
+        forget(pair)
+        for side in (pair.a, pair.b):
+            WORKERS[side].loads = WORKERS[side].stores = 0
+        yield pair
 
 
-@pytest.mark.parametrize("params", SAMPLING[:4], ids=str)
+def forget(pair: Pair) -> None:
+    """Nothing was offloaded so far: what is loaded isn't computed in the same pieces."""
+    for side in (pair.a, pair.b):
+        connector = side.engine._scheduler.connector
+        assert connector is not None
+        connector.reset_cache()
+
+
+async def unmoved(pair: Pair, **params: Any) -> Output:
+    """A request that is left alone, and that nothing remembers."""
+    output = await pair.unmoved(PROMPT, **params)
+    forget(pair)
+    return output
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "penalties", "truncated"])
 async def test_a_request_moved_there_and_back_equals_the_one_left_alone(
-    pair: Offloading, params: dict[str, Any]
+    pair: Pair, kind: str
 ) -> None:
-    unmoved = await pair.unmoved(PROMPT, **params)
+    alone = await unmoved(pair, **SAMPLING[kind])
 
-    pair.submit(pair.a, "r", PROMPT, **params)
-    await pair.step(pair.a, until=("r", 10))
+    await pair.run(pair.a, "r", PROMPT, until=10, **SAMPLING[kind])
     await pair.move(pair.a, pair.b, "r")
     await pair.step(pair.b, until=("r", 30))
     pair.a.step()  # what the request has left is copied with the next step
     pair.a.step()
     await pair.move(pair.b, pair.a, "r")
-    moved = await pair.finish("r")
 
-    assert (moved.tokens, moved.logprobs) == (unmoved.tokens, unmoved.logprobs)
-    assert moved.finish_reason == unmoved.finish_reason
-    await pair.assert_empty()
+    assert_same(await pair.finish("r"), alone)
 
 
+@pytest.mark.parametrize("back", [False, True])
 async def test_what_a_moved_request_leaves_on_the_host_serves_others_there(
-    pair: Offloading,
+    pair: Pair, back: bool
 ) -> None:
-    """Its blocks have other numbers here, and this engine's steps never handed them out."""
-    unmoved = await pair.unmoved(PROMPT)
-    pair.submit(pair.a, "r", PROMPT)
-    await pair.step(pair.a, until=("r", 5))
-    await pair.move(pair.a, pair.b, "r")
+    """Its blocks have other numbers there, and that engine's steps never handed them out."""
+    here, there = (pair.b, pair.a) if back else (pair.a, pair.b)
+    alone = await unmoved(pair)
+    await pair.run(here, "r", PROMPT, until=5)
+    await pair.move(here, there, "r")
     await pair.finish("r")
     await pair.idle()
-    assert pair.workers[1].stores >= BLOCKS
+    assert WORKERS[there].stores >= BLOCKS
 
-    pair.b.engine._scheduler.reset_prefix_cache()
-    pair.submit(pair.b, "later", PROMPT)
+    there.engine._scheduler.reset_prefix_cache()
+    pair.submit(there, "later", PROMPT)
     later = await pair.finish("later")
 
-    assert pair.workers[1].loads >= BLOCKS
-    assert later.tokens == unmoved.tokens
-    assert later.logprobs == [pytest.approx(one, abs=1e-3) for one in unmoved.logprobs]
-    await pair.assert_empty()
+    assert WORKERS[there].loads >= BLOCKS
+    assert later.tokens == alone.tokens
+    assert later.logprobs == [pytest.approx(one, abs=1e-3) for one in alone.logprobs]
 
 
-async def test_a_request_that_waited_elsewhere_finds_its_prefix_on_the_host(
-    pair: Offloading,
-) -> None:
-    unmoved = await pair.unmoved(PROMPT)
+async def test_a_request_that_waited_elsewhere_finds_its_prefix_on_the_host(pair: Pair) -> None:
+    alone = await unmoved(pair)
     pair.submit(pair.b, "before", PROMPT)
     await pair.finish("before")
     await pair.idle()
     pair.b.engine._scheduler.reset_prefix_cache()
-    before = pair.workers[1].loads
 
     pair.submit(pair.a, "r", PROMPT)
     await pair.move(pair.a, pair.b, "r", steps=0)
     moved = await pair.finish("r")
 
-    assert pair.workers[1].loads > before
-    assert moved.tokens == unmoved.tokens
-    await pair.assert_empty()
+    assert WORKERS[pair.b].loads >= BLOCKS
+    assert moved.tokens == alone.tokens
 
 
-async def test_a_request_that_ran_elsewhere_is_recomputed_and_goes_on(pair: Offloading) -> None:
-    unmoved = await pair.unmoved(PROMPT, logprobs=None)
+async def test_a_request_that_ran_elsewhere_is_recomputed_and_goes_on(pair: Pair) -> None:
+    alone = await unmoved(pair, logprobs=None)
 
-    pair.submit(pair.b, "r", PROMPT, again=unmoved.tokens[:20], logprobs=None)
+    pair.submit(pair.b, "r", PROMPT, again=alone.tokens[:20], logprobs=None)
     await pair.b.entered()
-    again = await pair.finish("r")
 
-    assert again.tokens == unmoved.tokens[20:]
-    await pair.assert_empty()
+    assert (await pair.finish("r")).tokens == alone.tokens[20:]
 
 
-async def test_nothing_arrives_in_a_block_that_is_being_offloaded(pair: Offloading) -> None:
+async def test_nothing_arrives_in_a_block_that_is_being_offloaded(pair: Pair) -> None:
     """What a request that has left held is free, and is copied to the host with the next step."""
-    unmoved = await pair.unmoved(PROMPT)
-    pair.submit(pair.a, "r", PROMPT)
-    await pair.step(pair.a, until=("r", 10))
+    alone = await unmoved(pair)
+    await pair.run(pair.a, "r", PROMPT, until=10)
     await pair.move(pair.a, pair.b, "r")
-    free = pair.a.engine._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    free = pair.a.used_blocks
 
     export = await pair.done(pair.b.engine.export("r"))
     with pytest.raises(BeingOffloaded) as refused:
         await pair.done(pair.a.engine.reserve(export))
     assert refused.value.reason == "no_blocks"
-    assert pair.a.engine._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+    assert pair.a.used_blocks == free
     await pair.done(pair.b.engine.resume("r"))
 
     coming = asyncio.ensure_future(pair.move(pair.b, pair.a, "r"))
@@ -210,6 +219,4 @@ async def test_nothing_arrives_in_a_block_that_is_being_offloaded(pair: Offloadi
     pair.a.step()
     pair.a.step()
     await coming
-    moved = await pair.finish("r")
-    assert (moved.tokens, moved.logprobs) == (unmoved.tokens, unmoved.logprobs)
-    await pair.assert_empty()
+    assert_same(await pair.finish("r"), alone)

@@ -13,6 +13,7 @@ from kvmig.engines.base import Frame
 from kvmig.engines.vllm.front import decode_outputs
 from kvmig.engines.vllm.serving import ServingVllm
 from kvmig.engines.vllm.sides import encode_request, token_request
+from kvmig.ground.errors import ConfigError
 
 _STEPS = threading.RLock()
 """vLLM keeps what a step works on (forward context, workspaces, a CPU's scratch buffer) once a
@@ -33,6 +34,12 @@ class EmbeddedVllm(ServingVllm):
     """Implements `kvmig.testing.subject.EngineUnderTest`."""
 
     def __init__(self, config: VllmConfig) -> None:
+        """Load the model: minutes. Raises ConfigError."""
+        if config.kv_transfer_config is not None:
+            raise ConfigError(
+                "--kv-offloading-size can't be used by engines in one's own process, leave it out:"
+                " vLLM has one connector a process"
+            )
         with _STEPS:
             super().__init__(config)
             self._core.stepping = _STEPS
