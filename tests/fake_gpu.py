@@ -161,8 +161,8 @@ class FakeGpu(Driver):
         self._kept.append(function)
         self.call("cuLaunchHostFunc", ctypes.c_void_p(stream), function, None)
 
-    def settle(self, stream: int) -> None:
-        """Wait for all that is queued."""
+    def finish(self, stream: int) -> None:
+        """Wait for all that is queued on it."""
         self.call("cuStreamSynchronize", ctypes.c_void_p(stream))
 
     def pending(self, stream: int) -> int:
@@ -179,13 +179,13 @@ class FakeGpu(Driver):
         with self._pinned(len(data)) as pinned:
             ctypes.memmove(pinned, data, len(data))
             super().upload(address, pinned, len(data), stream)
-            self.settle(stream)
+            self.finish(stream)
 
     def get(self, address: int, nbytes: int) -> bytes:
         """Read memory of the device."""
         with self._pinned(nbytes) as pinned:
             super().download(pinned, address, nbytes, 0)
-            self.settle(0)
+            self.finish(0)
             return ctypes.string_at(pinned, nbytes)
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvmig.engines.block_copies import Blocks, HostCopies
-from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, DeviceCopies
+from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, DeviceCopies, load
 from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels.arrays import memory_of
@@ -82,7 +82,7 @@ class World:
     def close(self) -> None:
         """Once nothing fails any more."""
         fake_gpu.fail("")
-        self.gpu.settle(self.engine)
+        self.gpu.finish(self.engine)
         self.copies.close()
         self.kernels.close()
         self.cache.free()
@@ -97,6 +97,31 @@ def world(gpus: None) -> Iterator[World]:
 
 
 KINDS = ["device", "mapping", "unpinnable mapping", "bytes"]
+
+
+def test_what_is_made_at_the_first_use_is_made_at_the_start(world: World) -> None:
+    """A12: else requests decode beside it, and the first copies' rate is taken for any one's."""
+    world.gpu.enter()
+    copies = load(Blocks(world.cache.layout), steps_overlap=True)
+    before = fake_gpu.held()
+    assert world.cache.memory().tobytes() == world.host.memory.tobytes()
+    for kind in ("bytes", "mapping"):
+        for urgent in (False, True):
+            out = world.buffer(kind, world.size)
+            sums = copies.gather([3], out, urgent)
+            assert copies.scatter([3], out, urgent) == sums
+    copies._pins.close()
+    assert fake_gpu.held() == before
+    copies.close()
+
+
+def test_a_gpu_that_copies_wrongly_is_noticed_at_the_start(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.gpu.enter()
+    monkeypatch.setattr(DeviceCopies, "scatter", lambda *_: [0])
+    with pytest.raises(KvmigError, match="a copy on GPU 0 and back isn't the same block"):
+        load(Blocks(world.cache.layout), steps_overlap=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

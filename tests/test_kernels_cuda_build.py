@@ -137,9 +137,9 @@ def bare(library: Path, monkeypatch: pytest.MonkeyPatch) -> cuda.Library:
 
 def test_calls_without_a_gpu_say_so(bare: cuda.Library) -> None:
     for call in (bare.copy, bare.copy_tma):
-        with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
+        with pytest.raises(KernelUnavailable, match="no NVIDIA driver"):
             call(8, 8, 1, 8, 8, 1, 0, 0, 0)
-    with pytest.raises(KernelUnavailable, match="no NVIDIA GPU can be used"):
+    with pytest.raises(KernelUnavailable, match="no NVIDIA driver"):
         bare.checksum(8, 1, 8, 1, 8, 0, 0)
 
 

@@ -178,7 +178,7 @@ def test_the_end_of_a_call_may_be_awaited_by_another_thread() -> None:
     device.record(event, stream)
     assert in_a_new_thread(lambda: device.happened(event)) is False
     device.stick(False)
-    device.settle(stream)
+    device.finish(stream)
     assert in_a_new_thread(lambda: device.happened(event)) is True
     device.destroy_event(event)
     device.destroy_stream(stream)
@@ -227,7 +227,7 @@ def test_a_stream_waits_for_an_event_of_another() -> None:
     device.wait(second, event)
     device.queue(second, lambda: order.append("second"))
     gate.set()
-    device.settle(second)
+    device.finish(second)
     assert order == ["first", "second"]
     with pytest.raises(KvmigError, match="cuStreamWaitEvent: invalid resource handle"):
         device.wait(second, event + 8)
@@ -277,7 +277,7 @@ def copied_by_the_engines(cache: DeviceCache, target: DeviceCache, gpu: FakeGpu)
     ids = np.array([3, 3, 1], np.int64), np.array([0, 2, 1], np.int64)
     try:
         gpu.copy_blocks(cache.layout.regions, target.layout.regions, *ids, stream)
-        gpu.settle(stream)
+        gpu.finish(stream)
     finally:
         gpu.destroy_stream(stream)
 

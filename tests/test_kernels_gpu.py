@@ -51,7 +51,7 @@ class World:
     def close(self) -> None:
         """Once nothing fails or is late any more."""
         fake_gpu.library().fakegpu_mend()
-        self.device.settle(0)
+        self.device.finish(0)
         self.kernels.close()
 
 
@@ -93,7 +93,7 @@ def test_calls_one_after_the_other_use_the_same_memory(world: World) -> None:
 def test_calls_that_nobody_waits_for_give_their_memory_back(world: World) -> None:
     for _ in range(5):
         world.start()
-        world.device.settle(0)
+        world.device.finish(0)
     assert calls_with_memory() == 1
 
 

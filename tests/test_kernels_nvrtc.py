@@ -75,7 +75,7 @@ def world(gpus: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World(monkeypatch)
     yield world
     for stream in (world.stream, 0):
-        world.driver.settle(stream)
+        world.driver.finish(stream)
     world.kernels.close()
     world.driver.destroy_stream(world.stream)
 

@@ -14,6 +14,7 @@ from kvmig.kernels.copy import checksum_fused
 from kvmig.kernels.native import Native
 from kvmig.kernels.reference import Reference
 from kvmig.kernels.select import VARIABLE, kernels
+from tests import fake_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +98,22 @@ def test_choosing_for_the_host_loads_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert not {"torch", "triton", "cupy"} & set(done.stdout.split())
+
+
+def test_a_driver_older_than_the_library_is_named_and_the_next_kernels_are_taken(
+    gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A13: it was one word with a machine without a GPU, and noticed at the first migration."""
+    monkeypatch.setenv("KVMIG_FAKE_OLD", "1")
+    monkeypatch.setenv("KVMIG_FAKE_VERSION", "12080")
+    with pytest.raises(KernelUnavailable, match=r"too old: it is for CUDA 12\.8, and kvmig's CUDA"):
+        select.load("cuda", "cuda")
+    monkeypatch.setenv(VARIABLE, "cuda")
+    with pytest.raises(KernelUnavailable, match=r"KVMIG_KERNELS=cuda: .* driver is too old"):
+        kernels("cuda")
+
+
+def test_kernels_that_fail_on_this_gpu_are_not_taken(gpus: None) -> None:
+    fake_gpu.fail("cuMemcpyHtoDAsync_v2")
+    with pytest.raises(KernelUnavailable, match="cuda kernels don't run on this GPU: cuMemcpy"):
+        select.load("cuda", "cuda")

@@ -36,10 +36,10 @@ def test_a_stream_follows_the_steps_whose_outputs_are_known(
         gpu.queue(engine, partial(ran.append, number))
         marks.stepped(engine)
     marks.precede(side)
-    gpu.settle(side)
+    gpu.finish(side)
     assert ran == done
     last.set()
-    gpu.settle(engine)
+    gpu.finish(engine)
     marks.close()
     for stream in (engine, side):
         gpu.destroy_stream(stream)

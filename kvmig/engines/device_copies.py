@@ -8,12 +8,13 @@ the buffer; or, where the buffer's pages can't be pinned, to pinned scratch and 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from kvmig.engines.block_copies import Pass, Plan
-from kvmig.ground.errors import UnsupportedLayout
+from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels.arrays import Memory, memory_of
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.driver import Driver, current_device
@@ -99,6 +100,18 @@ class DeviceCopies:
                     self._from_host(address, len(part) * self._plan.unit_bytes, pinned)
                     pendings.append(self._start(scatter(part, self._scratch), CTAS_FOR_HOST))
         return _sums(pendings)
+
+    def try_out(self) -> None:
+        """Bring one block out and back the same, in every way: what is made at the first use is
+        made before requests move. Raises KvmigError, also where its checksums differ."""
+        self._device.settle()  # the cache may still be filled with zeros
+        mapping = mmap.mmap(-1, self._plan.unit_bytes)
+        for buffer in (memoryview(mapping), memoryview(bytearray(self._plan.unit_bytes))):
+            for urgent in (False, True):
+                sums = self.gather([0], buffer, urgent)
+                if self.scatter([0], buffer, urgent) != sums:
+                    raise KvmigError(f"a copy on GPU {self.gpu} and back isn't the same block")
+        self._pins.close()
 
     def close(self) -> None:
         """Free everything; no copy and no step may follow."""
@@ -203,8 +216,15 @@ class StepMarks:
 
 
 def load(plan: Plan, steps_overlap: bool) -> DeviceCopies:
-    """On the calling thread's GPU. Raises KernelUnavailable with the reason if that can't be."""
-    return DeviceCopies(plan, Driver(current_device()), kernels("cuda"), steps_overlap)
+    """On the calling thread's GPU, tried out, before the engine's first step. Raises
+    KernelUnavailable with the reason if that can't be."""
+    copies = DeviceCopies(plan, Driver(current_device()), kernels("cuda"), steps_overlap)
+    try:
+        copies.try_out()
+    except BaseException:
+        copies.close()
+        raise
+    return copies
 
 
 def _check(plan: Plan) -> None:

@@ -9,22 +9,28 @@ from pathlib import Path
 
 from kvmig.ground.errors import KernelUnavailable
 from kvmig.kernels import abi, build, face
-from kvmig.kernels.driver import Driver, current_device
+from kvmig.kernels.driver import Driver, current_device, version
 from kvmig.kernels.gpu import GpuKernels
 
 PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cuda.so"
 """Where setup.py puts the library."""
 
-NO_DEVICE = (35, 100)
-"""cudaErrorInsufficientDriver, which is also that of no driver, and cudaErrorNoDevice."""
+NO_DEVICE, OLD_DRIVER = 100, 35
+"""cudaErrorNoDevice; cudaErrorInsufficientDriver, which is also that of no driver."""
 
 log = logging.getLogger(__name__)
 
 
 def check(status: int) -> None:
-    """`abi.check`, but KernelUnavailable where the reason is that there is no GPU."""
-    if status - abi.CUDA_ERROR in NO_DEVICE:
-        raise KernelUnavailable(f"no NVIDIA GPU can be used (CUDA error {status - abi.CUDA_ERROR})")
+    """`abi.check`, but KernelUnavailable where the GPU or its driver is the reason."""
+    if status == abi.CUDA_ERROR + OLD_DRIVER:
+        major, minor = version() // 1000, version() % 1000 // 10
+        raise KernelUnavailable(
+            f"NVIDIA's driver is too old: it is for CUDA {major}.{minor}, and kvmig's CUDA library "
+            "was built by a later toolkit"
+        )
+    if status == abi.CUDA_ERROR + NO_DEVICE:
+        raise KernelUnavailable("no NVIDIA GPU can be used")
     abi.check(status)
 
 

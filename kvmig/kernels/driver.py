@@ -198,6 +198,10 @@ class Driver:
         self.call("cuStreamCreateWithPriority", byref(stream), flags, c_int(priority))
         return int(stream.value or 0)
 
+    def settle(self) -> None:
+        """Wait for all that is queued on the device, by whomever in this process."""
+        self.call("cuCtxSynchronize")
+
     def wait(self, stream: int, event: int) -> None:
         """What is queued on the stream from now on comes after the event, as it is now; one that
         was never recorded holds nothing up."""

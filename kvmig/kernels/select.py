@@ -11,11 +11,15 @@ import importlib
 import logging
 import os
 
-from kvmig.ground.errors import ConfigError, KernelUnavailable
-from kvmig.kernels.driver import current_device
+import numpy as np
+
+from kvmig.ground.errors import ConfigError, KernelUnavailable, KvmigError
+from kvmig.ground.layout import Region
+from kvmig.kernels.driver import Driver, current_device
 from kvmig.kernels.face import Device, Kernels
 
 VARIABLE = "KVMIG_KERNELS"
+TRIAL_BYTES = 4096
 MODULES = {
     "cuda": "kvmig.kernels.cuda",
     "nvrtc": "kvmig.kernels.nvrtc",
@@ -84,4 +88,25 @@ def load(name: str, device: Device) -> Kernels:
     except ImportError as error:
         raise KernelUnavailable(f"{name} can't be imported: {error}") from error
     loaded: Kernels = module.load(device)
+    if device == "cuda":
+        _try_out(loaded)
     return loaded
+
+
+def _try_out(kernels: Kernels) -> None:
+    """Launch each kernel once: what is compiled, made or refused at its first use is so now."""
+    gpu, ids = Driver(current_device()), np.zeros(1, np.int64)
+    memory = gpu.allocate(2 * TRIAL_BYTES)
+    here, there = (
+        [Region(address, TRIAL_BYTES, TRIAL_BYTES)] for address in (memory, memory + TRIAL_BYTES)
+    )
+    try:
+        for checksums in (True, False):
+            kernels.copy(here, there, ids, ids, checksums=checksums).wait()
+        kernels.checksum(here, ids).wait()
+    except KernelUnavailable:
+        raise
+    except KvmigError as error:
+        raise KernelUnavailable(f"{kernels.name} kernels don't run on this GPU: {error}") from error
+    finally:
+        gpu.free(memory)

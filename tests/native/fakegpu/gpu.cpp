@@ -13,7 +13,7 @@
 //   the process that made it can't import it.
 //
 // $KVMIG_FAKE_NO_GPU: no device; $KVMIG_FAKE_NO_PEERS: none has access to the other's memory;
-// $KVMIG_FAKE_VERSION: CUDA's, instead of 13000.
+// $KVMIG_FAKE_VERSION: CUDA's, instead of 13000; $KVMIG_FAKE_OLD: older than the run-time library.
 
 #include <fcntl.h>
 #include <signal.h>
@@ -44,7 +44,7 @@
 namespace {
 
 enum {
-    kSuccess, kInvalidValue, kOutOfMemory, kNotInitialized, kNoDevice = 100, kInvalidDevice = 101,
+    kSuccess, kInvalidValue, kOutOfMemory, kNotInitialized, kOldDriver = 35, kNoDevice = 100, kInvalidDevice = 101,
     kInvalidContext = 201, kInvalidHandle = 400, kNotReady = 600, kIllegalAddress = 700,
     kAlreadyRegistered = 712, kNotRegistered = 713, kCaptureUnsupported = 900,
     kCaptureInvalidated = 901
@@ -656,6 +656,10 @@ CALL(kUnsafe, cuStreamSynchronize, void *handle)
     settle(lock, stream, stream->queued);
     return stream->context->error;
 }
+CALL(kUnsafe, cuCtxSynchronize)
+    settle_all(lock, current);
+    return current->error;
+}
 CALL(kContext, cuStreamWaitEvent, void *handle, void *event, unsigned flags)
     const auto found = machine.events.find(event);
     std::shared_ptr<Stream> stream;
@@ -693,6 +697,7 @@ CALL(kContext, cuStreamEndCapture, void *handle, void **graph)
 namespace {
 
 int runtime() {
+    if (std::getenv("KVMIG_FAKE_OLD")) return kOldDriver;
     if (!machine.initialised) return kNoDevice;
     if (!current) current = &machine.contexts[0];
     return current->error;
