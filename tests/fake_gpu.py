@@ -174,28 +174,6 @@ class FakeGpu(Driver):
         self.call("cuStreamGetPriority", ctypes.c_void_p(stream), ctypes.byref(found))
         return found.value
 
-    def put(self, address: int, data: bytes, stream: int = 0) -> None:
-        """Write memory of the device, in the stream's order."""
-        with self._pinned(len(data)) as pinned:
-            ctypes.memmove(pinned, data, len(data))
-            super().upload(address, pinned, len(data), stream)
-            self.finish(stream)
-
-    def get(self, address: int, nbytes: int) -> bytes:
-        """Read memory of the device."""
-        with self._pinned(nbytes) as pinned:
-            super().download(pinned, address, nbytes, 0)
-            self.finish(0)
-            return ctypes.string_at(pinned, nbytes)
-
-    @contextlib.contextmanager
-    def _pinned(self, nbytes: int) -> Iterator[int]:
-        address = self.allocate_pinned(max(1, nbytes))
-        try:
-            yield address
-        finally:
-            self.free_pinned(address)
-
 
 class Launches(Library):
     """The CUDA kernels; launches are noted."""
@@ -233,7 +211,7 @@ class DeviceCache:
         self._gpu, self._cache = gpu, cache
         self.nbytes = cache.memory.nbytes
         self.address = gpu.allocate(self.nbytes)
-        gpu.put(self.address, cache.memory.tobytes())
+        gpu.write(self.address, cache.memory.tobytes())
 
     @property
     def layout(self) -> KVLayout:
@@ -250,7 +228,7 @@ class DeviceCache:
 
     def memory(self) -> NDArray[np.uint8]:
         """As it is now."""
-        return np.frombuffer(self._gpu.get(self.address, self.nbytes), np.uint8)
+        return np.frombuffer(self._gpu.read(self.address, self.nbytes), np.uint8)
 
     def free(self) -> None:
         self._gpu.free(self.address)

@@ -39,7 +39,7 @@ def write(buffer: memoryview, data: bytes) -> None:
     """Put `data` into a slot, whosever memory it is."""
     memory = memory_of(buffer)
     if memory.device == "cuda":
-        FakeGpu(fake_gpu.device_of(memory.address)).put(memory.address, data)
+        FakeGpu(fake_gpu.device_of(memory.address)).write(memory.address, data)
     else:
         buffer[: len(data)] = data
 
@@ -49,7 +49,7 @@ def digest(data: bytes | memoryview) -> bytes:
     memory = memory_of(data)
     if memory.device == "cuda":
         gpu = FakeGpu(fake_gpu.device_of(memory.address))
-        data = gpu.get(memory.address, memory.nbytes)
+        data = gpu.read(memory.address, memory.nbytes)
     return blake2b(data, digest_size=16).digest()
 
 

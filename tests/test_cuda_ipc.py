@@ -15,7 +15,7 @@ from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import Driver
 from kvmig.kvtransfer.messages import Chunk
 from kvmig.kvtransfer.transports.base import Inbox, Staging
-from kvmig.kvtransfer.transports.cuda_ipc import Place
+from kvmig.kvtransfer.transports.cuda_ipc import Origin, Place
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
 from kvmig.kvtransfer.wire import Frame
 from tests import fake_gpu
@@ -75,7 +75,7 @@ async def test_buffers_are_on_the_engines_gpu_whatever_thread_opens_them() -> No
     received = await inbox.receive(chunk(slot), None)
     for buffer in (staging.buffer(slot), received):
         assert fake_gpu.device_of(memory_of(buffer).address) == 1
-    assert len(FakeGpu(1).get(memory_of(received).address, SIZE)) == SIZE
+    assert len(FakeGpu(1).read(memory_of(received).address, SIZE)) == SIZE
     del received, buffer
     inbox.close()
     staging.close()
@@ -110,12 +110,84 @@ async def test_a_gpu_without_access_to_the_others_fails_the_push_and_nothing_els
     staging.close()
 
 
+# -- what `auto` takes
+
+
+def stagings_on(gpu: int | None) -> dict[str, Staging]:
+    return open_staging("auto", "test", "a", SLOTS, SIZE, Site(gpu=gpu))
+
+
+def taken(stagings: dict[str, Staging], gpu: int | None) -> str:
+    """The transport of the inbox that a destination with such a KV cache opens."""
+    inbox = open_offer([one.offer() for one in stagings.values()], "auto", Site(gpu=gpu))
+    inbox.close()
+    return inbox.transport
+
+
+@pytest.mark.parametrize("there", [0, 1])
+def test_auto_takes_cuda_ipc_between_gpus_that_reach_each_other(there: int) -> None:
+    """A13: through the host's memory a chunk would cross PCIe twice."""
+    stagings = stagings_on(0)
+    assert list(stagings) == ["cuda-ipc", "shm", "tcp"]
+    assert taken(stagings, there) == "cuda-ipc"
+    for one in stagings.values():
+        one.close()
+
+
+def test_auto_falls_back_where_they_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    stagings = stagings_on(0)
+    monkeypatch.setenv("KVMIG_FAKE_NO_PEERS", "1")
+    assert taken(stagings, 1) == "shm"
+    with pytest.raises(TransportError, match="cuda-ipc: a test transfer failed: cuMemSetAccess"):
+        inbox_on(1, stagings["cuda-ipc"])
+    assert taken(stagings, None) == "shm"
+    for one in stagings.values():
+        one.close()
+
+
+def test_auto_falls_back_where_other_bytes_come() -> None:
+    staging = staging_on(0)
+    offer = staging.offer()
+    origin = msgspec.json.decode(offer.token, type=Origin)
+    forged = msgspec.json.encode(replace(origin, nonce="00" * 16)).decode()
+    with pytest.raises(TransportError, match="a test transfer failed: other bytes came"):
+        open_offer([replace(offer, token=forged)], "auto", Site(gpu=0))
+    staging.close()
+
+
+def test_auto_without_room_on_the_gpu_goes_through_the_hosts_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake_gpu.fail("cuMemCreate")
+    stagings = stagings_on(0)
+    assert list(stagings) == ["shm", "tcp"]
+    assert "KV blocks don't go over cuda-ipc" in caplog.text
+    for one in stagings.values():
+        one.close()
+
+
+def test_an_inbox_whose_source_has_ended_is_stale() -> None:
+    staging = staging_on(0)
+    inbox = inbox_on(0, staging)
+    assert not inbox.stale
+    staging.close()
+    assert inbox.stale
+    inbox.close()
+
+
+# -- what doesn't fit
+
+
 @pytest.mark.parametrize("wrong", [{"size": SLOTS * SIZE - 1}, {"slot_bytes": SIZE - 1}])
 async def test_memory_that_is_too_small_for_the_slots_is_refused(wrong: dict[str, int]) -> None:
     """A3: a copy beyond a mapping ends the source's engine, not the migration."""
     staging = staging_on(0)
     inbox = inbox_on(0, staging)
-    place = replace(msgspec.json.decode(inbox.token, type=Place), **wrong)
+    place = msgspec.json.decode(inbox.token, type=Place)
+    if "size" in wrong:
+        place = replace(place, exported=replace(place.exported, **wrong))
+    else:
+        place = replace(place, **wrong)
     with pytest.raises(PeerError, match="are too small for 3 slots of 1000000"):
         staging.channel(msgspec.json.encode(place).decode())
     inbox.close()
@@ -128,7 +200,8 @@ async def test_a_mapping_is_no_longer_than_its_memory() -> None:
     there = Destination(staging.offer())
     try:
         place = msgspec.json.decode(there.token, type=Place)
-        token = msgspec.json.encode(replace(place, size=2 * place.size)).decode()
+        longer = replace(place.exported, size=2 * place.exported.size)
+        token = msgspec.json.encode(replace(place, exported=longer)).decode()
         slot = await staging.acquire(1)
         with pytest.raises(TransportError, match="cuMemMap: invalid argument"):
             await pushed(staging, token, b"data", slot)
@@ -176,5 +249,5 @@ async def test_an_inbox_that_was_given_up_takes_nothing_more() -> None:
 
 async def test_a_gpu_without_room_is_named() -> None:
     fake_gpu.fail("cuMemCreate")
-    with pytest.raises(TransportError, match="no 3000000 bytes of GPU memory to share: cuMemCre"):
+    with pytest.raises(TransportError, match="no 3000016 bytes of GPU memory to share: cuMemCre"):
         staging_on(0)

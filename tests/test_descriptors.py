@@ -127,7 +127,7 @@ def test_strangers_at_an_inbox_are_counted_where_its_process_counts(
     site = Site(refusals=refusals, gpu=0)
     staging = open_staging("cuda-ipc", "test", "a", 1, 4096, site)["cuda-ipc"]
     inbox = open_offer([staging.offer()], "cuda-ipc", site)
-    with connected(msgspec.json.decode(inbox.token, type=Place).ticket.socket) as stranger:
+    with connected(msgspec.json.decode(inbox.token, type=Place).exported.ticket.socket) as stranger:
         stranger.sendall(bytes(descriptors.SECRET_BYTES))
         assert heard(stranger) == b""
     inbox.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Iterator
 from ctypes import c_size_t, c_ubyte, c_void_p
@@ -19,6 +18,7 @@ from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels.arrays import memory_of
 from kvmig.kvtransfer.transports.base import unmap
 from kvmig.kvtransfer.transports.cuda_ipc import GpuMemory
+from kvmig.kvtransfer.wire import RefusalCounter
 from tests import fake_gpu
 from tests.fake_gpu import HIGHEST, DeviceCache, FakeGpu, FakeKernels
 from tests.poisoned import make_cache
@@ -56,8 +56,8 @@ class World:
         whole = nbytes + 2 * mmap.PAGESIZE
         middle = slice(mmap.PAGESIZE, mmap.PAGESIZE + nbytes)
         if kind == "device":
-            memory = GpuMemory(0, whole)
-            os.close(memory.descriptor)
+            memory = GpuMemory(0, whole, RefusalCounter())
+            memory.close()
             return memory.view(0, whole)[middle]
         if kind == "bytes":
             return memoryview(bytearray(whole))[middle]
@@ -70,14 +70,14 @@ class World:
         memory = memory_of(buffer)
         if memory.device == "cpu":
             return bytes(buffer)
-        return self.gpu.get(memory.address, memory.nbytes)
+        return self.gpu.read(memory.address, memory.nbytes)
 
     def write(self, buffer: memoryview, data: bytes) -> None:
         memory = memory_of(buffer)
         if memory.device == "cpu":
             buffer[:] = data
         else:
-            self.gpu.put(memory.address, data)
+            self.gpu.write(memory.address, data)
 
     def close(self) -> None:
         """Once nothing fails any more."""
@@ -339,8 +339,8 @@ def test_units_of_other_shapes_are_copied_by_the_same_kernels(world: World) -> N
     memory = np.random.default_rng(4).integers(0, 256, NBYTES, np.uint8)
     by_cpu = np.zeros_like(memory)
     here, there = gpu.allocate(NBYTES), gpu.allocate(NBYTES)
-    gpu.put(here, memory.tobytes())
-    gpu.put(there, by_cpu.tobytes())
+    gpu.write(here, memory.tobytes())
+    gpu.write(there, by_cpu.tobytes())
     on_host, size = units(int(memory.ctypes.data)), units(here).unit_bytes
     source = DeviceCopies(units(here), gpu, kernels, False, 3 * size)
     target = DeviceCopies(units(there), gpu, kernels, False)
@@ -350,7 +350,7 @@ def test_units_of_other_shapes_are_copied_by_the_same_kernels(world: World) -> N
     assert bytes(out) == bytes(on_cpu)
     assert target.scatter(ids, out) == sums
     HostCopies(units(int(by_cpu.ctypes.data))).scatter(ids, out)
-    assert gpu.get(there, NBYTES) == by_cpu.tobytes()
+    assert gpu.read(there, NBYTES) == by_cpu.tobytes()
     for one in (source, target):
         one.close()
     gpu.free(here)

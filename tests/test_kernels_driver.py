@@ -196,9 +196,9 @@ def test_the_device_says_what_it_is() -> None:
 def test_memory_is_cleared_and_given_back() -> None:
     device = FakeGpu()
     address = device.allocate(16)
-    device.put(address, b"\x01" * 16)
+    device.write(address, b"\x01" * 16)
     device.clear(address, 15, 0)
-    assert device.get(address, 16) == bytes(15) + b"\x01"
+    assert device.read(address, 16) == bytes(15) + b"\x01"
     device.free(address)
     with pytest.raises(KvmigError, match=r"cuMemFree_v2: invalid argument \(CUDA error 1\)"):
         device.free(address)

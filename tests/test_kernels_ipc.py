@@ -32,11 +32,11 @@ def _import(pipe: Connection, device: int) -> None:
         except KvmigError as error:
             pipe.send(str(error))
             return
-        pipe.send(gpu.get(mapping.address + AT, 4))
-        gpu.put(mapping.address + AT, b"back")
+        pipe.send(gpu.read(mapping.address + AT, 4))
+        gpu.write(mapping.address + AT, b"back")
         pipe.send("written")
         pipe.recv()
-        pipe.send(gpu.get(mapping.address + AT, 4))
+        pipe.send(gpu.read(mapping.address + AT, 4))
         ipc.close(gpu, mapping)
     pipe.send("closed")
 
@@ -70,10 +70,10 @@ def test_another_process_reads_and_writes_the_same_memory(device: int) -> None:
         gpu = FakeGpu()
         mapping, descriptor = ipc.create(gpu, NBYTES)
         assert mapping.size == SIZE
-        gpu.put(mapping.address + AT, b"here")
+        gpu.write(mapping.address + AT, b"here")
         peer = Importer(descriptor, device)
         assert (peer.hear(), peer.hear()) == (b"here", "written")
-        assert gpu.get(mapping.address + AT, 4) == b"back"
+        assert gpu.read(mapping.address + AT, 4) == b"back"
         os.close(descriptor)
         peer.pipe.send("go on")
         assert (peer.hear(), peer.hear()) == (b"back", "closed")
@@ -86,16 +86,16 @@ def test_memory_that_its_owner_closes_stays_a_peers_and_becomes_nobody_elses() -
     with fake_gpu.installed():
         gpu = FakeGpu()
         mapping, descriptor = ipc.create(gpu, NBYTES)
-        gpu.put(mapping.address + AT, b"here")
+        gpu.write(mapping.address + AT, b"here")
         peer = Importer(descriptor, 0)
         assert (peer.hear(), peer.hear()) == (b"here", "written")
         os.close(descriptor)
         ipc.close(gpu, mapping)
         other = gpu.allocate(NBYTES)
-        gpu.put(other, bytes(NBYTES))
+        gpu.write(other, bytes(NBYTES))
         peer.pipe.send("go on")
         assert (peer.hear(), peer.hear()) == (b"back", "closed")
-        assert gpu.get(other, NBYTES) == bytes(NBYTES)
+        assert gpu.read(other, NBYTES) == bytes(NBYTES)
         gpu.free(other)
         peer.process.join(20)
 
@@ -104,13 +104,13 @@ def test_a_peer_that_is_killed_leaves_the_memory_as_it_is() -> None:
     with fake_gpu.installed():
         gpu = FakeGpu()
         mapping, descriptor = ipc.create(gpu, NBYTES)
-        gpu.put(mapping.address + AT, b"here")
+        gpu.write(mapping.address + AT, b"here")
         peer = Importer(descriptor, 0)
         assert (peer.hear(), peer.hear()) == (b"here", "written")
         peer.process.kill()
         peer.process.join(20)
         os.close(descriptor)
-        assert gpu.get(mapping.address + AT, 4) == b"back"
+        assert gpu.read(mapping.address + AT, 4) == b"back"
         ipc.close(gpu, mapping)
 
 
@@ -130,8 +130,8 @@ def test_another_device_of_this_process_can_be_let_in(gpu: FakeGpu) -> None:
     os.close(descriptor)
     other = FakeGpu(1)
     ipc.let(other, mapping)
-    other.put(mapping.address, b"other")
-    assert gpu.get(mapping.address, 5) == b"other"
+    other.write(mapping.address, b"other")
+    assert gpu.read(mapping.address, 5) == b"other"
     ipc.close(gpu, mapping)
 
 

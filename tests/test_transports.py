@@ -16,7 +16,8 @@ from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
 from kvmig.kvtransfer.transports import nixl, shm
 from kvmig.kvtransfer.transports.base import KEPT, Inbox, Shape, Staging
-from kvmig.kvtransfer.transports.cuda_ipc import Origin, host_identity
+from kvmig.kvtransfer.transports.cuda_ipc import Exported, Origin, host_identity
+from kvmig.kvtransfer.transports.descriptors import Ticket
 from kvmig.kvtransfer.transports.select import Inboxes, Site, open_offer, open_staging
 from kvmig.kvtransfer.transports.shm import ShmInbox, ShmStaging, sweep
 from kvmig.kvtransfer.transports.tcp import TcpStaging
@@ -372,7 +373,9 @@ def test_a_pool_of_private_memory_leaves_no_file() -> None:
 def test_what_needs_a_gpu_says_so_at_the_door() -> None:
     with pytest.raises(TransportError, match="needs a KV cache in an NVIDIA GPU's memory"):
         open_staging("cuda-ipc", CLUSTER, "a", 1, SIZE)
-    token = msgspec.json.encode(Origin(host_identity(), Shape(1, SIZE))).decode()
+    exported = Exported(Ticket("nowhere", "00"), SIZE)
+    origin = Origin(host_identity(), Shape(1, SIZE), exported, "00")
+    token = msgspec.json.encode(origin).decode()
     with pytest.raises(TransportError, match=r"cuda-ipc: .* needs a KV cache in an NVIDIA GPU's"):
         open_offer([Offer("cuda-ipc", token)])
 
@@ -407,7 +410,8 @@ def test_an_offer_of_buffers_that_cannot_be_is_refused(transport: str, token: st
 
 
 def test_memory_of_another_host_is_not_mapped() -> None:
-    token = '{"host":"another","shape":{"slots":1,"slot_bytes":8}}'
+    exported = Exported(Ticket("nowhere", "00"), SIZE)
+    token = msgspec.json.encode(Origin("another", Shape(1, 8), exported, "00")).decode()
     with pytest.raises(TransportError, match="the source is on another host"):
         open_offer([Offer("cuda-ipc", token)])
 

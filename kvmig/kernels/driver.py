@@ -133,6 +133,16 @@ class Driver:
         """Queue a copy within device memory, a peer's included."""
         self.call("cuMemcpyDtoDAsync_v2", *_copy(to, source, nbytes, stream))
 
+    def write(self, device: int, data: bytes) -> None:
+        """Copy to device memory; it is there when this returns."""
+        self.call("cuMemcpyHtoD_v2", c_void_p(device), c_char_p(data), c_size_t(len(data)))
+
+    def read(self, device: int, nbytes: int) -> bytes:
+        """What is in device memory."""
+        data = ctypes.create_string_buffer(nbytes)
+        self.call("cuMemcpyDtoH_v2", data, c_void_p(device), c_size_t(nbytes))
+        return data.raw
+
     def clear(self, device: int, nbytes: int, stream: int) -> None:
         """Queue zeros."""
         zeros = c_void_p(device), ctypes.c_ubyte(0), c_size_t(nbytes), c_void_p(stream)

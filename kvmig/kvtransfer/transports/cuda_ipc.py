@@ -3,13 +3,15 @@
 A chunk goes from device to device, over NVLink where the devices have it, on a stream of its own.
 A copy that the source has waited for is there, so the chunk is announced after it, and the
 destination waits for nothing. The buffers at both ends are kvmig's own (`kernels.ipc`), on the GPU
-that the engine's KV cache is on.
+that the engine's KV cache is on. A destination takes the offer when it has fetched a few bytes of
+the source's memory: GPUs of one host needn't reach each other (no peer access, MIG).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,20 +29,31 @@ from kvmig.kvtransfer.transports.worker import Worker
 from kvmig.kvtransfer.wire import RefusalCounter
 
 NAME = "cuda-ipc"
+NONCE_BYTES = 16
+SOCKETS = Path("/proc/net/unix")
+"""The sockets of this network namespace: those of processes that have ended are gone."""
 
 
-class Origin(msgspec.Struct, frozen=True):
-    """The offer's token."""
-
-    host: str
-    shape: Shape
-
-
-class Place(msgspec.Struct, frozen=True):
-    """The inbox's token: where a descriptor of its memory can be had."""
+class Exported(msgspec.Struct, frozen=True):
+    """Memory of one process, for others on the host: where a descriptor of it can be had."""
 
     ticket: Ticket
     size: int
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """The offer's token. `nonce`, in hex, lies behind the slots, for a test transfer."""
+
+    host: str
+    shape: Shape
+    exported: Exported
+    nonce: str
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The inbox's token."""
+
+    exported: Exported
     slot_bytes: int
 
 
@@ -54,27 +67,74 @@ def host_identity() -> str:
 
 
 class GpuMemory:
-    """Memory of this process on one GPU, which goes with its last view."""
+    """Memory of this process on one GPU, which others may map; it goes with its last view."""
 
-    def __init__(self, gpu: int | None, nbytes: int) -> None:
-        """Raises TransportError if there isn't as much, or no GPU."""
+    def __init__(self, gpu: int | None, nbytes: int, refusals: RefusalCounter) -> None:
+        """refusals: counts strangers at its socket. Raises TransportError if there isn't as much,
+        or no GPU."""
         if gpu is None:
             raise TransportError("CUDA IPC needs a KV cache in an NVIDIA GPU's memory")
         try:
             self.driver = Driver(gpu)
-            self.mapping, self.descriptor = ipc.create(self.driver, nbytes)
+            self.mapping, descriptor = ipc.create(self.driver, nbytes)
         except KvmigError as error:
             raise TransportError(f"no {nbytes} bytes of GPU memory to share: {error}") from error
         weakref.finalize(self, ipc.close, self.driver, self.mapping)
+        try:
+            self._donor = Donor(descriptor, refusals)
+        finally:
+            os.close(descriptor)
+        self.exported = Exported(self._donor.ticket, self.mapping.size)
+        _ours[self._donor.ticket.socket] = self
 
     def view(self, start: int, nbytes: int) -> memoryview:
         """A part of it, see `view`."""
         return view(self.mapping.address + start, nbytes, self)
 
+    def close(self) -> None:
+        """Nobody may map it any more. Idempotent."""
+        self._donor.close()
 
-_inboxes: weakref.WeakValueDictionary[str, GpuMemory] = weakref.WeakValueDictionary()
-"""Memory of this process's inboxes by their sockets' names: it can't be mapped a second time here,
-and needn't."""
+
+_ours: weakref.WeakValueDictionary[str, GpuMemory] = weakref.WeakValueDictionary()
+"""This process's by their sockets' names: it can't be mapped a second time here, and needn't."""
+
+
+class PeerMemory:
+    """Another's memory as this process has it, and a stream for copies; one thread uses it.
+    Raises KvmigError."""
+
+    def __init__(self, driver: Driver, exported: Exported, refusals: RefusalCounter) -> None:
+        self._driver = driver
+        with ExitStack() as held:
+            self._stream = SideStream(driver)
+            held.callback(self._stream.close)
+            self._kept = _ours.get(exported.ticket.socket)
+            if self._kept is not None:
+                mapping = self._kept.mapping
+                ipc.let(driver, mapping)
+            else:
+                mapping = _mapped(driver, exported, refusals)
+                held.callback(ipc.close, driver, mapping)
+            self.address = mapping.address
+            self._held = held.pop_all()
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """It is there when this returns."""
+        self._driver.move(to, source, nbytes, self._stream.handle)
+        self._stream.settle()
+
+    def close(self) -> None:
+        """Unmap."""
+        self._held.close()
+
+
+def _mapped(driver: Driver, exported: Exported, refusals: RefusalCounter) -> ipc.Mapping:
+    descriptor = take(exported.ticket, refusals)
+    try:
+        return ipc.open_descriptor(driver, descriptor, exported.size)
+    finally:
+        os.close(descriptor)
 
 
 class CudaIpcStaging(Staging):
@@ -86,8 +146,14 @@ class CudaIpcStaging(Staging):
         self, gpu: int | None, slots: int, slot_bytes: int, refusals: RefusalCounter
     ) -> None:
         """refusals: counts strangers at sockets. Raises TransportError if there isn't as much."""
-        self._memory = GpuMemory(gpu, slots * slot_bytes)
-        os.close(self._memory.descriptor)  # nobody else writes there
+        nbytes = slots * slot_bytes
+        self._memory = GpuMemory(gpu, nbytes + NONCE_BYTES, refusals)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        try:
+            self._memory.driver.write(self._memory.mapping.address + nbytes, self._nonce)
+        except KvmigError as error:
+            self._memory.close()
+            raise TransportError(f"GPU {gpu} takes no bytes: {error}") from error
         self._refusals = refusals
         super().__init__(slots, slot_bytes)
 
@@ -98,7 +164,8 @@ class CudaIpcStaging(Staging):
 
     def offer(self) -> Offer:
         """Where this side is, and how many buffers the destination needs for it."""
-        origin = Origin(host_identity(), Shape(self.slots, self.slot_bytes))
+        shape = Shape(self.slots, self.slot_bytes)
+        origin = Origin(host_identity(), shape, self._memory.exported, self._nonce.hex())
         return Offer(NAME, msgspec.json.encode(origin).decode())
 
     def _connect(self, token: str) -> Channel:
@@ -106,9 +173,10 @@ class CudaIpcStaging(Staging):
             place = msgspec.json.decode(token, type=Place)
         except msgspec.DecodeError as error:
             raise PeerError(f"not a token of {NAME}: {error}") from error
-        if place.slot_bytes < self.slot_bytes or place.size < self.slots * place.slot_bytes:
+        size = place.exported.size
+        if place.slot_bytes < self.slot_bytes or size < self.slots * place.slot_bytes:
             raise PeerError(
-                f"{place.size} bytes in slots of {place.slot_bytes} are too small for "
+                f"{size} bytes in slots of {place.slot_bytes} are too small for "
                 f"{self.slots} slots of {self.slot_bytes}"
             )
         return CudaIpcChannel(self._memory, place, self.slot_bytes, self._refusals)
@@ -117,6 +185,7 @@ class CudaIpcStaging(Staging):
         """The memory goes with its last view."""
         if not self._closed:
             super().close()
+            self._memory.close()
             del self._memory
 
 
@@ -130,7 +199,9 @@ class CudaIpcChannel(Channel):
         self._place = place
         self._slot_bytes = slot_bytes
         self._worker = Worker(f"{NAME} push")
-        self._peer = self._worker.submit(lambda: PeerMemory(memory.driver, place, refusals))
+        self._peer = self._worker.submit(
+            lambda: PeerMemory(memory.driver, place.exported, refusals)
+        )
 
     async def push(self, chunk: Chunk, announce: Announce) -> None:
         """Copied, then announced."""
@@ -139,7 +210,7 @@ class CudaIpcChannel(Channel):
         there = chunk.slot * self._place.slot_bytes
         here = self._memory.mapping.address + chunk.slot * self._slot_bytes
         try:
-            await self._worker.run(lambda: self._peer.result().write(there, here, chunk.nbytes))
+            await self._worker.run(lambda: self._copy(there, here, chunk.nbytes))
         except (KvmigError, OSError) as error:
             self.broken = True
             raise TransportError(f"can't copy to the destination's memory: {error}") from error
@@ -150,72 +221,45 @@ class CudaIpcChannel(Channel):
         self._worker.post(self._close)
         self._worker.close()
 
+    def _copy(self, offset: int, source: int, nbytes: int) -> None:
+        peer = self._peer.result()
+        peer.copy(peer.address + offset, source, nbytes)
+
     def _close(self) -> None:
         if self._peer.exception() is None:
             self._peer.result().close()
-
-
-class PeerMemory:
-    """An inbox's memory as this process has it, and the stream of copies into it; one thread uses
-    it. Raises KvmigError."""
-
-    def __init__(self, driver: Driver, place: Place, refusals: RefusalCounter) -> None:
-        self._driver = driver
-        with ExitStack() as held:
-            self._stream = SideStream(driver)
-            held.callback(self._stream.close)
-            self._inbox = _inboxes.get(place.ticket.socket)
-            if self._inbox is not None:
-                mapping = self._inbox.mapping
-                ipc.let(driver, mapping)
-            else:
-                mapping = _mapped(driver, place, refusals)
-                held.callback(ipc.close, driver, mapping)
-            self._address = mapping.address
-            self._held = held.pop_all()
-
-    def write(self, offset: int, source: int, nbytes: int) -> None:
-        """Copy to `offset` from an address; it is there when this returns."""
-        self._driver.move(self._address + offset, source, nbytes, self._stream.handle)
-        self._stream.settle()
-
-    def close(self) -> None:
-        """Unmap."""
-        self._held.close()
-
-
-def _mapped(driver: Driver, place: Place, refusals: RefusalCounter) -> ipc.Mapping:
-    descriptor = take(place.ticket, refusals)
-    try:
-        return ipc.open_descriptor(driver, descriptor, place.size)
-    finally:
-        os.close(descriptor)
 
 
 class CudaIpcInbox(Inbox):
     """Buffers like the source's, in a GPU's memory."""
 
     transport = NAME
-    stale = False
 
     def __init__(self, offer: Offer, gpu: int | None, refusals: RefusalCounter) -> None:
-        """Raises TransportError for a source on another host, or without enough memory."""
+        """Raises TransportError for a source on another host, without enough memory, and where the
+        GPUs don't reach each other's memory."""
         try:
             origin = msgspec.json.decode(offer.token, type=Origin)
         except msgspec.DecodeError as error:
             raise TransportError(f"not a token of {offer.transport}: {error}") from error
         if origin.host != host_identity():
             raise TransportError("the source is on another host")
-        self._shape = origin.shape.checked()
-        memory = GpuMemory(gpu, self._shape.slots * self._shape.slot_bytes)
+        self._shape, self._source = origin.shape.checked(), origin.exported.ticket.socket
+        nbytes = max(self._shape.slots * self._shape.slot_bytes, NONCE_BYTES)
+        memory = GpuMemory(gpu, nbytes, refusals)
         self._memory: GpuMemory | None = memory
         try:
-            self._donor = Donor(memory.descriptor, refusals)
-        finally:
-            os.close(memory.descriptor)
-        _inboxes[self._donor.ticket.socket] = memory
-        place = Place(self._donor.ticket, memory.mapping.size, self._shape.slot_bytes)
+            _test(memory, origin, refusals)
+        except (KvmigError, OSError) as error:
+            self.close()
+            raise TransportError(f"a test transfer failed: {error}") from error
+        place = Place(memory.exported, self._shape.slot_bytes)
         self.token = msgspec.json.encode(place).decode()
+
+    @property
+    def stale(self) -> bool:
+        """Whether the source has closed its socket, or died."""
+        return self._memory is None or f"@{self._source}\n" not in SOCKETS.read_text()
 
     async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
         """The chunk in its slot; it is there."""
@@ -226,8 +270,24 @@ class CudaIpcInbox(Inbox):
 
     def close(self) -> None:
         """Give no more descriptors; the memory goes with its last view."""
-        self._donor.close()
+        if self._memory is not None:
+            self._memory.close()
         self._memory = None
+
+
+def _test(memory: GpuMemory, origin: Origin, refusals: RefusalCounter) -> None:
+    """Copy the source's nonce into `memory`. Raises KvmigError."""
+    behind = origin.shape.slots * origin.shape.slot_bytes
+    if origin.exported.size < behind + NONCE_BYTES:
+        raise PeerError(f"{origin.exported.size} bytes are too small for the source's slots")
+    driver, here = memory.driver, memory.mapping.address
+    peer = PeerMemory(driver, origin.exported, refusals)
+    try:
+        peer.copy(here, peer.address + behind, NONCE_BYTES)
+    finally:
+        peer.close()
+    if driver.read(here, NONCE_BYTES).hex() != origin.nonce:
+        raise TransportError("other bytes came")
 
 
 def view(address: int, nbytes: int, owner: object) -> memoryview:

@@ -65,8 +65,8 @@ def open_staging(
 ) -> dict[str, Staging]:
     """The pools of an instance by transport's name, the best first: offer them all.
 
-    `auto` has shared memory, NIXL where there is an RDMA device and the network is trusted, and
-    TCP, which always works; the others are had by name only.
+    `auto` has CUDA IPC where the KV cache is on a GPU, shared memory, NIXL where there is an RDMA
+    device and the network is trusted, and TCP, which always works.
 
     Raises TransportError if `allowed` is one transport that can't be had.
     """
@@ -85,7 +85,9 @@ def open_staging(
         return {allowed: open_one(allowed)}
     stagings: dict[str, Staging] = {}
     rdma = site.takes(nixl.NAME, allowed) and nixl.has_rdma()
-    for name in (shm.NAME, *((nixl.NAME,) if rdma else ()), tcp.NAME):
+    gpu = site.gpu is not None
+    first, third = ((cuda_ipc.NAME,) if gpu else ()), ((nixl.NAME,) if rdma else ())
+    for name in (*first, shm.NAME, *third, tcp.NAME):
         try:
             stagings[name] = open_one(name)
         except TransportError as error:

@@ -580,6 +580,31 @@ CALL(kContext, cuMemcpyDtoHAsync_v2, void *to, Address from, size_t nbytes, void
 CALL(kContext, cuMemcpyDtoDAsync_v2, Address to, Address from, size_t nbytes, void *stream)
     return copy_later(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), nbytes, stream);
 }
+// These take any memory of the host's, and wait for the default stream.
+int copy_now(Lock &lock, Address device, void *host, size_t nbytes, bool writes) {
+    std::shared_ptr<Stream> stream;
+    if (const int failed = find(nullptr, &stream)) return failed;
+    const int ordinal = current->device;
+    queue(*stream, {[=] {
+                        const Working working(ordinal);
+                        {
+                            const Lock inner(machine.mutex);
+                            if (!reachable(device, nbytes, ordinal, writes))
+                                return int(kIllegalAddress);
+                        }
+                        void *there = reinterpret_cast<void *>(device);
+                        writes ? std::memcpy(there, host, nbytes) : std::memcpy(host, there, nbytes);
+                        return int(kSuccess);
+                    }, nullptr});
+    settle(lock, stream, stream->queued);
+    return stream->context->error;
+}
+CALL(kUnsafe, cuMemcpyHtoD_v2, Address to, void *from, size_t nbytes)
+    return copy_now(lock, to, from, nbytes, true);
+}
+CALL(kUnsafe, cuMemcpyDtoH_v2, void *to, Address from, size_t nbytes)
+    return copy_now(lock, from, to, nbytes, false);
+}
 struct BatchAttributes {  // CUmemcpyAttributes
     int order, source_type, source_id, target_type, target_id;
     unsigned flags;
