@@ -186,6 +186,72 @@ async def test_a_suspended_request_that_is_resumed_goes_on_as_if_nothing_was(pai
     assert_same(await pair.finish("kept"), unmoved)
 
 
+async def test_what_a_suspended_request_holds_serves_others_while_steps_go_on(pair: Pair) -> None:
+    unmoved = await pair.unmoved(LONG)
+    await pair.run(pair.a, "moved", LONG, until=10)
+    await pair.done(pair.a.engine.export("moved"))
+    await pair.suspend(pair.a, "moved", 0)
+
+    pair.submit(pair.a, "beside", LONG)
+    beside = await pair.finish("beside")
+    await pair.done(pair.a.engine.resume("moved"))
+
+    assert beside.tokens == unmoved.tokens
+    assert_same(await pair.finish("moved"), unmoved)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+async def test_a_paused_engine_takes_no_request_and_gives_none_up(pair: Pair, mode: str) -> None:
+    export = await pair.exported("moved", PROMPT, until=10)
+    pair.b.core.pause_scheduler(mode)
+    await pair.refused("moved", export, "the engine is paused")
+    pair.b.core.resume_scheduler()
+
+    await pair.run(pair.a, "stays", PROMPT, until=10)
+    pair.a.core.pause_scheduler("keep")
+    with pytest.raises(MigrationRefused, match="the engine is paused"):
+        await pair.done(pair.a.engine.export("stays"))
+    pair.a.core.resume_scheduler()
+    await pair.finish("stays")
+
+
+async def test_an_engine_that_is_paused_meanwhile_commits_nothing(pair: Pair) -> None:
+    unmoved = await pair.unmoved(PROMPT)
+    export = await pair.exported("moved", PROMPT, until=10)
+    await pair.done(pair.b.engine.reserve(export))
+    tail = await pair.suspend(pair.a, "moved", 0)
+    await pair.done(pair.b.engine.grow("moved", tail.num_tokens))
+    pair.b.core.pause_scheduler("keep", clear_cache=False)
+
+    with pytest.raises(MigrationRefused, match="the engine is paused"):
+        await pair.done(pair.b.engine.commit("moved", tail))
+    await pair.done(pair.b.engine.cancel("moved"))
+    pair.b.core.resume_scheduler()
+    await pair.done(pair.a.engine.resume("moved"))
+
+    assert pair.b.used_blocks == 0
+    assert_same(await pair.finish("moved"), unmoved)
+
+
+async def test_a_request_that_vllm_calls_invalid_ends_with_its_sentence_where_it_has_one(
+    pair: Pair,
+) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    for backend in ("xgrammar", "guidance"):
+        guided = StructuredOutputsParams(regex="[0-9]{9}")
+        guided._backend = backend
+        pair.submit(pair.a, backend, PROMPT, structured_outputs=guided, ignore_eos=False)
+    assert len((await pair.finish("xgrammar")).tokens) > 8
+    refused = await pair.finish("guidance")
+
+    if hasattr(pair.a.core, "_handle_request_validation_error"):  # from 0.33 on
+        assert str(refused.finish_reason) == "error"
+        assert refused.error.code == "validation_error"
+        assert "only supports one backend per engine" in refused.error.message
+    await pair.idle()
+
+
 async def test_a_commit_that_fails_leaves_nothing_and_the_source_goes_on(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ def destination(*running: str, seats: int = 4, longest: int = 100) -> Destinatio
     scheduler.max_model_len = longest
     scheduler.lora_config = None
     scheduler.connector = None
-    core = cast("StepCore", SimpleNamespace(scheduler=scheduler))
+    core = cast("StepCore", SimpleNamespace(scheduler=scheduler, is_sleeping=lambda: False))
     return Destination(core, NO_TABLES, Offload(scheduler))
 
 

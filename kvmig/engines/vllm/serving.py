@@ -37,6 +37,7 @@ from kvmig.engines.base import (
 )
 from kvmig.engines.identity import check_unchanged
 from kvmig.engines.vllm.building import Builder, go_on, not_again, without_what_was_sent
+from kvmig.engines.vllm.compat import refuse
 from kvmig.engines.vllm.config import (
     Identify,
     after_call,
@@ -442,8 +443,8 @@ class ServingVllm:
         try:
             self._note(request)
             self._core.add(request)
-        except Exception:  # noqa: BLE001 - reported there
-            self._refuse(request)
+        except Exception as error:  # noqa: BLE001 - reported there
+            refuse(self._core, request, error)
 
     def _note(self, request: EngineCoreRequest) -> None:
         """Note the identity of the LoRA adapter that vLLM is about to load, if it hasn't yet."""
@@ -462,25 +463,21 @@ class ServingVllm:
             generator = await self._builder.generator_after(
                 request.sampling_params, len(output_token_ids)
             )
-        except Exception:  # noqa: BLE001 - reported there
-            self._refuse(request)
+        except Exception as error:  # noqa: BLE001 - reported there
+            refuse(self._core, request, error)
             return
 
         def enter() -> None:
             try:
                 go_on(self._core, built, generator)
                 self._offload.entered(built)
-            except Exception:  # noqa: BLE001 - reported there
-                self._refuse(request)
+            except Exception as error:  # noqa: BLE001 - reported there
+                refuse(self._core, request, error)
 
         self._core.call(enter)
 
     def _abort_entered(self, request_id: str, _: object) -> None:
         self._core.abort([request_id])
-
-    def _refuse(self, request: EngineCoreRequest) -> None:
-        """vLLM's own answer to one that can't be built: logged, and ended as an error."""
-        self._core._handle_request_preproc_error(request)
 
     # -- from the engine's thread
 

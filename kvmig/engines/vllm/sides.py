@@ -60,6 +60,16 @@ def check_movable(request: Request, config: VllmConfig) -> None:
         raise MigrationRefused("unsupported", reason)
 
 
+def check_awake(core: StepCore) -> None:
+    """Refuse where somebody has paused the engine or sent it to sleep.
+
+    A request would run there where nothing may, or stand still where it needn't; weights may be
+    updated meanwhile. Raises MigrationRefused.
+    """
+    if core.is_sleeping():
+        raise MigrationRefused("busy", "the engine is paused")
+
+
 def _kind(request: Request) -> str:
     params = request.sampling_params
     if params is None:
@@ -229,6 +239,7 @@ class Source:
 
     def export(self, request_id: str) -> Progress:
         """Watch the request from now on; how far it is now."""
+        check_awake(self._core)
         request = self._live(request_id)
         check_movable(request, self._core.vllm_config)
         self._leaving[request_id] = Leaving(
@@ -423,6 +434,7 @@ class Destination:
         `request` carries the exported output tokens; it is not in the scheduler yet.
         """
         scheduler, request_id = self._scheduler, request.request_id
+        check_awake(self._core)
         if request_id in scheduler.requests or request_id in self._arriving:
             raise MigrationRefused("already_migrating", f"{request_id} is here already")
         if request.num_tokens > scheduler.max_model_len:
@@ -459,6 +471,7 @@ class Destination:
 
     def commit(self, request_id: str, tail: Progress, generator: bytes | None) -> None:
         """Run the request from here on; the blocks hold `tail.num_computed_tokens` tokens."""
+        check_awake(self._core)
         arriving = self._known(request_id)
         scheduler, request = self._scheduler, arriving.request
         computed = tail.num_computed_tokens
