@@ -1,6 +1,6 @@
 """Builds the kernel libraries into the package; everything else is in pyproject.toml.
 
-The CPU's always; the GPU's where there are nvcc and an NVIDIA GPU, or as KVMIG_CUDA=1 or 0 says.
+The CPU's always; the GPU's where there is nvcc, or as KVMIG_CUDA=1 or 0 says.
 """
 
 from __future__ import annotations

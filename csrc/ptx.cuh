@@ -53,22 +53,30 @@ __device__ inline void barrier_wait(Barrier *barrier, uint32_t parity) {
             : "memory");
 }
 
+// What passes through is evicted from the L2 first: it shouldn't push out the engine's own data.
+__device__ inline uint64_t passing() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // Queues global to shared; the bytes arrive at `barrier`.
 __device__ inline void bulk_load(void *shared, const void *global, uint32_t bytes,
                                  Barrier *barrier) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(shared)),
-        "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier))
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+        "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier)),
+        "l"(passing())
         : "memory");
 }
 
 // Queues shared to global, a group of its own.
 __device__ inline void bulk_store(void *global, const void *shared, uint32_t bytes) {
     asm volatile(
-        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+        "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;\n"
         "cp.async.bulk.commit_group;" ::"l"(__cvta_generic_to_global(global)),
-        "r"(shared_address(shared)), "r"(bytes)
+        "r"(shared_address(shared)), "r"(bytes), "l"(passing())
         : "memory");
 }
 

@@ -6,13 +6,14 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import psutil
 import pytest
 
 from kvmig.cli.environment import llumlet_environment
-from kvmig.cli.forks import LLUMLET, Fork, Forks
+from kvmig.cli.forks import LLUMLET, Fork, Forks, opened_gpu
 from kvmig.cli.processes import UNSEEN, Announcement, Child, Process
 from kvmig.ground.errors import StartupError
 
@@ -167,3 +168,12 @@ def test_only_what_libraries_read_late_may_differ(forks: Forks) -> None:
     assert forks.suits({**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "3"})
     assert not forks.suits({**ENVIRONMENT, "OMP_NUM_THREADS": "2"})
     assert not forks.suits({**ENVIRONMENT, "LD_PRELOAD": "libtcmalloc.so"})
+
+
+def test_a_process_that_has_called_nvidias_driver_is_not_forked(tmp_path: Path) -> None:
+    """torch.cuda.is_available() calls it, and torch doesn't say so."""
+    for number, file in enumerate(("/dev/null", "/dev/nvidia-gone")):
+        (tmp_path / str(number)).symlink_to(file)
+    assert opened_gpu(tmp_path)
+    (tmp_path / "1").unlink()
+    assert not opened_gpu(tmp_path)

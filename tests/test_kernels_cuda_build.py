@@ -106,6 +106,14 @@ def test_the_tma_moves_by_bulk_copies_in_both_directions(code: Code, target: str
     assert "UBLKCP.G.S" in text
 
 
+@pytest.mark.parametrize("target", build.CUDA_TARGETS[1:])
+def test_what_the_tma_moves_is_evicted_first_from_the_l2(code: Code, target: str) -> None:
+    """A13: a move would else push the engine's own data out of it."""
+    moves = re.findall(r"UBLKCP\.[SG]\.[SG] .*", code[target, "kvmig_copy_tma_kernel"])
+    assert moves
+    assert all("desc[" in move for move in moves)
+
+
 def test_the_library_exports_what_the_header_declares_and_nothing_else(library: Path) -> None:
     if not shutil.which("nm"):
         pytest.skip("nm is not installed")
@@ -162,6 +170,13 @@ def test_an_installation_without_nvcc_builds_for_the_cpu_only(
 ) -> None:
     monkeypatch.setenv("KVMIG_CUDA", value)
     assert build.wants_cuda() is wanted
+
+
+def test_an_installation_with_nvcc_builds_for_gpus_whether_one_is_there_or_not(
+    old_nvcc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVMIG_CUDA", raising=False)
+    assert build.wants_cuda()
 
 
 def test_an_installation_that_must_have_cuda_fails_without_nvcc(

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from kvmig.ground.errors import KernelUnavailable, KvmigError
+from kvmig.ground.layout import Region
 from kvmig.kernels import driver, select
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CopyAttributes, Driver
 from kvmig.kernels.gpu import GpuKernels
 from tests import fake_gpu
 from tests.fake_gpu import DeviceCache, FakeGpu, FakeKernels
@@ -291,6 +292,18 @@ def test_the_copy_engines_copy_every_run_and_nothing_else() -> None:
     assert np.array_equal(target.memory(), target.expected(blocks))
     source.free()
     target.free()
+
+
+def test_the_copy_engines_are_asked_to_leave_the_sms_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A11."""
+    gpu, asked = FakeGpu(), list[CopyAttributes]()
+    monkeypatch.setattr(gpu, "call", lambda name, *given: asked.append(given[4]._obj))
+    region, ids = [Region(4096, 16, 16)], np.zeros(1, np.int64)
+    gpu.copy_blocks(region, region, ids, ids, stream=1)
+    (how,) = asked
+    assert (how.source_order, how.flags) == (1, 1)  # in the stream's order, beside kernels
 
 
 def test_an_error_of_the_copy_engines_is_handed_on() -> None:

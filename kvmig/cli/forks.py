@@ -51,6 +51,9 @@ ENGINE = "engine"
 INSTANCES, SERVERS = "the environment of instances", "the environment of servers"
 """What a `Loaded` names besides `likeness`; environments by their `digest`."""
 LLUMLET = "kvmig.cli.llumlet"
+DESCRIPTORS = Path("/proc/self/fd")
+GPUS = "/dev/nvidia"
+"""Files of NVIDIA's driver, opened by cuInit: it fails in a fork of who has called it."""
 MESSAGE_BYTES = 1 << 18
 """More than an environment has, and than Linux lets through."""
 
@@ -436,10 +439,18 @@ def unsafe() -> str:
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
         return f"loading has started {threads - 1} threads"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "loading has initialized CUDA"
+    if opened_gpu():
+        return "loading has opened NVIDIA's driver"
     return ""
+
+
+def opened_gpu(descriptors: Path = DESCRIPTORS) -> bool:
+    """Whether this process has a file of NVIDIA's driver open."""
+    for one in descriptors.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the folder's own, gone by now
+            if str(one.readlink()).startswith(GPUS):
+                return True
+    return False
 
 
 class Listening(msgspec.Struct):

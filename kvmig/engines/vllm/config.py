@@ -19,7 +19,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 
 from kvmig.engines.identity import identity_of, numerics_class, updated
-from kvmig.engines.vllm.flags import REFUSED
+from kvmig.engines.vllm.flags import REFUSED, SLEEP
 from kvmig.engines.vllm.runner import WORKER_TIMEOUT_S, uses_v2
 from kvmig.ground.errors import ConfigError
 
@@ -58,6 +58,7 @@ def refuse_settings(config: VllmConfig) -> None:
         ("kv_events_config", config.kv_events_config, "all instances would publish on one port"),
         ("hisparse_config", config.attention_config.hisparse_config, "it keeps KV on the host"),
         ("scheduler_cls", config.scheduler_config.scheduler_cls, "kvmig drives vLLM's own"),
+        ("enable_sleep_mode", config.model_config.enable_sleep_mode or None, SLEEP),
     )
     for name, value, why in none_of:
         if value is not None:
