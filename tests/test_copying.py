@@ -180,26 +180,37 @@ def test_each_chunk_goes_once_in_order_and_no_slot_is_too_full(
     asyncio.run(go())
 
 
-def together(source: FakeEngine) -> Callable[[str], Coroutine[Any, Any, None]]:
-    """The first copy waits, so that the other requests' chunks come meanwhile."""
-
-    async def before(method: str) -> None:
-        if method == "gather" and source.calls.count("gather") == 1:
-            await asyncio.sleep(0.05)
-
-    return before
-
-
 NAMES = ("r", "s", "t", "u")
 
 
+def together(
+    source: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Coroutine[Any, Any, None]]:
+    """The first copy waits until a chunk of each request is there."""
+    added: list[QueuedChunk] = []
+    add = ChunkBatcher.add
+
+    def noted(self: ChunkBatcher, chunk: QueuedChunk) -> None:
+        added.append(chunk)
+        add(self, chunk)
+
+    async def before(method: str) -> None:
+        if method == "gather" and source.calls.count("gather") == 1:
+            await until(lambda: len(added) == len(NAMES))
+
+    monkeypatch.setattr(ChunkBatcher, "add", noted)
+    return before
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_requests_that_move_together_share_transfers(transport: Any) -> None:
+async def test_requests_that_move_together_share_transfers(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = FakeEngine(num_blocks=400)
     for name in NAMES[1:]:
         source.start(name)
     async with cluster(source=source, transport=transport) as them:
-        source.before = together(source)
+        source.before = together(source, monkeypatch)
         reports = await asyncio.gather(*(them.move(name) for name in NAMES))
         assert [report.state for report in reports] == ["committed"] * 4
         assert [them.owners(name) for name in NAMES] == ["b"] * 4
@@ -207,12 +218,14 @@ async def test_requests_that_move_together_share_transfers(transport: Any) -> No
         assert sum(report.fused_chunks for report in reports) >= 2
 
 
-async def test_a_corrupt_chunk_ends_its_own_migration_only() -> None:
+async def test_a_corrupt_chunk_ends_its_own_migration_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source = FakeEngine(num_blocks=400)
     for name in NAMES[1:]:
         source.start(name)
     async with cluster(source=source) as them:
-        wait = together(source)
+        wait = together(source, monkeypatch)
 
         async def corrupt(method: str) -> None:
             await wait(method)
@@ -225,16 +238,22 @@ async def test_a_corrupt_chunk_ends_its_own_migration_only() -> None:
             assert them.owners(name) == ("a" if report.reason else "b")
 
 
-async def test_a_client_that_leaves_takes_no_other_request_with_it() -> None:
+async def test_a_client_that_leaves_takes_no_other_request_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source = FakeEngine(num_blocks=400)
     for name in NAMES[1:]:
         source.start(name)
     async with cluster(source=source) as them:
-        source.before = together(source)
-        moving = [asyncio.ensure_future(them.move(name)) for name in NAMES]
-        await until(lambda: "gather" in source.calls)
-        them.a.migrations.cancel_request("t", "aborted_by_client")
-        reports = await asyncio.gather(*moving)
+        wait = together(source, monkeypatch)
+
+        async def leave(method: str) -> None:
+            await wait(method)
+            if method == "gather":
+                them.a.migrations.cancel_request("t", "aborted_by_client")
+
+        source.before = leave
+        reports = await asyncio.gather(*(them.move(name) for name in NAMES))
         assert [report.state for report in reports] == [
             "committed", "committed", "aborted", "committed",
         ]  # fmt: skip

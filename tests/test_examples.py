@@ -99,7 +99,8 @@ async def test_a_stack_may_refuse_a_request_at_its_commit() -> None:
         for engine in engines.values():
             engine.connect(lambda *out: None, lambda *done: None, lambda error: None)
         engines["a"].submit(1, "r", engines["a"].encode_request(range(50), 400))
-        await asyncio.sleep(0.05)
+        while not await engines["a"].requests():  # noqa: ASYNC110
+            await asyncio.sleep(0)
         report = await migrator.migrate("r", "a", "b")
         assert (report.state, report.reason) == ("aborted", "incompatible")
         assert [one.request_id for one in await engines["a"].requests()] == ["r"]

@@ -171,26 +171,29 @@ async def test_each_front_end_of_a_process_counts_its_own() -> None:
         assert (one.refused(400), other.refused(400)) == (1, 0)
 
 
-async def test_headers_that_come_too_slowly_are_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "head_s", 0.3)
-    async with front(HttpConfig()) as one:
-        silent, begun, answer = await asyncio.gather(
-            one.say(), one.say(b"POST / HT"), one.echo(b"x")
-        )
-        assert silent.startswith(b"HTTP/1.1 408 ")
-        assert begun.startswith(b"HTTP/1.1 408 ")
-        assert answer.json() == 1
+async def test_headers_that_come_too_slowly_are_408() -> None:
+    with skipped_time() as skip:
+        async with front(HttpConfig()) as one:
+            slow = asyncio.gather(one.say(), one.say(b"POST / HT"))
+            await asyncio.sleep(0)
+            assert (await one.echo(b"x")).json() == 1  # it came after them
+            skip(Connection.head_s)
+            for answer in await slow:
+                assert answer.startswith(b"HTTP/1.1 408 ")
 
 
-async def test_a_call_may_take_longer_than_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "head_s", 0.2)
-    async with front(HttpConfig()) as one:
-        reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
-        writer.write(head("content-length: 2", "connection: close"))
-        await asyncio.sleep(0.5)
-        writer.write(b"xy")
-        assert (await reader.read()).endswith(b"2")
-        writer.close()
+async def test_a_call_may_take_longer_than_its_headers() -> None:
+    with skipped_time() as skip:
+        async with front(HttpConfig()) as one:
+            reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            writer.write(head("content-length: 2", "connection: close") + b"x")
+            async with asyncio.timeout(TIMEOUT_S):
+                while one.state.pending == 0:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            skip(Connection.head_s)
+            writer.write(b"y")
+            assert (await reader.read()).endswith(b"2")
+            writer.close()
 
 
 async def test_an_idle_connection_is_kept_for_longer_than_clients_keep_theirs() -> None:

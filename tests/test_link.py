@@ -214,12 +214,6 @@ def test_too_many_frames_are_refused() -> None:
         Codec(PeerMessage).decode([])
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_are_a_message_or_a_peer_error(header: bytes) -> None:
-    with suppress(PeerError):
-        Codec(PeerMessage).decode([memoryview(header)])
-
-
 def test_deep_nesting_is_a_peer_error() -> None:
     header = b"\x82\xa4type\xa7Aborted\xa1x" + b"\x91" * 100_000
     with pytest.raises(PeerError):

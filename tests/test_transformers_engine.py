@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 from transformers.generation.continuous_batching.requests import RequestState as State
 
@@ -24,7 +25,7 @@ from kvmig.engines.transformers.requests import engine_load
 from kvmig.engines.transformers.serving import ServingTransformers
 from kvmig.ground.config import MigrationConfig
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = list(b"101 102 103 104 105 106 107")
 OTHER = list(b"901 902 903 904 905 906 907")
@@ -35,21 +36,14 @@ class Bench:
     """Two engines of 12 blocks of 16 tokens, four requests a step."""
 
     def __init__(self) -> None:
-        self.runner = asyncio.Runner()
-        self.threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         self.engines: dict[str, ServingTransformers] = {
             name: factory(num_blocks=12, max_batch_tokens=16, max_batch_requests=4) for name in "ab"
         }
         self.got: dict[str, list[Output]] = {}
         self.changed = asyncio.Event()
         self.numbers = iter(range(1, 1000))
-
-        async def connect() -> None:
-            for engine in self.engines.values():
-                engine.connect(self._take, lambda *done: None, lambda error: None)
-
-        self.runner.run(connect())
+        for engine in self.engines.values():
+            engine.connect(self._take, lambda *done: None, lambda error: None)
 
     def _take(self, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
         for output in decode(bytes(frames[0]), list[Output]):
@@ -97,17 +91,14 @@ class Bench:
                 assert len(engine._destination) == 0
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench() -> AsyncIterator[Bench]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     made = Bench()
     yield made
-
-    async def close() -> None:
-        await asyncio.gather(*(engine.close(10) for engine in made.engines.values()))
-
-    made.runner.run(close())
-    made.runner.close()
-    torch.set_num_threads(made.threads)
+    await asyncio.gather(*(engine.close(10) for engine in made.engines.values()))
+    torch.set_num_threads(threads)
 
 
 @asynccontextmanager
@@ -133,174 +124,147 @@ SCORED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", SCORED)
-def test_tokens_and_log_probabilities_go_on_as_if_nothing_had_moved(
+async def test_tokens_and_log_probabilities_go_on_as_if_nothing_had_moved(
     bench: Bench, fields: dict[str, Any]
 ) -> None:
-    async def scenario() -> None:
-        async with migrator(bench) as move:
-            stays = bench.submit("a", **fields)
-            expected = [(o.token_ids, o.logprobs) for o in await bench.reach(stays, 99)]
-            moves = bench.submit("a", **fields)
-            await bench.reach(moves, 5)
-            assert (await move.migrate(moves, "a", "b")).state == "committed"
-            got = [(o.token_ids, o.logprobs) for o in await bench.reach(moves, 99)]
-            assert got == expected
-            for _, (one,) in got:
-                assert len(one.top) == fields["logprobs"]
-
-    bench.runner.run(scenario())
+    async with migrator(bench) as move:
+        stays = bench.submit("a", **fields)
+        expected = [(o.token_ids, o.logprobs) for o in await bench.reach(stays, 99)]
+        moves = bench.submit("a", **fields)
+        await bench.reach(moves, 5)
+        assert (await move.migrate(moves, "a", "b")).state == "committed"
+        got = [(o.token_ids, o.logprobs) for o in await bench.reach(moves, 99)]
+        assert got == expected
+        for _, (one,) in got:
+            assert len(one.top) == fields["logprobs"]
 
 
-def test_a_stop_token_ends_a_moved_request(bench: Bench) -> None:
-    async def scenario() -> None:
-        async with migrator(bench) as move:
-            tokens = await bench.finish(bench.submit("a"))
-            stop = max(tokens, key=tokens.index)  # the one that comes last for the first time
-            with bench.slow("a"):
-                moves = bench.submit("a", stop_token_ids=[stop])
-                await bench.reach(moves, 1)
-                report = await move.migrate(moves, "a", "b")
+async def test_a_stop_token_ends_a_moved_request(bench: Bench) -> None:
+    async with migrator(bench) as move:
+        tokens = await bench.finish(bench.submit("a"))
+        stop = max(tokens, key=tokens.index)  # the one that comes last for the first time
+        with bench.slow("a"):
+            moves = bench.submit("a", stop_token_ids=[stop])
+            await bench.reach(moves, 1)
+            report = await move.migrate(moves, "a", "b")
+        assert report.state == "committed", (report.reason, report.detail)
+        assert await bench.finish(moves) == tokens[: tokens.index(stop) + 1]
+        assert bench.got[moves][-1].finish_reason == "stop"
+
+
+async def test_a_request_that_waits_moves_to_where_it_can_run(bench: Bench) -> None:
+    async with migrator(bench) as move:
+        expected = await bench.finish(bench.submit("a", 60))
+        with bench.slow("a"):
+            big = [bench.submit("a", 60) for _ in range(3)]
+            await bench.reach(big[0], 20)
+            waits = bench.submit("a", 60)
+            states = {one.request_id: one for one in await bench.engines["a"].requests()}
+            assert states[waits].state == "waiting"
+            assert states[waits].wanted_blocks == 2
+            report = await move.migrate(waits, "a", "b")
             assert report.state == "committed", (report.reason, report.detail)
-            assert await bench.finish(moves) == tokens[: tokens.index(stop) + 1]
-            assert bench.got[moves][-1].finish_reason == "stop"
-
-    bench.runner.run(scenario())
+        for request_id in (*big, waits):
+            assert await bench.finish(request_id) == expected
 
 
-def test_a_request_that_waits_moves_to_where_it_can_run(bench: Bench) -> None:
-    async def scenario() -> None:
-        async with migrator(bench) as move:
-            expected = await bench.finish(bench.submit("a", 60))
-            with bench.slow("a"):
-                big = [bench.submit("a", 60) for _ in range(3)]
-                await bench.reach(big[0], 20)
-                waits = bench.submit("a", 60)
-                states = {one.request_id: one for one in await bench.engines["a"].requests()}
-                assert states[waits].state == "waiting"
-                assert states[waits].wanted_blocks == 2
-                report = await move.migrate(waits, "a", "b")
-                assert report.state == "committed", (report.reason, report.detail)
-            for request_id in (*big, waits):
-                assert await bench.finish(request_id) == expected
-
-    bench.runner.run(scenario())
-
-
-def test_requests_that_are_preempted_while_others_move_get_all_their_tokens(
+async def test_requests_that_are_preempted_while_others_move_get_all_their_tokens(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with migrator(bench) as move:
-            # Others than each other's: equal blocks are shared.
-            prompts = [
-                list(f"{n} {n + 1} {n + 2} {n + 3} {n + 4} {n + 5}".encode())
-                for n in range(200, 280, 10)
-            ]
-            expected = [
-                await bench.finish(bench.submit("a", 60, prompt_token_ids=prompt))
-                for prompt in prompts
-            ]
-            preempted = [0]
-            again = State.create_equivalent_initial_request
+    async with migrator(bench) as move:
+        # Others than each other's: equal blocks are shared.
+        prompts = [
+            list(f"{n} {n + 1} {n + 2} {n + 3} {n + 4} {n + 5}".encode())
+            for n in range(200, 280, 10)
+        ]
+        expected = [
+            await bench.finish(bench.submit("a", 60, prompt_token_ids=prompt)) for prompt in prompts
+        ]
+        preempted = [0]
+        again = State.create_equivalent_initial_request
 
-            def count(state: State) -> State:
-                preempted[0] += 1
-                return again(state)
+        def count(state: State) -> State:
+            preempted[0] += 1
+            return again(state)
 
-            monkeypatch.setattr(State, "create_equivalent_initial_request", count)
-            ids = [bench.submit("a", 60, prompt_token_ids=prompt) for prompt in prompts]
-            await bench.reach(ids[0], 3)
-            while not all(bench.has_ended(one) for one in ids):
-                for request_id in ids:
-                    await move.migrate(request_id, "a", "b")
-                    await move.migrate(request_id, "b", "a")
-                await asyncio.sleep(0.01)
-            assert [await bench.finish(request_id) for request_id in ids] == expected
-            assert preempted[0]
-
-    bench.runner.run(scenario())
+        monkeypatch.setattr(State, "create_equivalent_initial_request", count)
+        ids = [bench.submit("a", 60, prompt_token_ids=prompt) for prompt in prompts]
+        await bench.reach(ids[0], 3)
+        while not all(bench.has_ended(one) for one in ids):
+            for request_id in ids:
+                await move.migrate(request_id, "a", "b")
+                await move.migrate(request_id, "b", "a")
+            await asyncio.sleep(0.01)
+        assert [await bench.finish(request_id) for request_id in ids] == expected
+        assert preempted[0]
 
 
-def test_an_engine_whose_blocks_a_migration_holds_waits_for_them(bench: Bench) -> None:
+async def test_an_engine_whose_blocks_a_migration_holds_waits_for_them(bench: Bench) -> None:
     """The stock engine would end, for it has a request that it can't go on with."""
-
-    async def scenario() -> None:
-        async with migrator(bench):
-            a, b = bench.engines["a"], bench.engines["b"]
-            expected = await bench.finish(bench.submit("a", 60))
-            alone = await bench.finish(bench.submit("a", 60, prompt_token_ids=OTHER))
-            donor = bench.submit("a", 60)
-            await bench.reach(donor, 2)
-            await b.reserve(await a.export(donor))
-            await b.grow(donor, 9 * 16)
-            starved = bench.submit("b", 60, prompt_token_ids=OTHER)
-            fits = 2 * 16 - len(OTHER) + 1
-            await bench.reach(starved, fits)
-            await asyncio.sleep(0.3)
-            assert len(bench.got[starved]) == fits
-            await b.cancel(donor)
-            await a.resume(donor)
-            assert await bench.finish(starved) == alone
-            assert await bench.finish(donor) == expected
-
-    bench.runner.run(scenario())
+    async with migrator(bench):
+        a, b = bench.engines["a"], bench.engines["b"]
+        expected = await bench.finish(bench.submit("a", 60))
+        alone = await bench.finish(bench.submit("a", 60, prompt_token_ids=OTHER))
+        donor = bench.submit("a", 60)
+        await bench.reach(donor, 2)
+        await b.reserve(await a.export(donor))
+        await b.grow(donor, 9 * 16)
+        starved = bench.submit("b", 60, prompt_token_ids=OTHER)
+        fits = 2 * 16 - len(OTHER) + 1
+        await bench.reach(starved, fits)
+        await asyncio.sleep(0.3)
+        assert len(bench.got[starved]) == fits
+        await b.cancel(donor)
+        await a.resume(donor)
+        assert await bench.finish(starved) == alone
+        assert await bench.finish(donor) == expected
 
 
-def test_a_request_that_fits_nowhere_is_refused_with_the_figures(bench: Bench) -> None:
-    async def scenario() -> None:
-        async with migrator(bench):
-            refused = {
-                "at most 192 fit": bench.submit("a", 500),
-                "max_tokens is 0": bench.submit("a", 0),
-                "prompt_token_ids is empty": bench.submit("a", prompt_token_ids=[]),
-                "temperature is -1.0": bench.submit("a", temperature=-1.0),
-                "top_p is 0.0": bench.submit("a", top_p=0.0),
-                "logprobs is 21, must be from 0 to 20": bench.submit("a", logprobs=21),
-            }
-            for sentence, request_id in refused.items():
-                (output,) = await bench.reach(request_id, 1)
-                assert output.finish_reason == "error"
-                assert sentence in output.error
-            bench.engines["a"].submit(1, "strange", [b"\x81\xa5top_q\x03"])
-            (output,) = await bench.reach("strange", 1)
+async def test_a_request_that_fits_nowhere_is_refused_with_the_figures(bench: Bench) -> None:
+    async with migrator(bench):
+        refused = {
+            "at most 192 fit": bench.submit("a", 500),
+            "max_tokens is 0": bench.submit("a", 0),
+            "prompt_token_ids is empty": bench.submit("a", prompt_token_ids=[]),
+            "temperature is -1.0": bench.submit("a", temperature=-1.0),
+            "top_p is 0.0": bench.submit("a", top_p=0.0),
+            "logprobs is 21, must be from 0 to 20": bench.submit("a", logprobs=21),
+        }
+        for sentence, request_id in refused.items():
+            (output,) = await bench.reach(request_id, 1)
             assert output.finish_reason == "error"
+            assert sentence in output.error
+        bench.engines["a"].submit(1, "strange", [b"\x81\xa5top_q\x03"])
+        (output,) = await bench.reach("strange", 1)
+        assert output.finish_reason == "error"
 
-    bench.runner.run(scenario())
 
-
-def test_a_load_says_what_is_left_of_a_prompt_that_runs(
+async def test_a_load_says_what_is_left_of_a_prompt_that_runs(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """60 tokens in blocks of 16, 16 of them a step."""
+    engine, left = bench.engines["a"], []
+    monkeypatch.setattr(
+        engine._loop,
+        "after_step",
+        lambda: left.append(engine_load(engine._requests).prefill_blocks),
+    )
+    prompt = [30 + number * number % 70 for number in range(60)]
+    await bench.finish(bench.submit("a", 3, prompt_token_ids=prompt))
+    assert left[:5] == [3, 2, 1, 0, 0]
 
-    async def scenario() -> None:
-        engine, left = bench.engines["a"], []
-        monkeypatch.setattr(
-            engine._loop,
-            "after_step",
-            lambda: left.append(engine_load(engine._requests).prefill_blocks),
+
+async def test_a_destination_without_a_batch_slot_refuses(bench: Bench) -> None:
+    async with migrator(bench) as move:
+        busy = [bench.submit("b", 100, prompt_token_ids=PROMPT[:9]) for _ in range(4)]
+        for request_id in busy:
+            await bench.reach(request_id, 1)
+        moves = bench.submit("a", 60)
+        await bench.reach(moves, 2)
+        report = await move.migrate(moves, "a", "b")
+        assert (report.state, report.reason) in (
+            ("aborted", "no_batch_slot"),
+            ("aborted", "no_blocks"),
         )
-        prompt = [30 + number * number % 70 for number in range(60)]
-        await bench.finish(bench.submit("a", 3, prompt_token_ids=prompt))
-        assert left[:5] == [3, 2, 1, 0, 0]
-
-    bench.runner.run(scenario())
-
-
-def test_a_destination_without_a_batch_slot_refuses(bench: Bench) -> None:
-    async def scenario() -> None:
-        async with migrator(bench) as move:
-            busy = [bench.submit("b", 100, prompt_token_ids=PROMPT[:9]) for _ in range(4)]
-            for request_id in busy:
-                await bench.reach(request_id, 1)
-            moves = bench.submit("a", 60)
-            await bench.reach(moves, 2)
-            report = await move.migrate(moves, "a", "b")
-            assert (report.state, report.reason) in (
-                ("aborted", "no_batch_slot"),
-                ("aborted", "no_blocks"),
-            )
-            bench.engines["b"].abort(busy)
-            await bench.finish(moves)
-
-    bench.runner.run(scenario())
+        bench.engines["b"].abort(busy)
+        await bench.finish(moves)
