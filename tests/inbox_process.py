@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.kernels.arrays import memory_of
+from kvmig.kernels.driver import Driver
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
 from kvmig.kvtransfer.transports.base import Announce, Staging
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
 from kvmig.kvtransfer.wire import Frame
 from tests import fake_gpu
-from tests.fake_gpu import FakeGpu
 
 TIMEOUT_S = 20.0
 RECEIVE_S = 3.0
@@ -35,32 +35,32 @@ def staging_of(transport: str, slots: int, slot_bytes: int) -> Staging:
     return stagings[transport]
 
 
-def write(buffer: memoryview, data: bytes) -> None:
+def write(buffer: memoryview, data: bytes, gpu: int = 0) -> None:
     """Put `data` into a slot, whosever memory it is."""
     memory = memory_of(buffer)
     if memory.device == "cuda":
-        FakeGpu(fake_gpu.device_of(memory.address)).write(memory.address, data)
+        Driver(gpu).write(memory.address, data)
     else:
         buffer[: len(data)] = data
 
 
-def digest(data: bytes | memoryview) -> bytes:
+def digest(data: bytes | memoryview, gpu: int = 0) -> bytes:
     """What the destination says that it has got."""
     memory = memory_of(data)
     if memory.device == "cuda":
-        gpu = FakeGpu(fake_gpu.device_of(memory.address))
-        data = gpu.read(memory.address, memory.nbytes)
+        data = Driver(gpu).read(memory.address, memory.nbytes)
     return blake2b(data, digest_size=16).digest()
 
 
 class Destination:
     """The process, seen from the test."""
 
-    def __init__(self, offer: Offer, gpu: int = 0) -> None:
+    def __init__(self, offer: Offer, gpu: int = 0, fake: bool = True) -> None:
+        """gpu: where it has its buffers; fake: one of the tests' own."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.inbox_process", "torch"])
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, offer, gpu), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, offer, gpu, fake), daemon=True)
         self.process.start()
         theirs.close()
         self.token = str(self.hear())
@@ -97,8 +97,8 @@ class Destination:
         self.pipe.close()
 
 
-def _serve(pipe: Connection, offer: Offer, gpu: int) -> None:
-    with fake_gpu.installed() if offer.transport == "cuda-ipc" else nullcontext():
+def _serve(pipe: Connection, offer: Offer, gpu: int, fake: bool) -> None:
+    with fake_gpu.installed() if fake and offer.transport == "cuda-ipc" else nullcontext():
         asyncio.run(_receive(pipe, offer, gpu))
 
 
@@ -110,7 +110,7 @@ async def _receive(pipe: Connection, offer: Offer, gpu: int) -> None:
         try:
             async with asyncio.timeout(RECEIVE_S):
                 data = await inbox.receive(chunk, frames[0] if frames else None)
-            pipe.send(digest(data))
+            pipe.send(digest(data, gpu))
             del data
         except (KvmigError, TimeoutError) as error:
             pipe.send(f"{type(error).__name__}: {error}")

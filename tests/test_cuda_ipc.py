@@ -4,7 +4,9 @@ Between two processes: tests/test_transports_processes.py."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
@@ -13,7 +15,7 @@ from msgspec.structs import replace
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import Driver
-from kvmig.kvtransfer.messages import Chunk
+from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import Inbox, Staging
 from kvmig.kvtransfer.transports.cuda_ipc import Origin, Place
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
@@ -60,7 +62,7 @@ async def test_engines_of_one_process_push_into_each_others_memory(there: int) -
         data = bytes([slot + 1]) * SIZE
         received = await inbox.receive(await pushed(staging, inbox.token, data, slot), None)
         assert (memory_of(received).device, received.readonly) == ("cuda", True)
-        assert digest(received) == digest(data)
+        assert digest(received, there) == digest(data)
         del received
     inbox.close()
     staging.close()
@@ -172,6 +174,42 @@ def test_an_inbox_whose_source_has_ended_is_stale() -> None:
     assert not inbox.stale
     staging.close()
     assert inbox.stale
+    inbox.close()
+
+
+SOURCE = """
+import sys
+from kvmig.kvtransfer.transports.select import Site, open_staging
+from tests import fake_gpu
+with fake_gpu.installed():
+    staging = open_staging("cuda-ipc", "test", "a", 2, 4096, Site(gpu=0))["cuda-ipc"]
+    print(staging.offer().token, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def source() -> Iterator[subprocess.Popen[str]]:
+    """A process with staging, which says its offer's token."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", SOURCE], stdin=pipe, stdout=pipe, text=True)
+    yield process
+    process.kill()
+    process.communicate(timeout=20)
+
+
+async def test_a_source_that_is_killed_leaves_its_inbox_whole_and_stale(
+    source: subprocess.Popen[str],
+) -> None:
+    assert source.stdout is not None
+    inbox = open_offer([Offer("cuda-ipc", source.stdout.readline())], "auto", Site(gpu=0))
+    assert not inbox.stale
+    source.kill()
+    source.wait(20)
+    assert inbox.stale
+    received = await inbox.receive(chunk(1, 4096), None)
+    assert len(FakeGpu().read(memory_of(received).address, 4096)) == 4096
+    del received
     inbox.close()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Iterator
-from ctypes import c_size_t, c_ubyte, c_void_p
+from contextlib import ExitStack, contextmanager
+from ctypes import byref, c_size_t, c_ubyte, c_uint64, c_void_p
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,8 @@ from kvmig.engines.block_copies import Blocks, HostCopies
 from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, DeviceCopies, load
 from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
+from kvmig.ground.layout import KVLayout, Region
+from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kvtransfer.transports.base import unmap
 from kvmig.kvtransfer.transports.cuda_ipc import GpuMemory
@@ -26,6 +29,7 @@ from tests.poisoned import make_cache
 pytestmark = pytest.mark.usefixtures("gpus")
 """Which see that all comes back."""
 
+HANDLE_BYTES = 20 << 20
 FIT = 3
 """Blocks that the scratch memory holds."""
 IDS = [6, 0, 3, 7, 1, 4, 2]
@@ -146,6 +150,46 @@ def test_blocks_are_scattered_and_nothing_else_is_touched(world: World, kind: st
     expected = world.cache.expected({number: source.block(number) for number in IDS})
     assert world.copies.scatter(IDS, data.toreadonly()) == sums
     assert np.array_equal(world.cache.memory(), expected)
+
+
+@contextmanager
+def segment(gpu: FakeGpu, handles: int) -> Iterator[int]:
+    """Neighbouring addresses over several pieces of physical memory, as torch's allocator makes
+    them (expandable segments)."""
+    with ExitStack() as held:
+        size, address, access = c_size_t(HANDLE_BYTES), c_void_p(), ipc._Access()
+        access.location, access.flags = ipc._Location(1, gpu.ordinal), 3
+        wanted = ipc._Properties(type=1, location=access.location)
+        whole, nothing = c_size_t(handles * HANDLE_BYTES), c_uint64(0)
+        anywhere = c_size_t(0), c_void_p(0), nothing
+        gpu.call("cuMemAddressReserve", byref(address), whole, *anywhere)
+        held.callback(gpu.call, "cuMemAddressFree", address, whole)
+        for number in range(handles):
+            handle, here = c_uint64(), c_void_p((address.value or 0) + number * HANDLE_BYTES)
+            gpu.call("cuMemCreate", byref(handle), size, byref(wanted), nothing)
+            gpu.call("cuMemMap", here, size, c_size_t(0), handle, nothing)
+            gpu.call("cuMemRelease", handle)
+            held.callback(gpu.call, "cuMemUnmap", here, size)
+            gpu.call("cuMemSetAccess", here, size, byref(access), c_size_t(1))
+        yield int(address.value or 0)
+
+
+def test_blocks_may_lie_across_pieces_of_physical_memory(world: World) -> None:
+    """A3: torch's pieces are of 20 MiB, wherever a block begins or ends."""
+    run, gpu = 30_000, world.gpu
+    data = np.random.default_rng(5).integers(0, 256, 2 * HANDLE_BYTES, np.uint8).tobytes()
+    with segment(gpu, 2) as address:
+        gpu.write(address, data)
+        regions = (Region(address, run, run),)
+        blocks = 2 * HANDLE_BYTES // run
+        plan = Blocks(KVLayout(regions, blocks, 16))
+        copies = DeviceCopies(plan, gpu, world.kernels, False)
+        across = HANDLE_BYTES // run
+        for kind in ("device", "mapping"):
+            out = world.buffer(kind, run)
+            copies.gather([across], out)
+            assert world.read(out) == data[across * run : (across + 1) * run]
+        copies.close()
 
 
 def test_a_corrupt_byte_shows_in_its_blocks_checksum(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 
 import pytest
@@ -12,7 +13,11 @@ from kvmig.engines.device_copies import DeviceCopies, load
 from kvmig.ground.layout import KVLayout, Region
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.copy import checksum_fused
+from kvmig.kernels.driver import Driver
+from kvmig.kvtransfer.messages import Chunk
 from kvmig.kvtransfer.transports.cuda_ipc import view
+from kvmig.kvtransfer.transports.select import Site, open_staging
+from tests.inbox_process import Destination, digest
 
 RUN, LAYERS, BLOCKS = 65536, 4, 600
 SIZE = RUN * LAYERS
@@ -70,3 +75,20 @@ def test_a_copy_comes_after_the_engines_step() -> None:
     copies.gather([3], buffer)
     assert bytes(buffer) == bytes([7]) * SIZE
     copies.close()
+
+
+async def test_a_chunk_reaches_another_process_through_memory_that_both_map() -> None:
+    """On the last GPU there is: across two where there are two."""
+    source, target = Driver(0), torch.cuda.device_count() - 1
+    staging = open_staging("cuda-ipc", "test", "a", 2, SIZE, Site(gpu=0))["cuda-ipc"]
+    there = Destination(staging.offer(), gpu=target, fake=False)
+    try:
+        slot, data = await staging.acquire(1), bytes(range(256)) * (SIZE // 256)
+        source.write(memory_of(staging.buffer(slot)).address, data)
+        chunk = Chunk("m", 0, 0, slot, SIZE, [])
+        await staging.channel(there.token).push(chunk, there.announce(chunk))
+        assert await asyncio.to_thread(there.hear) == digest(data)
+        there.end()
+    finally:
+        there.close()
+    staging.close()
