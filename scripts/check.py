@@ -75,7 +75,7 @@ ON_NEXT = Check(f"the adapter on vLLM {NEXT}", ADAPTER, marks=ENGINE, tree=NEXT)
 V2 = (*ADAPTER, "-p", "tests.runner_v2")
 ON_V2 = Check(
     "the adapter on model runner V2",
-    (*V2, "-k", "async and (left_alone or behind_a_long or preempted_at_the_destination)"),
+    (*V2, "-k", "[async and (left_alone or behind_a_long or preempted_at_the_destination)"),
     marks=ENGINE,
 )
 ALL_ON_V2 = Check("all of the adapter on model runner V2", V2, marks=ENGINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +28,7 @@ from kvmig.ground.priorities import PriorityClass
 from kvmig.openai_server.generation import Backend, RequestQueues, decode_outputs
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.openai_server.routes import openai_api
+from tests.byte_tokens import Bytes
 
 if TYPE_CHECKING:
     from kvmig.engines.transformers.tokenizer import Tokenizer
@@ -36,25 +37,6 @@ SECRET = b"s" * 32
 SEND_BUFFER = 1 << 14
 TOKENS = 1 << 20
 """Of a request at most."""
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    max_tokens, vocabulary, eos_ids, longest = TOKENS, 256, (0,), 1
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
-    ) -> list[int]:
-        raise ValueError("the model has no chat template")
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode("utf-8", "replace")
-
-    spell = decode
 
 
 @dataclass
@@ -118,7 +100,7 @@ async def stubbed_front(
     await router.add_instance("i0", llumlet.endpoint)
     app = FastAPI()
     app.add_middleware(HttpMiddleware)
-    backend = Backend(router, queues, cast("Tokenizer", Bytes()))
+    backend = Backend(router, queues, cast("Tokenizer", Bytes(TOKENS)))
     app.include_router(openai_api(backend, ["bytes"], TOKENS, state.access.openai))
     extend(app, state, router, membership, launcher, "bytes")
     sock = socket.create_server(("127.0.0.1", 0))

@@ -183,10 +183,15 @@ def test_each_chunk_goes_once_in_order_and_no_slot_is_too_full(
 NAMES = ("r", "s", "t", "u")
 
 
-def together(
-    source: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], Coroutine[Any, Any, None]]:
-    """The first copy waits until a chunk of each request is there."""
+Hook = Callable[[str], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeEngine, Hook]:
+    """A source with all of NAMES, whose first copy waits until a chunk of each is there."""
+    source = FakeEngine(num_blocks=400)
+    for name in NAMES[1:]:
+        source.start(name)
     added: list[QueuedChunk] = []
     add = ChunkBatcher.add
 
@@ -199,18 +204,16 @@ def together(
             await until(lambda: len(added) == len(NAMES))
 
     monkeypatch.setattr(ChunkBatcher, "add", noted)
-    return before
+    source.before = before
+    return source, before
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_requests_that_move_together_share_transfers(
-    transport: Any, monkeypatch: pytest.MonkeyPatch
+    transport: Any, together: tuple[FakeEngine, Hook]
 ) -> None:
-    source = FakeEngine(num_blocks=400)
-    for name in NAMES[1:]:
-        source.start(name)
+    source, _ = together
     async with cluster(source=source, transport=transport) as them:
-        source.before = together(source, monkeypatch)
         reports = await asyncio.gather(*(them.move(name) for name in NAMES))
         assert [report.state for report in reports] == ["committed"] * 4
         assert [them.owners(name) for name in NAMES] == ["b"] * 4
@@ -219,13 +222,10 @@ async def test_requests_that_move_together_share_transfers(
 
 
 async def test_a_corrupt_chunk_ends_its_own_migration_only(
-    monkeypatch: pytest.MonkeyPatch,
+    together: tuple[FakeEngine, Hook],
 ) -> None:
-    source = FakeEngine(num_blocks=400)
-    for name in NAMES[1:]:
-        source.start(name)
+    source, wait = together
     async with cluster(source=source) as them:
-        wait = together(source, monkeypatch)
 
         async def corrupt(method: str) -> None:
             await wait(method)
@@ -239,13 +239,10 @@ async def test_a_corrupt_chunk_ends_its_own_migration_only(
 
 
 async def test_a_client_that_leaves_takes_no_other_request_with_it(
-    monkeypatch: pytest.MonkeyPatch,
+    together: tuple[FakeEngine, Hook],
 ) -> None:
-    source = FakeEngine(num_blocks=400)
-    for name in NAMES[1:]:
-        source.start(name)
+    source, wait = together
     async with cluster(source=source) as them:
-        wait = together(source, monkeypatch)
 
         async def leave(method: str) -> None:
             await wait(method)

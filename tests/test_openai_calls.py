@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio
@@ -20,31 +20,11 @@ from kvmig.kvtransfer.wire import Frame
 from kvmig.openai_server.answers import ChatAnswer, Piece, Token
 from kvmig.openai_server.generation import Backend, Choices, Generation, RequestQueues
 from kvmig.openai_server.routes import openai_api
+from tests.byte_tokens import EOS, Bytes
 from tests.http_states import behind_middleware
 
 if TYPE_CHECKING:
     from kvmig.engines.transformers.tokenizer import Tokenizer
-
-EOS = 0
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    max_tokens, vocabulary, eos_ids, longest = 100, 256, (EOS,), 1
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
-    ) -> list[int]:
-        raise ValueError("the model has no chat template")
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode("utf-8", "replace")
-
-    spell = decode
 
 
 class Instances:
@@ -98,7 +78,7 @@ def instances() -> Instances:
 async def http(instances: Instances) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     behind_middleware(app)
-    backend = Backend(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes()))
+    backend = Backend(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes(100)))
     app.include_router(openai_api(backend, ["bytes"], 100, bearer([])))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -213,7 +193,7 @@ async def test_log_probabilities_of_a_completion_are_of_all_its_tokens(
 
 
 async def test_log_probabilities_of_a_chat_have_their_bytes(instances: Instances) -> None:
-    answer = ChatAnswer("id", "model", Bytes().spell)
+    answer = ChatAnswer("id", "model", Bytes(100).spell)
     token = Token(ord("b"), Logprob(-0.5, [ord("z")], [-0.25]))
     (choice,) = answer.chunk(1, Piece("b", 1, None, [token]))["choices"]
     top = {"token": "z", "logprob": -0.25, "bytes": [122]}
@@ -254,7 +234,7 @@ async def test_one_choice_that_fails_ends_them_all(
 async def test_a_stream_whose_client_leaves_ends_all_choices_though_it_is_cancelled(
     instances: Instances,
 ) -> None:
-    backend = Backend(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes()))
+    backend = Backend(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes(100)))
     submitted = Submitted(prompt_token_ids=[1], max_tokens=9)
     choices = Choices([Generation(backend, "c", submitted, (), choice) for choice in range(2)])
     await choices.begin()

@@ -6,7 +6,9 @@ compared with one whose batches were the same: alone, or beside the same seven o
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from kvmig.ground.errors import RequestGone
 from tests.vllm_pair import PROMPT, SAMPLING, Engines, Pair, assert_same, preempt
 from tests.vllm_side import Configuration, Side
-from tests.zoo import make
+from tests.zoo import eagle, make
 
 pytestmark = pytest.mark.engine
 
@@ -225,3 +227,40 @@ async def test_eight_requests_leave_at_once(pair: Pair) -> None:
     moved = [await pair.finish(f"moved {name}") for name in names]
     for one, other in zip(moved, unmoved, strict=True):
         assert_same(one, other)
+
+
+# -- an EAGLE head
+
+
+async def proposals(pair: Pair, side: Side, name: str, until: int) -> list[tuple[int, list[int]]]:
+    """(tokens so far, drafts for the next step) after each step."""
+    seen: list[tuple[int, list[int]]] = []
+    while len(pair.outputs[name].tokens) < until:
+        side.step()
+        await pair.settle()
+        request = side.engine._scheduler.requests[name]
+        seen.append((request.num_output_tokens, list(request.spec_token_ids)))
+    return seen
+
+
+async def test_the_head_proposes_after_a_move_what_it_would_have_proposed(
+    engines: Engines, tmp_path: Path
+) -> None:
+    """Tokens alone can't tell: drafts that are wrong are thrown away."""
+    model = make("llama7b", tmp_path)
+    drafts = {"method": "eagle", "model": str(eagle(model)), "num_speculative_tokens": 3}
+    wanted = Configuration(flags=(f"--speculative-config={json.dumps(drafts)}",), model=model)
+    prompt = [40 + number * number % 97 for number in range(100)]
+    engines.close()
+    async with engines.lent(wanted, wanted) as pair:
+        await pair.run(pair.a, "unmoved", prompt, until=10)
+        expected = await proposals(pair, pair.a, "unmoved", 40)
+        unmoved = await pair.finish("unmoved")
+        pair.a.engine._scheduler.reset_prefix_cache()
+        await pair.run(pair.a, "moved", prompt, until=10)
+
+        await pair.move(pair.a, pair.b, "moved", steps=0)
+
+        assert await proposals(pair, pair.b, "moved", 40) == expected
+        assert len({tuple(drafts) for _, drafts in expected}) > 10
+        assert_same(await pair.finish("moved"), unmoved)
