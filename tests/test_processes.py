@@ -74,6 +74,26 @@ def test_no_garbage_is_collected_while_a_process_loads_and_what_it_loaded_is_nev
     assert done.stdout.split() == ["False", "True", "True"]
 
 
+def test_a_process_that_ends_collects_no_garbage_whoever_calls_for_it() -> None:
+    done = run(
+        "import gc, weakref\n"
+        "from kvmig.cli.processes import end_collecting\n"
+        "class Garbage: pass\n"
+        "def made():\n"
+        "    one = Garbage()\n"
+        "    one.itself = one\n"
+        "    return weakref.ref(one)\n"
+        "before = made()\n"
+        "gc.collect()\n"
+        "after = made()\n"
+        "end_collecting()\n"
+        "gc.collect()\n"
+        "print(before() is None, after() is None, gc.isenabled())\n"
+    )
+
+    assert done.stdout.split() == ["True", "False", "False"]
+
+
 def test_a_process_leaves_with_its_status_and_all_that_it_printed() -> None:
     done = run(
         "import atexit\n"

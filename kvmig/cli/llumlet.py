@@ -13,6 +13,7 @@ from kvmig.cli.processes import (
     Announcement,
     LlumletLaunch,
     begin_loading,
+    end_collecting,
     end_loading,
     leave,
     quiet,
@@ -57,6 +58,7 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
         failed.cancel()
     finally:
         stopped.cancel()
+        end_collecting()
         await llumlet.close(STOP_S)
 
 
