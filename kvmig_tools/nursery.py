@@ -54,7 +54,7 @@ class Nursery:
         command = [sys.executable, "-m", "kvmig.nursery", self._engine, self.address]
         self.process = subprocess.Popen(command, env=self._own, stdin=subprocess.PIPE)
         deadline = time.monotonic() + LOAD_S
-        while not self._listens():
+        while not self.listens():
             code = self.process.poll()
             if code is not None or time.monotonic() > deadline:
                 self.close()
@@ -63,7 +63,8 @@ class Nursery:
             time.sleep(0.02)
         return self
 
-    def _listens(self) -> bool:
+    def listens(self) -> bool:
+        """Whether it takes clients."""
         try:
             join(self.address, {}).close()
         except StartupError:
@@ -71,7 +72,7 @@ class Nursery:
         return True
 
     def close(self) -> None:
-        """End it; what it has forked doesn't mind."""
+        """End it, at the latest in END_S, for its clients may be there still; they don't mind."""
         assert self.process is not None
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -111,7 +112,8 @@ class ForkedServer:
         self._watched: int | None = None
         said = (1, 2) if output is None else (output, output)
         try:
-            send_order(self._nursery, ForkOrder("kvmig.serve", flags, environment), (0, *said))
+            order = ForkOrder("kvmig.serve", flags, environment, tied=True)
+            send_order(self._nursery, order, (0, *said))
             news = hear_news(self._nursery)
             if not isinstance(news, Forked):
                 raise StartupError(f"the nursery has forked nothing: {news}")

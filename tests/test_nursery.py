@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from kvmig.cli import forks
 from kvmig.cli.forks import (
     HANDED,
     Ended,
@@ -32,10 +31,11 @@ from kvmig.cli.forks import (
 )
 from kvmig.cli.processes import UNSEEN
 from kvmig.ground.errors import StartupError
-from kvmig_tools.nursery import Nursery
+from kvmig_tools.nursery import Nursery, forked_for
 from tests.leaks import Footprint
 from tests.toys import Toys
 
+ROOT = str(Path(__file__).parent.parent)
 PATIENCE_S = 30.0
 OURS = {"SOME_VARIABLE": "some text", "CUDA_VISIBLE_DEVICES": "", **os.environ}
 
@@ -206,7 +206,7 @@ def test_what_a_fork_could_not_change_is_told_apart(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script],
         preexec_fn=DIFFERENT[name],
-        env={**os.environ, "PYTHONPATH": str(Path(forks.__file__).parent.parent.parent)},
+        env={**os.environ, "PYTHONPATH": ROOT},
         capture_output=True, text=True, timeout=PATIENCE_S, check=True,
     )  # fmt: skip
     found = json.loads(done.stdout)
@@ -269,11 +269,48 @@ def test_a_server_goes_on_without_its_nursery_and_its_instances_come_back(tmp_pa
 
 
 @pytest.mark.server
-def test_the_end_of_a_nursery_leaves_its_servers(tmp_path: Path) -> None:
-    with Nursery("toy", OURS) as nursery, Toys([], tmp_path, nursery=nursery) as served:
-        nursery.close()
+def test_a_nursery_that_shall_end_takes_nobody_new_and_waits_for_its_servers(
+    tmp_path: Path,
+) -> None:
+    with Nursery("toy", OURS) as nursery:
+        assert nursery.process is not None
+        assert nursery.process.stdin is not None
+        with Toys([], tmp_path, nursery=nursery) as served:
+            nursery.process.stdin.close()
+            until(lambda: not nursery.listens())
+            assert [row["state"] for row in served.get("instances")] == ["serving"] * 2
+            assert nursery.process.poll() is None
+        assert nursery.process.wait(PATIENCE_S) == 0
         assert not Path(nursery.address).exists()
-        assert [row["state"] for row in served.get("instances")] == ["serving"] * 2
+
+
+STARTS_A_SERVER = """
+import sys, time
+from pathlib import Path
+from kvmig_tools.nursery import Nursery, forked_for
+from tests.toys import Toys
+with Nursery("toy") as nursery, Toys([], Path(sys.argv[1]), nursery=nursery) as served:
+    print(nursery.process.pid, served.process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.server
+def test_nothing_is_left_of_a_program_that_is_killed_with_its_nursery_and_server(
+    tmp_path: Path,
+) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", STARTS_A_SERVER, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with program:
+        assert program.stdout is not None
+        nursery, server = map(int, program.stdout.readline().split())
+        left = [psutil.Process(pid) for pid in (nursery, server, *forked_for(server))]
+        assert len(left) == 4
+        program.kill()
+    _, alive = psutil.wait_procs(left, timeout=PATIENCE_S)
+    assert not alive
 
 
 @pytest.mark.server

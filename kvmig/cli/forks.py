@@ -67,6 +67,8 @@ class ForkOrder(msgspec.Struct, frozen=True, tag=True):
     module: str
     words: Sequence[str]
     environment: Mapping[str, str]
+    tied: bool = False
+    """It is asked to end when whoever ordered it goes. An instance has its stdin for that."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -454,7 +456,10 @@ def opened_gpu(descriptors: Path = DESCRIPTORS) -> bool:
 
 
 class Listening(msgspec.Struct):
-    """Where clients of a fork server for several come from, as long as `lifeline` is open."""
+    """Where clients of a fork server for several come from, as long as `lifeline` is open.
+
+    Those that have come by then it serves until they go.
+    """
 
     sock: socket.socket
     lifeline: int
@@ -480,6 +485,7 @@ class _Forking:
         self.clients = clients
         self.listening = listening
         self._whose: dict[int, socket.socket] = {}
+        self._tied: set[int] = set()
         self._hears, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakes)
@@ -507,12 +513,13 @@ class _Forking:
         if self._hears in ready:
             os.read(self._hears, 4096)
             for news in ended():
+                self._tied.discard(news.pid)
                 self._tell(self._whose.pop(news.pid, None), news)
         if self.listening is not None:
             if self.listening.lifeline in ready and not os.read(self.listening.lifeline, 4096):
-                self._end()
-                return None
-            if self.listening.sock in ready:
+                self.listening.sock.close()
+                self.listening = None
+            elif self.listening.sock in ready:
                 self._take(self.listening)
         for client in [one for one in self.clients if one in ready]:
             if forked := self._fork_for(client):
@@ -538,6 +545,8 @@ class _Forking:
             if (pid := os.fork()) == 0:
                 return order, descriptors
             self._whose[pid] = client
+            if order.tied:
+                self._tied.add(pid)
             self._tell(client, Forked(pid))
         except msgspec.DecodeError:  # it has gone, or speaks otherwise
             self._drop(client)
@@ -557,13 +566,9 @@ class _Forking:
     def _drop(self, client: socket.socket) -> None:
         self.clients.remove(client)
         client.close()
-
-    def _end(self) -> None:
-        assert self.listening is not None
-        self.listening.sock.close()
-        self.listening = None
-        for client in list(self.clients):
-            self._drop(client)
+        for pid in self._tied:
+            if self._whose[pid] is client:  # not reaped yet, so its id is its own
+                os.kill(pid, signal.SIGTERM)
 
 
 def become(order: ForkOrder, descriptors: Sequence[int]) -> int:
