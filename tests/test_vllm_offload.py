@@ -24,7 +24,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvmig.engines.vllm.offload import BeingOffloaded
-from tests.vllm_pair import SAMPLING, Engines, Pair, assert_same
+from kvmig.ground.errors import RequestGone
+from tests.vllm_pair import SAMPLING, SEEDED, Engines, Pair, assert_same, preempt
 from tests.vllm_side import Configuration, Output, Side
 
 pytestmark = pytest.mark.engine
@@ -109,7 +110,7 @@ def begin(engines: Engines, wanted: Configuration, number: int) -> None:
     setattr(side.core, "_process_engine_step", step_with_agent)  # noqa: B010
 
 
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.long), True], ids=["sync", "async"])
 async def pair(request: pytest.FixtureRequest, engines: Engines) -> AsyncIterator[Pair]:
     """With nothing offloaded so far."""
     wanted = Configuration(request.param, ("--kv-offloading-size=0.02",))
@@ -197,6 +198,74 @@ async def test_a_request_that_ran_elsewhere_is_recomputed_and_goes_on(pair: Pair
     await pair.b.entered()
 
     assert (await pair.finish("r")).tokens == alone.tokens[20:]
+
+
+async def on_the_host(pair: Pair, side: Side) -> None:
+    """The prompt is there, and not in the KV cache."""
+    pair.submit(side, "before", PROMPT)
+    await pair.finish("before")
+    await pair.idle()
+    side.engine._scheduler.reset_prefix_cache()
+
+
+async def test_one_that_runs_again_takes_its_prompt_from_the_host(pair: Pair) -> None:
+    alone = await unmoved(pair)
+    await on_the_host(pair, pair.b)
+
+    pair.submit(pair.b, "r", PROMPT, again=alone.tokens[:20])
+    await pair.b.entered()
+
+    assert (await pair.finish("r")).tokens == alone.tokens[20:]
+    assert WORKERS[pair.b].loads >= BLOCKS
+
+
+async def test_one_preempted_elsewhere_takes_its_prompt_from_the_host(pair: Pair) -> None:
+    alone = await unmoved(pair, **SEEDED)
+    await on_the_host(pair, pair.b)
+    await pair.run(pair.a, "r", PROMPT, until=10, **SEEDED)
+    preempt(pair.a, "r")
+
+    await pair.move(pair.a, pair.b, "r", steps=0)
+
+    assert (await pair.finish("r")).tokens == alone.tokens
+    assert WORKERS[pair.b].loads >= BLOCKS
+
+
+async def test_one_whose_blocks_come_back_from_the_host_is_not_moved(pair: Pair) -> None:
+    alone = await unmoved(pair)
+    await on_the_host(pair, pair.a)
+    pair.submit(pair.a, "r", PROMPT)
+    pair.a.take_calls()
+    await pair.done(pair.a.engine.export("r"))
+    pair.a.step()
+
+    with pytest.raises(RequestGone, match="started: blocks of r come back from the host"):
+        await pair.done(pair.a.engine.stage("r", 0))
+
+    (state,) = await pair.done(pair.a.engine.requests())
+    assert "WAITING_FOR_REMOTE_KVS" in state.unmovable
+    assert (await pair.finish("r")).tokens == alone.tokens
+
+
+async def test_one_comes_back_once_what_it_left_is_offloaded(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = await unmoved(pair)
+    with monkeypatch.context() as slow:
+        slow.setattr(WORKERS[pair.a], "get_finished", list)
+        await pair.run(pair.a, "r", PROMPT, until=1)
+        await pair.move(pair.a, pair.b, "r", steps=0)
+        pair.a.engine._scheduler.reset_prefix_cache()  # so that other blocks would be its own
+        await pair.run(pair.a, "beside", PROMPT[::-1], until=3, max_tokens=9)
+        export = await pair.done(pair.b.engine.export("r"))
+        with pytest.raises(BeingOffloaded):
+            await pair.done(pair.a.engine.reserve(export))
+        await pair.done(pair.b.engine.resume("r"))
+
+    for _ in range(20):
+        pair.a.step()
+    await pair.move(pair.b, pair.a, "r")
+    assert_same(await pair.finish("r"), alone)
 
 
 async def test_nothing_arrives_in_a_block_that_is_being_offloaded(pair: Pair) -> None:

@@ -151,6 +151,7 @@ def go_on(core: StepCore, request: Request, generator: bytes | None) -> None:
     """
     scheduler, request_id = core.scheduler, request.request_id
     request.status = RequestStatus.PREEMPTED
+    request.num_preemptions = 1  # else it is a new one, once blocks came from the host
     request.prefill_stats = None  # reported with the first token
     scheduler.requests[request_id] = request
     if not runner.uses_v2(core):

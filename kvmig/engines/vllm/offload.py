@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -20,7 +23,8 @@ from kvmig.ground.errors import MigrationRefused
 
 
 class BeingOffloaded(MigrationRefused):
-    """A free block is being copied to the host still: a step or two later it isn't."""
+    """A free block is being copied to the host still, the request's own from an earlier stay or
+    another: a step or two later it isn't."""
 
     def __init__(self) -> None:
         super().__init__("no_blocks", "a free block is being offloaded still")
@@ -47,6 +51,11 @@ class Offload:
             if request.num_computed_tokens:
                 self._arrived.add(request.request_id)
 
+    def check_left(self, request_id: str) -> None:
+        """Raise BeingOffloaded while copies go on under this id, for a request that left."""
+        if self._connector is not None and request_id in self._offloading._req_status:
+            raise BeingOffloaded
+
     def blocks_of(self, request: Request) -> set[int]:
         """The request's blocks; without a connector nobody wants them: none."""
         if self._connector is None:
@@ -59,11 +68,14 @@ class Offload:
         if self._connector is not None and not self._read().isdisjoint(block_ids):
             raise BeingOffloaded
 
+    @property
+    def _offloading(self) -> OffloadingConnectorScheduler:
+        assert isinstance(self._connector, OffloadingConnector)
+        return self._connector.scheduler
+
     def _read(self) -> set[int]:
         """Blocks whose copies are under way, or come with the next step."""
-        assert isinstance(self._connector, OffloadingConnector)
-        offloading = self._connector.connector_scheduler
-        assert offloading is not None
+        offloading = self._offloading
         found: set[int] = set()
         for job in offloading._jobs.values():
             found.update(job.deferred_fence_block_ids or ())

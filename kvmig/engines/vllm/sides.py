@@ -388,6 +388,9 @@ class Source:
         if request is not leaving.request or request.num_preemptions != leaving.num_preemptions:
             self.resume(request_id)
             raise RequestGone("preempted", f"request {request_id} was preempted at the source")
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.resume(request_id)
+            raise RequestGone("started", f"blocks of {request_id} come back from the host")
         return leaving
 
 
@@ -439,6 +442,7 @@ class Destination:
             raise MigrationRefused("already_migrating", f"{request_id} is here already")
         if request.num_tokens > scheduler.max_model_len:
             raise MigrationRefused("incompatible", f"{request.num_tokens} tokens are too long")
+        self._offload.check_left(request_id)
         waits = exported.num_computed_tokens == 0
         if not waits:
             self._check_seat()
@@ -573,6 +577,7 @@ class Destination:
             block_ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
             runner.register(self._core, request, block_ids, generator)
         if waits:
+            request.num_preemptions = 1  # else it is a new one, once blocks came from the host
             scheduler._enqueue_waiting_request(request)
             return
         lora.check_slot(scheduler, request)
