@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from kvmig.ground.errors import MigrationRefused
 from tests.vllm_pair import LONG, PROMPT, SEEDED, Engines, Pair, assert_same
-from tests.vllm_side import BY_PRIORITY, Configuration, Output, Side
+from tests.vllm_side import BY_PRIORITY, Output, Side
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning"),  # vLLM's call
 ]
-
-T = TypeVar("T")
-
-TIMEOUT_S = 60.0
 
 
 def completed(pair: Pair, **params: Any) -> dict[str, Any]:
@@ -150,36 +144,3 @@ async def test_a_session_that_waits_for_more_input_stays(pair: Pair) -> None:
 
     pair.a.engine.abort(["kept"])
     await asyncio.sleep(0)
-
-
-async def test_a_pooling_request_stays(engines: Engines) -> None:
-    from vllm import PoolingParams
-    from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.serial_utils import MsgpackEncoder
-
-    from kvmig.engines.vllm.warmup import warm_up_requests
-
-    side = engines.side(Configuration(flags=("--runner=pooling", "--convert=embed")))
-    assert warm_up_requests(side.core.vllm_config) == []
-    params = PoolingParams(task="embed")
-    request = EngineCoreRequest("kept", LONG, None, None, params, time.time(), None, None, None)
-    side.engine.submit(1, "kept", MsgpackEncoder().encode(request))
-    side.wait_for_new()
-    side.step()
-
-    (state,) = await answer(side, side.engine.requests())
-    assert state.unmovable == "pooling model"
-    with pytest.raises(MigrationRefused, match="unsupported: pooling model"):
-        await answer(side, side.engine.export("kept"))
-    side.engine.abort(["kept"])
-    side.step()
-
-
-async def answer(side: Side, call: Awaitable[T]) -> T:
-    """Await a call of a side that is in no pair; it may come to the engine by another thread."""
-    task = asyncio.ensure_future(call)
-    async with asyncio.timeout(TIMEOUT_S):
-        while not task.done():
-            await asyncio.sleep(0.001)
-            side.take_calls()
-        return await task

@@ -1,7 +1,8 @@
-"""What the vLLM adapter won't move is said by name, and is never a victim. No engine is started."""
+"""What the vLLM adapter won't move is said by name, and is never a victim."""
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,12 +17,15 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvmig.controlplane.messages import Pair, Why
 from kvmig.controlplane.victims import next_victim
-from kvmig.engines.base import RequestState
+from kvmig.engines.base import Emitted, Frame, RequestState
 from kvmig.engines.vllm.building import not_again
 from kvmig.engines.vllm.load import Holdings
 from kvmig.engines.vllm.sides import check_movable, unmovable_engine
 from kvmig.engines.vllm.tables import Tables
-from kvmig.ground.errors import MigrationRefused
+from kvmig.engines.vllm.warmup import warm_up_requests
+from kvmig.ground.errors import MigrationRefused, UnsupportedLayout
+from tests.environment import environment
+from tests.vllm_side import ENVIRONMENT
 
 WHYS: tuple[Why, ...] = ("balance", "queue", "defragment", "priority", "drain")
 
@@ -138,6 +142,10 @@ def test_an_engine_without_such_state_lets_its_requests_go(method: str | None) -
     assert chosen(row(request(outputs=50), config(method)))
 
 
+def test_an_engine_that_does_not_sample_is_not_warmed_up_by_samples() -> None:
+    assert warm_up_requests(config(pooling=True)) == []
+
+
 REQUESTS: dict[str, dict[str, Any]] = {
     "pooling request": {"params": PoolingParams(task="embed"), "outputs": 0},
     "streaming input": {"resumable": True},
@@ -193,3 +201,41 @@ def test_what_tokens_alone_do_not_carry_is_not_run_again(
     of: dict[str, Any], settings: VllmConfig, because: str
 ) -> None:
     assert not_again(cast("Any", request(**of)), settings) == because
+
+
+LAYOUT = "7 kinds of cache"
+TOKENS = 60
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+async def test_an_engine_whose_layout_is_refused_answers_and_says_why_nothing_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UnsupportedLayout(LAYOUT)
+
+    def hear(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+        for one in engine.decode_outputs(frames):
+            tokens.extend(one.token_ids)
+            if one.finish_reason:
+                finished.set_result(one.finish_reason)
+
+    tokens: list[int] = []
+    finished: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    with environment(ENVIRONMENT):
+        from kvmig.engines.vllm import factory, memory
+
+        monkeypatch.setattr(memory, "SharedCache", refuse)
+        engine = factory()
+    try:
+        engine.connect(hear, lambda *done: None, lambda error: None)
+        engine.submit(1, "r", engine.encode_request([1] * 40, TOKENS))
+        rows: list[RequestState] = []
+        while not rows:
+            rows = await engine.requests()
+        assert await asyncio.wait_for(finished, 300) == "length"
+    finally:
+        await engine.close(5.0)
+    assert (engine.unmovable, rows[0].unmovable, len(tokens)) == (LAYOUT, LAYOUT, TOKENS)
+    assert engine.layout.block_bytes == 0
