@@ -84,7 +84,7 @@ HEADLINES = (
     Headline(
         "step time of the other requests during a migration / without",
         Source("overhead", "step_time_during_migration_ratio"),
-        Source("gpu_interference", "least_slowdown"),
+        Source("gpu_interference", "slowdown"),
     ),
     Headline(
         "the same, engines that don't share cores (`device10ms`)",

@@ -134,8 +134,21 @@ def test_a_part_whose_time_is_over_keeps_its_figures(
 
 def test_a_sweep_without_figures_misses_its_targets() -> None:
     result = begin("gpu gather", {})
-    gather.summarise(result, ceiling=1000.0)
+    gather.summarise(result, ceiling=1000.0, product=("cuda", 32))
     assert result.summary["gather_64kb_checked_share"] == 0
+
+
+def test_the_figure_is_of_the_products_settings_not_of_the_best() -> None:
+    result = begin("gpu gather", {})
+    for way, workers, gb_s in (("cuda", 32, 500.0), ("cuda", 132, 900.0), ("cuda-tma", 32, 950.0)):
+        result.samples.append(
+            {"run": 65536, "ids": "random", "way": way, "workers": workers, "checksums": True,
+             "gb_s": gb_s}
+        )  # fmt: skip
+    gather.summarise(result, ceiling=1000.0, product=("cuda", 32))
+
+    assert result.summary["gather_64kb_checked_share"] == 0.5
+    assert result.summary["best_gather_64kb_checked_share"] == 0.95
 
 
 def test_the_links_are_measured(tmp_path: Path) -> None:
@@ -163,8 +176,9 @@ def test_a_source_that_dies_ends_the_measurement(capfd: pytest.CaptureFixture[st
 
 def test_steps_are_measured_beside_copies(tmp_path: Path) -> None:
     loaded = result_of(interference, tmp_path)
-    assert [sample["workers"] for sample in loaded["samples"]] == [1, 2]
-    assert loaded["summary"]["least_slowdown"] > 0
+    assert [sample["workers"] for sample in loaded["samples"]] == [2, 1]
+    assert loaded["summary"]["slowdown"] > 0
+    assert [*loaded["targets"]] == ["slowdown"]
 
 
 def test_a_background_that_fails_says_so() -> None:

@@ -1,5 +1,8 @@
 """How much slower decode steps are while blocks are gathered on another stream, by the way and by
-CTAs. A step is a CUDA graph: products of a few rows by large matrices, and a read of KV memory."""
+CTAs. A step is a CUDA graph: products of a few rows by large matrices, and a read of KV memory.
+
+The figure is that of the product's own settings: the kernels that it takes here, with as many CTAs
+as it gives them. The least slowdown of all stands beside it."""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 
 from bench.gpu.device import Deadline, Site, Way, note_gpu, options_of
+from bench.gpu.gather import ctas
 from bench.gpu.shapes import SHAPES, ids
 from bench.report import begin, finish, say, table
 from kvmig.ground.errors import KvmigError
@@ -24,7 +28,7 @@ MIB = 1 << 20
 WAIT_S = 20.0
 MOST_S = 36.0
 TARGET = 1.02
-"""Most that a step may grow by, at the smallest cap."""
+"""Most that a step may grow by, at the product's settings."""
 
 
 class Decode:
@@ -151,8 +155,11 @@ def main(arguments: list[str] | None = None) -> int:
     memory = site.memory((8 if quick else 512) * MIB)
     decode = Decode(site, *((1, 64, MIB) if quick else (32, 4096, 2048 * MIB)))
     deadline = Deadline(MOST_S)
-    for way in site.ways():
-        for workers in WORKERS[:2] if quick else WORKERS if way.capped else (0,):
+    ways = site.ways()
+    product = ways[0].name, ctas(site.multiprocessors)
+    counts = (product[1], *(WORKERS[:2] if quick else WORKERS))
+    for way in ways:
+        for workers in dict.fromkeys(counts if way.capped else (0,)):
             if deadline.over(result):
                 break
             try:
@@ -168,7 +175,10 @@ def main(arguments: list[str] | None = None) -> int:
             "least_slowdown": least["slowdown"],
             "gb_s_at_least_slowdown": least["gb_s"],
         }
-    result.targets = {"least_slowdown": {"max": TARGET}}
+    for sample in measured:
+        if (sample["way"], sample["workers"]) == product:
+            result.summary |= {"slowdown": sample["slowdown"], "gb_s": sample["gb_s"]}
+    result.targets = {"slowdown": {"max": TARGET}}
     rows = [tuple(sample.values()) for sample in measured]
     columns = ("way", "CTAs", "alone, ms", "beside, ms", "slowdown", "GB/s")
     return finish(result, options, [table("decode steps beside copies", columns, rows)])
