@@ -1,8 +1,8 @@
 // As much of CUDA as csrc's kernels use, for a C++ compiler: the kernels then run on the CPU, every
 // thread of a CTA as a fibre, one CTA after the other. Accesses are checked for alignment, and the
 // TMA's copies happen some time after they were queued.
-#ifndef CUDA_EMULATION_H
-#define CUDA_EMULATION_H
+#ifndef FAKEGPU_CUDA_RUNTIME_H
+#define FAKEGPU_CUDA_RUNTIME_H
 
 #include <cmath>
 #include <cstddef>

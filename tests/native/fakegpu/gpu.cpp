@@ -2,338 +2,23 @@
 // that csrc calls, and the kernels (kernels.cpp). It refuses what the real ones would refuse, and
 // does nothing sooner than it must:
 //
-// - A thread without a context gets 201, a stream or an event of another context 400, any call after
-//   an access outside of memory 700.
+// - A thread without a context gets 201, a stream or an event of another context 400, any call
+//   after an access outside of memory 700.
 // - Each stream is a queue with a thread, which waits a random time before it does anything.
-// - The host can't touch a device's memory (it is mapped without access but while the device works),
-//   nor can a device another's, unless it was let to. Freed memory is poisoned and never used again.
+// - The host can't touch a device's memory (it is mapped without access but while the device
+//   works), nor can a device another's, unless it was let to. The addresses of memory that was
+//   freed are nobody's any more.
 // - Copies to and from the host want pinned memory.
 // - A capture in global mode is spoilt by calls of other threads that aren't safe then.
-// - Memory for other processes is a file without a name, so it lives as long as one of them maps it;
-//   the process that made it can't import it.
+// - Memory for other processes is a file without a name, so it lives as long as one of them maps
+//   it; the process that made it can't import it.
 //
 // $KVMIG_FAKE_NO_GPU: no device; $KVMIG_FAKE_NO_PEERS: none has access to the other's memory;
 // $KVMIG_FAKE_VERSION: CUDA's, instead of 13000; $KVMIG_FAKE_OLD: older than the run-time library.
 
-#include <fcntl.h>
-#include <signal.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <cstdlib>
-#include <deque>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <random>
-#include <set>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
-
-#include "cuda_runtime.h"
+#include "machine.h"
 
 #define API extern "C" __attribute__((visibility("default")))
-
-namespace {
-
-enum {
-    kSuccess, kInvalidValue, kOutOfMemory, kNotInitialized, kOldDriver = 35, kNoDevice = 100, kInvalidDevice = 101,
-    kInvalidContext = 201, kInvalidHandle = 400, kNotReady = 600, kIllegalAddress = 700,
-    kAlreadyRegistered = 712, kNotRegistered = 713, kCaptureUnsupported = 900,
-    kCaptureInvalidated = 901
-};
-constexpr int kDevices = 2, kSms = 2, kGlobal = 0, kRelaxed = 2;
-constexpr size_t kGranularity = 2 << 20, kAlignment = 512, kGap = 1 << 20;
-constexpr int kFile = 1;  // POSIX_FILE_DESCRIPTOR
-using Address = uintptr_t;
-using Lock = std::unique_lock<std::mutex>;
-
-struct Stream;
-
-struct Context {
-    int device = 0;
-    int error = kSuccess;  // sticky
-    std::shared_ptr<Stream> null_stream;
-};
-
-struct Work {
-    std::function<int()> run;  // an error of the device's
-    std::shared_ptr<Stream> after;
-    uint64_t upto = 0;  // of `after`
-};
-
-struct Stream {
-    Context *context;
-    int priority = 0;
-    std::deque<Work> work;
-    uint64_t queued = 0, done = 0;
-    bool closed = false, capturing = false, spoilt = false;
-};
-
-struct Event {
-    Context *context;
-    std::shared_ptr<Stream> stream;  // null: never recorded
-    uint64_t upto = 0;
-};
-
-struct Physical {
-    int file, device;
-    size_t size;
-    bool exportable;
-    ~Physical() { close(file); }
-};
-
-struct Memory {  // of a device, mapped
-    size_t size;
-    std::set<int> let;  // devices
-    std::shared_ptr<Physical> physical;  // null: of cuMemAlloc
-};
-
-struct Pinned {
-    size_t size;
-    bool allocated, read_only;
-};
-
-struct Machine {
-    std::mutex mutex;                 // of all below
-    std::condition_variable changed;
-    std::mutex working;               // held by the device that works, and by changes of mappings
-    Context contexts[kDevices];
-    std::map<void *, std::shared_ptr<Stream>> streams;
-    std::map<void *, Event> events;
-    std::map<Address, Memory> memory;
-    std::map<Address, size_t> reserved, freed;
-    std::map<Address, Pinned> pinned;
-    std::map<uint64_t, std::shared_ptr<Physical>> handles;
-    std::set<ino_t> ours;
-    uint64_t last = 0;
-    bool initialised = false, stuck = false;
-    std::string fails;
-};
-
-// Never destroyed: streams' threads wait on it until the process ends.
-Machine &machine = *new Machine;
-thread_local Context *current;
-thread_local int capture_mode = kGlobal;
-
-// -- memory
-
-Address number(const void *pointer) { return reinterpret_cast<Address>(pointer); }
-
-template <class Map>
-typename Map::iterator holding(Map &map, Address address, size_t (*size)(const typename Map::mapped_type &)) {
-    auto found = map.upper_bound(address);
-    if (found == map.begin()) return map.end();
-    --found;
-    return address - found->first < size(found->second) ? found : map.end();
-}
-auto memory_at(Address address) {
-    return holding(machine.memory, address, +[](const Memory &one) { return one.size; });
-}
-auto pinned_at(Address address) {
-    return holding(machine.pinned, address, +[](const Pinned &one) { return one.size; });
-}
-bool reserved_at(Address address) {
-    const auto size = +[](const size_t &one) { return one; };
-    return holding(machine.reserved, address, size) != machine.reserved.end() ||
-           holding(machine.freed, address, size) != machine.freed.end();
-}
-
-// Whether a copy on `device` may touch all these bytes.
-bool reachable(Address address, size_t nbytes, int device, bool writes) {
-    while (nbytes) {
-        size_t here = 0;
-        if (const auto memory = memory_at(address); memory != machine.memory.end()) {
-            if (!memory->second.let.count(device)) return false;
-            here = memory->first + memory->second.size - address;
-        } else if (const auto host = pinned_at(address); host != machine.pinned.end()) {
-            if (writes && host->second.read_only) return false;
-            here = host->first + host->second.size - address;
-        } else {
-            return false;
-        }
-        const size_t step = std::min(here, nbytes);
-        address += step;
-        nbytes -= step;
-    }
-    return true;
-}
-
-void protect(Address address, size_t size, int access) {
-    mprotect(reinterpret_cast<void *>(address), size, access);
-}
-
-// While it lives, `device` works: its memory can be touched.
-class Working {
-  public:
-    explicit Working(int device) : working_(machine.working) {
-        const Lock lock(machine.mutex);
-        for (const auto &[address, memory] : machine.memory)
-            if (memory.let.count(device)) open_.emplace_back(address, memory.size);
-        for (const auto &[address, size] : open_) protect(address, size, PROT_READ | PROT_WRITE);
-    }
-    ~Working() {
-        for (const auto &[address, size] : open_) protect(address, size, PROT_NONE);
-    }
-
-  private:
-    std::lock_guard<std::mutex> working_;
-    std::vector<std::pair<Address, size_t>> open_;
-};
-
-// Addresses of its own, with a gap behind that nobody gets.
-Address map_nothing(size_t size) {
-    void *made = mmap(nullptr, size + kGap, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                      -1, 0);
-    return made == MAP_FAILED ? 0 : number(made);
-}
-
-// Its pages go back, its address is nobody's any more.
-void bury(Address address, size_t size) {
-    mmap(reinterpret_cast<void *>(address), size, PROT_NONE,
-         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-}
-
-// -- streams
-
-void dawdle() {
-    static std::atomic<unsigned> seeds{1};
-    thread_local std::minstd_rand random(seeds++);
-    if (random() % 2) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-}
-
-void serve(std::shared_ptr<Stream> stream) {
-    Lock lock(machine.mutex);
-    while (true) {
-        machine.changed.wait(lock, [&] {
-            if (stream->work.empty()) return stream->closed;
-            const Work &next = stream->work.front();
-            return !machine.stuck && (!next.after || next.after->done >= next.upto);
-        });
-        if (stream->work.empty()) return;
-        const std::function<int()> run = stream->work.front().run;
-        if (run && !stream->context->error) {
-            lock.unlock();
-            dawdle();
-            const int error = run();
-            lock.lock();
-            if (error) stream->context->error = error;
-        }
-        stream->work.pop_front();
-        ++stream->done;
-        machine.changed.notify_all();
-    }
-}
-
-std::shared_ptr<Stream> make_stream(Context *context, int priority) {
-    auto stream = std::make_shared<Stream>();
-    stream->context = context;
-    stream->priority = priority;
-    std::thread(serve, stream).detach();
-    return stream;
-}
-
-void queue(Stream &stream, Work work) {
-    stream.work.push_back(std::move(work));
-    ++stream.queued;
-    machine.changed.notify_all();
-}
-
-void settle(Lock &lock, const std::shared_ptr<Stream> &stream, uint64_t upto) {
-    machine.changed.wait(lock, [&] { return stream->done >= upto; });
-}
-
-void settle_all(Lock &lock, const Context *context) {
-    std::vector<std::shared_ptr<Stream>> all;
-    for (const auto &[handle, stream] : machine.streams)
-        if (stream->context == context) all.push_back(stream);
-    if (context->null_stream) all.push_back(context->null_stream);
-    for (const auto &stream : all) settle(lock, stream, stream->queued);
-}
-
-// The current context's stream, or an error.
-int find(void *handle, std::shared_ptr<Stream> *found) {
-    if (!handle) {
-        if (!current->null_stream) current->null_stream = make_stream(current, 0);
-        *found = current->null_stream;
-        return kSuccess;
-    }
-    const auto one = machine.streams.find(handle);
-    if (one == machine.streams.end() || one->second->context != current) return kInvalidHandle;
-    *found = one->second;
-    return kSuccess;
-}
-
-// -- what every call begins with
-
-enum Needs { kNothing, kContext, kUnsafe };  // unsafe: not while another thread captures
-
-int begin(const char *name, Needs needs) {
-    if (machine.fails == name) return kInvalidValue;
-    if (!machine.initialised) return kNotInitialized;
-    if (needs == kNothing) return kSuccess;
-    if (!current) return kInvalidContext;
-    if (current->error) return current->error;
-    if (needs == kUnsafe && capture_mode != kRelaxed) {
-        bool spoilt = false;
-        for (const auto &[handle, stream] : machine.streams)
-            if (stream->capturing) spoilt = stream->spoilt = true;
-        if (spoilt) return kCaptureUnsupported;
-    }
-    return kSuccess;
-}
-
-int copy_later(void *to, const void *from, size_t nbytes, void *handle) {
-    const Address target = number(to), source = number(from);
-    std::shared_ptr<Stream> stream;
-    if (const int failed = find(handle, &stream)) return failed;
-    const int device = current->device;
-    const auto fits = [=] {
-        return reachable(target, nbytes, device, true) && reachable(source, nbytes, device, false);
-    };
-    const auto unpinned = [=](Address address, bool writes) {
-        return memory_at(address) == machine.memory.end() && !reserved_at(address) &&
-               !reachable(address, nbytes, device, writes);
-    };
-    if (unpinned(target, true) || unpinned(source, false)) return kInvalidValue;
-    queue(*stream, {[=] {
-                        const Working working(device);
-                        {
-                            const Lock lock(machine.mutex);
-                            if (!fits()) return int(kIllegalAddress);
-                        }
-                        std::memcpy(to, from, nbytes);
-                        return int(kSuccess);
-                    }, nullptr});
-    return kSuccess;
-}
-
-int fill_later(void *to, int byte, size_t nbytes, void *handle) {
-    std::shared_ptr<Stream> stream;
-    if (const int failed = find(handle, &stream)) return failed;
-    const int device = current->device;
-    queue(*stream, {[=] {
-                        const Working working(device);
-                        {
-                            const Lock lock(machine.mutex);
-                            if (!reachable(number(to), nbytes, device, true))
-                                return int(kIllegalAddress);
-                        }
-                        std::memset(to, byte, nbytes);
-                        return int(kSuccess);
-                    }, nullptr});
-    return kSuccess;
-}
-
-}  // namespace
-
 #define CALL(needs, name, ...)             \
     API int name(__VA_ARGS__) {            \
         Lock lock(machine.mutex);          \
@@ -354,7 +39,8 @@ API int cuDriverGetVersion(int *version) {
 API int cuGetErrorString(int error, const char **words) {
     static const std::map<int, const char *> known = {
         {kInvalidValue, "invalid argument"}, {kOutOfMemory, "out of memory"},
-        {kNoDevice, "no CUDA-capable device is detected"}, {kInvalidDevice, "invalid device ordinal"},
+        {kNoDevice, "no CUDA-capable device is detected"},
+        {kInvalidDevice, "invalid device ordinal"},
         {kInvalidContext, "invalid device context"}, {kInvalidHandle, "invalid resource handle"},
         {kIllegalAddress, "an illegal memory access was encountered"}};
     const auto one = known.find(error);
@@ -473,9 +159,10 @@ struct Access {  // CUmemAccessDesc
     int location_type, location_id, flags;
 };
 
-CALL(kUnsafe, cuMemCreate, uint64_t *handle, size_t nbytes, const Properties *wanted, uint64_t flags)
-    if (!nbytes || nbytes % kGranularity || wanted->type != 1 || wanted->location_type != 1 || flags ||
-        wanted->windows || wanted->compression || wanted->usage)
+CALL(kUnsafe, cuMemCreate, uint64_t *handle, size_t nbytes, const Properties *wanted,
+     uint64_t flags)
+    if (!nbytes || nbytes % kGranularity || flags || wanted->type != 1 ||
+        wanted->location_type != 1 || wanted->windows || wanted->compression || wanted->usage)
         return kInvalidValue;
     if (wanted->location_id < 0 || wanted->location_id >= kDevices) return kInvalidDevice;
     const int file = memfd_create(wanted->location_id ? "fakegpu1" : "fakegpu0", MFD_CLOEXEC);
@@ -532,7 +219,8 @@ CALL(kNothing, cuMemAddressFree, Address address, size_t size)
     machine.reserved.erase(found);
     return kSuccess;
 }
-CALL(kNothing, cuMemMap, Address address, size_t size, size_t offset, uint64_t handle, uint64_t flags)
+CALL(kNothing, cuMemMap, Address address, size_t size, size_t offset, uint64_t handle,
+     uint64_t flags)
     const auto found = machine.handles.find(handle);
     if (found == machine.handles.end() || !reserved_at(address) || offset || flags ||
         size != found->second->size || memory_at(address) != machine.memory.end())
@@ -571,54 +259,36 @@ CALL(kNothing, cuMemSetAccess, Address address, size_t size, const Access *acces
 
 // -- copies
 
-CALL(kContext, cuMemcpyHtoDAsync_v2, Address to, const void *from, size_t nbytes, void *stream)
-    return copy_later(reinterpret_cast<void *>(to), from, nbytes, stream);
+CALL(kContext, cuMemcpyHtoDAsync_v2, void *to, const void *from, size_t nbytes, void *stream)
+    return copy_later(to, from, nbytes, stream);
 }
-CALL(kContext, cuMemcpyDtoHAsync_v2, void *to, Address from, size_t nbytes, void *stream)
-    return copy_later(to, reinterpret_cast<void *>(from), nbytes, stream);
+CALL(kContext, cuMemcpyDtoHAsync_v2, void *to, const void *from, size_t nbytes, void *stream)
+    return copy_later(to, from, nbytes, stream);
 }
-CALL(kContext, cuMemcpyDtoDAsync_v2, Address to, Address from, size_t nbytes, void *stream)
-    return copy_later(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), nbytes, stream);
+CALL(kContext, cuMemcpyDtoDAsync_v2, void *to, const void *from, size_t nbytes, void *stream)
+    return copy_later(to, from, nbytes, stream);
 }
-// These take any memory of the host's, and wait for the default stream.
-int copy_now(Lock &lock, Address device, void *host, size_t nbytes, bool writes) {
-    std::shared_ptr<Stream> stream;
-    if (const int failed = find(nullptr, &stream)) return failed;
-    const int ordinal = current->device;
-    queue(*stream, {[=] {
-                        const Working working(ordinal);
-                        {
-                            const Lock inner(machine.mutex);
-                            if (!reachable(device, nbytes, ordinal, writes))
-                                return int(kIllegalAddress);
-                        }
-                        void *there = reinterpret_cast<void *>(device);
-                        writes ? std::memcpy(there, host, nbytes) : std::memcpy(host, there, nbytes);
-                        return int(kSuccess);
-                    }, nullptr});
-    settle(lock, stream, stream->queued);
-    return stream->context->error;
+CALL(kUnsafe, cuMemcpyHtoD_v2, void *to, const void *from, size_t nbytes)
+    return copy_now(lock, to, from, nbytes, {to, nbytes, true});
 }
-CALL(kUnsafe, cuMemcpyHtoD_v2, Address to, void *from, size_t nbytes)
-    return copy_now(lock, to, from, nbytes, true);
-}
-CALL(kUnsafe, cuMemcpyDtoH_v2, void *to, Address from, size_t nbytes)
-    return copy_now(lock, from, to, nbytes, false);
+CALL(kUnsafe, cuMemcpyDtoH_v2, void *to, const void *from, size_t nbytes)
+    return copy_now(lock, to, from, nbytes, {from, nbytes, false});
 }
 struct BatchAttributes {  // CUmemcpyAttributes
     int order, source_type, source_id, target_type, target_id;
     unsigned flags;
 };
 CALL(kContext, cuMemcpyBatchAsync, void **to, void **from, size_t *sizes, size_t count,
-     const BatchAttributes *attributes, const size_t *first, size_t n_attributes, size_t *, void *stream)
+     const BatchAttributes *attributes, const size_t *first, size_t n_attributes, size_t *,
+     void *stream)
     if (!stream || !count || n_attributes != 1 || *first || attributes->order != 1)
         return kInvalidValue;
     for (size_t i = 0; i < count; ++i)
         if (const int failed = copy_later(to[i], from[i], sizes[i], stream)) return failed;
     return kSuccess;
 }
-CALL(kContext, cuMemsetD8Async, Address to, unsigned char byte, size_t count, void *stream)
-    return fill_later(reinterpret_cast<void *>(to), byte, count, stream);
+CALL(kContext, cuMemsetD8Async, void *to, unsigned char byte, size_t count, void *stream)
+    return fill_later(to, byte, count, stream);
 }
 
 // -- events and streams
