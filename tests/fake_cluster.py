@@ -19,9 +19,8 @@ from kvmig.kvtransfer.transports.select import open_staging
 from kvmig.kvtransfer.wire import Frame
 from tests.fake_engine import FakeEngine
 from tests.skipped_time import Skip, skipped_time
+from tests.waiting import PATIENCE_S, until
 
-PATIENCE_S = 60.0
-"""Far more than anything takes that happens, on a machine as busy as it may be."""
 SLACK_S = 0.001
 
 SECRET = b"a secret of the cluster"
@@ -138,15 +137,6 @@ class Node(Host):
             staging.close()
         assert not any(held.values()), f"{self.name} holds slots: {held}"
         assert self.engine.is_clean(), f"{self.name}'s engine holds something"
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """Wait for something that nobody announces, for PATIENCE_S of real time at most."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        await asyncio.sleep(0.001)
 
 
 class Cluster:

@@ -28,6 +28,7 @@ from kvmig.ground.config import ClusterConfig
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import VERSION, Hello, Message
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
+from tests.waiting import PATIENCE_S, until
 
 SECRET = b"a secret of the cluster"
 LOAD = EngineLoad(100, 10, 1, 0, 0, 0)
@@ -146,7 +147,7 @@ class FakeLlumlet:
 
     async def hear(self) -> Message:
         """The next message."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.heard.get()
 
     async def close(self) -> None:
@@ -155,15 +156,6 @@ class FakeLlumlet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.server.close()
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for what nothing tells of."""
-    for _ in range(500):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to that")
 
 
 @dataclass
@@ -192,7 +184,7 @@ class Front:
         self.changed.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not holds():
                 self.changed.clear()
                 await self.changed.wait()
@@ -230,7 +222,7 @@ class Cluster:
     async def addressed(self, *these: FakeLlumlet) -> FakeLlumlet:
         """The first other than these that has something to hear."""
         them = self.others(*these)
-        await eventually(lambda: any(not one.heard.empty() for one in them))
+        await until(lambda: any(not one.heard.empty() for one in them))
         return next(one for one in them if not one.heard.empty())
 
 
@@ -258,7 +250,7 @@ async def cluster(
     try:
         for llumlet in llumlets:
             await router.add_instance(llumlet.instance, llumlet.endpoint)
-        await eventually(lambda: all(row.blocks_total for row in router.fleet.rows()))
+        await until(lambda: all(row.blocks_total for row in router.fleet.rows()))
         yield Cluster(router, front, llumlets)
     finally:
         await router.close()

@@ -16,7 +16,8 @@ from kvmig.engines.base import EngineLoad
 from kvmig.gateway.access import access
 from kvmig.gateway.admin import AddBody, admin_api
 from kvmig.ground.config import ClusterConfig, SchedulerConfig
-from tests.fake_llumlet import Cluster, cluster, eventually
+from tests.fake_llumlet import Cluster, cluster
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -51,8 +52,8 @@ def problem(answer: httpx.Response) -> tuple[int, dict[str, Any]]:
 async def test_instances_are_listed_and_infinite_freeness_is_null() -> None:
     async with served() as (it, client):
         it.llumlets[1].report(EngineLoad(100, 0, 0, 0, 0, 0))
-        await eventually(lambda: it.router.fleet.rows()[1].freeness == math.inf)
-        await eventually(lambda: it.router.fleet.rows()[0].freeness == 90.0)
+        await until(lambda: it.router.fleet.rows()[1].freeness == math.inf)
+        await until(lambda: it.router.fleet.rows()[0].freeness == 90.0)
         rows = (await client.get("/instances")).json()["data"]
         first, second = rows
         assert first == {
@@ -131,7 +132,7 @@ async def test_a_lost_instance_is_503() -> None:
         assert problem(await move(client, "r", b.instance))[0] == 404
         assert not it.front.failed
         await a.close()
-        await eventually(lambda: it.state(a) == "lost")
+        await until(lambda: it.state(a) == "lost")
         rows = (await client.get("/instances")).json()["data"]
         assert [(row["id"], row["state"]) for row in rows] == [(a.instance, "lost")]
         assert problem(await move(client, "r", a.instance))[0] == 503

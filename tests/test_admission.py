@@ -14,8 +14,9 @@ from kvmig.ground.errors import ConfigError, MigrationRefused
 from kvmig.ground.layout import KVLayout, Region
 from kvmig.kvtransfer.migrations import admit, kv_bytes
 from kvmig.kvtransfer.report import MigrationReport
-from tests.fake_cluster import PATIENCE_S, Cluster, cluster, until
+from tests.fake_cluster import Cluster, cluster
 from tests.fake_engine import BLOCK_BYTES
+from tests.waiting import PATIENCE_S, until
 
 
 def test_a_request_holds_whole_blocks() -> None:

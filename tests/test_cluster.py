@@ -42,6 +42,7 @@ from kvmig.ground.priorities import NORMAL
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello
 from tests.fake_llumlet import Front, decode
+from tests.waiting import until
 
 SECRET = b"a secret of the cluster"
 IDLE = EngineLoad(100, 0, 0, 0, 0, 0)
@@ -208,13 +209,8 @@ class World:
         self.front = Told()
         self.link = LauncherLink(self.control.endpoint, SECRET, "front-1", self.front.hear)
 
-    async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
-            while not holds():  # noqa: ASYNC110 - several processes' worth of things
-                await asyncio.sleep(0.01)
-
     async def hears(self, **states: str) -> None:
-        await self.until(lambda: self.front.states() == states)
+        await until(lambda: self.front.states() == states)
 
 
 @asynccontextmanager
@@ -281,10 +277,10 @@ def replace_id(
 async def test_a_drained_instance_stays_until_it_is_let_serve_again() -> None:
     async with world() as it:
         await it.link.order(drain("i0"))
-        await it.until(lambda: it.launcher.process("i0").state == "draining")
-        await it.until(lambda: it.front.members[0].detail == "it is empty")
+        await until(lambda: it.launcher.process("i0").state == "draining")
+        await until(lambda: it.front.members[0].detail == "it is empty")
         await it.link.order(lambda number: StopDrain(number, "i0"))
-        await it.until(lambda: it.launcher.process("i0").state == "serving")
+        await until(lambda: it.launcher.process("i0").state == "serving")
         await it.hears(i0="serving", i1="serving")
 
 
@@ -292,19 +288,19 @@ async def test_one_that_is_to_leave_ends_when_it_is_empty() -> None:
     async with world() as it:
         it.launcher.process("i0").load = BUSY
         await it.link.order(drain("i0", leave=True))
-        await it.until(lambda: it.launcher.process("i0").state == "draining")
+        await until(lambda: it.launcher.process("i0").state == "draining")
         await asyncio.sleep(0.3)
         assert it.front.states() == {"i0": "draining", "i1": "serving"}
         it.launcher.process("i0").load = IDLE
         await it.hears(i1="serving")
-        await it.until(lambda: it.launcher.process("i0").stopped)
+        await until(lambda: it.launcher.process("i0").stopped)
 
 
 async def test_after_the_deadline_front_ends_are_told_to_go_on_elsewhere() -> None:
     async with world() as it:
         it.launcher.process("i0").load = BUSY
         await it.link.order(drain("i0", deadline_s=0.0))
-        await it.until(lambda: it.front.evacuated == ["i0"])
+        await until(lambda: it.front.evacuated == ["i0"])
 
 
 async def test_with_nowhere_to_go_what_runs_is_left_alone() -> None:
@@ -330,7 +326,7 @@ async def test_one_that_is_ended_at_once_does_not_wait() -> None:
         it.launcher.process("i0").load = BUSY
         await it.link.order(drain("i0", leave=True, now=True))
         await it.hears(i1="serving")
-        await it.until(lambda: it.launcher.process("i0").stopped)
+        await until(lambda: it.launcher.process("i0").stopped)
 
 
 async def test_one_that_dies_is_started_again_under_its_name() -> None:
@@ -338,7 +334,7 @@ async def test_one_that_dies_is_started_again_under_its_name() -> None:
         before = next(one.endpoint for one in it.front.members if one.instance == "i0")
         it.launcher.process("i0").die()
         gone = {"i0": "starting", "i1": "serving"}
-        await it.until(lambda: gone in it.front.history[2:])
+        await until(lambda: gone in it.front.history[2:])
         await it.hears(i0="serving", i1="serving")
         assert it.front.members[0].endpoint != before
         assert "instance i0 is gone (killed by SIGKILL), again in 0.5 s" in it.said
@@ -351,8 +347,8 @@ async def test_one_that_is_silent_for_long_is_ended_and_started_again(
     async with world() as it:
         first = it.launcher.process("i0")
         first.silent = True
-        await it.until(lambda: first.stopped)
-        await it.until(lambda: "instance i0 is gone (no report for 1 s), again in 0.5 s" in it.said)
+        await until(lambda: first.stopped)
+        await until(lambda: "instance i0 is gone (no report for 1 s), again in 0.5 s" in it.said)
         await it.hears(i0="serving", i1="serving")
 
 
@@ -361,8 +357,8 @@ async def test_one_that_dies_while_it_drains_goes_on_draining() -> None:
         it.launcher.process("i0").load = BUSY
         await it.link.order(drain("i0"))
         it.launcher.process("i0").die()
-        await it.until(lambda: len(it.launcher.starts) == 3)
-        await it.until(lambda: it.launcher.process("i0").state == "draining")
+        await until(lambda: len(it.launcher.starts) == 3)
+        await until(lambda: it.launcher.process("i0").state == "draining")
 
 
 async def test_one_that_dies_while_it_leaves_is_gone() -> None:
@@ -377,7 +373,7 @@ async def test_one_that_dies_while_it_leaves_is_gone() -> None:
 async def test_one_that_dies_again_and_again_is_given_up_and_can_be_removed() -> None:
     async with world(max_restarts=1) as it:
         it.launcher.process("i0").die()
-        await it.until(lambda: len(it.launcher.starts) == 3)
+        await until(lambda: len(it.launcher.starts) == 3)
         await it.hears(i0="serving", i1="serving")
         it.launcher.process("i0").die("exit code 1")
         await it.hears(i0="failed", i1="serving")
@@ -447,7 +443,7 @@ async def test_a_launcher_that_fails_at_a_start_tries_again() -> None:
     async with world() as it:
         it.launcher.bug = RuntimeError("out of descriptors")
         it.launcher.process("i0").die()
-        await it.until(lambda: "out of descriptors" in it.front.members[0].detail)
+        await until(lambda: "out of descriptors" in it.front.members[0].detail)
         it.launcher.bug = None
         await it.hears(i0="serving", i1="serving")
 
@@ -464,17 +460,17 @@ async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(
 ) -> None:
     monkeypatch.setattr(control, "TELL_S", 0.01)
     async with world() as it:
-        await it.until(lambda: it.front.refusals == {"launcher": {}, "scheduler": {}})
+        await until(lambda: it.front.refusals == {"launcher": {}, "scheduler": {}})
         assert it.link._client is not None
         it.link._client.send(Scale())  # isn't for the launcher
-        await it.until(lambda: it.front.refusals["launcher"] == {"unexpected": 1})
+        await until(lambda: it.front.refusals["launcher"] == {"unexpected": 1})
         await it.launcher.process("i0").send(b"no message")
-        await it.until(lambda: it.front.refusals["launcher"].get("unreadable") == 1)
+        await until(lambda: it.front.refusals["launcher"].get("unreadable") == 1)
         it.cluster.scheduler_refusals = {"early": 3}
-        await it.until(lambda: it.front.refusals["scheduler"] == {"early": 3})
+        await until(lambda: it.front.refusals["scheduler"] == {"early": 3})
         later = Told()
         link = LauncherLink(it.control.endpoint, SECRET, "front-2", later.hear)
-        await it.until(lambda: later.refusals == it.front.refusals)
+        await until(lambda: later.refusals == it.front.refusals)
         await link.close()
 
 
@@ -499,14 +495,14 @@ async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and
 
     async with world() as it:
         link = LauncherLink(it.control.endpoint, SECRET, "front-2", Counting(router).hear)
-        await it.until(lambda: link._client is not None)
+        await until(lambda: link._client is not None)
         it.cluster.scheduler_refusals = {"early": 3}
-        await it.until(lambda: shown("scheduler", "early") == 3)
+        await until(lambda: shown("scheduler", "early") == 3)
         it.control._tell(Scale())  # isn't for a front end
-        await it.until(lambda: shown("front-2", "unexpected") == 1)
+        await until(lambda: shown("front-2", "unexpected") == 1)
         port = int(it.control.endpoint.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
             stranger.sendall(b"GET / HTTP/1.1")
-        await it.until(lambda: shown("launcher", "unauthenticated") == 1)
+        await until(lambda: shown("launcher", "unauthenticated") == 1)
         await link.close()
     await router.close()

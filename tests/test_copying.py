@@ -17,8 +17,9 @@ from kvmig.kvtransfer.copying import ChunkBatcher, QueuedChunk, SharedSlot
 from kvmig.kvtransfer.messages import Bundle, Chunk, Message
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.transports.tcp import TcpStaging
-from tests.fake_cluster import cluster, until
+from tests.fake_cluster import cluster
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
+from tests.waiting import until
 
 MOST = 8
 """Blocks of a slot."""

@@ -14,7 +14,8 @@ from kvmig.gateway.metrics import ClassCollector, InstanceCollector, Metrics, wi
 from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.priorities import NORMAL, PriorityClass, with_normal
-from tests.fake_llumlet import SECRET, FakeLlumlet, Front, cluster, decode, eventually, report
+from tests.fake_llumlet import SECRET, FakeLlumlet, Front, cluster, decode, report
+from tests.waiting import until
 
 
 def test_migrations_are_counted_by_outcome_and_reason() -> None:
@@ -132,9 +133,7 @@ async def test_preemptions_come_from_the_instances() -> None:
         registry.register(ClassCollector(it.router.fleet.rows, CLASSES))
         counts = (Preempted(0, 5, 2), Preempted(-1, 1, 0))
         it.llumlets[0].report(EngineLoad(100, 0, 0, 0, 0, 0, preempted=counts))
-        await eventually(
-            lambda: registry.of("kvmig_preemptions_total", "normal", instance="0") == 5
-        )
+        await until(lambda: registry.of("kvmig_preemptions_total", "normal", instance="0") == 5)
         assert registry.of("kvmig_preempted_for_priority_total", "normal", instance="0") == 2
         assert registry.of("kvmig_preemptions_total", "high", instance="0") == 1
         assert registry.of("kvmig_preemptions_total", "high", instance="1") == 0
@@ -160,7 +159,7 @@ async def test_a_requests_latencies_are_what_its_client_sees(moved: bool) -> Non
     try:
         for llumlet in llumlets:
             await router.add_instance(llumlet.instance, llumlet.endpoint)
-        await eventually(lambda: all(row.blocks_total for row in router.fleet.rows()))
+        await until(lambda: all(row.blocks_total for row in router.fleet.rows()))
         owner = llumlets[int(await router.submit("r", "x", 20, -1, [b""]))]
         await owner.hear()
         clock.now += 2

@@ -18,6 +18,7 @@ from kvmig.ground.config import HttpConfig
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from tests.http_states import behind_middleware
 from tests.skipped_time import skipped_time
+from tests.waiting import until
 
 SMALL = HttpConfig(max_body=2000, body_timeout_s=0.3)
 TIMEOUT_S = 30.0
@@ -125,13 +126,9 @@ async def test_a_client_that_leaves_in_the_midst_of_its_body_leaves_nothing() ->
         await one.say(head("content-length: 100"), b"x", end=True)
         _, writer = await asyncio.open_connection("127.0.0.1", one.port)
         writer.write(head("content-length: 100") + b"x")
-        async with asyncio.timeout(TIMEOUT_S):
-            while one.state.pending == 0:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: one.state.pending)
         writer.close()
-        async with asyncio.timeout(TIMEOUT_S):
-            while one.state.pending:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not one.state.pending)
 
 
 async def test_many_large_bodies_at_once_are_bounded_together() -> None:
@@ -142,17 +139,13 @@ async def test_many_large_bodies_at_once_are_bounded_together() -> None:
             _, writer = await asyncio.open_connection("127.0.0.1", one.port)
             writers.append(writer)
             writer.write(part)
-        async with asyncio.timeout(TIMEOUT_S):
-            while one.state.pending < 8 * 99_999:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: one.state.pending >= 8 * 99_999)
         answer = await one.echo(b"x" * 1000)
         assert answer.status_code == 503
         assert answer.headers["retry-after"]
         for writer in writers:
             writer.close()
-        async with asyncio.timeout(TIMEOUT_S):
-            while one.state.pending:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not one.state.pending)
         assert (await one.echo(b"x")).json() == 1
 
 
@@ -187,9 +180,7 @@ async def test_a_call_may_take_longer_than_its_headers() -> None:
         async with front(HttpConfig()) as one:
             reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
             writer.write(head("content-length: 2", "connection: close") + b"x")
-            async with asyncio.timeout(TIMEOUT_S):
-                while one.state.pending == 0:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until(lambda: one.state.pending)
             skip(Connection.head_s)
             writer.write(b"y")
             assert (await reader.read()).endswith(b"2")

@@ -22,6 +22,7 @@ from kvmig.kvtransfer import link
 from kvmig.kvtransfer.link import HANDSHAKE_S, Client, Handshakes, Server
 from kvmig.kvtransfer.messages import VERSION, Abort, Aborted, Hello, PeerMessage, Version
 from kvmig.kvtransfer.wire import MAX_FRAMES, Codec
+from tests.waiting import until
 
 SECRET = b"a secret of the cluster"
 
@@ -332,9 +333,7 @@ def strangers_by_tcp(endpoint: str, said: bytes, count: int = 1) -> None:
 
 
 async def counted(server: Server, count: int) -> None:
-    async with asyncio.timeout(20):
-        while server.refusals.counts() != {"unauthenticated": count}:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: server.refusals.counts() == {"unauthenticated": count})
 
 
 @asynccontextmanager

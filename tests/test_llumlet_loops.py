@@ -35,7 +35,7 @@ from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports import shm
-from tests.fake_cluster import until
+from tests.waiting import until
 
 SECRET = b"a secret of 16 b"
 

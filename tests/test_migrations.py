@@ -22,8 +22,9 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.source_machine import QUESTIONS
-from tests.fake_cluster import PATIENCE_S, Cluster, cluster, dropping, failing, until
+from tests.fake_cluster import Cluster, cluster, dropping, failing
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
+from tests.waiting import PATIENCE_S, until
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -8,8 +8,9 @@ import pytest
 
 from kvmig.ground.config import Transport
 from kvmig.kvtransfer.messages import Chunk
-from tests.fake_cluster import Drop, cluster, until
+from tests.fake_cluster import Drop, cluster
 from tests.test_transports_processes import needs_nixl
+from tests.waiting import until
 
 pytestmark = pytest.mark.parametrize("transport", [pytest.param("nixl", marks=needs_nixl)])
 

@@ -27,8 +27,9 @@ from kvmig.kvtransfer.pause import (
     put_off_ms,
     spread,
 )
-from tests.fake_cluster import Cluster, cluster, until
+from tests.fake_cluster import Cluster, cluster
 from tests.fake_engine import BLOCK_TOKENS, FakeEngine
+from tests.waiting import until
 
 STEP_MS = st.floats(1.0, 100.0)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from kvmig.gateway.requests import HttpCall, LiveRequest
 from kvmig.gateway.splice import Splicer
 from kvmig.ground.config import HttpConfig
 from tests.stubbed_front import Stubbed, stubbed_front
+from tests.waiting import until
 
 TIMEOUT_S = 60.0
 RATE = 2000.0
@@ -42,12 +42,6 @@ def test_who_reads_again_begins_anew() -> None:
     assert call.unread(request) == 0
     call.stopped_reading()
     assert call.unread(request) == 0
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not holds():  # noqa: ASYNC110 - what is waited for is no event
-            await asyncio.sleep(0.02)
 
 
 async def tokens_of(front: Stubbed, count: int) -> None:

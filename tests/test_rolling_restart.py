@@ -7,6 +7,7 @@ import pytest
 from kvmig.controlplane.messages import AddInstances, RestartInstances, StopDrain
 from kvmig.gateway.errors import OrderFailed
 from tests.test_cluster import BUSY, IDLE, World, drain, world
+from tests.waiting import until
 
 
 async def restart(
@@ -23,7 +24,7 @@ def starts(it: World) -> list[str]:
 async def test_all_start_again_one_after_the_other() -> None:
     async with world() as it:
         assert await restart(it) == ("i0", "i1")
-        await it.until(lambda: "rolling restart: done" in it.said)
+        await until(lambda: "rolling restart: done" in it.said)
         assert it.launcher.renewed == 1, "what is on disk now starts"
         assert starts(it) == ["i0", "i1", "i0", "i1"]
         await it.hears(i0="serving", i1="serving")
@@ -34,17 +35,17 @@ async def test_an_instance_goes_when_it_is_empty_and_the_next_when_it_serves() -
     async with world() as it:
         it.launcher.process("i0").load = BUSY
         await restart(it)
-        await it.until(lambda: it.launcher.process("i0").state == "draining")
+        await until(lambda: it.launcher.process("i0").state == "draining")
         assert starts(it) == ["i0", "i1"]
         it.launcher.process("i0").load = IDLE
-        await it.until(lambda: starts(it) == ["i0", "i1", "i0", "i1"])
+        await until(lambda: starts(it) == ["i0", "i1", "i0", "i1"])
         await it.hears(i0="serving", i1="serving")
 
 
 async def test_only_those_that_are_named_start_again() -> None:
     async with world() as it:
         assert await restart(it, "i1") == ("i1",)
-        await it.until(lambda: "rolling restart: done" in it.said)
+        await until(lambda: "rolling restart: done" in it.said)
         assert starts(it) == ["i0", "i1", "i1"]
 
 
@@ -52,16 +53,16 @@ async def test_what_is_left_at_the_deadline_goes_on_elsewhere() -> None:
     async with world() as it:
         it.launcher.process("i0").load = BUSY
         await restart(it, deadline_s=0.0)
-        await it.until(lambda: it.front.evacuated == ["i0"])
+        await until(lambda: it.front.evacuated == ["i0"])
 
 
 async def test_one_that_dies_while_it_is_drained_starts_again_all_the_same() -> None:
     async with world() as it:
         it.launcher.process("i0").load = BUSY
         await restart(it, "i0")
-        await it.until(lambda: it.launcher.process("i0").state == "draining")
+        await until(lambda: it.launcher.process("i0").state == "draining")
         it.launcher.process("i0").die()
-        await it.until(lambda: "rolling restart: done" in it.said)
+        await until(lambda: "rolling restart: done" in it.said)
         assert starts(it) == ["i0", "i1", "i0", "i0"]
         await it.hears(i0="serving", i1="serving")
 
@@ -72,7 +73,7 @@ async def test_it_stops_at_the_first_that_is_told_something_else() -> None:
         await restart(it)
         await it.link.order(lambda number: StopDrain(number, "i0"))
         words = "rolling restart: stopped at instance i0 (it was told to serve on)"
-        await it.until(lambda: words in it.said)
+        await until(lambda: words in it.said)
         assert starts(it) == ["i0", "i1"]
 
 
@@ -83,7 +84,7 @@ async def test_a_second_one_is_refused_while_one_is_under_way() -> None:
         with pytest.raises(OrderFailed, match="a rolling restart is under way"):
             await restart(it, "i1")
         it.launcher.process("i0").load = IDLE
-        await it.until(lambda: "rolling restart: done" in it.said)
+        await until(lambda: "rolling restart: done" in it.said)
         with pytest.raises(OrderFailed, match="there is no instance i7"):
             await restart(it, "i7")
 
@@ -101,9 +102,9 @@ async def test_new_requests_had_better_begin_under_the_weights_that_come() -> No
         it.launcher.weights = "new"
         it.launcher.process("i0").load = BUSY
         await restart(it)
-        await it.until(lambda: it.front.preferred == "new")
+        await until(lambda: it.front.preferred == "new")
         it.launcher.process("i0").load = IDLE
-        await it.until(lambda: "rolling restart: done" in it.said)
+        await until(lambda: "rolling restart: done" in it.said)
 
 
 @pytest.mark.parametrize(("deadline_s", "ends"), [(None, False), (0.0, True)])
@@ -113,7 +114,7 @@ async def test_only_a_deadline_that_was_given_ends_what_could_go_on_nowhere(
     async with world(drain_deadline_s=0.0) as it:
         it.launcher.process("i0").load = BUSY
         await restart(it, "i0", deadline_s=deadline_s)
-        await it.until(lambda: it.front.ended == [ends])
+        await until(lambda: it.front.ended == [ends])
         left = "or ends with an error" if ends else "or stays until it ends"
         assert any(left in said for said in it.said)
 
@@ -121,7 +122,7 @@ async def test_only_a_deadline_that_was_given_ends_what_could_go_on_nowhere(
 async def test_the_only_one_is_not_restarted_onto_other_weights_and_they_are_named() -> None:
     async with world() as it:
         await it.link.order(drain("i1"))
-        await it.until(lambda: it.cluster._instances["i0"].weights)
+        await until(lambda: it.cluster._instances["i0"].weights)
         it.launcher.weights = "new"
         words = "i0 runs weights old, those on disk are new, and there is no room for both"
         with pytest.raises(OrderFailed, match=words):
@@ -140,7 +141,7 @@ def trees(it: World) -> dict[str, str]:
 async def test_all_come_back_as_another_build_and_so_does_what_is_added_later() -> None:
     async with world(max_instances=3) as it:
         await restart(it, tree="/new")
-        await it.until(lambda: "rolling restart: done" in it.said)
+        await until(lambda: "rolling restart: done" in it.said)
         await it.link.order(lambda number: AddInstances(number, 1))
         await it.hears(i0="serving", i1="serving", i2="serving")
         assert trees(it) == {"i0": "/new", "i1": "/new", "i2": "/new"}
@@ -150,10 +151,10 @@ async def test_all_come_back_as_another_build_and_so_does_what_is_added_later() 
 async def test_one_alone_comes_back_as_another_build_and_stays_so_when_it_dies() -> None:
     async with world() as it:
         await restart(it, "i1", tree="/new")
-        await it.until(lambda: "rolling restart: done" in it.said)
+        await until(lambda: "rolling restart: done" in it.said)
         await it.hears(i0="serving", i1="serving")
         it.launcher.process("i1").die()
-        await it.until(lambda: starts(it) == ["i0", "i1", "i1", "i1"])
+        await until(lambda: starts(it) == ["i0", "i1", "i1", "i1"])
         await it.hears(i0="serving", i1="serving")
         assert trees(it) == {"i0": "", "i1": "/new"}
         assert it.launcher.tree == "", "forks are what most are"
@@ -162,9 +163,9 @@ async def test_one_alone_comes_back_as_another_build_and_stays_so_when_it_dies()
 async def test_they_come_back_as_the_installed_one() -> None:
     async with world() as it:
         await restart(it, tree="/new")
-        await it.until(lambda: "rolling restart: done" in it.said)
+        await until(lambda: "rolling restart: done" in it.said)
         await restart(it, tree="")
-        await it.until(lambda: it.said.count("rolling restart: done") == 2)
+        await until(lambda: it.said.count("rolling restart: done") == 2)
         assert trees(it) == {"i0": "", "i1": ""}
 
 
@@ -172,12 +173,12 @@ async def test_one_that_cannot_start_as_another_build_comes_back_as_it_was() -> 
     async with world(max_instances=3) as it:
         it.launcher.bad_tree = "/new"
         await restart(it, tree="/new")
-        await it.until(lambda: any("rolling restart: stopped" in words for words in it.said))
+        await until(lambda: any("rolling restart: stopped" in words for words in it.said))
         await it.hears(i0="serving", i1="serving")
         assert starts(it) == ["i0", "i1", "i0", "i0"], "i1 was never touched"
         assert trees(it) == {"i0": "", "i1": ""}
         await it.link.order(lambda number: AddInstances(number, 1))
-        await it.until(lambda: trees(it) == {"i0": "", "i1": "", "i2": ""})
+        await until(lambda: trees(it) == {"i0": "", "i1": "", "i2": ""})
         (stopped,) = (words for words in it.said if "stopped" in words)
         assert stopped.endswith(
             "at instance i0 (it can't be the engine in /new (instance i0: no such name), and is the"

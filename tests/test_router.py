@@ -47,9 +47,9 @@ from tests.fake_llumlet import (
     Front,
     cluster,
     decode,
-    eventually,
     report,
 )
+from tests.waiting import until
 
 # -- instances and calls
 
@@ -75,7 +75,7 @@ async def test_an_instance_that_does_not_answer_is_not_added() -> None:
 async def test_instances_tell_their_load() -> None:
     async with cluster() as it:
         it.llumlets[0].report(EngineLoad(100, 60, 2, 3, 4, 12), state="draining")
-        await eventually(lambda: it.state(it.llumlets[0]) == "draining")
+        await until(lambda: it.state(it.llumlets[0]) == "draining")
         row = it.router.fleet.rows()[0]
         assert (row.blocks_total, row.blocks_used, row.running, row.waiting) == (100, 60, 2, 3)
         assert row.freeness == -inf

@@ -38,9 +38,9 @@ from tests.fake_llumlet import (
     Front,
     cluster,
     decode,
-    eventually,
     report,
 )
+from tests.waiting import PATIENCE_S, until
 
 QUICK = ClusterConfig(faults=FaultConfig(heartbeat_timeout_s=0.3))
 """Their reports come every 0.05 s, on the same event loop."""
@@ -149,7 +149,7 @@ async def test_outputs_that_do_not_match_their_spans_cost_the_connection() -> No
         a, b = await it.submitted()
         a.send(Outputs([Span("r", 0, 0)]), [msgspec.msgpack.encode([]), b""])
         assert await b.hear() == Submit("r+1")
-        await eventually(lambda: it.state(a) == "serving")
+        await until(lambda: it.state(a) == "serving")
 
 
 # -- silent, hung, failed
@@ -167,7 +167,7 @@ async def test_a_silent_instances_requests_run_elsewhere_and_its_copies_are_fenc
         b.step(("r+1", 0, 1, [11]))
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
         a.silent = False
-        await eventually(lambda: it.state(a) == "serving")
+        await until(lambda: it.state(a) == "serving")
 
 
 @pytest.mark.parametrize("state", ["hung", "failed"])
@@ -179,7 +179,7 @@ async def test_an_instance_that_says_that_it_ails_is_left_at_once(state: str) ->
         assert it.state(a) == state
         assert await it.router.submit("s", "s", 20, 0, [b""]) == b.instance
         a.report(LOAD, "serving")
-        await eventually(lambda: it.state(a) == "serving")
+        await until(lambda: it.state(a) == "serving")
 
 
 @pytest.mark.parametrize("state", ["hung", "draining"])
@@ -188,14 +188,14 @@ async def test_a_late_drain_is_none_while_no_other_instance_serves(state: str) -
         a, b = await running(it, 10)
         a.report(LOAD, "draining")
         b.report(LOAD, state)
-        await eventually(lambda: (it.state(a), it.state(b)) == ("draining", state))
+        await until(lambda: (it.state(a), it.state(b)) == ("draining", state))
         it.router.evacuate(a.instance)
         a.step(("r", 0, 1, [11]))
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
         assert a.heard.empty()
         assert b.heard.empty()
         b.report(LOAD, "serving")
-        await eventually(lambda: it.state(b) == "serving")
+        await until(lambda: it.state(b) == "serving")
         it.router.evacuate(a.instance)
         assert await b.hear() == Submit("r+1", (10, 11))
 
@@ -217,7 +217,7 @@ async def test_without_a_better_instance_requests_stay_with_a_silent_one() -> No
     async with cluster(QUICK, instances=1) as it:
         a, *_ = await running(it, 10)
         a.silent = True
-        await eventually(lambda: it.state(a) == "silent")
+        await until(lambda: it.state(a) == "silent")
         assert await it.router.submit("s", "s", 20, 0, [b""]) == a.instance
         assert await a.hear() == Submit("s")
         a.step(("r", 0, 1, [11]))
@@ -254,7 +254,7 @@ async def test_a_moved_request_stays_when_its_old_instance_is_lost() -> None:
         a.moves()
         await it.router.migrate("r", b.instance)
         await a.close()
-        await eventually(lambda: it.state(a) == "lost")
+        await until(lambda: it.state(a) == "lost")
         b.step(("r", 1, 0, [10]))
         await it.front.until(lambda: it.front.tokens.get("r") == [10])
         assert b.heard.empty()
@@ -275,7 +275,7 @@ async def test_it_runs_again_when_the_report_comes_after_the_destination_was_los
     async with cluster() as it:
         a, b = await it.submitted()
         await b.close()
-        await eventually(lambda: it.state(b) == "lost")
+        await until(lambda: it.state(b) == "lost")
         a.send(Migrated(0, report("r", a.instance, b.instance)))
         assert await a.hear() == AbortRequests(["r"])
         assert await a.hear() == Submit("r+1")
@@ -284,7 +284,7 @@ async def test_it_runs_again_when_the_report_comes_after_the_destination_was_los
 async def runs_again(instances: list[FakeLlumlet], *tokens: int) -> None:
     """One of them, told to drop the lost run or not, gets the next one."""
     submit = Submit("r+1", tokens)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         heard = {asyncio.create_task(_submitted(one)) for one in instances}
         try:
             done, _ = await asyncio.wait(heard, return_when=asyncio.FIRST_COMPLETED)
@@ -310,7 +310,7 @@ async def test_a_request_that_moved_on_and_on_runs_again_when_its_last_instance_
         for known, (source, to, epoch) in enumerate(moves[::-1] if late else moves):
             told = report("r", source.instance, to.instance)
             source.send(Migrated(0, told, epoch=epoch))
-            await eventually(lambda known=known: len(it.router.reports) == known + 1)  # type: ignore[misc]
+            await until(lambda known=known: len(it.router.reports) == known + 1)  # type: ignore[misc]
         await c.close()
         await runs_again([a, b])
 
@@ -320,7 +320,7 @@ async def test_tokens_of_one_that_it_has_left_since_do_not_hide_where_it_runs() 
         a, b, c = await running(it, 10)
         b.step(("r", 1, 2, [12]))  # held: a's last token is still to come
         b.send(Migrated(0, report("r", b.instance, c.instance), epoch=1))
-        await eventually(lambda: len(it.router.reports) == 1)
+        await until(lambda: len(it.router.reports) == 1)
         a.step(("r", 0, 1, [11]))
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11, 12])
         await c.close()
@@ -331,9 +331,9 @@ async def test_a_stream_that_goes_over_to_an_instance_lost_meanwhile_runs_again(
     async with cluster(instances=3) as it:
         a, b, c = await running(it, 10)
         b.step(("r", 1, 2, [12]))  # held: a's last token is still to come
-        await eventually(lambda: it.router._table.live["r"].splicer.waits_since(1e12))
+        await until(lambda: it.router._table.live["r"].splicer.waits_since(1e12))
         await b.close()
-        await eventually(lambda: it.state(b) == "lost")
+        await until(lambda: it.state(b) == "lost")
         a.step(("r", 0, 1, [11]))
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11, 12])
         await runs_again([a, c], 10, 11, 12)
@@ -351,7 +351,7 @@ async def test_who_holds_a_lost_run_is_told_to_drop_it() -> None:
     async with cluster(instances=3) as it:
         a, b, c = await running(it, 10)
         await a.close()  # it has just handed the request on to c, which nobody knows
-        await eventually(lambda: not (b.heard.empty() and c.heard.empty()))
+        await until(lambda: not (b.heard.empty() and c.heard.empty()))
         taker, stale = (b, c) if c.heard.empty() else (c, b)
         await resubmitted(taker)
         stale.step(("r", 1, 1, [11]))
@@ -366,7 +366,7 @@ async def test_a_source_need_not_wait_for_the_word_of_an_instance_that_ails() ->
     async with cluster(fence_timeout_s=60.0) as it:
         a, b = await running(it, 10)
         b.report(LOAD, "hung")
-        await eventually(lambda: it.state(b) == "hung")
+        await until(lambda: it.state(b) == "hung")
         a.send(Resolve("m", "r", 1, b.instance))
         assert await a.hear() == Resolved("m", moved=False)
         assert await b.hear() == Discard("r", 1)
@@ -391,7 +391,7 @@ async def test_tokens_that_never_come_make_a_request_run_again(
         a, b = await running(it, 10)
         b.step(("r", 1, 5, [15]))
         assert await a.hear() == AbortRequests(["r"])
-        await eventually(lambda: not (a.heard.empty() and b.heard.empty()))
+        await until(lambda: not (a.heard.empty() and b.heard.empty()))
         taker = a if b.heard.empty() else b
         assert await taker.hear() == Submit("r+1", (10,))
 
@@ -442,7 +442,7 @@ async def test_instances_that_come_back_were_not_poisoned() -> None:
             b = await it.addressed(a)
             assert (await resubmitted(b)).request_id == f"r+{run}"
             a.silent = False
-            await eventually(lambda a=a: it.state(a) == "serving")  # type: ignore[misc]
+            await until(lambda a=a: it.state(a) == "serving")  # type: ignore[misc]
             await asyncio.sleep(0.2)
             while not a.heard.empty():
                 a.heard.get_nowait()
@@ -460,7 +460,7 @@ async def test_a_suspect_takes_no_third_instance_along_but_goes_on_in_the_end(
         b = await it.addressed()
         (c,) = it.others(a, b)
         await b.close()
-        await eventually(lambda: it.state(b) == "lost")
+        await until(lambda: it.state(b) == "lost")
         assert c.heard.empty()
         assert (await resubmitted(c)).request_id == "r+2"
 
@@ -527,7 +527,7 @@ async def test_a_waiting_request_is_in_the_list_and_can_not_be_moved() -> None:
     async with cluster(instances=2) as it:
         a, b = await running(it, 10)
         b.report(LOAD, "failed")
-        await eventually(lambda: it.state(b) == "failed")
+        await until(lambda: it.state(b) == "failed")
         await it.router.remove_instance(a.instance, crashed=True)
         (row,) = await it.router.requests()
         assert (row.id, row.state) == ("r", "submitted")
@@ -559,7 +559,7 @@ async def test_what_happened_is_counted() -> None:
         await it.add_instance(llumlet.instance, llumlet.endpoint)
     place = await it.submit("r", "x", 20, 0, [b""])
     await llumlets[int(place)].close()
-    await eventually(lambda: len(counted.heard) == 2)
+    await until(lambda: len(counted.heard) == 2)
     assert counted.heard == [(place, "lost"), ("again", 20)]
     await it.remove_instance(place, crashed=True)
     assert len(counted.heard) == 2

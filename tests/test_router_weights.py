@@ -9,7 +9,8 @@ import pytest
 from kvmig.controlplane.messages import AbortRequests, Submit
 from kvmig.engines.base import EngineLoad
 from kvmig.ground.config import ClusterConfig, FaultConfig, SchedulerConfig
-from tests.fake_llumlet import LOAD, Cluster, FakeLlumlet, cluster, eventually
+from tests.fake_llumlet import LOAD, Cluster, FakeLlumlet, cluster
+from tests.waiting import until
 
 SOON = ClusterConfig(faults=FaultConfig(failover_timeout_s=0.3))
 FULL = EngineLoad(100, 100, 9, 3, 5, 9)
@@ -20,14 +21,14 @@ async def begin(it: Cluster, at: FakeLlumlet, *tokens: int) -> None:
     for other in it.llumlets:
         if other is not at:
             other.report(LOAD, "draining")
-    await eventually(lambda: all(it.state(one) == "draining" for one in it.llumlets if one != at))
+    await until(lambda: all(it.state(one) == "draining" for one in it.llumlets if one != at))
     assert await it.submit() is at
     if tokens:
         at.step(("r", 0, 0, list(tokens)))
         await it.front.until(lambda: it.front.tokens.get("r") == list(tokens))
     for other in it.llumlets:
         other.report(LOAD, "serving")
-    await eventually(lambda: all(it.state(one) == "serving" for one in it.llumlets))
+    await until(lambda: all(it.state(one) == "serving" for one in it.llumlets))
 
 
 async def test_it_runs_again_where_its_weights_are() -> None:
@@ -41,7 +42,7 @@ async def test_it_runs_again_even_where_nothing_new_would_begin() -> None:
     async with cluster(weights=["old", "new", "old"]) as it:
         await begin(it, it.llumlets[0], 10)
         it.llumlets[2].report(FULL, "draining")
-        await eventually(lambda: it.state(it.llumlets[2]) == "draining")
+        await until(lambda: it.state(it.llumlets[2]) == "draining")
         await it.llumlets[0].close()
         assert await it.llumlets[2].hear() == Submit("r+1", (10,))
 
@@ -52,7 +53,7 @@ async def test_of_those_with_its_weights_one_of_its_class_comes_first() -> None:
             one.numerics = "other"
         await begin(it, it.llumlets[3], 10)
         it.llumlets[2].report(FULL)
-        await eventually(lambda: it.router.fleet.rows()[2].waiting == 3)
+        await until(lambda: it.router.fleet.rows()[2].waiting == 3)
         await it.llumlets[3].close()
         assert await it.llumlets[2].hear() == Submit("r+1", (10,))
 
@@ -109,7 +110,7 @@ async def test_a_late_drain_displaces_only_what_can_go_on_elsewhere() -> None:
         a, b = it.llumlets
         await begin(it, a, 10)
         a.report(LOAD, "draining")
-        await eventually(lambda: it.state(a) == "draining")
+        await until(lambda: it.state(a) == "draining")
         it.router.evacuate("0")
         a.step(("r", 0, 1, [11]))
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
@@ -122,7 +123,7 @@ async def test_at_a_drains_deadline_it_ends_with_an_error_that_says_so() -> None
         a, b = it.llumlets
         await begin(it, a, 10)
         a.report(LOAD, "draining")
-        await eventually(lambda: it.state(a) == "draining")
+        await until(lambda: it.state(a) == "draining")
         it.router.evacuate("0", ends=True)
         assert it.front.failed["r"] == (
             "instance 0 had to be empty by now (deadline_s), and no other one has the weights that"
@@ -137,7 +138,7 @@ async def test_at_a_drains_deadline_it_goes_on_where_its_weights_are() -> None:
         a, _, c = it.llumlets
         await begin(it, a, 10)
         a.report(LOAD, "draining")
-        await eventually(lambda: it.state(a) == "draining")
+        await until(lambda: it.state(a) == "draining")
         it.router.evacuate("0", ends=True)
         assert await c.hear() == Submit("r+1", (10,))
         assert it.front.failed == {}
@@ -153,7 +154,7 @@ async def test_a_late_drain_crosses_classes_only_by_somebodys_word(
         b.numerics = "other"
         await begin(it, a, 10)
         a.report(LOAD, "draining")
-        await eventually(lambda: it.state(a) == "draining")
+        await until(lambda: it.state(a) == "draining")
         it.router.evacuate("0", ends=ends)
         if inexact or ends:
             assert await b.hear() == Submit("r+1", (10,))
@@ -174,7 +175,7 @@ async def test_new_requests_begin_under_the_preferred_weights_while_there_is_roo
     async with cluster(weights=["old", "new", "old"]) as it:
         if busy:
             it.llumlets[1].report(FULL)
-            await eventually(lambda: it.router.fleet.rows()[1].waiting == 3)
+            await until(lambda: it.router.fleet.rows()[1].waiting == 3)
         it.router.fleet.preferred = "new"
         places = set()
         for number in range(4):

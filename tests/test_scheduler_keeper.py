@@ -14,6 +14,7 @@ from kvmig.controlplane.messages import ClusterMessage, Member, Members, Message
 from kvmig.ground.config import ClusterConfig
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.wire import RefusalCounter
+from tests.waiting import until
 
 SECRET = b"a secret of 16 b"
 
@@ -69,15 +70,12 @@ async def test_a_scheduler_that_lives_without_its_connection_gives_way_to_anothe
     keeper = SchedulerKeeper(ClusterConfig(), SECRET, cluster)  # type: ignore[arg-type]
     keeping = asyncio.create_task(keeper.run())
     async with asyncio.timeout(20):
-        while not children:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: children)
         await children[0].told()
         children[0].server.send(b"launcher", MessagesRefused("scheduler", {"early": 1}))
-        while cluster.scheduler_refusals != {"early": 1}:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: cluster.scheduler_refusals == {"early": 1})
         children[0].server.close()
-        while len(children) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(children) == 2)
         assert children[0].stopped
         assert [one.instance for one in (await children[1].told()).members] == ["i0"]
         assert cluster.scheduler_refusals == {}, "the other one has refused nothing yet"

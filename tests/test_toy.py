@@ -17,6 +17,7 @@ from kvmig.engines.toy.engine import ToyEngine
 from kvmig.engines.toy.script import Script, ScriptFile
 from kvmig.engines.transformers.payload import Submitted
 from kvmig.ground.errors import ConfigError
+from tests.waiting import until
 
 
 def told(prompt: bytes, outputs: int, seed: int | None = None) -> bytes:
@@ -136,14 +137,11 @@ async def test_held_requests_go_on_when_they_are_let(script: ScriptFile) -> None
         lambda error: None,
     )
     engine.submit(1, "r", engine.encode_request(b"Count: 0017 0018", 10))
-    async with asyncio.timeout(20):
-        while len(came) < 5:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.05)
-        assert bytes(came) == b" 0019"
-        script.write(Script())
-        while len(came) < 10:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await until(lambda: len(came) >= 5)
+    await asyncio.sleep(0.05)
+    assert bytes(came) == b" 0019"
+    script.write(Script())
+    await until(lambda: len(came) >= 10)
     assert bytes(came) == b" 0019 0020"
     await engine.close(5)
 
