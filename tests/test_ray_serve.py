@@ -1,12 +1,12 @@
 """`kvmig.serve --ray` on a real Ray cluster of three nodes, which are processes of this machine.
 
-The nodes say that they have a GPU each; engines of the CPU build don't look for it.
+The nodes say that they have a GPU each; a toy doesn't look for it. Real vLLM on nodes is in
+`tests.test_network_namespaces`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +19,11 @@ import pytest
 from kvmig.cli import ray_cluster, ray_launcher
 from kvmig.ground.config import RayConfig
 from kvmig.ground.errors import ConfigError
-from kvmig_tools.served import SMALL, Served
+from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.leaks import assert_server_is_empty
-from tests.streams import Stream, count_from, counted, place, run_moved, run_unmoved
+from tests.streams import Answer, Stream, count_from, counted, move, place, run_unmoved
+from tests.toys import Toys
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from ray.cluster_utils import Cluster
@@ -37,12 +38,17 @@ STORE_BYTES = 80_000_000
 QUICK_TO_NOTICE = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 """By Ray, that a node is gone."""
 STREAMS = 4
+TOKENS = 60
+HELD = 20
+"""Where streams wait for the test."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head without GPUs, and two nodes with one each."""
-    os.environ.update(RAYS_OWN)
+    patched = pytest.MonkeyPatch()
+    for name, value in RAYS_OWN.items():
+        patched.setenv(name, value)
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES,
             "_system_config": QUICK_TO_NOTICE}  # fmt: skip
     made = Cluster(initialize_head=True, head_node_args=head)
@@ -52,14 +58,14 @@ def cluster() -> Iterator[Cluster]:
         yield made
     finally:
         made.shutdown()
+        patched.undo()
 
 
 @pytest.fixture(scope="module")
-def spread(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def spread(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """One server for this file; each of its instances takes a GPU. The tests are in order."""
-    flags = [*SMALL, "--instances=2", NEVER_BY_ITSELF, f"--ray={cluster.address}",
-             f"--kv-cache-memory-bytes={1 << 28}"]  # fmt: skip
-    with Served(flags, log=tmp_path_factory.mktemp("spread") / "log") as served:
+    flags = ["--instances=2", NEVER_BY_ITSELF, f"--ray={cluster.address}"]
+    with Toys(flags, tmp_path_factory.mktemp("spread")) as served:
         yield served
 
 
@@ -122,48 +128,54 @@ async def test_a_cluster_without_the_resources_is_refused_and_left_as_it_was(
 
 
 async def test_a_stream_moves_between_two_nodes_and_its_client_sees_no_difference(
-    cluster: Cluster, spread: Served
+    cluster: Cluster, spread: Toys
 ) -> None:
-    body = {"prompt": "Count: 0017 0018", "max_tokens": 900, "ignore_eos": True, "logprobs": 1,
-            "temperature": 1.2, "top_p": 0.9, "seed": 7}  # fmt: skip
+    body = count_from(17, TOKENS, logprobs=1, temperature=1.2, seed=7)
     unmoved = await run_unmoved(spread, PATH, body)
 
-    moved, reports = await run_moved(spread, PATH, body)
+    moved, report = await moved_while_held(spread, body)
 
-    assert [report["state"] for report in reports] == ["committed"] * 2, reports
-    assert {report["transport"] for report in reports} == {"shm"}, "the nodes are on one host"
+    assert (report["state"], report["transport"]) == ("committed", "shm"), "of one host"
     moved.same_as(unmoved)
     assert len(await asyncio.to_thread(llumlets, cluster)) == 2
 
 
+async def moved_while_held(spread: Toys, body: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    """The call, moved in the middle, and the report."""
+    with spread.held(HELD):
+        stream = Stream(spread, PATH, body)
+        await stream.reach(HELD)
+        (report,) = await move(spread, stream)
+    return await stream.end(), report
+
+
 async def test_a_killed_nodes_streams_go_on_and_a_new_node_takes_its_instance(
-    cluster: Cluster, spread: Served
+    cluster: Cluster, spread: Toys
 ) -> None:
-    streams = [Stream(spread, PATH, count_from(1000 * n, 1500)) for n in range(STREAMS)]
-    for number, stream in enumerate(streams):
-        await place(spread, stream, f"i{number % 2}")
+    with spread.held(HELD):
+        streams = [Stream(spread, PATH, count_from(1000 * n, TOKENS)) for n in range(STREAMS)]
+        for number, stream in enumerate(streams):
+            await place(spread, stream, f"i{number % 2}")
 
-    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
 
+        await until(lambda: "starting" in states(spread).values())
     for number, stream in enumerate(streams):
         answer = await stream.end()
-        assert answer.tokens == 1500
+        assert answer.tokens == TOKENS
         counted(answer, 1000 * number)
-    await until(lambda: "starting" in states(spread).values())
     assert sorted(states(spread).values()) == ["serving", "starting"]
     assert (await run_unmoved(spread, PATH, count_from(20, 20))).tokens == 20
 
     cluster.add_node(num_gpus=1, object_store_memory=STORE_BYTES)
     await until(lambda: set(states(spread).values()) == {"serving"})
-    moved, reports = await run_moved(spread, PATH, count_from(40, 900))
-    assert [report["state"] for report in reports] == ["committed"] * 2, reports
+    moved, report = await moved_while_held(spread, count_from(40, TOKENS))
+    assert report["state"] == "committed", report
     counted(moved, 40)
     await asyncio.to_thread(assert_server_is_empty, spread)
 
 
-async def test_a_killed_server_leaves_nothing_on_the_nodes(
-    cluster: Cluster, spread: Served
-) -> None:
+async def test_a_killed_server_leaves_nothing_on_the_nodes(cluster: Cluster, spread: Toys) -> None:
     running = await asyncio.to_thread(llumlets, cluster)
     shared = {Path(file.path) for one in running for file in one.open_files()}
     shared = {path for path in shared if path.name.startswith("kvmig-")}

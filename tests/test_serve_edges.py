@@ -20,6 +20,7 @@ from tests.streams import (
     move,
     move_one,
     other,
+    place,
     row_of,
     run_unmoved,
     sequences,
@@ -36,6 +37,8 @@ PATH = "/v1/completions"
 TOKENS = 60
 HELD = 20
 """Where streams wait for the test."""
+FIRSTS = (1000, 3000, 5000, 7000)
+"""As many as may leave an instance at a time."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -69,6 +72,24 @@ async def test_several_move_at_once_in_both_directions(toys: Toys) -> None:
         assert answer.choices[0].finish_reason == "length"
         assert answer.usage is not None
         assert answer.usage["completion_tokens"] == TOKENS
+
+
+async def test_calls_that_move_the_same_way_at_once_share_transfers(toys: Toys) -> None:
+    prompts = [" ".join(f"{n:04d}" for n in range(first, first + 700)) for first in FIRSTS]
+    bodies = [count_from(0, TOKENS, prompt=prompt) for prompt in prompts]
+    with toys.held(HELD):
+        streams = [Stream(toys, PATH, body) for body in bodies]
+        for stream in streams:
+            await place(toys, stream, "i0")
+        rows = [await row_of(toys, stream, output_tokens=HELD) for stream in streams]
+        reports = await asyncio.gather(*(move_one(toys, row) for row in rows))
+    for stream, first in zip(streams, FIRSTS, strict=True):
+        counted(await stream.end(), first + 698)
+
+    assert [report["state"] for report in reports] == ["committed"] * len(FIRSTS), reports
+    for report in reports:
+        assert report["fused_chunks"] <= sum(stage["blocks"] for stage in report["stages"])
+    assert sum(report["fused_chunks"] for report in reports) >= 2
 
 
 async def test_a_second_move_of_a_moving_request_is_a_conflict(toys: Toys) -> None:

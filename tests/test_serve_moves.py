@@ -8,27 +8,13 @@ from typing import Any
 import pytest
 
 from kvmig_tools.served import Served
-from tests.retries import SESSION, may_end_early
-from tests.streams import (
-    Stream,
-    count_from,
-    counted,
-    move_one,
-    place,
-    row_of,
-    run_moved,
-    run_unmoved,
-    run_whole,
-    run_whole_moved,
-)
+from tests.streams import run_moved, run_unmoved, run_whole, run_whole_moved
 
 pytestmark = pytest.mark.server
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPT = "Count: 0017 0018"
-AT_ONCE = 4
-"""As many as may leave an instance at a time."""
 SEVEN = ord("7")
 """The bundled model's tokens are bytes."""
 
@@ -117,33 +103,3 @@ async def test_the_report_says_what_was_moved_and_what_the_pause_was_made_of(
     assert back["hit_blocks"] >= 40, "what it left behind is found there again"
     newest = (await asyncio.to_thread(served.get, "migrations"))[:2]
     assert newest == [back, there]
-
-
-@pytest.mark.long
-async def test_calls_that_move_the_same_way_at_once_share_transfers(served: Served) -> None:
-    fused = 0
-    for first in (1000, 3000, 5000, 7000):  # which chunks meet is a matter of time
-        async with may_end_early(SESSION):
-            fused += await move_together(served, [first + 400 * call for call in range(AT_ONCE)])
-        if fused:
-            break
-    assert fused >= 2
-
-
-async def move_together(served: Served, numbers: list[int]) -> int:
-    """Calls that count on from there, from i0 to i1 at once: chunks that went with others."""
-    streams = [Stream(served, COMPLETIONS, count_from(number, 2500)) for number in numbers]
-    try:
-        for stream in streams:
-            await stream.reach(150)
-            await place(served, stream, "i0")
-        rows = [await row_of(served, stream) for stream in streams]
-        reports = await asyncio.gather(*(move_one(served, row) for row in rows))
-    finally:
-        await asyncio.gather(*(stream.end() for stream in streams), return_exceptions=True)
-    assert [report["state"] for report in reports] == ["committed"] * len(numbers), reports
-    for number, stream in zip(numbers, streams, strict=True):
-        counted(await stream.end(), number)
-    for report in reports:
-        assert report["fused_chunks"] <= sum(stage["blocks"] for stage in report["stages"])
-    return sum(report["fused_chunks"] for report in reports)
