@@ -148,43 +148,35 @@ async def test_without_live_stages_everything_goes_with_the_tail() -> None:
         assert report.output_tokens is not None
 
 
-SOURCE_FAILURES = [
-    ("export", 0), ("stage", 0), ("stage", 1), ("suspend", 0), ("gather", 0), ("gather", 2),
-]  # fmt: skip
+FAILURES = {
+    "a": [
+        ("export", 0), ("stage", 0), ("stage", 1), ("suspend", 0), ("gather", 0), ("gather", 2),
+    ],
+    "b": [
+        ("reserve", 0), ("grow", 0), ("grow", 1), ("scatter", 0), ("scatter", 2), ("commit", 0),
+    ],
+}  # fmt: skip
+"""Of each side's engine: a call, and how many of its kind went well before."""
 
 
-@pytest.mark.parametrize(("method", "after"), SOURCE_FAILURES)
+@pytest.mark.parametrize(
+    ("side", "method", "after"),
+    [(side, *failure) for side, those in FAILURES.items() for failure in those],
+)
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
         (RequestGone("preempted"), "preempted"),
-        (MigrationRefused("unsupported"), "unsupported"),
+        (MigrationRefused("no_blocks"), "no_blocks"),
         (RuntimeError("a bug"), "error"),
     ],
 )
-async def test_a_failing_source_keeps_the_request(
-    method: str, after: int, error: Exception, reason: str
+async def test_a_call_that_fails_leaves_the_request_at_the_source(
+    side: str, method: str, after: int, error: Exception, reason: str
 ) -> None:
     async with cluster(source=FakeEngine(at_once=False)) as them:
-        them.a.engine.before = failing(method, error, after)
-        report = await them.move()
-        assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
-
-
-DESTINATION_FAILURES = [
-    ("reserve", 0), ("grow", 0), ("grow", 1), ("scatter", 0), ("scatter", 2), ("commit", 0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("method", "after"), DESTINATION_FAILURES)
-@pytest.mark.parametrize(
-    ("error", "reason"), [(MigrationRefused("no_blocks"), "no_blocks"), (OSError("x"), "error")]
-)
-async def test_a_failing_destination_leaves_the_request_at_the_source(
-    method: str, after: int, error: Exception, reason: str
-) -> None:
-    async with cluster(source=FakeEngine(at_once=False)) as them:
-        them.b.engine.before = failing(method, error, after)
+        at = them.a if side == "a" else them.b
+        at.engine.before = failing(method, error, after)
         report = await them.move()
         assert (report.state, report.reason, them.owners()) == ("aborted", reason, "a")
         assert them.b.committing == {}
