@@ -13,11 +13,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.ground.errors import PeerError, TransportError
+from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import Driver
 from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.transports import cuda_ipc
 from kvmig.kvtransfer.transports.base import Inbox, Staging
-from kvmig.kvtransfer.transports.cuda_ipc import Origin, Place
+from kvmig.kvtransfer.transports.cuda_ipc import CudaIpcChannel, Origin, Place
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
 from kvmig.kvtransfer.wire import Frame
 from tests import fake_gpu
@@ -262,6 +264,35 @@ async def test_the_last_byte_of_the_last_slot_arrives() -> None:
     finally:
         there.close()
     staging.close()
+
+
+async def test_a_copy_that_never_ends_is_given_up_and_its_memory_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unmapped under a copy, it would end the source's engine."""
+    monkeypatch.setattr(cuda_ipc, "COPY_TIMEOUT_S", 0.05)
+    staging = staging_on(0)
+    there = Destination(staging.offer())
+    try:
+        slot = await staging.acquire(1)
+        await pushed(staging, there.token, b"data", slot)
+        channel = staging.channel(there.token)
+        assert isinstance(channel, CudaIpcChannel)
+        peer = channel._peer.result()
+        FakeGpu().stick()
+        with pytest.raises(TransportError, match=r"can't copy .* not done after 0\.05 s"):
+            await channel.push(chunk(slot), announced)
+        channel.close()
+        FakeGpu().stick(False)
+        channel._worker._thread.join(20)
+        assert FakeGpu().read(peer.address, 4) == b"data"  # still mapped
+        peer._stream.close()
+        size = msgspec.json.decode(there.token, type=Place).exported.size
+        ipc.close(Driver(0), ipc.Mapping(peer.address, size))
+        staging.close()
+        there.end()
+    finally:
+        there.close()
 
 
 async def test_a_chunk_that_is_larger_than_a_slot_is_refused() -> None:

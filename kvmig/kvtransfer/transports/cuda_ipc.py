@@ -24,14 +24,14 @@ from kvmig.kernels.driver import Driver
 from kvmig.kernels.side_stream import SideStream
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import Announce, Channel, Inbox, Shape, Staging, check_slot
-from kvmig.kvtransfer.transports.descriptors import Donor, Ticket, take
+from kvmig.kvtransfer.transports.descriptors import Donor, Ticket, gone, take
 from kvmig.kvtransfer.transports.worker import Worker
 from kvmig.kvtransfer.wire import RefusalCounter
 
 NAME = "cuda-ipc"
 NONCE_BYTES = 16
-SOCKETS = Path("/proc/net/unix")
-"""The sockets of this network namespace: those of processes that have ended are gone."""
+COPY_TIMEOUT_S = 30.0
+"""For one chunk."""
 
 
 class Exported(msgspec.Struct, frozen=True):
@@ -120,9 +120,13 @@ class PeerMemory:
             self._held = held.pop_all()
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
-        """It is there when this returns."""
+        """It is there when this returns. Raises TimeoutError, too."""
         self._driver.move(to, source, nbytes, self._stream.handle)
-        self._stream.settle()
+        try:
+            self._stream.settle(COPY_TIMEOUT_S)
+        except TimeoutError:
+            self._held.pop_all()  # never unmapped: the device may still be at it
+            raise
 
     def close(self) -> None:
         """Unmap."""
@@ -244,7 +248,7 @@ class CudaIpcInbox(Inbox):
             raise TransportError(f"not a token of {offer.transport}: {error}") from error
         if origin.host != host_identity():
             raise TransportError("the source is on another host")
-        self._shape, self._source = origin.shape.checked(), origin.exported.ticket.socket
+        self._shape, self._source = origin.shape.checked(), origin.exported.ticket
         nbytes = max(self._shape.slots * self._shape.slot_bytes, NONCE_BYTES)
         memory = GpuMemory(gpu, nbytes, refusals)
         self._memory: GpuMemory | None = memory
@@ -258,8 +262,8 @@ class CudaIpcInbox(Inbox):
 
     @property
     def stale(self) -> bool:
-        """Whether the source has closed its socket, or died."""
-        return self._memory is None or f"@{self._source}\n" not in SOCKETS.read_text()
+        """Whether the source has closed its end, or died."""
+        return self._memory is None or gone(self._source)
 
     async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
         """The chunk in its slot; it is there."""

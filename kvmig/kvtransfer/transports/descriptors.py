@@ -86,6 +86,16 @@ class Donor:
         return secrets.compare_digest(word, self._secret)
 
 
+def gone(ticket: Ticket) -> bool:
+    """Whether the donor has closed its socket, or died: its name is free then."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(f"\0{ticket.socket}")
+        except OSError:
+            return False
+    return True
+
+
 def take(ticket: Ticket, refusals: RefusalCounter) -> int:
     """A copy of the donor's descriptor; the caller closes it. Blocks for TIMEOUT_S at most.
 
