@@ -6,13 +6,16 @@
 
 namespace kvmig {
 
-constexpr int kCopyThreads = 512;
-constexpr int kCopyCtasPerSm = 1;
+constexpr int kCopyThreads = 256;
+constexpr int kCopyCtasPerSm = 2;
 constexpr int kLaneVectors = 8;
 constexpr int kPieceBytes = kWarp * kLaneVectors * kVector;
 
+// A CTA's share is read and written as one; its warps take turns at the pieces.
+using CtaPieces = Pieces<kPieceBytes, kCopyThreads / kWarp>;
+
 template <int kAccess, bool kWrites, bool kSums>
-__device__ inline void pass_piece(const Pieces<kPieceBytes> &piece, BlockSum &sum) {
+__device__ inline void pass_piece(const CtaPieces &piece, BlockSum &sum) {
     // Narrow accesses are many as they are: no more than one vector of them at once.
     constexpr int kBatch = kAccess == kVector ? kLaneVectors : 1;
     const unsigned char *from = piece.from();
@@ -47,7 +50,8 @@ __device__ inline void pass_piece(const Pieces<kPieceBytes> &piece, BlockSum &su
 template <bool kWrites, bool kSums>
 __device__ inline void pass_blocks(const Copies &copies) {
     BlockSum sum(copies.checksums);
-    for (Pieces<kPieceBytes> piece(copies, warps(), warp()); !piece.done(); piece.next()) {
+    CtaPieces piece(copies, gridDim.x, blockIdx.x, threadIdx.x / kWarp);
+    for (; !piece.done(); piece.next()) {
         if (kSums) sum.enter(piece.block());
         switch (piece.access()) {
             case 16: pass_piece<16, kWrites, kSums>(piece, sum); break;

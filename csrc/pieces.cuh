@@ -1,7 +1,8 @@
 // A walk over the pieces of many blocks: a piece is at most kBytes of one run.
 //
-// Pieces are numbered over all blocks, region by region, and a worker takes neighbours, so one
-// atomic addition a block and worker is enough for the checksums.
+// Pieces are numbered over all blocks, region by region. A worker's share are neighbours, so that
+// the GPU reads and writes few places at once; kStep hands take turns at the pieces of a share. One
+// atomic addition a block and hand is enough for the checksums.
 #ifndef KVMIG_PIECES_CUH
 #define KVMIG_PIECES_CUH
 
@@ -18,21 +19,23 @@ struct Copies {
     uint64_t *checksums;
 };
 
-template <int kBytes>
+template <int kBytes, int kStep = 1>
 class Pieces {
   public:
-    // Called by whole warps, whose lanes agree on `worker`.
-    __device__ Pieces(const Copies &copies, int64_t workers, int64_t worker) : copies_(copies) {
+    // Called by whole warps, whose lanes agree on `worker` and `hand`, in 0..kStep - 1.
+    __device__ Pieces(const Copies &copies, int64_t workers, int64_t worker, int hand = 0)
+        : copies_(copies) {
         int64_t per_block = 0;
         for (int64_t r = lane(); r < copies.n_regions; r += kWarp)
             per_block += pieces_of(copies.src[r].run);
         per_block = warp_sum(per_block);
         const int64_t total = per_block * copies.n;
         const Share share(total, workers, worker);
-        left_ = share.end - share.begin;
-        if (!left_) return;
-        block_ = share.begin / per_block;
-        find(share.begin - block_ * per_block);
+        const int64_t begin = share.begin + hand;
+        if (begin >= share.end) return;
+        left_ = (share.end - begin + kStep - 1) / kStep;
+        block_ = begin / per_block;
+        find(begin - block_ * per_block);
         enter();
     }
 
@@ -53,9 +56,10 @@ class Pieces {
     }
 
     __device__ void next() {
-        if (--left_ == 0 || ++piece_ < pieces_of(run_)) return;
-        piece_ = 0;
-        do {  // over empty runs
+        piece_ += kStep;
+        if (--left_ == 0 || piece_ < pieces_of(run_)) return;
+        do {  // over runs that are shorter than a step, empty ones too
+            piece_ -= pieces_of(run_);
             first_word_ += words_of(run_);
             if (++region_ == copies_.n_regions) {
                 region_ = 0;
@@ -63,7 +67,7 @@ class Pieces {
                 ++block_;
             }
             run_ = copies_.src[region_].run;
-        } while (run_ == 0);
+        } while (piece_ >= pieces_of(run_));
         enter();
     }
 

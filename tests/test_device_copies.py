@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import byref, c_size_t, c_ubyte, c_uint64, c_void_p
 from functools import partial
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvmig.engines.block_copies import Blocks, HostCopies
-from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, DeviceCopies, load
+from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, LONG_RUN, DeviceCopies, load
 from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.ground.layout import KVLayout, Region
@@ -36,14 +36,20 @@ IDS = [6, 0, 3, 7, 1, 4, 2]
 """More than twice as many."""
 
 
+SHORT = (48, 4096, 56)
+LONG = (LONG_RUN, LONG_RUN + 16, 2 * LONG_RUN)
+"""Bytes of a block's runs, which the kernels or the copy engines copy."""
+
+
 class World:
     """A KV cache of eight blocks in a GPU's memory."""
 
-    def __init__(self, steps_overlap: bool = False) -> None:
+    def __init__(self, steps_overlap: bool = False, runs: Sequence[int] = SHORT) -> None:
         self.gpu = FakeGpu()
         self.kernels = FakeKernels(self.gpu)
         self.launches = self.kernels.launches
-        self.host = make_cache(1, [48, 4096, 56], [0, 16, 8], 8)
+        self.runs = [*runs]
+        self.host = make_cache(1, self.runs, [0, 16, 8], 8)
         self.cache = DeviceCache(self.gpu, self.host)
         self.size = self.cache.layout.block_bytes
         self.engine = self.gpu.new_stream()
@@ -100,6 +106,13 @@ def world(gpus: None) -> Iterator[World]:
     world.close()
 
 
+@pytest.fixture(params=[SHORT, LONG], ids=["short runs", "long runs"])
+def any_world(request: pytest.FixtureRequest, gpus: None) -> Iterator[World]:
+    world = World(runs=request.param)
+    yield world
+    world.close()
+
+
 KINDS = ["device", "mapping", "unpinnable mapping", "bytes"]
 
 
@@ -131,25 +144,25 @@ def test_a_gpu_that_copies_wrongly_is_noticed_at_the_start(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ids", [IDS, [5], []])
 def test_blocks_are_gathered_with_the_checksums_of_a_cpu(
-    world: World, kind: str, ids: list[int]
+    any_world: World, kind: str, ids: list[int]
 ) -> None:
-    out = world.buffer(kind, len(ids) * world.size)
-    sums = world.copies.gather(ids, out)
+    out = any_world.buffer(kind, len(ids) * any_world.size)
+    sums = any_world.copies.gather(ids, out)
     on_cpu = bytearray(out.nbytes)
-    assert sums == HostCopies(Blocks(world.host.layout)).gather(ids, memoryview(on_cpu))
-    assert world.read(out) == bytes(on_cpu) == world.blocks(ids)
+    assert sums == HostCopies(Blocks(any_world.host.layout)).gather(ids, memoryview(on_cpu))
+    assert any_world.read(out) == bytes(on_cpu) == any_world.blocks(ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_are_scattered_and_nothing_else_is_touched(world: World, kind: str) -> None:
-    data = world.buffer(kind, len(IDS) * world.size)
-    source = make_cache(2, [48, 4096, 56], [0, 0, 0], 8)
+def test_blocks_are_scattered_and_nothing_else_is_touched(any_world: World, kind: str) -> None:
+    data = any_world.buffer(kind, len(IDS) * any_world.size)
+    source = make_cache(2, any_world.runs, [0, 0, 0], 8)
     fused = bytearray(data.nbytes)
     sums = HostCopies(Blocks(source.layout)).gather(IDS, memoryview(fused))
-    world.write(data, bytes(fused))
-    expected = world.cache.expected({number: source.block(number) for number in IDS})
-    assert world.copies.scatter(IDS, data.toreadonly()) == sums
-    assert np.array_equal(world.cache.memory(), expected)
+    any_world.write(data, bytes(fused))
+    expected = any_world.cache.expected({number: source.block(number) for number in IDS})
+    assert any_world.copies.scatter(IDS, data.toreadonly()) == sums
+    assert np.array_equal(any_world.cache.memory(), expected)
 
 
 @contextmanager
@@ -192,11 +205,11 @@ def test_blocks_may_lie_across_pieces_of_physical_memory(world: World) -> None:
         copies.close()
 
 
-def test_a_corrupt_byte_shows_in_its_blocks_checksum(world: World) -> None:
-    out = world.buffer("mapping", 4 * world.size)
-    sums = world.copies.gather([0, 1, 2, 3], out)
-    out[2 * world.size + 5] ^= 1
-    found = world.copies.scatter([4, 5, 6, 7], out)
+def test_a_corrupt_byte_shows_in_its_blocks_checksum(any_world: World) -> None:
+    out = any_world.buffer("mapping", 4 * any_world.size)
+    sums = any_world.copies.gather([0, 1, 2, 3], out)
+    out[2 * any_world.size + 5] ^= 1
+    found = any_world.copies.scatter([4, 5, 6, 7], out)
     assert [a == b for a, b in zip(sums, found, strict=True)] == [True, True, False, True]
 
 
@@ -219,6 +232,42 @@ def test_a_pinned_buffer_is_copied_without_the_cpu(world: World, direction: str)
         for first in range(0, len(IDS), FIT)
     ]
     assert world.launches.workers == [CTAS_FOR_HOST] * 3
+
+
+@pytest.mark.parametrize("copy", ["gather", "scatter"])
+@pytest.mark.parametrize("kind", ["mapping", "bytes"])
+def test_long_runs_go_to_the_host_by_the_copy_engines_without_scratch(
+    gpus: None, copy: str, kind: str
+) -> None:
+    world = World(runs=LONG)
+    buffer = world.buffer(kind, len(IDS) * world.size)
+    getattr(world.copies, copy)(IDS, buffer)
+    assert world.launches.workers == [], "no kernel copies"
+    assert FIT * world.size not in fake_gpu.sizes()
+    world.close()
+
+
+@pytest.mark.parametrize("copy", ["gather", "scatter"])
+def test_copy_engines_that_fail_leave_nothing_behind(gpus: None, copy: str) -> None:
+    world = World(runs=LONG)
+    buffer = world.buffer("mapping", len(IDS) * world.size)
+    fake_gpu.fail("cuMemcpyBatchAsync")
+    with pytest.raises(KvmigError, match="cuMemcpyBatchAsync: invalid argument"):
+        getattr(world.copies, copy)(IDS, buffer)
+    world.close()
+
+
+def test_with_an_older_driver_the_kernels_copy_long_runs_too(
+    gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeGpu, "copies_blocks", False)
+    world = World(runs=LONG)
+    out = world.buffer("mapping", len(IDS) * world.size)
+    world.copies.gather(IDS, out)
+    assert bytes(out) == world.blocks(IDS)
+    assert world.launches.workers == [CTAS_FOR_HOST] * 3
+    del out
+    world.close()
 
 
 def test_scratch_memory_is_bounded_and_used_again(world: World) -> None:
@@ -284,11 +333,11 @@ class Steps:
         world.copies.after_step(world.engine)
 
 
-def test_a_copy_comes_after_the_steps_that_wrote_its_blocks(world: World) -> None:
-    Steps(world).launch(5)
-    out = world.buffer("mapping", world.size)
-    world.copies.gather([5], out)
-    assert bytes(out) == bytes([5]) * world.size
+def test_a_copy_comes_after_the_steps_that_wrote_its_blocks(any_world: World) -> None:
+    Steps(any_world).launch(5)
+    out = any_world.buffer("mapping", any_world.size)
+    any_world.copies.gather([5], out)
+    assert bytes(out) == bytes([5]) * any_world.size
 
 
 def test_a_copy_does_not_wait_for_the_step_that_was_launched_last_when_steps_overlap() -> None:

@@ -85,6 +85,18 @@ def test_no_kernel_spills_registers(code: Code, target: str) -> None:
     assert local == {name: [] for name in KERNELS}
 
 
+def test_a_copy_fits_beside_an_engines_kernels(library: Path) -> None:
+    """Of an SM's 64 K registers a CTA takes 24 K at most, and no shared memory."""
+    threads = int(re.findall(r"kCopyThreads = (\d+)", (build.CSRC / "copy.cuh").read_text())[0])
+    used = output(cuobjdump(), "--dump-resource-usage", str(library))
+    found = re.findall(r"Function (\w+):\s+REG:(\d+) .*?SHARED:(\d+)", used)
+    assert {name for name, *_ in found} >= set(VECTOR_KERNELS)
+    for name, registers, shared in found:
+        if name in VECTOR_KERNELS:
+            assert int(registers) * threads <= 24 << 10, name
+            assert int(shared) <= 1 << 10, name
+
+
 @TARGETS
 @pytest.mark.parametrize("kernel", VECTOR_KERNELS)
 def test_blocks_are_loaded_and_stored_by_128_bits(code: Code, target: str, kernel: str) -> None:

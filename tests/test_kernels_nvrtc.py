@@ -118,7 +118,7 @@ def test_launches_are_on_the_callers_stream_with_as_many_ctas_as_it_allows(world
 def test_as_many_ctas_as_fit_the_device_unless_the_caller_says(world: World) -> None:
     launch_all(world, 0)
     sizes = {name: (grid[0], block[0]) for name, grid, block, _, _ in world.cupy.launches}
-    assert sizes["kvmig_copy_kernel"] == (2, 512)
+    assert sizes["kvmig_copy_kernel"] == (4, 256)
 
 
 def test_checksums_start_at_zero(world: World) -> None:

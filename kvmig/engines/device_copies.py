@@ -1,8 +1,9 @@
 """Copies between a KV cache in a GPU's memory and buffers of fused blocks, there or on the host.
 
-A buffer in a GPU's memory (cuda-ipc) is what the kernels write and read. One on the host
-(shm, tcp) they reach by scratch memory of the GPU, from which the copy engine goes over PCIe to
-the buffer; or, where the buffer's pages can't be pinned, to pinned scratch and then by the CPU.
+A buffer in a GPU's memory (cuda-ipc) is what the kernels write and read. To one on the host (shm,
+tcp) blocks of long runs go straight from the cache by the copy engines, which take no SM. The copy
+engines are slow with short runs, so the kernels fuse those in scratch memory of the GPU first.
+Where the buffer's pages can't be pinned, pinned scratch and the CPU come between.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from kvmig.engines.block_copies import Pass, Plan
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels.arrays import Memory, memory_of
-from kvmig.kernels.copy import start_copy
+from kvmig.kernels.copy import checked, start_copy
 from kvmig.kernels.driver import Driver, current_device
 from kvmig.kernels.face import Kernels, Pending
 from kvmig.kernels.pinned import Pins
@@ -27,6 +28,10 @@ SCRATCH_BYTES = 16 << 20
 """Scratch of the GPU's memory, and as much pinned memory where that is needed."""
 CTAS_FOR_HOST = 8
 """Thread blocks of a copy to or from the host: as many as keep PCIe busy."""
+CTAS_FOR_SUMS = 2
+"""Thread blocks that sum what the copy engines copy: as many as keep up with PCIe."""
+LONG_RUN = 28 << 10
+"""Bytes from which on the copy engines reach an H100's PCIe with many runs (vLLM #42212)."""
 CTAS_ON_DEVICE = 32
 """Thread blocks of a copy on the GPU: as many as leave it to the engine's steps."""
 
@@ -56,7 +61,8 @@ class DeviceCopies:
         self._by = by
         self._fit = max(1, scratch_bytes // plan.unit_bytes)
         self._nbytes = self._fit * plan.unit_bytes
-        self._pinned = 0
+        self._straight = device.copies_blocks and _least_run(plan) >= LONG_RUN
+        self._pinned = self._scratch = 0
         with ExitStack() as held:
             self._marks = StepMarks(device, steps_overlap)
             held.callback(self._marks.close)
@@ -65,8 +71,9 @@ class DeviceCopies:
                 self._streams.append(SideStream(device, priority))
                 held.callback(self._streams[-1].close)
             self._stream = self._streams[0]
-            self._scratch = device.allocate(self._nbytes)
-            held.callback(device.free, self._scratch)
+            if not self._straight:
+                self._scratch = device.allocate(self._nbytes)
+                held.callback(device.free, self._scratch)
             self._pins = Pins(device)
             held.callback(self._pins.close)
             self._held = held.pop_all()
@@ -84,8 +91,11 @@ class DeviceCopies:
             else:
                 pinned = self._pins.has(out)
                 for part, address in self._parts(ids, memory.address):
-                    pendings.append(self._start(gather(part, self._scratch), CTAS_FOR_HOST))
-                    self._to_host(address, len(part) * self._plan.unit_bytes, pinned)
+                    to = address if pinned else self._pinned_scratch()
+                    pendings.append(self._to_host(part, to))
+                    if not pinned:
+                        self._stream.settle()
+                        ctypes.memmove(address, to, len(part) * self._plan.unit_bytes)
         return _sums(pendings)
 
     def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
@@ -97,8 +107,11 @@ class DeviceCopies:
             else:
                 pinned = self._pins.has(data)
                 for part, address in self._parts(ids, memory.address):
-                    self._from_host(address, len(part) * self._plan.unit_bytes, pinned)
-                    pendings.append(self._start(scatter(part, self._scratch), CTAS_FOR_HOST))
+                    source = address if pinned else self._pinned_scratch()
+                    if not pinned:
+                        self._stream.settle()  # the last part may still be read from there
+                        ctypes.memmove(source, address, len(part) * self._plan.unit_bytes)
+                    pendings.append(self._from_host(part, source))
         return _sums(pendings)
 
     def try_out(self) -> None:
@@ -147,25 +160,32 @@ class DeviceCopies:
         (one,) = passes
         return start_copy(self._by, *one, stream=self._stream.handle, workers=workers)
 
-    def _to_host(self, address: int, nbytes: int, pinned: bool) -> None:
-        stream = self._stream.handle
-        if pinned:
-            self._device.download(address, self._scratch, nbytes, stream)
-            return
-        middle = self._pinned_scratch()
-        self._device.download(middle, self._scratch, nbytes, stream)
-        self._stream.settle()
-        ctypes.memmove(address, middle, nbytes)
+    def _to_host(self, ids: Sequence[int], pinned: int) -> Pending:
+        """Blocks [n] to pinned memory, fused."""
+        if self._straight:
+            (one,) = self._plan.gather(ids, pinned)
+            return self._by_engines(one, summed_at_source=True)
+        pending = self._start(self._plan.gather(ids, self._scratch), CTAS_FOR_HOST)
+        nbytes = len(ids) * self._plan.unit_bytes
+        self._device.download(pinned, self._scratch, nbytes, self._stream.handle)
+        return pending
 
-    def _from_host(self, address: int, nbytes: int, pinned: bool) -> None:
+    def _from_host(self, ids: Sequence[int], pinned: int) -> Pending:
+        """Fused blocks [n] of pinned memory to the cache."""
+        if self._straight:
+            (one,) = self._plan.scatter(ids, pinned)
+            return self._by_engines(one, summed_at_source=False)
+        nbytes = len(ids) * self._plan.unit_bytes
+        self._device.upload(self._scratch, pinned, nbytes, self._stream.handle)
+        return self._start(self._plan.scatter(ids, self._scratch), CTAS_FOR_HOST)
+
+    def _by_engines(self, one: Pass, summed_at_source: bool) -> Pending:
+        """The copy engines copy, few CTAs sum the blocks in the cache."""
         stream = self._stream.handle
-        if pinned:
-            self._device.upload(self._scratch, address, nbytes, stream)
-            return
-        middle = self._pinned_scratch()
-        self._stream.settle()  # the last part may still be read from there
-        ctypes.memmove(middle, address, nbytes)
-        self._device.upload(self._scratch, middle, nbytes, stream)
+        sources, targets = checked(*one)
+        self._device.copy_blocks(one.src, one.dst, sources, targets, stream)
+        summed = (one.src, sources) if summed_at_source else (one.dst, targets)
+        return self._by.checksum(*summed, stream=stream, workers=CTAS_FOR_SUMS)
 
     def _pinned_scratch(self) -> int:
         if not self._pinned:
@@ -225,6 +245,11 @@ def load(plan: Plan, steps_overlap: bool) -> DeviceCopies:
         copies.close()
         raise
     return copies
+
+
+def _least_run(plan: Plan) -> int:
+    (one,) = plan.gather((), 1)
+    return min((region.run for region in one.src if region.run), default=0)
 
 
 def _check(plan: Plan) -> None:

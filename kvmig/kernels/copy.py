@@ -70,6 +70,20 @@ def start_copy(
     of what was written (csrc/kvmig.h). Runs without the GIL; `stream` and `workers` as in `face`.
     Raises ValueError before anything is written if the arguments don't fit.
     """
+    sources, targets = checked(src, dst, src_ids, dst_ids, src_blocks, dst_blocks)
+    checks.worker_count(workers)
+    return by.copy(src, dst, sources, targets, checksums=checksums, stream=stream, workers=workers)
+
+
+def checked(
+    src: Sequence[Region],
+    dst: Sequence[Region],
+    src_ids: Sequence[int] | Ids,
+    dst_ids: Sequence[int] | Ids,
+    src_blocks: int,
+    dst_blocks: int,
+) -> tuple[Ids, Ids]:
+    """The ids of `start_copy`, if all of its arguments fit. Raises ValueError."""
     checks.same_runs(src, dst)
     checks.real_memory(src, "source")
     checks.real_memory(dst, "destination")
@@ -77,8 +91,7 @@ def start_copy(
     targets = checks.block_ids(dst_ids, dst_blocks, "destination")
     checks.same_length(sources, targets)
     checks.written_once(targets)
-    checks.worker_count(workers)
-    return by.copy(src, dst, sources, targets, checksums=checksums, stream=stream, workers=workers)
+    return sources, targets
 
 
 def checksum_fused(buffer: Any, block_bytes: int) -> list[int]:
