@@ -23,7 +23,6 @@ from tests.streams import (
     count_from,
     counted,
     place,
-    row_of,
     run_moved,
     run_unmoved,
 )
@@ -171,23 +170,6 @@ async def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
         whole.cancel()
         await asyncio.wait([whole])
     # `served` asserts that nothing runs any more
-
-
-async def test_a_drain_moves_what_runs_and_serves_on(served: Served) -> None:
-    stream = Stream(served, COMPLETIONS, count_from(17, 600))
-    await place(served, stream, "i0")
-    async with httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1", verify=False) as http:
-        assert (await http.post("/instances/i0/drain")).status_code == 202
-        async with asyncio.timeout(PATIENCE_S):
-            while (await row_of(served, stream))["instance"] != "i1":  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        assert (await http.delete("/instances/i0/drain")).status_code == 200
-
-    answer = await stream.end()
-
-    assert answer.tokens == 600
-    counted(answer, 17)
-    assert (await asyncio.to_thread(served.get, "migrations"))[0]["why"] == "drain"
 
 
 async def test_a_stream_goes_on_elsewhere_when_its_instance_is_killed(served: Served) -> None:

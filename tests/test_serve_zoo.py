@@ -13,7 +13,7 @@ import pytest
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.leaks import Footprint, assert_server_is_empty
-from tests.streams import Stream, place, run_moved, run_unmoved, run_whole
+from tests.streams import Stream, place, run_moved, run_unmoved
 from tests.zoo import FAMILIES, make
 
 pytestmark = pytest.mark.server
@@ -70,12 +70,6 @@ def body(prompt: str, tokens: int, **fields: Any) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
 
 
-async def test_a_completion_comes(served: Served) -> None:
-    answer = await run_whole(served, PATH, body("There was once", 20))
-    assert answer["usage"]["completion_tokens"] == 20
-    assert answer["choices"][0]["text"]
-
-
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "seeded"])
 async def test_a_stream_moved_there_and_back_equals_one_left_alone(
     served: Served, fields: dict[str, Any], request: pytest.FixtureRequest
@@ -88,6 +82,8 @@ async def test_a_stream_moved_there_and_back_equals_one_left_alone(
 
     assert [report["state"] for report in reports] == ["committed"] * 2, reports
     moved.same_as(unmoved)
+    assert unmoved.tokens == wanted["max_tokens"]
+    assert unmoved.choices[0].text
 
 
 async def test_an_instance_that_is_drained_hands_over_its_eight_streams(served: Served) -> None:
