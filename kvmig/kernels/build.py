@@ -12,6 +12,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -130,13 +131,18 @@ def compile_library(output: Path, recipe: Recipe | None = None) -> None:
     command = recipe.compiler()
     with tempfile.TemporaryDirectory(prefix=".building-", dir=output.parent) as work:
         draft = Path(work) / "draft.so"
-        if ninja := shutil.which("ninja"):
+        if ninja := find_ninja():
             Path(work, "build.ninja").write_text(ninja_file(recipe, command, draft))
             run([ninja, "-C", work])
         else:
             sources = map(str, recipe.sources)
             run([*command, "-shared", *recipe.link, *sources, "-o", str(draft)])
         draft.replace(output)
+
+
+def find_ninja() -> str | None:
+    """On the PATH, or beside this Python, as pip puts it there."""
+    return shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
 
 
 def ninja_file(recipe: Recipe, command: list[str], output: Path) -> str:
