@@ -71,15 +71,35 @@ FETCH = Check(
 )
 ADAPTER = ("pytest", "-q", "tests/test_vllm_adapter.py")
 ENGINE = "engine and not long"
-ON_NEXT = Check(f"the adapter on vLLM {NEXT}", ADAPTER, marks=ENGINE, tree=NEXT)
+ON_NEXT = Check(
+    f"the adapter on vLLM {NEXT}",
+    (*ADAPTER, "tests/test_vllm_offload.py"),
+    marks=ENGINE,
+    tree=NEXT,
+)
 V2 = (*ADAPTER, "-p", "tests.runner_v2")
 ON_V2 = Check(
     "the adapter on model runner V2",
     (*V2, "-k", "[async and (left_alone or behind_a_long or preempted_at_the_destination)"),
     marks=ENGINE,
 )
-ALL_ON_V2 = Check("all of the adapter on model runner V2", V2, marks=ENGINE)
-NEXT_ON_V2 = Check(f"all of it on vLLM {NEXT}", V2, marks=ENGINE, tree=NEXT)
+KINDS = ("tests/test_vllm_kinds.py", "tests/test_vllm_lora.py", "tests/test_vllm_offload.py")
+ALL_ON_V2 = Check("all of the adapter on model runner V2", (*V2, *KINDS), marks=ENGINE)
+NEXT_ON_V2 = Check(f"all of it on vLLM {NEXT}", (*V2, *KINDS), marks=ENGINE, tree=NEXT)
+ALL_ON_NEXT = Check(
+    f"all tests of the adapter on vLLM {NEXT}",
+    ("pytest", "-q", *(str(path) for path in sorted((ROOT / "tests").glob("test_vllm_*.py")))),
+    marks="not server and not alone",  # its front end wants packages that the installed one doesn't
+    at_once=2,
+    tree=NEXT,
+)
+CONFORMS = ("pytest", "-q", "-W", "ignore", "--pyargs", "kvmig.testing")
+CONFORMS_ON_NEXT = Check(
+    f"the conformance suite on vLLM {NEXT}",
+    (*CONFORMS, "--engine", "kvmig.engines.vllm:factory"),
+    marks="not long",
+    tree=NEXT,
+)
 HANDSHAKE = "every order of the handshake"
 ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check"))
 ALL_ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check", "--long"))
@@ -91,7 +111,8 @@ HEAVY = (
 )
 LIGHT = (Check("tests without engines", marks=f"{NEITHER} and not long and not alone"),)
 AGAIN = (ON_NEXT, ON_V2)
-"""Tests that run on the installed vLLM, too."""
+LONG_AGAIN = (ALL_ON_NEXT, CONFORMS_ON_NEXT, ALL_ON_V2, NEXT_ON_V2)
+"""Tests that run on the installed vLLM, and its model runner V1, too."""
 ALONE = (Check("tests that measure", marks="alone and not long"),)
 LONG = (
     Check("long tests on servers", marks="server and long"),
@@ -279,7 +300,7 @@ def main() -> int:
             ]
             with ThreadPoolExecutor(len(lanes)) as pool:
                 beside = [outcome for lane in pool.map(runner.lane, lanes) for outcome in lane]
-            last = (*ALONE, *LONG, ALL_ON_V2, NEXT_ON_V2) if options.long else ALONE
+            last = (*ALONE, *LONG, *LONG_AGAIN) if options.long else ALONE
             outcomes = [*beside, *runner.lane(last)]
     print(closing(outcomes, time.monotonic() - began), flush=True)
     return 0 if all(one.passed or not one.must_pass for one in outcomes) else 1

@@ -7,13 +7,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvmig.engines.vllm import lora
 from kvmig.engines.vllm.config import refuse_workers, why_not
 from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units
 from kvmig.ground.errors import ConfigError, MigrationRefused, UnsupportedLayout
+
+try:
+    from vllm.v1.core.kv_cache_planning import _check_enough_kv_cache_memory
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
 
 
 def test_several_workers_are_refused_where_their_memory_cannot_be_mapped() -> None:
