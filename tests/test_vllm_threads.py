@@ -6,10 +6,11 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from kvmig.engines.vllm import core as core_module
@@ -48,9 +49,10 @@ def test_engines_of_one_process_step_in_turns_whatever_they_run_on(
             starts.append(held_elsewhere(locks[0]))
 
     monkeypatch.setattr(ServingVllm, "__init__", init)
+    config = cast("VllmConfig", SimpleNamespace(kv_transfer_config=None))
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    locks.append(EmbeddedVllm(None)._core.stepping)
-    locks.append(EmbeddedVllm(None)._core.stepping)
+    locks.append(EmbeddedVllm(config)._core.stepping)
+    locks.append(EmbeddedVllm(config)._core.stepping)
     assert locks[0] is locks[1]
     assert not isinstance(locks[0], nullcontext)
     assert starts == [True]  # nor does an engine start, and capture graphs, beside a step
