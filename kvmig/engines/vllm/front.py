@@ -140,7 +140,11 @@ class OutputQueue:
 
 
 class RoutingClient(AsyncMPClient):
-    """vLLM's asyncio engine-core client with a router in place of its sockets."""
+    """vLLM's asyncio engine-core client with a router in place of its sockets.
+
+    The base's `__init__` isn't run: it binds sockets, waits there for each engine's word and starts
+    a thread that watches processes. What reachable methods read instead, `kvmig.drift` follows.
+    """
 
     def __init__(
         self, config: VllmConfig, requests: RequestRouter, outputs: OutputQueue, num_instances: int
