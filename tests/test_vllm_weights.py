@@ -9,6 +9,7 @@ import pytest
 
 from kvmig.engines.identity import updated
 from kvmig.ground.errors import MigrationRefused, StartupError
+from tests import count_down
 from tests.vllm_pair import PROMPT, Pair
 from tests.vllm_side import Configuration
 
@@ -16,8 +17,12 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def configurations() -> tuple[Configuration, Configuration]:
-    return Configuration(), Configuration()
+def configurations(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Configuration, Configuration]:
+    """Of nobody else: their weights are loaded again."""
+    wanted = Configuration(model=count_down.make(tmp_path_factory.mktemp("weights") / "model"))
+    return wanted, wanted
 
 
 def raised(method: str, *args: Any) -> str:
