@@ -54,8 +54,10 @@ class Footprint:
         """Now."""
         assert served.process is not None
         server = psutil.Process(served.process.pid)
-        forked = [psutil.Process(pid) for pid in forked_for(server.pid)]
-        processes = list({server, *server.children(recursive=True), *forked})
+        processes = [server, *server.children(recursive=True)]
+        for pid in set(forked_for(server.pid)) - {one.pid for one in processes}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.append(psutil.Process(pid))
         mapped = set()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from scripts.check import NEXT, ROOT
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
@@ -41,11 +42,13 @@ def tree() -> str:
 
 
 @pytest.fixture(scope="module")
-def mixed(tree: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def mixed(
+    tree: str, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """i0 is the installed vLLM, i1 the next minor."""
     log = tmp_path_factory.mktemp("mixed") / "log"
     flags = [*SMALL, *PATIENT, NEVER_BY_ITSELF, "--instances=2", f"--instance-vllm=i1: {tree}"]
-    with Served([*flags, "--max-num-seqs=24"], log=log) as served:
+    with Served([*flags, "--max-num-seqs=24"], nursery=nursery, log=log) as served:
         yield served
         footprint = Footprint.of(served)
     footprint.assert_gone()
