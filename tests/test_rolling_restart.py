@@ -166,7 +166,7 @@ async def test_they_come_back_as_the_installed_one() -> None:
         await until(lambda: "rolling restart: done" in it.said)
         await restart(it, tree="")
         await until(lambda: it.said.count("rolling restart: done") == 2)
-        assert trees(it) == {"i0": "", "i1": ""}
+        await until(lambda: trees(it) == {"i0": "", "i1": ""})
 
 
 async def test_one_that_cannot_start_as_another_build_comes_back_as_it_was() -> None:
