@@ -158,11 +158,12 @@ async def test_a_request_that_waits_moves_to_where_it_can_run(bench: Bench) -> N
         with bench.slow("a"):
             big = [bench.submit("a", 60) for _ in range(3)]
             await bench.reach(big[0], 20)
-            waits = bench.submit("a", 60)
-            states = {one.request_id: one for one in await bench.engines["a"].requests()}
-            assert states[waits].state == "waiting"
-            assert states[waits].wanted_blocks == 2
-            report = await move.migrate(waits, "a", "b")
+            with bench.slow("a", step_s=0.2):  # none of these ends before it has moved
+                waits = bench.submit("a", 60)
+                states = {one.request_id: one for one in await bench.engines["a"].requests()}
+                assert states[waits].state == "waiting"
+                assert states[waits].wanted_blocks == 2
+                report = await move.migrate(waits, "a", "b")
             assert report.state == "committed", (report.reason, report.detail)
         for request_id in (*big, waits):
             assert await bench.finish(request_id) == expected
