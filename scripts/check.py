@@ -93,12 +93,17 @@ ALL_ON_NEXT = Check(
     at_once=2,
     tree=NEXT,
 )
-CONFORMS = ("pytest", "-q", "-W", "ignore", "--pyargs", "kvmig.testing")
+CONFORMS = ("--pyargs", "kvmig.testing", "--engine", "kvmig.engines.vllm:factory", "-W", "ignore")
 CONFORMS_ON_NEXT = Check(
     f"the conformance suite on vLLM {NEXT}",
-    (*CONFORMS, "--engine", "kvmig.engines.vllm:factory"),
+    ("pytest", "-q", *CONFORMS),
     marks="not long",
     tree=NEXT,
+)
+CONFORMS_ON_V2 = Check(
+    "the conformance suite on model runner V2",
+    ("pytest", "-q", "-p", "tests.runner_v2", *CONFORMS),
+    marks="not long",
 )
 HANDSHAKE = "every order of the handshake"
 ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check"))
@@ -111,7 +116,7 @@ HEAVY = (
 )
 LIGHT = (Check("tests without engines", marks=f"{NEITHER} and not long and not alone"),)
 AGAIN = (ON_NEXT, ON_V2)
-LONG_AGAIN = (ALL_ON_NEXT, CONFORMS_ON_NEXT, ALL_ON_V2, NEXT_ON_V2)
+LONG_AGAIN = (ALL_ON_NEXT, CONFORMS_ON_NEXT, CONFORMS_ON_V2, ALL_ON_V2, NEXT_ON_V2)
 """Tests that run on the installed vLLM, and its model runner V1, too."""
 ALONE = (Check("tests that measure", marks="alone and not long"),)
 LONG = (

@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 import torch
 from triton.backends import backends
+from triton.runtime import interpreter
 
 backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+_ONE = threading.RLock()
+_run_grid = interpreter.GridExecutor.__call__
+
+
+def one_at_a_time(self: interpreter.GridExecutor, *args: Any, **options: Any) -> None:
+    """The interpreter keeps where it is in a grid once a process, and engines have threads."""
+    with _ONE:
+        _run_grid(self, *args, **options)
+
+
+interpreter.GridExecutor.__call__ = one_at_a_time
 
 
 class GrammarMask:
