@@ -40,7 +40,7 @@ SCOPE = "kvmig.call"
 """Key of an ASGI scope's `HttpCall`; the connection looks for it there."""
 UNREAD_BYTES = 1 << 20
 """Bytes of a denied call's body that are taken, and dropped, so that its client sees the answer."""
-DISCARD_S = 5.0
+DISCARD_S = 2.0
 """Longest time for what comes of a body that is refused."""
 RETRY_AFTER = {"Retry-After": "5"}
 WORK = frozenset(

@@ -67,7 +67,8 @@ class Probe:
         self._bits = hashlib.blake2b(digest_size=6)
         vocabulary = config.model_config.get_vocab_size()
         length = max(1, min(PROBE_TOKENS, config.model_config.max_model_len // 2))
-        prompt = [token * 7919 % vocabulary for token in range(1, length + 1)]
+        # The warm-up's few tokens: any other may stand for an image, which isn't there.
+        prompt = [min(1 + place * (place + 1) // 2 % 8, vocabulary - 1) for place in range(length)]
         params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5, ignore_eos=True)
         self.request = token_request(PROBE_ID, prompt, params, _SALT)
 
