@@ -1,0 +1,1 @@
+"""Keys: who may use which model, and how much."""

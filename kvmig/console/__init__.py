@@ -1,0 +1,1 @@
+"""`kvmig ...`: the command line."""

@@ -1,0 +1,1 @@
+"""Many models: the catalogue, what runs, who may use it."""

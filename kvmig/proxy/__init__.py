@@ -1,0 +1,1 @@
+"""The door of a fleet: clients reach all models through it."""
