@@ -87,7 +87,7 @@ class FrontEnd:
         )
         self._http = HttpState(
             config.http,
-            access(args.api_key, launch.admin_key, sock.getsockname()[0]),
+            access(args.api_key, launch.admin_key, bound_to(sock)),
             config.priorities,
             REGISTRY,
             vacant=self._router.fleet.vacant,
@@ -151,6 +151,13 @@ class FrontEnd:
     async def _empty(self) -> None:
         while self._router.live():  # noqa: ASYNC110 - the end of the last one is no event
             await asyncio.sleep(0.05)
+
+
+def bound_to(sock: socket.socket) -> str:
+    """The address of the machine that it listens on, or a Unix socket's path."""
+    name = sock.getsockname()
+    address: str = name if isinstance(name, str) else name[0]
+    return address
 
 
 CLOSE_S = 5.0

@@ -17,7 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kvmig.cli.environment import gpus, llumlet_environment, raise_open_files, worker_threads
+from kvmig.cli.environment import (
+    gpus,
+    llumlet_environment,
+    raise_open_files,
+    take_path,
+    worker_threads,
+)
 from kvmig.cli.forks import (
     ENGINE,
     INSTANCES,
@@ -73,32 +79,17 @@ def start_again(engine: str, address: str) -> NoReturn:
 @contextlib.contextmanager
 def listening(address: str) -> Iterator[socket.socket]:
     """A socket there that only this user can connect to. Raises ConfigError."""
-    path = Path(address)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock = take_path(address, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise ConfigError(f"SOCKET {address} can't be used: {error}") from error
+    forker = os.getpid()
     with sock:
-        try:
-            remove_unused(path)
-            sock.bind(address)
-            path.chmod(0o600)
-            sock.listen()
-        except OSError as error:
-            raise ConfigError(f"SOCKET {address} can't be used: {error}") from error
-        forker = os.getpid()
         try:
             yield sock
         finally:
             if os.getpid() == forker:
-                path.unlink(missing_ok=True)
-
-
-def remove_unused(path: Path) -> None:
-    """Remove a socket that nobody listens on any more. Raises OSError."""
-    if path.is_socket():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
+                Path(address).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,15 @@ and stops them all at a signal.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import uvloop
@@ -26,6 +28,7 @@ from kvmig.cli.environment import (
     cluster_secret,
     memory_flags,
     raise_open_files,
+    take_path,
     take_port,
     too_few_files,
     weights_of,
@@ -110,7 +113,7 @@ def serve(
     args = kind.parse(argv)
     planned = shapes_of(args, argv, own, planned_instances(config), kind.parse)
     config = in_units(config, unit_tokens(planned), kind)
-    with take_port(args.host, args.port) as sock:
+    with listening(config.http.uds, args) as sock:
         if host is not None:
             kind.check_gpus(args, host.gpus)
         if host is not None and kind.shares_memory:
@@ -147,6 +150,28 @@ def serve(
         )
         front = msgspec.structs.replace(front, config=config, engine_argv=argv)
         return uvloop.run(Server(cluster, front, args, sock).run())
+
+
+@contextlib.contextmanager
+def listening(uds: str, args: Namespace) -> Iterator[socket.socket]:
+    """The socket that clients connect to: the port's, or that of the path `uds`.
+
+    Raises ConfigError naming it.
+    """
+    if not uds:
+        with take_port(args.host, args.port) as sock:
+            yield sock
+        return
+    path = Path(uds).absolute()
+    try:
+        sock = take_path(str(path))
+    except OSError as error:
+        raise ConfigError(f"--uds {uds} can't be used: {error}") from error
+    with sock:
+        try:
+            yield sock
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def in_units(config: ClusterConfig, tokens: int, kind: EngineKind) -> ClusterConfig:
@@ -208,6 +233,13 @@ class Server:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, self._signalled)
+        if self._config.lifecycle.end_with_stdin:
+            loop.add_reader(sys.stdin.fileno(), self._heard)
+
+    def _heard(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self._stop.set()
 
     def _signalled(self) -> None:
         (self._at_once if self._stop.is_set() else self._stop).set()
@@ -230,9 +262,8 @@ class Server:
             raise
         self._take_signals()  # an HTTP server may have put its own in place
         self._cluster.on_change.append(self._stop_without_instances)
-        if self._config.scheduler.migration or self._config.scaling is not None:
-            keeper = SchedulerKeeper(self._config, self._launch.secret, self._cluster)
-            self._scheduler = asyncio.create_task(keeper.run(), name="scheduler")
+        self._cluster.on_change.append(self._schedule)
+        self._schedule(self._cluster.members())
 
     async def _start_instances(self, control: Control) -> None:
         await self._cluster.start()
@@ -249,13 +280,18 @@ class Server:
     async def _serve(self) -> None:
         """Wait for a signal, or for the end of the front ends; then drain them."""
         assert self._front is not None
-        host, port = self._sock.getsockname()[:2]
-        if not (is_loopback(host) or self._launch.admin_key or self._args.api_key):
-            say(
-                f"anybody who reaches {host} may use the API; the admin API is closed, see"
-                f" {ADMIN_KEY} in docs/security.md"
-            )
-        say(f"serving {self._args.model} on http://{host}:{port} (Ctrl-C stops)")
+        bound = self._sock.getsockname()
+        if isinstance(bound, str):
+            address = f"unix:{bound}"
+        else:
+            host, port = bound[:2]
+            address = f"http://{host}:{port}"
+            if not (is_loopback(host) or self._launch.admin_key or self._args.api_key):
+                say(
+                    f"anybody who reaches {host} may use the API; the admin API is closed, see"
+                    f" {ADMIN_KEY} in docs/security.md"
+                )
+        say(f"serving {self._args.model} on {address} (Ctrl-C stops)")
         ended = asyncio.create_task(self._front.ended())
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait((ended, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -266,7 +302,18 @@ class Server:
             self._exit_code = 1
         ended.cancel()
 
+    def _schedule(self, members: Sequence[Member]) -> None:
+        """Start the scheduler as soon as there is something to decide."""
+        if self._scheduler is not None or self._stop.is_set():
+            return
+        config = self._config
+        if config.scaling is not None or (config.scheduler.migration and len(members) > 1):
+            keeper = SchedulerKeeper(config, self._launch.secret, self._cluster)
+            self._scheduler = asyncio.create_task(keeper.run(), name="scheduler")
+
     def _stop_without_instances(self, members: Sequence[Member]) -> None:
+        if not members:  # the last one left, as it was told
+            return
         if all(one.state == "failed" for one in members) and not self._stop.is_set():
             say("no instance is left, stopping")
             self._exit_code = 1

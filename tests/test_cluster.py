@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from unittest import mock
 
@@ -125,6 +125,9 @@ class FakeLauncher:
         """Nothing starts on it."""
         self.weights = "old"
         """On disk."""
+
+    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
+        """Takes any."""
 
     def renew(self, tree: str) -> None:
         self.renewed += 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
+import msgspec
 import pytest
 
 from kvmig.cli import local
 from kvmig.cli.local import LocalLauncher, LocalLlumlet
 from kvmig.cli.processes import Child, LlumletLaunch, Process, Spawn
 from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import StartupError
+from kvmig.ground.errors import ConfigError, StartupError
 
 
 class FakeProcess:
@@ -93,3 +94,25 @@ async def test_what_a_killed_instance_shared_goes_with_it(monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="even then"):
         await LocalLlumlet.__new__(LocalLlumlet).stop()
     assert swept == [True]
+
+
+async def test_an_instance_runs_on_the_gpus_that_it_is_given(started: list[FakeProcess]) -> None:
+    launcher = LocalLauncher("test", ["4", "5", "6"], 1, {})
+
+    await launcher.llumlet(msgspec.structs.replace(launch("i0"), gpus=("6", "5")), 2)
+    await launcher.llumlet(launch("i1"), 1)
+
+    assert [child.gpus for child in started] == ["6,5", "4"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sentence"),
+    [
+        (["7"], "gpus has 7, allowed are 4, 5"),
+        (["4", "5"], "gpus has 2, must be one for each of 1 workers"),
+    ],
+)
+def test_gpus_that_do_not_suit_are_refused(gpus: list[str], sentence: str) -> None:
+    launcher = LocalLauncher("test", ["4", "5"], 1, {})
+    with pytest.raises(ConfigError, match=sentence):
+        launcher.check_gpus(gpus, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+from collections.abc import Sequence
 
 import uvloop
 
@@ -53,6 +54,9 @@ class StubLauncher:
         started = self._orders.give(Start(launch))
         assert isinstance(started, Started)
         return StubHandle(started.endpoint)
+
+    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
+        """Takes any."""
 
     def renew(self, tree: str) -> None:
         """See `Launcher`."""

@@ -118,10 +118,12 @@ class Cluster:
             )
         try:
             shapes = [self._shapes.of(name, order.flags, order.tree) for name in free]
+            for shape in shapes:
+                self._launcher.check_gpus(order.gpus, shape.workers)
         except ConfigError as error:
             raise OrderRefused("invalid", str(error)) from error
         for name, shape in zip(free, shapes, strict=True):
-            self._begin(name, shape).first_start.add_done_callback(self._say_failure)
+            self._begin(name, shape, order.gpus).first_start.add_done_callback(self._say_failure)
         self.changed()
         return tuple(free)
 
@@ -131,6 +133,9 @@ class Cluster:
         deadline = self._deadline(order)
         if order.leave and instance.state in ("serving", "draining"):
             if not self.others_serve(instance):
+                if order.last and not order.now:
+                    instance.leave_last()
+                    return (instance.name,)
                 raise OrderRefused(
                     "conflict", f"instance {instance.name} is the only one that serves"
                 )
@@ -265,7 +270,7 @@ class Cluster:
         if not first_start.cancelled() and (how := first_start.result()):
             say(f"{how}; it is given up")
 
-    def _begin(self, name: str, shape: InstanceShape) -> Instance:
+    def _begin(self, name: str, shape: InstanceShape, gpus: tuple[str, ...] = ()) -> Instance:
         launch = LlumletLaunch(
             cluster=self._name,
             instance=name,
@@ -273,6 +278,7 @@ class Cluster:
             config=self._config,
             engine_argv=[*self._shapes.argv, *shape.own],
             engine_tree=shape.tree,
+            gpus=gpus,
         )
         instance = Instance(launch, shape.workers, self._launcher, self)
         self._instances[name] = instance

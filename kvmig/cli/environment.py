@@ -65,6 +65,32 @@ def take_port(host: str | None, port: int) -> socket.socket:
     return sock
 
 
+def take_path(path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+    """Listen on a Unix socket that only this user can connect to; whoever closes it, unlinks it.
+
+    A socket that nobody listens on any more is taken over. Raises OSError.
+    """
+    sock = socket.socket(socket.AF_UNIX, kind)
+    try:
+        _remove_unused(Path(path), kind)
+        sock.bind(path)
+        Path(path).chmod(0o600)
+        sock.listen(1024)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_unused(path: Path, kind: socket.SocketKind) -> None:
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, kind) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+
+
 def raise_open_files() -> int:
     """Let this process and its children open as many files as the machine allows; how many."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -167,6 +193,8 @@ def instance_environment(
     environment.setdefault("OPENBLAS_NUM_THREADS", "1")
     if gpu_ids:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+        # As nvidia-smi counts; CUDA's own order is by speed.
+        environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         return environment
     # Workers share the cores; vLLM's own binding would put all of them on the same ones.
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -301,6 +301,12 @@ def _add_http(root: _Parser) -> None:
         "a connection is closed when its client has read nothing for so long",
         metavar="SECONDS",
     )
+    group.add(
+        "--uds",
+        "uds",
+        "listen on this Unix socket, which only this user can connect to, instead of a port",
+        metavar="PATH",
+    )
 
 
 def _add_ray(root: _Parser) -> None:
@@ -344,6 +350,11 @@ def _add_lifecycle(root: _Parser) -> None:
         metavar="SECONDS",
     )
     group.add("--front-ends", "front_ends", "HTTP processes that share the port")
+    group.add(
+        "--end-with-stdin",
+        "end_with_stdin",
+        "stop at the end of stdin as at a signal, so that nothing outlives whoever holds it",
+    )
 
     group = _Group(root, "autoscaling", ScalingConfig())
     group.add_argument(

@@ -42,6 +42,8 @@ SILENT_TICKS = 10
 held up itself, reports wait for it."""
 POLL_S = 0.05
 """Between two looks at whether a draining instance is empty."""
+SETTLE_S = 0.5
+"""For what was sent to an instance, before it said that it drains, to arrive."""
 RENEWED = "it was told to start again"
 EVACUATE_S = 2.0
 """Between two calls to run again elsewhere what a drain hasn't moved by its deadline."""
@@ -139,9 +141,16 @@ class Instance:
         self._want("draining", "starts again when it is empty")
         return self._renewing
 
+    def leave_last(self) -> None:
+        """Take it out once nothing runs on it, though no other serves; it serves until then."""
+        self._leaving = True
+        self._want("serving", "ends when it is empty")
+        if self._draining is None or self._draining.done():
+            self._draining = asyncio.create_task(self._leave_last(), name=f"end of {self.name}")
+
     def stop_drain(self) -> None:
         """Let it serve again. Raises OrderRefused."""
-        if self.state != "draining" or self._draining is None:
+        if self._draining is None or not (self.state == "draining" or self._leaving):
             raise OrderRefused("conflict", f"instance {self.name} is {self.state}, not draining")
         self._draining.cancel()
         self._leaving = False
@@ -270,6 +279,21 @@ class Instance:
         else:
             self._set("draining", "it is empty")
 
+    async def _leave_last(self) -> None:
+        """Nobody else can take what comes: it drains only when it is empty, and serves again where
+        something came meanwhile."""
+        while True:
+            while self._held() != 0:  # noqa: ASYNC110 - its reports are no events
+                await asyncio.sleep(POLL_S)
+            self._want("draining", "ends when it is empty")
+            while not self._says("draining"):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+            await asyncio.sleep(SETTLE_S)
+            if self._held() == 0:
+                self._cluster.left(self)
+                return
+            self._want("serving", "ends when it is empty")
+
     async def _to_renew(self) -> str:
         await self._empty.wait()
         return RENEWED
@@ -282,12 +306,15 @@ class Instance:
 
     def _may_rest(self) -> bool:
         """Whether nothing is left on it, and nothing will come."""
+        return self._says("draining") and self._held() == 0 and self._cluster.others_serve(self)
+
+    def _held(self) -> int | None:
+        """Requests and migrations on it, as last reported; None: nothing was."""
         report = None if self._link is None else self._link.report
-        if report is None or report.state != "draining":
-            return False
+        if report is None:
+            return None
         load = report.load
-        held = load.running + load.waiting + report.migrations_in + report.migrations_out
-        return held == 0 and self._cluster.others_serve(self)
+        return load.running + load.waiting + report.migrations_in + report.migrations_out
 
     def _says(self, state: str) -> bool:
         """Whether the llumlet says so itself: until then dispatch still sends requests there."""

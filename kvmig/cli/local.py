@@ -12,7 +12,7 @@ from typing import Self
 from kvmig.cli.environment import gpus, llumlet_environment, with_tree, worker_threads
 from kvmig.cli.forks import HANDED, Forks
 from kvmig.cli.processes import STOP_S, Child, Handle, LlumletLaunch, Process, running
-from kvmig.ground.errors import StartupError
+from kvmig.ground.errors import ConfigError, StartupError
 from kvmig.kvtransfer.transports.shm import sweep
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class LocalLauncher:
 
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
         """A child process, on the GPUs with the fewest workers."""
-        place = self._place(workers)
+        place = self._place(workers, launch.gpus)
         base = with_tree(self._environment, launch.engine_tree)
         environment = llumlet_environment(launch.config.engine, place.gpus, self._threads, base)
 
@@ -115,6 +115,14 @@ class LocalLauncher:
             raise
         return place.child
 
+    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
+        """See `Launcher`."""
+        known = ", ".join(self._gpus) or "none: there is no GPU"
+        if not_here := [one for one in gpus if one not in self._gpus]:
+            raise ConfigError(f"gpus has {not_here[0]}, allowed are {known}")
+        if gpus and len(gpus) != workers:
+            raise ConfigError(f"gpus has {len(gpus)}, must be one for each of {workers} workers")
+
     def renew(self, tree: str) -> None:
         """See `Launcher`."""
         if self._forks is not None:
@@ -124,13 +132,16 @@ class LocalLauncher:
         """Remove the cluster's shared memory."""
         sweep(self._cluster)
 
-    def _place(self, workers: int) -> _Place:
-        """A GPU for each worker, different ones as long as there are enough; none on a CPU."""
+    def _place(self, workers: int, given: Sequence[str]) -> _Place:
+        """A GPU for each worker, different ones as long as there are enough; none on a CPU.
+
+        given: which; none: those with the fewest workers.
+        """
         self._places = [one for one in self._places if one.child is None or one.child.alive]
         used = Counter(dict.fromkeys(self._gpus, 0))
         used.update(gpu for place in self._places for gpu in place.gpus)
-        place = _Place()
-        for _ in range(workers if self._gpus else 0):
+        place = _Place(list(given))
+        for _ in range(workers if self._gpus and not given else 0):
             gpu = min(self._gpus, key=lambda one: used[one])
             used[gpu] += 1
             place.gpus.append(gpu)

@@ -125,6 +125,8 @@ class LlumletLaunch(Discreet, frozen=True, kw_only=True):
     """MODEL and the engine's flags."""
     engine_tree: str = ""
     """Folder whose build of the engine goes before the installed one; empty: none does."""
+    gpus: tuple[str, ...] = ()
+    """Ids of its GPUs; none: the launcher chooses."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -172,6 +174,13 @@ class Launcher(Protocol):
         launch.instance may be the name of an earlier one that has ended. The launcher may
         change what depends on the place: the addresses to bind to. Raises StartupError
         when there is no place or no process; `Handle.ready` says the rest.
+        """
+        ...
+
+    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
+        """Refuse GPUs that an instance with so many workers can't be given; none are right.
+
+        Raises ConfigError.
         """
         ...
 

@@ -126,6 +126,11 @@ class RayLauncher:
             raise
         return handle
 
+    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
+        """See `Launcher`."""
+        if gpus:
+            raise ConfigError(f"gpus has {gpus[0]}, must be left out with --ray: Ray chooses")
+
     def renew(self, tree: str) -> None:
         """Nothing: each llumlet loads all by itself."""
 

@@ -220,13 +220,15 @@ class OrderRefused(KvmigError):
 class AddInstances(Message, frozen=True, tag=True):
     """Front end to the launcher: start so many more, with these flags of vLLM's besides.
 
-    tree: as in RestartInstances; None: that of most of the others.
+    tree: as in RestartInstances; None: that of most of the others. gpus: ids of those that each
+    runs on, as CUDA_VISIBLE_DEVICES has them; none: the launcher chooses.
     """
 
     call_id: int
     count: int = 1
     flags: str = ""
     tree: str | None = None
+    gpus: tuple[str, ...] = ()
 
 
 class DrainInstance(Message, frozen=True, tag=True):
@@ -234,7 +236,8 @@ class DrainInstance(Message, frozen=True, tag=True):
 
     deadline_s: after so long by recompute, or with an error where no other instance has the
     request's weights; None: the launcher's --drain-deadline, and no such error.
-    leave: end it when it is empty. now: end it at once.
+    leave: end it when it is empty. now: end it at once. last: end it even if no other serves;
+    it serves until then.
     """
 
     call_id: int
@@ -242,6 +245,7 @@ class DrainInstance(Message, frozen=True, tag=True):
     deadline_s: float | None = None
     leave: bool = False
     now: bool = False
+    last: bool = False
 
 
 class StopDrain(Message, frozen=True, tag=True):

@@ -46,7 +46,8 @@ def bearer(keys: Sequence[str]) -> Rule:
 
 
 def local_only(bound: str) -> Rule:
-    """A rule for programs of this machine. bound: the address that the server listens on."""
+    """A rule for programs of this machine. bound: the address that the server listens on, or the
+    path of a socket that only its own user can connect to."""
     closed = Denied(
         HTTPStatus.FORBIDDEN,
         f"the admin API is for calls from this machine only: set {ADMIN_KEY} at the start, and"
@@ -57,7 +58,8 @@ def local_only(bound: str) -> Rule:
         # A name that only a browser was told to be this machine's is no name of it (rebinding).
         host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
         proxied = any(name in headers for name in PROXIED)
-        if proxied or not (is_loopback(bound) and is_loopback(host)):
+        here = bound.startswith("/") or (is_loopback(bound) and is_loopback(host))
+        if proxied or not here:
             return closed
         if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
             return Denied(HTTPStatus.FORBIDDEN, "the admin API without a key is not for web pages")

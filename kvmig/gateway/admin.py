@@ -96,7 +96,9 @@ def instances_api(
         """Start instances; they are `starting` until they serve."""
         wanted = body or AddBody()
         names = await launcher.order(
-            lambda call_id: AddInstances(call_id, wanted.count, wanted.flags, wanted.vllm)
+            lambda call_id: AddInstances(
+                call_id, wanted.count, wanted.flags, wanted.vllm, tuple(wanted.gpus)
+            )
         )
         return Listing(data=listed(names))
 
@@ -115,11 +117,15 @@ def instances_api(
     async def remove(
         name: str,
         now: bool = False,
+        last: bool = False,
         deadline_s: Annotated[float | None, Query(ge=0, allow_inf_nan=False)] = None,
     ) -> Listing[Instance]:
-        """Drain it, then end it; `now`: end it at once, its requests run again elsewhere."""
+        """Drain it, then end it; `now`: end it at once, its requests run again elsewhere.
+
+        `last`: also if no other one serves; it serves until nothing runs on it.
+        """
         names = await launcher.order(
-            lambda call_id: DrainInstance(call_id, name, deadline_s, leave=True, now=now)
+            lambda call_id: DrainInstance(call_id, name, deadline_s, leave=True, now=now, last=last)
         )
         return Listing(data=listed(names))
 
@@ -245,6 +251,12 @@ class AddBody(BaseModel):
     vllm: str | None = Field(
         default=None,
         description="Folder of their vLLM, on the server's disk; null: as most of the others have.",
+    )
+    gpus: list[str] = Field(
+        default=[],
+        max_length=MOST,
+        description="Ids of the GPUs that each of them runs on, as CUDA_VISIBLE_DEVICES has them; "
+        "none: those with the fewest workers.",
     )
 
 

@@ -8,6 +8,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
 from kvmig.gateway.admin import admin_api, instances_api
+from kvmig.gateway.events import events_api
 from kvmig.gateway.http import Connection, HttpState
 from kvmig.gateway.inventory import InstanceRow, cluster_rows
 from kvmig.gateway.launcher import LauncherLink, Membership
@@ -39,6 +40,9 @@ def extend(
 
     app.include_router(admin_api(router, rows, model, http.access.admin))
     app.include_router(instances_api(launcher, rows, model, http.access.admin))
+    app.include_router(
+        events_api(router, rows, model, http.access.admin, closed=lambda: http.closed)
+    )
     source = of_all_front_ends(http.registry)
     source.register(InstanceCollector(rows_of_router))
     source.register(ClassCollector(rows_of_router, http.priorities))

@@ -95,6 +95,8 @@ class Router:
         self.fleet = Fleet(name, secret, config, clock, lost_after_s, self)
         self.reports: deque[MigrationReport] = deque(maxlen=RECENT)
         """Reports of the last migrations, by hand or by policy, oldest first."""
+        self.reported = 0
+        """How many there have been."""
         self._name = name
         self._config = config
         self._observer = observer = observer or Observer()
@@ -384,6 +386,7 @@ class Router:
             if request is not None:
                 report = replace(report, request_id=request.request_id)
             self.reports.append(report)
+            self.reported += 1
             if message.front in ("", self._name):
                 self._observer.migrated(report, None if request is None else request.priority)
         self._questions.answer(message.call_id, message, payload)

@@ -123,6 +123,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a request that its client hasn't read; 0: no limit."""
     send_timeout_s: float = 300.0
     """For a client to go on reading."""
+    uds: str = ""
+    """Path of the Unix socket that takes the port's place; empty: none does."""
 
 
 class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +138,8 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a drain hasn't moved by then goes on elsewhere by recompute."""
     front_ends: int = 1
     """Processes that share the port."""
+    end_with_stdin: bool = False
+    """Whether the end of stdin ends the server as a signal would."""
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,69 @@
+"""GET /kvmig/v1/events: what happens in the cluster, as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import StreamingResponse
+
+from kvmig.gateway.access import Rule
+from kvmig.gateway.admin import PREFIX, Instance, Migration
+from kvmig.gateway.inventory import InstanceRow
+from kvmig.gateway.problems import PROBLEMS, guarded
+from kvmig.gateway.router import Router
+from kvmig.ground.clock import Clock, monotonic
+
+LOOK_S = 0.2
+"""Between two looks at what has changed."""
+HEARTBEAT_S = 5.0
+"""A listener hears something at least this often."""
+
+
+def events_api(
+    router: Router,
+    rows: Callable[[], Sequence[InstanceRow]],
+    model: str,
+    rule: Rule,
+    closed: Callable[[], bool],
+    clock: Clock = monotonic,
+) -> APIRouter:
+    """The route; rows, model, rule as in `admin_api`. closed: whether the server stops."""
+    api = APIRouter(
+        prefix=PREFIX, tags=["kvmig"], responses=PROBLEMS, route_class=guarded(rule, ())
+    )
+
+    async def stream() -> AsyncIterator[bytes]:
+        told: dict[str, dict[str, Any]] = {}
+        said, reports = -HEARTBEAT_S, router.reported
+        while not closed():
+            now = {row.id: Instance.of(row, model).model_dump() for row in rows()}
+            fresh, reports = router.reported - reports, router.reported
+            newest = list(itertools.islice(reversed(router.reports), fresh))
+            for report in reversed(newest):
+                yield event("migration", Migration.of(report).model_dump())
+            if now != told or fresh or clock() - said >= HEARTBEAT_S:
+                yield event("instances", {"live": len(router.live()), "data": [*now.values()]})
+                told, said = now, clock()
+            await asyncio.sleep(LOOK_S)
+        yield event("closed", {})
+
+    @api.get("/events", response_class=StreamingResponse)
+    async def events() -> StreamingResponse:
+        """`instances` now and whenever one changes, at least every 5 s; `migration` as each ends.
+
+        `instances`: `live`, the requests of this front end, and `data` as GET /instances has it.
+        `closed`: the server stops.
+        """
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    return api
+
+
+def event(name: str, data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
