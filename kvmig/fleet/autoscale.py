@@ -1,0 +1,131 @@
+"""How many instances a model should have, from what its requests are. Pure.
+
+By concurrency as Knative does it: requests that run or wait, integrated over time, in a stable
+window of 60 s and a panic window of 6 s. Up at once, down one at a time and only where the
+survivors hold what is there. From zero and to zero is `kvmig.fleet.lifecycle`'s; by freeness a
+deployment scales itself (`kvmig.serve --autoscale`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+Kind = Literal["concurrency", "rps"]
+
+STABLE_S = 60.0
+PANIC_S = 6.0
+PANIC_AT = 2.0
+"""Times as many as are ready, wanted by the panic window."""
+FASTEST = 10
+"""Times as many as are ready at most, in one step."""
+COOLDOWN_S = 30.0
+"""Least time from the last change to a step down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a proxy counted in the `seconds` before `at`."""
+
+    at: float
+    seconds: float
+    request_s: float
+    """Requests that ran or waited, times how long."""
+    arrivals: int = 0
+
+
+class Window:
+    """The samples of all proxies that the longer window needs."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque()
+
+    def add(self, sample: Sample) -> None:
+        """In any order; what is too old goes."""
+        self._samples.append(sample)
+        while self._samples and self._samples[0].at < sample.at - STABLE_S - PANIC_S:
+            self._samples.popleft()
+
+    def concurrency(self, now: float, span_s: float) -> float:
+        """Mean number of requests that ran or waited in the last `span_s`."""
+        return sum(one.request_s * _part(one, now, span_s) for one in self._samples) / span_s
+
+    def rate(self, now: float, span_s: float) -> float:
+        """Mean arrivals a second in the last `span_s`."""
+        return sum(one.arrivals * _part(one, now, span_s) for one in self._samples) / span_s
+
+
+def _part(sample: Sample, now: float, span_s: float) -> float:
+    """How much of a sample's time lies in the window, 0 to 1."""
+    begin = max(sample.at - sample.seconds, now - span_s)
+    inside = min(sample.at, now) - begin
+    return min(1.0, max(0.0, inside / sample.seconds)) if sample.seconds else float(inside >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRule:
+    """What the catalogue says of a model."""
+
+    least: int = 0
+    most: int = 1
+    target: float = 8.0
+    """Requests, or requests a second, that an instance is for."""
+    kind: Kind = "concurrency"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is seen of it now."""
+
+    ready: int
+    """Instances that serve."""
+    stable: float
+    """Of the stable window: requests, or requests a second, by the rule's kind."""
+    panic: float
+    """The same of the panic window."""
+    holds: bool = True
+    """Whether one instance less would hold what is there."""
+    floor: int = 0
+    """Least number by the schedule, now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What was decided last."""
+
+    wanted: int = 1
+    why: str = ""
+    changed_at: float = -math.inf
+    panic_until: float = field(default=-math.inf)
+
+
+def decide(before: Scaling, rule: ScalingRule, demand: Demand, now: float) -> Scaling:
+    """How many instances, at least one. now: seconds of any steady clock."""
+    panic_until = before.panic_until
+    stable, panic = (math.ceil(load / rule.target) for load in (demand.stable, demand.panic))
+    if panic >= PANIC_AT * max(demand.ready, 1):
+        panic_until = now + STABLE_S
+    panicking = now < panic_until
+    by_load = max(stable, panic, before.wanted) if panicking else stable
+    unit = "" if rule.kind == "concurrency" else "/s"
+    load = demand.panic if panicking else demand.stable
+    why = f"{load:.1f}{unit} at {rule.target:g}{unit} an instance"
+    least = max(1, rule.least, demand.floor)
+    if by_load < least:
+        by_load, why = least, "by the schedule" if demand.floor == least > rule.least else "min"
+    if by_load > rule.most:
+        by_load, why = rule.most, "max"
+    wanted = min(by_load, FASTEST * max(demand.ready, 1))
+    wanted = _step_down(before, wanted, demand, now) if wanted < before.wanted else wanted
+    if wanted == before.wanted:
+        return replace(before, panic_until=panic_until)
+    way = "up" if wanted > before.wanted else "down"
+    return Scaling(wanted, f"{way} to {wanted}: {why}", now, panic_until)
+
+
+def _step_down(before: Scaling, wanted: int, demand: Demand, now: float) -> int:
+    """One less at most, and not before the last change has shown what it does."""
+    steady = demand.ready >= before.wanted and now - before.changed_at >= COOLDOWN_S
+    return max(wanted, before.wanted - 1) if steady and demand.holds else before.wanted

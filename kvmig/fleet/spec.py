@@ -1,0 +1,244 @@
+"""What a fleet's user says of a model: the specification, and the file with all of them. Pure.
+
+Every mistake is one sentence with the field, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvmig.ground.config import ENGINES
+from kvmig.ground.errors import ConfigError
+
+NAME = re.compile(r"[a-z0-9][a-z0-9._:/-]{0,127}")
+NAMES = "lower-case letters, digits and . _ : / -, at most 128, the first a letter or a digit"
+PATH = "path:"
+LATER = {
+    "placement": "placement on workers",
+    "workers": "workers",
+    "gpus": "placement on given GPUs",
+    "gpus_per_instance": "placement on given GPUs",
+    "load": "streamed loading",
+}
+"""Fields that have their place and no meaning yet."""
+OURS = {
+    "--uds": "the fleet's own",
+    "--port": "of `kvmig up`",
+    "--host": "of `kvmig up`",
+    "--end-with-stdin": "the fleet's own",
+    "--instances": "instances.min",
+    "--max-instances": "instances.max",
+    "--min-instances": "instances.min",
+    "--autoscale": "instances.target with target_kind: freeness",
+    "--start-timeout": "instances.start_timeout_s",
+    "--shutdown-timeout": "of `kvmig up`",
+    "--served-model-name": "name and aliases",
+    "--api-key": "keys of the fleet (`kvmig key add`)",
+    "--front-ends": "the fleet's own",
+    "--engine": "engine",
+    "--ray": "of a later version",
+}
+"""Flags that a spec says otherwise."""
+MOST_S = 7 * 86400.0
+
+TargetKind = Literal["concurrency", "rps", "freeness"]
+Warm = Literal["none", "always"]
+
+
+class Instances(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many, and when."""
+
+    min: int = 0
+    max: int = 1
+    target: float = 8.0
+    """What one instance is for: requests at once, arrivals a second, or blocks of freeness."""
+    target_kind: TargetKind = "concurrency"
+    zero_after_s: float = 300.0
+    """Without a request, until none is left; with min 0 only."""
+    start_timeout_s: float = 600.0
+
+
+class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One model, as its user writes it."""
+
+    name: str
+    source: str
+    """path: and a folder."""
+    engine: Literal["vllm", "transformers", "toy"] = "vllm"
+    flags: tuple[str, ...] = ()
+    """The engine's, and kvmig.serve's."""
+    instances: Instances = Instances()
+    aliases: tuple[str, ...] = ()
+    """Other names of it."""
+    adapters: Mapping[str, str] = {}
+    """LoRA adapters by the name that requests give: a folder each."""
+    warm: Warm = "none"
+    priority: int = 0
+    """Who waits for a start is served by it: smaller ones first."""
+    max_held: int = 1000
+    """Requests at most that wait for its start."""
+    heartbeat_after_s: float = 10.0
+    """Without an answer, until a streaming client hears heartbeats."""
+
+    @property
+    def folder(self) -> str:
+        """Of its source."""
+        return self.source.removeprefix(PATH)
+
+
+def spec_of(given: Any) -> Spec:
+    """From what JSON or YAML holds. Raises ConfigError."""
+    if not isinstance(given, dict):
+        raise ConfigError(f"a model is {given!r:.100}, must be a mapping with name and source")
+    who = given.get("name")
+    who = who if isinstance(who, str) and NAME.fullmatch(who) else "?"
+    for field, what in LATER.items():
+        if field in given:
+            raise ConfigError(f"model {who}: {field} is {given[field]!r:.100}: {what} comes later")
+    flags = given.get("flags")
+    if isinstance(flags, str):
+        try:
+            given = {**given, "flags": shlex.split(flags)}
+        except ValueError as error:
+            raise ConfigError(f"model {who}: flags is {flags!r:.100}: {error}") from error
+    try:
+        spec = msgspec.convert(given, Spec)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"model {who}: {error}") from error
+    return check_spec(spec)
+
+
+def check_spec(spec: Spec) -> Spec:
+    """Returns it unchanged. Raises ConfigError."""
+    for name in (spec.name, *spec.aliases, *spec.adapters):
+        _check_name(name)
+    where = f"model {spec.name}"
+    if not spec.source.startswith(PATH):
+        raise ConfigError(
+            f"{where}: source is {spec.source!r:.100}, must be path:FOLDER; the hub comes later"
+        )
+    if spec.engine != "toy":
+        _check_folder(f"{where}: source", spec.folder)
+    for name, folder in spec.adapters.items():
+        _check_folder(f"{where}: adapters.{name}", folder)
+    assert spec.engine in ENGINES
+    _check_instances(where, spec.instances)
+    _check_range(f"{where}: max_held", spec.max_held, 0, 1_000_000)
+    _check_range(f"{where}: heartbeat_after_s", spec.heartbeat_after_s, 0, MOST_S)
+    for word in spec.flags:
+        if (flag := word.partition("=")[0]) in OURS:
+            raise ConfigError(f"{where}: flags has {flag}: that is {OURS[flag]}")
+    return spec
+
+
+def _check_instances(where: str, instances: Instances) -> None:
+    _check_range(f"{where}: instances.min", instances.min, 0, 1000)
+    _check_range(f"{where}: instances.max", instances.max, 1, 1000)
+    if instances.max < instances.min:
+        raise ConfigError(
+            f"{where}: instances.max is {instances.max}, must be {instances.min} or more, which"
+            " instances.min is"
+        )
+    if not 0 < instances.target <= 1e6:
+        raise ConfigError(
+            f"{where}: instances.target is {instances.target:g}, must be more than 0, at most"
+            " 1000000"
+        )
+    _check_range(f"{where}: instances.zero_after_s", instances.zero_after_s, 0, MOST_S)
+    _check_range(f"{where}: instances.start_timeout_s", instances.start_timeout_s, 1, MOST_S)
+
+
+def _check_range(field: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{field} is {value:g}, must be {least:g} to {most:g}")
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name) or ".." in name or "//" in name or name.endswith("/"):
+        raise ConfigError(f"name is {name!r:.150}, must be {NAMES}")
+
+
+def _check_folder(field: str, folder: str) -> None:
+    if not Path(folder).is_absolute():
+        raise ConfigError(f"{field} is {folder!r:.200}, must be a folder's whole path")
+    if not Path(folder).is_dir():
+        raise ConfigError(f"{field} is {folder!r:.200}, which is no folder here")
+
+
+class FleetFile(msgspec.Struct, frozen=True):
+    """All that a fleet's file says."""
+
+    models: tuple[Spec, ...] = ()
+    aliases: Mapping[str, Mapping[str, int]] = {}
+    """Names that stand for several models: of each how many requests of how many it gets."""
+
+
+def fleet_of(given: Any, folder: Path | None = None) -> FleetFile:
+    """From what JSON or YAML holds: `models`, a list, and `aliases`. Raises ConfigError.
+
+    folder: what relative paths in it mean; None: there are none.
+    """
+    if not isinstance(given, dict) or given.keys() - {"models", "aliases"}:
+        raise ConfigError(f"the file holds {given!r:.100}, must be `models:` and `aliases:`")
+    listed = given.get("models") or []
+    if not isinstance(listed, list):
+        raise ConfigError(f"models is {listed!r:.100}, must be a list")
+    specs = [spec_of(one if folder is None else _absolute(one, folder)) for one in listed]
+    try:
+        aliases = msgspec.convert(given.get("aliases") or {}, dict[str, dict[str, int]])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"aliases: {error}") from error
+    return check_names(FleetFile(tuple(specs), aliases))
+
+
+def _absolute(given: Any, folder: Path) -> Any:
+    """The same with whole paths."""
+    if not isinstance(given, dict):
+        return given
+    found = dict(given)
+    source = found.get("source")
+    if isinstance(source, str) and source.startswith(PATH):
+        found["source"] = PATH + str(folder / source.removeprefix(PATH))
+    adapters = found.get("adapters")
+    if isinstance(adapters, dict) and all(isinstance(one, str) for one in adapters.values()):
+        found["adapters"] = {name: str(folder / one) for name, one in adapters.items()}
+    return found
+
+
+def check_names(fleet: FleetFile) -> FleetFile:
+    """Returns it unchanged if no two things in it have one name, and aliases stand for models.
+
+    Raises ConfigError.
+    """
+    whose: dict[str, str] = {}
+    for spec in fleet.models:
+        for field, names in _names(spec):
+            for name in names:
+                if name in whose:
+                    raise ConfigError(
+                        f"model {spec.name}: {field} is {name}, which is {whose[name]} already"
+                    )
+                whose[name] = f"{field} of model {spec.name}"
+    models = {spec.name for spec in fleet.models}
+    for alias, targets in fleet.aliases.items():
+        _check_name(alias)
+        if alias in whose:
+            raise ConfigError(f"aliases.{alias}: that is {whose[alias]} already")
+        if not targets:
+            raise ConfigError(f"aliases.{alias} is empty, must name models and weights")
+        for model, weight in targets.items():
+            if model not in models:
+                known = ", ".join(sorted(models)) or "there is none"
+                raise ConfigError(f"aliases.{alias}: {model!r:.150} is no model, models: {known}")
+            _check_range(f"aliases.{alias}.{model}", weight, 1, 1_000_000)
+    return fleet
+
+
+def _names(spec: Spec) -> Sequence[tuple[str, Iterable[str]]]:
+    return (("name", [spec.name]), ("an alias", spec.aliases), ("an adapter", spec.adapters))

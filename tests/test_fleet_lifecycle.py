@@ -1,0 +1,224 @@
+"""A model's life: one start whoever asks, never cut, tried again, adopted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.fleet.lifecycle import END_S, STABLE_S, Action, Life, Seen, Wish, awake, turn
+
+WISH = Wish(zero_after_s=300, start_timeout_s=600)
+THERE = Seen(deployment=True)
+READY = Seen(deployment=True, ready=True)
+
+
+def test_nothing_starts_until_somebody_wants_it() -> None:
+    assert turn(Life(), WISH, Seen(idle_s=1e6), 5) == (Life(), None)
+
+
+def test_somebody_who_wants_it_starts_it_once() -> None:
+    life, action = turn(Life(), WISH, Seen(wanted=True), 5)
+    assert (life.state, action) == ("starting", "start")
+    assert turn(life, WISH, replace(THERE, wanted=True), 6) == (life, None)
+
+
+def test_one_with_a_least_number_of_instances_starts_by_itself() -> None:
+    assert turn(Life(), replace(WISH, least=1), Seen(), 0)[1] == "start"
+
+
+def test_one_that_is_off_does_not_start() -> None:
+    assert turn(Life(), replace(WISH, on=False, least=1), Seen(wanted=True), 0)[1] is None
+
+
+def test_one_that_another_server_has_started_is_taken_over() -> None:
+    assert turn(Life(), WISH, THERE, 5)[0].state == "starting"
+    assert turn(Life(), WISH, READY, 5)[0].state == "serving"
+
+
+def test_a_failed_start_is_tried_again_later_and_later() -> None:
+    life, pauses = Life(), []
+    now = 0.0
+    for _ in range(7):
+        life, action = turn(life, WISH, Seen(wanted=True), now)
+        assert action == "start"
+        life, _ = turn(life, WISH, Seen(ended="exit code 2", wanted=True), now)
+        assert (life.state, life.why) == ("failed", "exit code 2")
+        assert turn(life, WISH, Seen(wanted=True), life.retry_at - 0.1)[1] is None
+        pauses.append(life.retry_at - now)
+        now = life.retry_at
+    assert pauses == [10, 20, 40, 80, 160, 300, 300]
+
+
+def test_one_that_is_woken_does_not_wait_for_its_retry() -> None:
+    life = Life("failed", 0, 3, 300, "exit code 2")
+    assert turn(awake(life, 5), WISH, Seen(wanted=True), 5)[1] == "start"
+
+
+def test_a_start_that_takes_too_long_is_killed_and_has_failed() -> None:
+    life, action = turn(Life("starting"), WISH, replace(THERE, wanted=True), 601)
+    assert (life.state, action) == ("stopping", "kill")
+    life, action = turn(life, WISH, Seen(ended="killed by SIGKILL"), 602)
+    assert (life.state, life.why) == ("failed", "it was not ready within 600 s")
+
+
+def test_an_idle_one_is_emptied_then_stopped_then_gone() -> None:
+    life, action = turn(Life("serving"), WISH, replace(READY, idle_s=300), 900)
+    assert (life.state, action, life.routed) == ("emptying", None, False)
+    assert turn(life, WISH, replace(READY, idle_s=300), 900)[1] is None
+    life, action = turn(life, WISH, replace(READY, unrouted=True), 901)
+    assert (life.state, action) == ("stopping", "stop")
+    assert turn(life, WISH, Seen(ended="exit code 0"), 902) == (Life(since=902), None)
+
+
+def test_a_request_that_comes_while_it_is_emptied_keeps_it() -> None:
+    life = Life("emptying", 900)
+    life, action = turn(life, WISH, replace(READY, wanted=True, unrouted=True), 901)
+    assert (life.state, action) == ("serving", None)
+
+
+def test_one_that_is_switched_off_serves_its_requests_to_the_end() -> None:
+    off = replace(WISH, on=False)
+    life, _ = turn(Life("serving"), off, replace(READY, running=40), 900)
+    assert life.state == "emptying"
+    assert turn(life, off, replace(READY, running=1, unrouted=True, wanted=True), 5000)[1] is None
+    assert turn(life, off, replace(READY, unrouted=True), 5001)[1] == "stop"
+
+
+def test_one_that_does_not_stop_is_killed() -> None:
+    late = WISH.shutdown_timeout_s + END_S
+    life = Life("stopping", 0)
+    assert turn(life, WISH, READY, late)[1] is None
+    life, action = turn(life, WISH, READY, late + 1)
+    assert action == "kill"
+    assert turn(life, WISH, READY, late + 2)[1] is None
+
+
+def test_one_that_dies_soon_has_failed_one_that_served_long_starts_again_at_once() -> None:
+    died = Seen(ended="killed by SIGKILL", wanted=True)
+    assert turn(Life("serving"), WISH, died, STABLE_S - 1)[0].state == "failed"
+    life, _ = turn(Life("serving"), WISH, died, STABLE_S)
+    assert turn(life, WISH, Seen(wanted=True), STABLE_S)[1] == "start"
+
+
+@dataclass
+class World:
+    """One model with its deployment and a proxy that is told late."""
+
+    on: bool = True
+    life: Life = field(default_factory=Life)
+    now: float = 0.0
+    process: bool = False
+    ready: bool = False
+    ended: str = ""
+    stopping: bool = False
+    held: int = 0
+    running: int = 0
+    knows_routed: bool = False
+    """What the proxy was told last."""
+    starts: int = 0
+
+    def act(self, action: Action | None) -> None:
+        if action == "start":
+            assert not self.process, "two deployments at once"
+            self.process, self.ready, self.stopping = True, False, False
+            self.starts += 1
+        elif action == "stop":
+            assert not self.running, "requests were cut"
+            assert not self.knows_routed, "a request could be sent to one that stops"
+            self.stopping, self.ready = True, False
+        elif action == "kill":
+            self.die("killed by SIGKILL")
+
+    def die(self, how: str) -> None:
+        if self.process:
+            self.process = self.ready = False
+            self.ended, self.running = how, 0
+
+    def step(self) -> None:
+        unrouted = not self.knows_routed
+        seen = Seen(
+            deployment=self.process,
+            ready=self.ready,
+            ended=self.ended,
+            clean=self.ended == "exit code 0",
+            wanted=self.held > 0,
+            running=self.running,
+            idle_s=0.0 if self.held or self.running else 1e9,
+            unrouted=unrouted,
+        )
+        self.ended = ""
+        self.life, action = turn(self.life, replace(WISH, on=self.on), seen, self.now)
+        self.act(action)
+
+    def happen(self, what: str) -> None:
+        self.now += 1
+        getattr(self, what)()
+        self.step()
+
+    def arrive(self) -> None:
+        if self.knows_routed and self.process and self.ready:
+            self.running += 1
+        else:
+            self.held += 1
+
+    def tell(self) -> None:
+        self.knows_routed = self.life.routed and self.process and self.ready
+        if self.knows_routed:
+            self.running, self.held = self.running + self.held, 0
+
+    def finish(self) -> None:
+        self.running = max(0, self.running - 1)
+
+    def get_ready(self) -> None:
+        self.ready = self.process and not self.stopping
+
+    def end(self) -> None:
+        if self.stopping:
+            assert not self.running, "requests were cut"
+            self.die("exit code 0")
+
+    def crash(self) -> None:
+        self.stopping = False
+        self.die("killed by SIGSEGV")
+
+    def late(self) -> None:
+        self.now += 1000
+
+    def switch(self) -> None:
+        self.on = not self.on
+
+    def adopt(self) -> None:
+        """A new server, which knows nothing but what is seen."""
+        self.life = Life()
+
+    def nothing(self) -> None:
+        """Time goes by."""
+
+
+EVENTS = [
+    "arrive", "tell", "finish", "get_ready", "end", "crash", "late", "switch", "adopt", "nothing",
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=60))
+def test_whatever_happens_none_is_cut_and_never_are_there_two(events: list[str]) -> None:
+    world = World()
+    for one in events:
+        world.happen(one)
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=60))
+def test_whatever_has_happened_who_waits_is_served_in_the_end(events: list[str]) -> None:
+    world = World()
+    for one in events:
+        world.happen(one)
+    world.on = True
+    world.happen("arrive")
+    for _ in range(20):
+        for one in ("late", "get_ready", "end", "tell"):
+            world.happen(one)
+            if not world.held:
+                return
+    raise AssertionError(world)
