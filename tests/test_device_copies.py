@@ -118,8 +118,7 @@ KINDS = ["device", "mapping", "unpinnable mapping", "bytes"]
 
 def test_what_is_made_at_the_first_use_is_made_at_the_start(world: World) -> None:
     """A12: else requests decode beside it, and the first copies' rate is taken for any one's."""
-    world.gpu.enter()
-    copies = load(Blocks(world.cache.layout), steps_overlap=True)
+    copies = load(Blocks(world.cache.layout), 0, steps_overlap=True)
     before = fake_gpu.held()
     assert world.cache.memory().tobytes() == world.host.memory.tobytes()
     for kind in ("bytes", "mapping"):
@@ -135,10 +134,9 @@ def test_what_is_made_at_the_first_use_is_made_at_the_start(world: World) -> Non
 def test_a_gpu_that_copies_wrongly_is_noticed_at_the_start(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.gpu.enter()
     monkeypatch.setattr(DeviceCopies, "scatter", lambda *_: [0])
     with pytest.raises(KvmigError, match="a copy on GPU 0 and back isn't the same block"):
-        load(Blocks(world.cache.layout), steps_overlap=True)
+        load(Blocks(world.cache.layout), 0, steps_overlap=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

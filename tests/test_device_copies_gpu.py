@@ -38,7 +38,7 @@ def cache(fill: int | None = None) -> tuple[torch.Tensor, DeviceCopies]:
     torch.cuda.synchronize()
     layer = BLOCKS * RUN
     regions = (Region(memory.data_ptr() + index * layer, RUN, RUN) for index in range(LAYERS))
-    return memory, load(Blocks(KVLayout(tuple(regions), BLOCKS, 16)), steps_overlap=True)
+    return memory, load(Blocks(KVLayout(tuple(regions), BLOCKS, 16)), 0, steps_overlap=True)
 
 
 def buffer_of(kind: str, nbytes: int) -> memoryview:

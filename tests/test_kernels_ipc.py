@@ -165,3 +165,73 @@ def test_a_device_that_cannot_share_says_so(gpu: FakeGpu, monkeypatch: pytest.Mo
 def test_what_is_no_memory_of_a_gpu_is_refused(gpu: FakeGpu) -> None:
     with open("/dev/zero", "rb") as file, pytest.raises(KvmigError, match="cuMemImport"):  # noqa: PTH123
         ipc.open_descriptor(gpu, file.fileno(), SIZE)
+
+
+# -- what a worker has allocated
+
+
+def _allocate(pipe: Connection, device: int) -> None:
+    """A worker: its memory, opened elsewhere; says what it finds there at the end."""
+    with fake_gpu.installed():
+        gpu = FakeGpu(device)
+        address = gpu.allocate(NBYTES)
+        gpu.write(address + AT, b"here")
+        pipe.send(ipc.export_allocation(gpu, address + AT))
+        pipe.recv()
+        pipe.send(gpu.read(address + AT, 4))
+        gpu.free(address)
+
+
+@pytest.fixture(params=[0, 1])
+def worker(request: pytest.FixtureRequest) -> Iterator[Connection]:
+    """A process with memory on either device."""
+    context = multiprocessing.get_context("forkserver")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_allocate, args=(theirs, request.param), daemon=True)
+    process.start()
+    yield pipe
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_one_device_reads_and_writes_what_workers_have_allocated(
+    worker: Connection, gpu: FakeGpu
+) -> None:
+    assert worker.poll(20)
+    exported = worker.recv()
+    address = ipc.open_allocation(gpu, exported)
+    assert gpu.read(address, 4) == b"here"
+    gpu.write(address, b"back")
+    ipc.close_allocation(gpu, exported, address)
+    worker.send("go on")
+    assert worker.recv() == b"back"
+
+
+def test_a_worker_on_a_device_out_of_reach_is_named(
+    worker: Connection, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert worker.poll(20)
+    exported = worker.recv()
+    monkeypatch.setenv("KVMIG_FAKE_NO_PEERS", "1")
+    other = FakeGpu(1 - exported.gpu)
+    words = f"GPU {other.ordinal} can't open memory of GPU {exported.gpu}: .*peer access is not"
+    with pytest.raises(KernelUnavailable, match=words):
+        ipc.open_allocation(other, exported)
+    worker.send("go on")
+
+
+def test_memory_that_is_mapped_piece_by_piece_is_refused_by_name(gpu: FakeGpu) -> None:
+    """As torch's expandable segments are."""
+    mapping, descriptor = ipc.create(gpu, NBYTES)
+    os.close(descriptor)
+    with pytest.raises(KernelUnavailable, match="of GPU 0 that wasn't made by cudaMalloc"):
+        ipc.export_allocation(gpu, mapping.address)
+    ipc.close(gpu, mapping)
+
+
+def test_devices_say_whether_they_reach_each_other(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gpu.reaches(1)
+    monkeypatch.setenv("KVMIG_FAKE_NO_PEERS", "1")
+    assert not gpu.reaches(1)

@@ -97,19 +97,32 @@ class Stream:
 def test_the_event_is_left_on_the_stream_that_the_engine_queues_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copies, overlaps = Copies(), list[bool]()
+    copies, loaded = Copies(), list[tuple[int, bool]]()
 
-    def load(plan: object, steps_overlap: bool) -> Copies:
-        overlaps.append(steps_overlap)
+    def load(plan: object, gpu: int, steps_overlap: bool) -> Copies:
+        loaded.append((gpu, steps_overlap))
         return copies
 
     monkeypatch.setattr(device_copies, "load", load)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
     memory = BlockMemory.__new__(BlockMemory)
-    assert memory._on_gpu(Config(), None) is copies  # type: ignore[arg-type,comparison-overlap]
+    made: object = memory._on_gpu(Config(), None, None)  # type: ignore[arg-type]
+    assert made is copies
     memory.after_step()
-    assert (copies.steps, overlaps) == ([77], [True])
+    assert (copies.steps, loaded) == ([77], [(0, True)])
+
+
+def test_workers_of_other_processes_leave_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is torch asked for a stream: it would begin CUDA in a process that computes nothing."""
+    copies = Copies()
+    monkeypatch.setattr(device_copies, "load", lambda plan, gpu, steps_overlap: copies)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: pytest.fail("asked"))
+    memory = BlockMemory.__new__(BlockMemory)
+    memory._stepping_on = None
+    memory._on_gpu(Config(), None, 1)  # type: ignore[arg-type]
+    memory.after_step()
+    assert copies.steps == []
 
 
 def test_the_cache_is_unmapped_even_if_the_device_fails_at_the_end() -> None:

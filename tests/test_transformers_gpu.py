@@ -44,7 +44,7 @@ class OnGpu:
         self.stepped = False
         self.stream = self.gpu.new_stream()
 
-        def load(plan: Any, steps_overlap: bool) -> device_copies.DeviceCopies:
+        def load(plan: Any, gpu: int, steps_overlap: bool) -> device_copies.DeviceCopies:
             assert not steps_overlap
             return device_copies.DeviceCopies(plan, self.gpu, self.kernels, steps_overlap)
 

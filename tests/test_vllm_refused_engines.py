@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,9 +11,11 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvmig.engines.vllm import lora
-from kvmig.engines.vllm.config import refuse_workers, why_not
+from kvmig.engines.vllm.config import refuse_experts, refuse_workers, why_not, workers_word
 from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units
 from kvmig.ground.errors import ConfigError, MigrationRefused, UnsupportedLayout
+from kvmig.kernels.driver import LIBRARY, _initialised
+from tests import fake_gpu
 
 try:
     from vllm.v1.core.kv_cache_planning import _check_enough_kv_cache_memory
@@ -20,11 +23,78 @@ except ImportError:  # before 0.33
     from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
 
 
-def test_several_workers_are_refused_where_their_memory_cannot_be_mapped() -> None:
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started find the driver of two GPUs of the tests' own."""
+    (tmp_path / LIBRARY).symlink_to(fake_gpu.path())
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+
+
+@pytest.mark.parametrize(("device", "workers"), [("cuda", 2), ("cpu", 1)])
+def test_experts_may_be_spread_over_workers_on_gpus(device: str, workers: int) -> None:
+    refuse_experts(with_experts(device, workers))
+
+
+def test_experts_that_are_spread_on_a_cpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--enable-expert-parallel is set, must not be with sev"):
+        refuse_experts(with_experts("cpu", 2))
+
+
+def with_experts(device: str, workers: int) -> Any:
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(is_moe=True),
+        parallel_config=SimpleNamespace(enable_expert_parallel=True, tensor_parallel_size=workers),
+    )
+
+
+def test_an_engine_with_spread_experts_is_of_a_numerics_class_of_its_own() -> None:
+    """A worker with whole experts sums their outputs in another order."""
+    spread = with_experts("cuda", 2)
+    assert workers_word(spread) == "2-by-expert"
+    spread.model_config.is_moe = False
+    assert workers_word(spread) == "2"
+
+
+def test_several_workers_on_a_cpu_need_no_gpu() -> None:
     refuse_workers("cpu", 2)
     refuse_workers("cuda", 1)
-    with pytest.raises(ConfigError, match="--tensor-parallel-size is 2, must be 1 on cuda for now"):
+    with pytest.raises(ConfigError, match="--tensor-parallel-size is 2, must be 1 on xpu"):
+        refuse_workers("xpu", 2)
+
+
+def test_several_workers_are_taken_on_gpus_that_the_first_one_reaches(driver: None) -> None:
+    _initialised.cache_clear()
+    refuse_workers("cuda", 2)
+    assert not _initialised.cache_info().currsize  # here it isn't begun: workers are forked
+
+
+def test_gpus_without_peer_access_are_refused_by_name(
+    driver: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVMIG_FAKE_NO_PEERS", "1")
+    words = "--tensor-parallel-size is 2, must be 1 here: GPU 0 .* no peer access to GPU 1, whose"
+    with pytest.raises(ConfigError, match=words):
         refuse_workers("cuda", 2)
+
+
+def test_a_gpu_that_is_not_there_is_refused_in_the_drivers_words(driver: None) -> None:
+    with pytest.raises(ConfigError, match=r"must be 1: GPUs can't be asked .*: cuDeviceGet: inval"):
+        refuse_workers("cuda", 3)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_several_workers_with_expandable_segments_are_refused_by_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "garbage_collection_threshold:0.9,expandable_segments:True")
+    with pytest.raises(ConfigError, match=f"must be 1 with {name}, which makes memory in pieces"):
+        refuse_workers("cuda", 2)
+
+
+def test_several_workers_with_vllms_own_allocator_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="must be 1 with --enable-cumem-allocator, which makes"):
+        refuse_workers("cuda", 2, own_allocator=True)
 
 
 def test_a_cache_that_holds_no_request_is_refused_by_its_flag() -> None:

@@ -39,6 +39,8 @@ def config(
     overlapped: bool = False,
     metrics: str = "none",
     pooling: bool = False,
+    workers: int = 1,
+    device: str = "cuda",
 ) -> VllmConfig:
     """What movability reads of vLLM's configuration."""
     return cast(
@@ -50,6 +52,8 @@ def config(
             ),
             cache_config=SimpleNamespace(use_replayssm=replayssm),
             aux_output_config=SimpleNamespace(enabled=experts),
+            parallel_config=SimpleNamespace(world_size=workers),
+            device_config=SimpleNamespace(device_type=device),
             speculative_config=method and SimpleNamespace(method=method),
             scheduler_config=SimpleNamespace(async_scheduling=overlapped),
             observability_config=SimpleNamespace(per_request_spec_decode_metrics=metrics),
@@ -123,6 +127,9 @@ ENGINES = {
     "routed experts, which are gathered until the end": config(experts=True),
     "speculative decoding with asynchronous scheduling": config("ngram", overlapped=True),
     "speculative decoding with per-request metrics": config("draft_model", metrics="detailed"),
+    "drafts of several workers on GPUs, whose last writes nobody here knows of": config(
+        "eagle", workers=2
+    ),
 } | {
     f"speculative decoding with {method}, which must be {DRAFTED}": config(method)
     for method in ("mtp", "medusa", "suffix", "ngram_gpu")

@@ -57,6 +57,8 @@ class Configuration:
     flags: tuple[str, ...] = ()
     unit_tokens: int = 0
     model: Path = BUNDLED
+    apart: bool = False
+    """Whether the one worker is a process of its own."""
 
 
 BY_PRIORITY = Configuration(
@@ -86,6 +88,8 @@ def start(wanted: Configuration) -> ServingVllm:
     # As ENVIRONMENT says, whatever has been imported; vLLM takes torch.set_num_threads away.
     set_num_threads(1)
     config = engine_config(flags.parse([str(wanted.model), *FLAGS, *wanted.flags]))
+    if wanted.apart:
+        config.parallel_config.distributed_executor_backend = "mp"
     # vLLM's CPU platform turns it off; the machinery is the same as on a GPU.
     config.scheduler_config.async_scheduling = wanted.async_scheduling
     engine = ServingVllm(config, unit_tokens=wanted.unit_tokens)

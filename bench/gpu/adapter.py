@@ -15,6 +15,7 @@ from kvmig.engines.block_copies import Blocks, Copies, HostCopies
 from kvmig.engines.device_copies import load
 from kvmig.ground.errors import KvmigError
 from kvmig.ground.layout import KVLayout
+from kvmig.kernels.driver import current_device
 from kvmig.kernels.face import Device
 from kvmig.kvtransfer.transports.cuda_ipc import view
 
@@ -69,7 +70,7 @@ def _copies(site: Site, layout: KVLayout) -> tuple[Copies, Callable[[], None]]:
     """And what frees them."""
     if site.device == "cpu":
         return HostCopies(Blocks(layout)), lambda: None
-    copies = load(Blocks(layout), steps_overlap=False)
+    copies = load(Blocks(layout), current_device(), steps_overlap=False)
     return copies, copies.close
 
 

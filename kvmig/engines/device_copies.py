@@ -18,7 +18,7 @@ from kvmig.engines.block_copies import Pass, Plan
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels.arrays import Memory, memory_of
 from kvmig.kernels.copy import checked, start_copy
-from kvmig.kernels.driver import Driver, current_device
+from kvmig.kernels.driver import Driver
 from kvmig.kernels.face import Kernels, Pending
 from kvmig.kernels.pinned import Pins
 from kvmig.kernels.select import kernels
@@ -235,10 +235,12 @@ class StepMarks:
             self._device.destroy_event(self._events.pop())
 
 
-def load(plan: Plan, steps_overlap: bool) -> DeviceCopies:
-    """On the calling thread's GPU, tried out, before the engine's first step. Raises
+def load(plan: Plan, gpu: int, steps_overlap: bool) -> DeviceCopies:
+    """On a GPU of this process, tried out, before the engine's first step. Raises
     KernelUnavailable with the reason if that can't be."""
-    copies = DeviceCopies(plan, Driver(current_device()), kernels("cuda"), steps_overlap)
+    device = Driver(gpu)
+    device.enter()
+    copies = DeviceCopies(plan, device, kernels("cuda"), steps_overlap)
     try:
         copies.try_out()
     except BaseException:

@@ -89,6 +89,13 @@ class Driver:
         self._call("cuDeviceGetAttribute", byref(value), c_int(number), self._device)
         return value.value
 
+    def reaches(self, other: int) -> bool:
+        """Whether the device can have access to another one's memory."""
+        peer, can = c_int(), c_int()
+        self._call("cuDeviceGet", byref(peer), c_int(other))
+        self._call("cuDeviceCanAccessPeer", byref(can), self._device, peer)
+        return bool(can.value)
+
     # -- memory
 
     def allocate(self, nbytes: int) -> int:

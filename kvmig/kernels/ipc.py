@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from dataclasses import dataclass
 
-from kvmig.ground.errors import KernelUnavailable
+from kvmig.ground.errors import KernelUnavailable, KvmigError
 from kvmig.kernels.driver import Driver
 
 _PINNED, _ON_DEVICE, _READ_AND_WRITE, _MINIMUM = 1, 1, 3, 0
@@ -47,6 +47,18 @@ class _Access(ctypes.Structure):
     """CUmemAccessDesc."""
 
     _fields_ = (("location", _Location), ("flags", c_int))
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("bytes", ctypes.c_char * 64),)
+
+
+_OPENS_PEERS = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+_LEGACY = 13
+"""CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,50 @@ def let(driver: Driver, mapping: Mapping) -> None:
     access = _Access(_Location(_ON_DEVICE, driver.ordinal), _READ_AND_WRITE)
     there = c_void_p(mapping.address), c_size_t(mapping.size)
     driver.call("cuMemSetAccess", *there, byref(access), c_size_t(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """An address in a process's memory, for others: `offset` behind where that memory begins."""
+
+    gpu: int
+    handle: bytes
+    offset: int
+
+
+def export_allocation(driver: Driver, address: int) -> Allocation:
+    """What another process needs to open the allocation that holds `address`."""
+    capable, base, size = ctypes.c_uint64(), c_void_p(), c_size_t()
+    there, handle = c_void_p(address), _Handle()
+    driver.call("cuPointerGetAttribute", byref(capable), c_int(_LEGACY), there)
+    if not capable.value:
+        raise KernelUnavailable(
+            f"memory of GPU {driver.ordinal} that wasn't made by cudaMalloc (expandable segments,"
+            " vLLM's own allocator) can't be opened by another process"
+        )
+    driver.call("cuMemGetAddressRange_v2", byref(base), byref(size), there)
+    driver.call("cuIpcGetMemHandle", byref(handle), base)
+    return Allocation(driver.ordinal, bytes(handle), address - int(base.value or 0))
+
+
+def open_allocation(driver: Driver, exported: Allocation) -> int:
+    """Its address here, where `driver`'s device reaches it, until `close_allocation`.
+
+    Raises KernelUnavailable with both devices where that device doesn't reach the other one.
+    """
+    base, handle = c_void_p(), _Handle.from_buffer_copy(exported.handle)
+    try:
+        driver.call("cuIpcOpenMemHandle_v2", byref(base), handle, ctypes.c_uint(_OPENS_PEERS))
+    except KvmigError as error:
+        raise KernelUnavailable(
+            f"GPU {driver.ordinal} can't open memory of GPU {exported.gpu}: {error}"
+        ) from error
+    return int(base.value or 0) + exported.offset
+
+
+def close_allocation(driver: Driver, exported: Allocation, address: int) -> None:
+    """Undo `open_allocation`; no copy may be running."""
+    driver.call("cuIpcCloseMemHandle", c_void_p(address - exported.offset))
 
 
 def close(driver: Driver, mapping: Mapping) -> None:

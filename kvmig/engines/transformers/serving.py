@@ -54,6 +54,7 @@ from kvmig.engines.transformers.requests import (
 )
 from kvmig.engines.transformers.sides import Destination, Source
 from kvmig.ground.errors import ConfigError, MigrationRefused
+from kvmig.kernels.driver import current_device
 
 T = TypeVar("T")
 _LOAD_PERIOD_S = 0.01
@@ -101,7 +102,7 @@ class ServingTransformers:
 
     def _on_gpu(self) -> device_copies.DeviceCopies:
         # A step's tokens are known when all that it queued is done: no step overlaps another.
-        copies = device_copies.load(Whole(self.layout), steps_overlap=False)
+        copies = device_copies.load(Whole(self.layout), current_device(), steps_overlap=False)
         self._loop.after_step = lambda: copies.after_step(self._loop.stream.cuda_stream)
         return copies
 

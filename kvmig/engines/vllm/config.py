@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ from vllm.v1.engine.core import EngineCore
 from kvmig.engines.identity import identity_of, numerics_class, updated
 from kvmig.engines.vllm.flags import REFUSED, SLEEP
 from kvmig.engines.vllm.runner import WORKER_TIMEOUT_S, uses_v2
-from kvmig.ground.errors import ConfigError
+from kvmig.ground.errors import ConfigError, KernelUnavailable
+from kvmig.kernels.peers import unreached
 
 
 def engine_config(args: Namespace) -> VllmConfig:
@@ -39,7 +41,12 @@ def engine_config(args: Namespace) -> VllmConfig:
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigError(first_sentence(error)) from error
     refuse_settings(config)
-    refuse_workers(config.device_config.device_type, args.tensor_parallel_size)
+    refuse_experts(config)
+    refuse_workers(
+        config.device_config.device_type,
+        args.tensor_parallel_size,
+        config.model_config.enable_cumem_allocator,
+    )
     return config
 
 
@@ -83,12 +90,48 @@ def refuse_settings(config: VllmConfig) -> None:
             raise ConfigError(f"vLLM's {name} is {count}, must be 1: {REFUSED[name]}")
 
 
-def refuse_workers(device: str, workers: int) -> None:
-    """Refuse, before anything is loaded, several workers whose memory can't be mapped here."""
-    if workers > 1 and device != "cpu":
+def refuse_experts(config: VllmConfig) -> None:
+    """Refuse what ends vLLM's workers on a CPU in their first step. Raises ConfigError."""
+    parallel = config.parallel_config
+    on_cpu = config.device_config.device_type == "cpu"
+    if parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1 and on_cpu:
         raise ConfigError(
-            f"--tensor-parallel-size is {workers}, must be 1 on {device} for now:"
-            " KV caches of several workers are shared on a CPU only"
+            "--enable-expert-parallel is set, must not be with several workers on a CPU: vLLM's"
+            " experts there can't be spread, and its workers crash"
+        )
+
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables with settings of torch's allocator."""
+
+
+def refuse_workers(device: str, workers: int, own_allocator: bool = False) -> None:
+    """Refuse, before anything is loaded, several workers whose KV caches one process can't open.
+
+    own_allocator: whether vLLM's own is in the place of torch's. Raises ConfigError.
+    """
+    if workers == 1 or device == "cpu":
+        return
+    flag = f"--tensor-parallel-size is {workers}"
+    if device != "cuda":
+        raise ConfigError(f"{flag}, must be 1 on {device}: KV caches there can't be shared")
+    pieces = [name for name in ALLOCATOR if "expandable_segments:True" in os.environ.get(name, "")]
+    if own_allocator:
+        pieces.append("--enable-cumem-allocator")
+    if pieces:
+        raise ConfigError(
+            f"{flag}, must be 1 with {pieces[0]}, which makes memory in pieces: a llumlet opens"
+            " its workers' KV caches as they were allocated"
+        )
+    try:
+        missed = unreached(workers)
+    except KernelUnavailable as error:
+        raise ConfigError(f"{flag}, must be 1: {error}") from error
+    if missed:
+        others = ", ".join(f"GPU {gpu}" for gpu in missed)
+        raise ConfigError(
+            f"{flag}, must be 1 here: GPU 0 of this instance has no peer access to {others}, whose"
+            " workers' KV caches it would copy"
         )
 
 
@@ -179,10 +222,17 @@ def numerics_of(core: EngineCore, probe: str = "") -> str:
         runner="v2" if uses_v2(core) else "v1",
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         kv=config.cache_config.cache_dtype,
-        workers=config.parallel_config.tensor_parallel_size,
+        workers=workers_word(config),
         compiled=int(config.compilation_config.mode or 0),
         **workers[0],
     )
+
+
+def workers_word(config: VllmConfig) -> str:
+    """How many, and whether each has whole experts: that sums their outputs in another order."""
+    parallel = config.parallel_config
+    by_expert = parallel.enable_expert_parallel and config.model_config.is_moe
+    return f"{parallel.tensor_parallel_size}{'-by-expert' if by_expert else ''}"
 
 
 def describe_arithmetic(worker: Any) -> dict[str, str]:

@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -23,7 +24,10 @@ from kvmig.engines.vllm.tables import Tables, layer_names
 from kvmig.engines.vllm.units import RankCache, UnitMap, Units, strips_of, units_of, whole_blocks
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.ground.layout import KVLayout
+from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
+from kvmig.kernels.driver import Driver
+from kvmig.kernels.ipc import Allocation
 
 START_TIMEOUT_S = 120.0
 
@@ -46,6 +50,8 @@ class BlockMemory:
         self._num_blocks = scheduler.kv_cache_config.num_blocks
         self._cache: SharedCache | None = None
         self._gpu: device_copies.DeviceCopies | None = None
+        self._stepping_on: int | None = None
+        """The GPU of a worker that is this process."""
         self.unmovable = ""
         units = units_of(scheduler.block_size, unit_tokens)
         try:
@@ -79,14 +85,21 @@ class BlockMemory:
             layout = KVLayout(regions, self._num_blocks, tokens, model, tables.count)
         if config.device_config.device_type == "cpu":
             return layout, HostCopies(plan or Blocks(layout))
-        copies = self._on_gpu(config, plan or Blocks(layout))
+        copies = self._on_gpu(config, plan or Blocks(layout), self._cache.gpu)
         return replace(layout, gpu=copies.gpu), copies
 
-    def _on_gpu(self, config: VllmConfig, plan: Plan) -> device_copies.DeviceCopies:
-        """Copies on the GPU of the calling thread, which is the worker's here."""
-        self._device = torch.cuda.current_device()
+    def _on_gpu(
+        self, config: VllmConfig, plan: Plan, gpu: int | None
+    ) -> device_copies.DeviceCopies:
+        """Copies on the GPU of this process's worker, or on `gpu`, which opened all workers'.
+
+        Other processes leave no events of their steps, nor need to: the last all-reduce of a step
+        comes after all workers' writes, and the tokens that this process hears of after that.
+        """
+        if gpu is None:
+            gpu = self._stepping_on = torch.cuda.current_device()
         overlap = config.max_concurrent_batches > 1
-        self._gpu = device_copies.load(plan, steps_overlap=overlap)
+        self._gpu = device_copies.load(plan, gpu, steps_overlap=overlap)
         return self._gpu
 
     @property
@@ -96,8 +109,8 @@ class BlockMemory:
 
     def after_step(self) -> None:
         """On the engine's thread, after each step."""
-        if self._gpu is not None:
-            self._gpu.after_step(torch.cuda.current_stream(self._device).cuda_stream)
+        if self._gpu is not None and self._stepping_on is not None:
+            self._gpu.after_step(torch.cuda.current_stream(self._stepping_on).cuda_stream)
 
     def close(self) -> None:
         """Wait for the running copy and end the copy thread."""
@@ -125,25 +138,32 @@ class NoCopies:
 class SharedCache:
     """The KV caches of an engine's workers as this process sees them.
 
-    `ranks`: each worker's, at addresses that hold here until `close`. With one worker, which is
-    this process, there is nothing to do. With several (on a CPU, see `config.refuse_workers`) each
-    one's cache is moved, before the first step, into memory of this process's own without a name
-    (memfd), so that all copies are made here and nothing is left by a process that dies.
+    `ranks`: each worker's, at addresses that hold here until `close`. A worker that is this process
+    has nothing to do. Workers that are processes of their own let this one see their caches, so
+    that all copies are made here:
+
+    - on a CPU each one's is moved, before the first step, into memory of this process's own without
+      a name (memfd): nothing is left by a process that dies;
+    - on GPUs, where CUDA graphs hold its address, it is opened where it is, by the first worker's
+      GPU (`gpu`), which has access to the others'.
     """
 
+    gpu: int | None = None
+
     def __init__(self, config: VllmConfig, executor: Executor, layer_names: Sequence[str]) -> None:
-        """Raises UnsupportedLayout, or what vLLM raises when a worker can't."""
-        self._mapped: list[mmap.mmap] = []
-        names = list(layer_names)
-        if config.parallel_config.world_size == 1:
+        """Raises UnsupportedLayout, KernelUnavailable, or what vLLM raises when a worker can't."""
+        self._held = contextlib.ExitStack()
+        names, processes = list(layer_names), len(getattr(executor, "workers", ()))
+        if not processes:
             self.ranks = _call(executor, worker.describe_cache, names)
-            return
-        self.ranks = self._share(executor, names, config.parallel_config.world_size)
+        elif config.device_config.device_type == "cpu":
+            self.ranks = self._share(executor, names, processes)
+        else:
+            self.ranks = self._open(executor, names)
 
     def close(self) -> None:
         """Unmap; no copy may be running."""
-        while self._mapped:
-            self._mapped.pop().close()
+        self._held.close()
 
     def _share(self, executor: Executor, names: list[str], workers: int) -> list[RankCache]:
         with contextlib.ExitStack() as opened:
@@ -152,18 +172,31 @@ class SharedCache:
                 files.append(os.memfd_create(f"kvmig-kv-{rank}", os.MFD_CLOEXEC))
                 opened.callback(os.close, files[-1])
             paths = [f"/proc/{os.getpid()}/fd/{file}" for file in files]
-            there = _call(executor, worker.share_cache, names, paths)
-            for file, cache in zip(files, there, strict=True):
-                self._mapped.append(mmap.mmap(file, cache.nbytes))
+            there: list[RankCache] = _call(executor, worker.share_cache, names, paths)
+            mapped = [mmap.mmap(file, one.nbytes) for file, one in zip(files, there, strict=True)]
+        for memory in mapped:
+            self._held.callback(memory.close)
         return [
             cache.mapped_at(address_of(memoryview(memory)))
-            for cache, memory in zip(there, self._mapped, strict=True)
+            for cache, memory in zip(there, mapped, strict=True)
         ]
 
+    def _open(self, executor: Executor, names: list[str]) -> list[RankCache]:
+        there: list[tuple[RankCache, Allocation]] = _call(executor, worker.export_cache, names)
+        self.gpu = there[0][1].gpu
+        driver, ranks = Driver(self.gpu), []
+        with contextlib.ExitStack() as opened:
+            for cache, exported in there:
+                address = ipc.open_allocation(driver, exported)
+                opened.callback(ipc.close_allocation, driver, exported, address)
+                ranks.append(cache.mapped_at(address))
+            self._held = opened.pop_all()
+        return ranks
 
-def _call(executor: Executor, function: object, *args: object) -> list[RankCache]:
-    ranks: list[RankCache] = executor.collective_rpc(function, timeout=START_TIMEOUT_S, args=args)
-    return ranks
+
+def _call(executor: Executor, function: object, *args: object) -> list[Any]:
+    told: list[Any] = executor.collective_rpc(function, timeout=START_TIMEOUT_S, args=args)
+    return told
 
 
 def _heads(config: VllmConfig) -> int:

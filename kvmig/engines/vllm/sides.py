@@ -101,6 +101,9 @@ def unmovable_engine(config: VllmConfig) -> str:
         return f"speculative decoding with {speculative.method}, which must be {_DRAFTERS}"
     if config.scheduler_config.async_scheduling:
         return "speculative decoding with asynchronous scheduling"  # drafts are on the device
+    several = config.parallel_config.world_size > 1 and config.device_config.device_type != "cpu"
+    if several and speculative.method != "ngram":
+        return "drafts of several workers on GPUs, whose last writes nobody here knows of"
     if config.observability_config.per_request_spec_decode_metrics != "none":
         return "speculative decoding with per-request metrics"
     return ""

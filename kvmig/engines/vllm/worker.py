@@ -23,6 +23,8 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from kvmig.engines.vllm.units import LayerCache, Page, RankCache, merged
 from kvmig.ground.errors import UnsupportedLayout
+from kvmig.kernels import ipc
+from kvmig.kernels.driver import Driver
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -69,23 +71,47 @@ def _pages(config: KVCacheConfig) -> tuple[Page, ...]:
     return merged(pages, config.num_blocks)
 
 
+def export_cache(worker: Any, layer_names: Sequence[str]) -> tuple[RankCache, ipc.Allocation]:
+    """Where this worker's KV cache lies on its GPU, and what another process needs to open it.
+
+    It stays where it is: CUDA graphs hold its address. Raises KernelUnavailable.
+    """
+    cache = describe_cache(worker, layer_names)
+    return cache, ipc.export_allocation(Driver(worker.device.index), cache.address)
+
+
 def share_cache(worker: Any, layer_names: Sequence[str], paths: Sequence[str]) -> RankCache:
     """Move this worker's KV cache, still unused, into the file `paths[rank]`; describe it there.
 
-    Raises OSError if there isn't as much memory, UnsupportedLayout if somebody else in the
-    worker holds the old one.
+    Raises OSError if there isn't as much memory, and what `move_cache` raises.
+    """
+
+    def mapped(nbytes: int) -> torch.UntypedStorage:
+        path = paths[worker.rank]
+        with Path(path).open("r+b") as file:
+            # Takes the memory now: otherwise a lack of it is a SIGBUS in a step.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        new = torch.UntypedStorage.from_file(path, shared=True, nbytes=nbytes)
+        assert isinstance(new, torch.UntypedStorage)
+        return new
+
+    return move_cache(worker, layer_names, mapped)
+
+
+def move_cache(
+    worker: Any, layer_names: Sequence[str], make: Callable[[int], torch.UntypedStorage]
+) -> RankCache:
+    """Give the cache up and have one of as many bytes in what `make` makes; describe it there.
+
+    Raises UnsupportedLayout if somebody else in the worker holds the old one.
     """
     old = _storage(worker, layer_names)
-    nbytes, path = old.nbytes(), paths[worker.rank]
+    nbytes = old.nbytes()
     layers, held = _layers(worker, layer_names), worker.model_runner.kv_caches
     caches = [*(layer.kv_cache for _, layer in layers), *held]
     views = {id(view): view for cache in caches for view in _tensors(cache)}
     old.resize_(0)  # first: there may be no room for both
-    with Path(path).open("r+b") as file:
-        # Takes the memory now: otherwise a lack of it is a SIGBUS in a step.
-        os.posix_fallocate(file.fileno(), 0, nbytes)
-    new = torch.UntypedStorage.from_file(path, shared=True, nbytes=nbytes)
-    assert isinstance(new, torch.UntypedStorage)
+    new = make(nbytes)
     moved = {key: _on(new, view) for key, view in views.items()}
     for _, layer in layers:
         layer.kv_cache = _replaced(layer.kv_cache, moved)

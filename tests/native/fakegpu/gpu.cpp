@@ -41,7 +41,9 @@ API int cuGetErrorString(int error, const char **words) {
         {kInvalidValue, "invalid argument"}, {kOutOfMemory, "out of memory"},
         {kNoDevice, "no CUDA-capable device is detected"},
         {kInvalidDevice, "invalid device ordinal"},
-        {kInvalidContext, "invalid device context"}, {kInvalidHandle, "invalid resource handle"},
+        {kInvalidContext, "invalid device context"}, {kMapFailed, "mapping of buffer object failed"},
+        {kPeerAccessUnsupported, "peer access is not supported between these two devices"},
+        {kInvalidHandle, "invalid resource handle"},
         {kIllegalAddress, "an illegal memory access was encountered"}};
     const auto one = known.find(error);
     *words = one == known.end() ? "another error" : one->second;
@@ -85,15 +87,17 @@ CALL(kNothing, cuThreadExchangeStreamCaptureMode, int *mode)
 CALL(kUnsafe, cuMemAlloc_v2, Address *made, size_t nbytes)
     if (!nbytes) return kInvalidValue;
     const size_t size = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
-    if (!(*made = map_nothing(size))) return kOutOfMemory;
-    machine.memory[*made] = {size, {current->device}, nullptr};
+    auto physical = make_physical(size, current->device, false);
+    if (!physical || !(*made = map_nothing(size))) return kOutOfMemory;
+    map(*made, *physical);
+    machine.memory[*made] = {size, {current->device}, physical, kAllocated};
     return kSuccess;
 }
 API int cuMemFree_v2(Address address) {
     Lock lock(machine.mutex);
     if (const int failed = begin("cuMemFree_v2", kUnsafe)) return failed;
     const auto found = machine.memory.find(address);
-    if (found == machine.memory.end() || found->second.physical) return kInvalidValue;
+    if (found == machine.memory.end() || found->second.made != kAllocated) return kInvalidValue;
     settle_all(lock, current);
     lock.unlock();
     const std::lock_guard still(machine.working);
@@ -139,10 +143,67 @@ CALL(kUnsafe, cuMemHostUnregister, void *memory)
 }
 CALL(kNothing, cuPointerGetAttribute, void *value, int attribute, Address address)
     const auto found = memory_at(address);
-    if (attribute != 9 || found == machine.memory.end()) return kInvalidValue;
-    const int device = found->second.physical ? found->second.physical->device
-                                              : *found->second.let.begin();
-    std::memcpy(value, &device, sizeof device);
+    if ((attribute != 9 && attribute != 13) || found == machine.memory.end()) return kInvalidValue;
+    const Memory &memory = found->second;
+    if (attribute == 9)
+        std::memcpy(value, &memory.physical->device, sizeof(int));
+    else  // whether cuIpcGetMemHandle takes it
+        *static_cast<bool *>(value) = memory.made == kAllocated;
+    return kSuccess;
+}
+CALL(kContext, cuMemGetAddressRange_v2, Address *base, size_t *size, Address address)
+    const auto found = memory_at(address);
+    if (found == machine.memory.end()) return kInvalidValue;
+    *base = found->first;
+    *size = found->second.size;
+    return kSuccess;
+}
+
+// -- an allocation that another process opens
+
+struct IpcHandle {  // CUipcMemHandle
+    int process, file, device;
+    size_t size;
+    char rest[40];
+};
+
+CALL(kContext, cuIpcGetMemHandle, IpcHandle *handle, Address address)
+    const auto found = machine.memory.find(address);
+    if (found == machine.memory.end() || found->second.made != kAllocated) return kInvalidValue;
+    const Physical &physical = *found->second.physical;
+    *handle = {getpid(), physical.file, physical.device, physical.size, {}};
+    return kSuccess;
+}
+CALL(kUnsafe, cuIpcOpenMemHandle_v2, Address *made, IpcHandle handle, unsigned flags)
+    if (flags != 1) return kInvalidValue;
+    if (handle.process == getpid()) return kInvalidContext;
+    if (handle.device != current->device && std::getenv("KVMIG_FAKE_NO_PEERS"))
+        return kPeerAccessUnsupported;
+    const std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" +
+                             std::to_string(handle.file);
+    const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    struct stat status;
+    if (file < 0 || fstat(file, &status)) return kMapFailed;
+    const size_t size = static_cast<size_t>(status.st_size);
+    const std::shared_ptr<Physical> physical(new Physical{file, handle.device, size, false});
+    if (size != handle.size || !(*made = map_nothing(size))) return kMapFailed;
+    map(*made, *physical);
+    machine.memory[*made] = {size, {current->device}, physical, kOpened};
+    return kSuccess;
+}
+API int cuIpcCloseMemHandle(Address address) {
+    const std::lock_guard still(machine.working);
+    const Lock lock(machine.mutex);
+    if (const int failed = begin("cuIpcCloseMemHandle", kUnsafe)) return failed;
+    const auto found = machine.memory.find(address);
+    if (found == machine.memory.end() || found->second.made != kOpened) return kInvalidValue;
+    bury(address, found->second.size);
+    machine.memory.erase(found);
+    return kSuccess;
+}
+CALL(kNothing, cuDeviceCanAccessPeer, int *can, int device, int peer)
+    if (device < 0 || device >= kDevices || peer < 0 || peer >= kDevices) return kInvalidDevice;
+    *can = device != peer && !std::getenv("KVMIG_FAKE_NO_PEERS");
     return kSuccess;
 }
 
@@ -165,13 +226,11 @@ CALL(kUnsafe, cuMemCreate, uint64_t *handle, size_t nbytes, const Properties *wa
         wanted->location_type != 1 || wanted->windows || wanted->compression || wanted->usage)
         return kInvalidValue;
     if (wanted->location_id < 0 || wanted->location_id >= kDevices) return kInvalidDevice;
-    const int file = memfd_create(wanted->location_id ? "fakegpu1" : "fakegpu0", MFD_CLOEXEC);
+    auto made = make_physical(nbytes, wanted->location_id, wanted->handle_types == kFile);
     struct stat status;
-    if (ftruncate(file, static_cast<off_t>(nbytes)) || fstat(file, &status)) return kOutOfMemory;
+    if (!made || fstat(made->file, &status)) return kOutOfMemory;
     machine.ours.insert(status.st_ino);
-    const bool exportable = wanted->handle_types == kFile;
-    machine.handles[*handle = ++machine.last].reset(
-        new Physical{file, wanted->location_id, nbytes, exportable});
+    machine.handles[*handle = ++machine.last] = made;
     return kSuccess;
 }
 CALL(kNothing, cuMemGetAllocationGranularity, size_t *size, const Properties *, int)
@@ -225,8 +284,7 @@ CALL(kNothing, cuMemMap, Address address, size_t size, size_t offset, uint64_t h
     if (found == machine.handles.end() || !reserved_at(address) || offset || flags ||
         size != found->second->size || memory_at(address) != machine.memory.end())
         return kInvalidValue;
-    mmap(reinterpret_cast<void *>(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED,
-         found->second->file, 0);
+    map(address, *found->second);
     machine.memory[address] = {size, {}, found->second};
     return kSuccess;
 }
@@ -235,7 +293,8 @@ API int cuMemUnmap(Address address, size_t size) {
     const Lock lock(machine.mutex);
     if (const int failed = begin("cuMemUnmap", kNothing)) return failed;
     const auto found = machine.memory.find(address);
-    if (found == machine.memory.end() || !found->second.physical || found->second.size != size)
+    if (found == machine.memory.end() || found->second.made != kMapped ||
+        found->second.size != size)
         return kInvalidValue;
     bury(address, size);
     machine.memory.erase(found);
@@ -243,7 +302,9 @@ API int cuMemUnmap(Address address, size_t size) {
 }
 CALL(kNothing, cuMemSetAccess, Address address, size_t size, const Access *access, size_t count)
     const auto found = machine.memory.find(address);
-    if (found == machine.memory.end() || found->second.size != size) return kInvalidValue;
+    if (found == machine.memory.end() || found->second.made != kMapped ||
+        found->second.size != size)
+        return kInvalidValue;
     for (size_t i = 0; i < count; ++i) {
         const int device = access[i].location_id;
         if (access[i].location_type != 1 || device < 0 || device >= kDevices) return kInvalidDevice;
@@ -464,6 +525,14 @@ API int fakegpu_sizes(size_t *sizes, int most) {
     for (const auto &[address, memory] : machine.memory)
         if (count++ < most) sizes[count - 1] = memory.size;
     return count;
+}
+// The host may touch this memory, too: an engine that computes on a CPU keeps its KV cache there.
+API void fakegpu_host(Address address) {
+    const std::lock_guard still(machine.working);
+    const Lock lock(machine.mutex);
+    Memory &memory = machine.memory.at(address);
+    memory.hosted = true;
+    protect(address, memory.size, PROT_READ | PROT_WRITE);
 }
 // As new, but for what a context was told is wrong with it.
 API void fakegpu_mend() {

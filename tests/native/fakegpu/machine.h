@@ -31,7 +31,8 @@ namespace {
 
 enum {
     kSuccess, kInvalidValue, kOutOfMemory, kNotInitialized, kOldDriver = 35, kNoDevice = 100,
-    kInvalidDevice = 101, kInvalidContext = 201, kInvalidHandle = 400, kNotReady = 600,
+    kInvalidDevice = 101, kInvalidContext = 201, kMapFailed = 205, kPeerAccessUnsupported = 217,
+    kInvalidHandle = 400, kNotReady = 600,
     kIllegalAddress = 700, kAlreadyRegistered = 712, kNotRegistered = 713,
     kCaptureUnsupported = 900, kCaptureInvalidated = 901
 };
@@ -76,10 +77,14 @@ struct Physical {
     ~Physical() { close(file); }
 };
 
+enum Made { kMapped, kAllocated, kOpened };  // by cuMemMap, cuMemAlloc, cuIpcOpenMemHandle
+
 struct Memory {  // of a device, mapped
     size_t size;
     std::set<int> let;  // devices
-    std::shared_ptr<Physical> physical;  // null: of cuMemAlloc
+    std::shared_ptr<Physical> physical;
+    Made made = kMapped;
+    bool hosted = false;  // an engine on a CPU computes in it
 };
 
 struct Pinned {
@@ -163,7 +168,8 @@ class Working {
     explicit Working(int device) : working_(machine.working) {
         const Lock lock(machine.mutex);
         for (const auto &[address, memory] : machine.memory)
-            if (memory.let.count(device)) open_.emplace_back(address, memory.size);
+            if (memory.let.count(device) && !memory.hosted)
+                open_.emplace_back(address, memory.size);
         for (const auto &[address, size] : open_) protect(address, size, PROT_READ | PROT_WRITE);
     }
     ~Working() {
@@ -180,6 +186,18 @@ Address map_nothing(size_t size) {
     void *made = mmap(nullptr, size + kGap, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                       -1, 0);
     return made == MAP_FAILED ? 0 : number(made);
+}
+
+// A device's memory is a file without a name.
+std::shared_ptr<Physical> make_physical(size_t size, int device, bool exportable) {
+    const int file = memfd_create(device ? "fakegpu1" : "fakegpu0", MFD_CLOEXEC);
+    std::shared_ptr<Physical> made(new Physical{file, device, size, exportable});
+    return ftruncate(file, static_cast<off_t>(size)) ? nullptr : made;
+}
+
+void map(Address address, const Physical &physical) {
+    mmap(reinterpret_cast<void *>(address), physical.size, PROT_NONE, MAP_SHARED | MAP_FIXED,
+         physical.file, 0);
 }
 
 // Its pages go back, its address is nobody's any more.
