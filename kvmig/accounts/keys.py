@@ -1,0 +1,197 @@
+"""Keys of the API: made, shown once, checked. Pure; the server and the proxies share these rules.
+
+A key is `kv-PREFIX-SECRET`. The prefix names the key in lists, logs and audit rows. The secret is
+256 random bits, and is kept only as a hash under the *pepper*, a secret of the fleet's: who reads
+the database alone can neither use nor test a key. Random bits can't be guessed, so the hash is a
+quick one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+import secrets
+from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import blake2b
+from http import HTTPStatus
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
+
+from kvmig.ground.errors import ConfigError
+
+Scope = Literal["infer", "read", "admin"]
+"""infer: requests to models. read: the key's own usage. admin: the fleet's API."""
+SCOPES: tuple[str, ...] = get_args(Scope)
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
+PREFIX_LENGTH = 8
+SECRET_BYTES = 32
+PEPPER_BYTES = 32
+FORM = re.compile(r"kv-([0-9a-z]{8})-([A-Za-z0-9_-]{43})")
+MOST = 10**12
+"""Of requests and tokens a minute."""
+
+
+class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a key allows."""
+
+    scopes: tuple[Scope, ...] = ("infer", "read")
+    models: tuple[str, ...] | None = None
+    """Names that requests may give; None: all."""
+    cidrs: tuple[str, ...] | None = None
+    """Networks that requests may come from; None: all."""
+    expires: float | None = None
+    """Unix time."""
+    rpm: int | None = None
+    """Requests a minute; None: no limit."""
+    tpm: int | None = None
+    """Tokens a minute, prompt and output."""
+    parallel: int | None = None
+    """Requests at once."""
+
+
+class KeyGrant(KeyTerms, frozen=True, kw_only=True):
+    """What who lets requests in must know of a key. It can't be turned back into the key."""
+
+    key_id: str
+    user_id: str
+    user: str
+    """The user's name."""
+    prefix: str
+    hash: bytes
+
+
+class NewKey(NamedTuple):
+    """A key as its user sees it, once, and what is kept of it."""
+
+    shown: str
+    prefix: str
+    hash: bytes
+
+
+class Denied(NamedTuple):
+    """The answer to a request that its key doesn't allow. code: OpenAI's word for it."""
+
+    status: HTTPStatus
+    message: str
+    code: str
+
+
+BAD_KEY = Denied(HTTPStatus.UNAUTHORIZED, "no such API key", "invalid_api_key")
+
+
+def new_key(pepper: bytes) -> NewKey:
+    """Make one."""
+    prefix = "".join(secrets.choice(ALPHABET) for _ in range(PREFIX_LENGTH))
+    secret = secrets.token_urlsafe(SECRET_BYTES)
+    return NewKey(f"kv-{prefix}-{secret}", prefix, hashed(pepper, secret))
+
+
+def hashed(pepper: bytes, secret: str) -> bytes:
+    """What is kept of a key's secret."""
+    return blake2b(secret.encode(), key=pepper, digest_size=32).digest()
+
+
+def parse_key(presented: str) -> tuple[str, str] | None:
+    """Prefix and secret; None for what can't be a key."""
+    found = FORM.fullmatch(presented)
+    return None if found is None else (found[1], found[2])
+
+
+class Keys:
+    """All keys that let requests in, by their prefixes."""
+
+    def __init__(self, pepper: bytes, grants: Iterable[KeyGrant] = ()) -> None:
+        self._pepper = pepper
+        self._grants: dict[str, KeyGrant] = {}
+        self.update(grants)
+
+    def __len__(self) -> int:
+        return len(self._grants)
+
+    def update(self, grants: Iterable[KeyGrant], revoked: Iterable[str] = ()) -> None:
+        """Add or replace some; forget the keys with the prefixes `revoked`."""
+        self._grants.update((grant.prefix, grant) for grant in grants)
+        for prefix in revoked:
+            self._grants.pop(prefix, None)
+
+    def find(self, presented: str) -> KeyGrant | None:
+        """The grant of a key; None if there is no such key.
+
+        How long that takes says nothing of a secret: the whole of it is hashed, and the hashes are
+        compared in constant time.
+        """
+        parts = parse_key(presented)
+        if parts is None:
+            return None
+        prefix, secret = parts
+        grant = self._grants.get(prefix)
+        kept = bytes(32) if grant is None else grant.hash
+        return grant if hmac.compare_digest(hashed(self._pepper, secret), kept) else None
+
+
+def allows(
+    grant: KeyGrant, model: str | None, address: str, now: float, scope: Scope = "infer"
+) -> Denied | None:
+    """None if the key is good for a request to `model`, sent from `address` at `now`.
+
+    model: None for a request to none. A model that the key may not use is as one that isn't there.
+    """
+    if grant.expires is not None and now >= grant.expires:
+        return Denied(HTTPStatus.UNAUTHORIZED, "the API key has expired", "expired_api_key")
+    if grant.cidrs is not None and not _within(address, grant.cidrs):
+        message = "the API key isn't for requests from this network"
+        return Denied(HTTPStatus.FORBIDDEN, message, "network_not_allowed")
+    if scope not in grant.scopes:
+        message = f"the API key has no scope {scope!r}, it has {', '.join(grant.scopes)}"
+        return Denied(HTTPStatus.FORBIDDEN, message, "insufficient_scope")
+    if model is not None and grant.models is not None and model not in grant.models:
+        return no_model(model)
+    return None
+
+
+def no_model(model: str) -> Denied:
+    """The answer to a request to a model that isn't there, or isn't for the key."""
+    return Denied(HTTPStatus.NOT_FOUND, f"no model {model[:150]!r}", "model_not_found")
+
+
+@lru_cache(maxsize=4096)
+def _network(cidr: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    return ipaddress.ip_network(cidr)
+
+
+def _within(address: str, cidrs: Iterable[str]) -> bool:
+    """Whether one of the networks has the address; an IPv4 client of an IPv6 socket is IPv4's."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if found.version == 6 and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    return any(found in _network(cidr) for cidr in cidrs)
+
+
+def check_terms(terms: KeyTerms, now: float) -> None:
+    """Raises ConfigError with the field, its value and what is allowed."""
+    unknown = set(terms.scopes) - set(SCOPES)
+    if not terms.scopes or unknown:
+        raise ConfigError(f"scopes is {list(terms.scopes)}, must be some of {', '.join(SCOPES)}")
+    if terms.models is not None and not terms.models:
+        raise ConfigError("models is empty, must name models; leave it out for all")
+    if terms.cidrs is not None and not terms.cidrs:
+        raise ConfigError("cidrs is empty, must name networks; leave it out for all")
+    for cidr in terms.cidrs or ():
+        try:
+            ipaddress.ip_network(cidr)
+        except ValueError as error:
+            raise ConfigError(
+                f"cidrs has {cidr!r:.100}, must be networks as 10.0.0.0/8 or fd00::/8 ({error})"
+            ) from error
+    if terms.expires is not None and not now < terms.expires < now + MOST:
+        raise ConfigError(f"expires is {terms.expires:.0f}, must be a Unix time to come")
+    for field in ("rpm", "tpm", "parallel"):
+        value = getattr(terms, field)
+        if value is not None and not 1 <= value <= MOST:
+            raise ConfigError(f"{field} is {value}, must be 1 to {MOST}; leave it out for no limit")

@@ -1,0 +1,162 @@
+"""The connection of a proxy to the fleet's server: a Unix socket, messages with their length.
+
+The server sends a snapshot first, then what changes. A proxy connects again whenever the
+connection ends, and goes on meanwhile with what it knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvmig.cli.environment import take_path
+from kvmig.ground.errors import ConfigError
+from kvmig.proxy.messages import Demand, Down, Hello, Snapshot, Up, Want
+
+LENGTH_BYTES = 4
+MOST_BYTES = 1 << 28
+"""Of a message: a snapshot with a million keys has some 200 MB."""
+UNSENT_BYTES = 1 << 28
+"""A proxy that reads nothing is disconnected then; it begins anew with a snapshot."""
+RETRY_S = 0.2
+HELLO_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+def send(writer: asyncio.StreamWriter, message: Down | Up) -> None:
+    """Put one message on its way."""
+    body = msgspec.msgpack.encode(message)
+    writer.write(len(body).to_bytes(LENGTH_BYTES, "big") + body)
+
+
+async def receive(reader: asyncio.StreamReader, kind: Any) -> Any:
+    """The next message. Raises EOFError, ConnectionError, or ValueError for what is none."""
+    size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+    if size > MOST_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
+
+
+class ProxyLinks:
+    """The server's end, for all proxies. `open` it inside a running event loop, then `close` it."""
+
+    def __init__(
+        self,
+        path: str,
+        snapshot: Callable[[], Snapshot],
+        hear: Callable[[str, Want | Demand | None], None],
+    ) -> None:
+        """path: of the socket. snapshot: what a proxy is told first.
+
+        hear: takes what a proxy says, with its name; None: it has gone.
+        """
+        self._path = path
+        self._snapshot = snapshot
+        self._hear = hear
+        self._server: asyncio.Server | None = None
+        self._writers: dict[str, asyncio.StreamWriter] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Raises ConfigError."""
+        try:
+            sock = take_path(self._path)
+        except OSError as error:
+            raise ConfigError(f"{self._path} can't be used: {error}") from error
+        self._server = await asyncio.start_unix_server(self._connected, sock=sock)
+
+    def tell(self, message: Down) -> None:
+        """Tell all proxies."""
+        for name, writer in list(self._writers.items()):
+            self._send(name, writer, message)
+
+    async def close(self) -> None:
+        """Disconnect all. The socket's file stays, for the next server to take over."""
+        if self._server is None:
+            return
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _send(self, name: str, writer: asyncio.StreamWriter, message: Down) -> None:
+        send(writer, message)
+        if writer.transport.get_write_buffer_size() > UNSENT_BYTES:
+            log.warning("proxy %s reads nothing", name)
+            writer.transport.abort()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        name = ""
+        try:
+            async with asyncio.timeout(HELLO_S):
+                name = (await receive(reader, Hello)).proxy
+            self._writers[name] = writer
+            self._send(name, writer, self._snapshot())
+            while True:
+                self._hear(name, await receive(reader, Want | Demand))
+        except (EOFError, ConnectionError, TimeoutError):
+            pass  # it has gone
+        except (ValueError, msgspec.DecodeError) as error:
+            log.warning("proxy %s: %s", name or "?", error)
+        finally:
+            if self._writers.get(name) is writer:
+                del self._writers[name]
+                self._hear(name, None)
+            writer.close()
+
+
+class ServerLink:
+    """A proxy's end. Make it inside a running event loop; `close` it."""
+
+    def __init__(self, path: str, name: str, hear: Callable[[Down], None]) -> None:
+        """path: of the server's socket. name: the proxy's. hear: takes what the server tells."""
+        self._path = path
+        self._name = name
+        self._hear = hear
+        self._writer: asyncio.StreamWriter | None = None
+        self._task = asyncio.create_task(self._run(), name="link to the server")
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server is there."""
+        return self._writer is not None
+
+    def send(self, message: Want | Demand) -> None:
+        """Tell the server; lost while it isn't there, or reads nothing: it is said again."""
+        if self._writer is not None and not self._writer.transport.get_write_buffer_size():
+            send(self._writer, message)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._path)
+            except OSError:
+                await asyncio.sleep(RETRY_S)
+                continue
+            try:
+                send(writer, Hello(self._name))
+                while True:
+                    self._hear(await receive(reader, Down))
+                    self._writer = writer  # what is said counts from this server's snapshot on
+            except (EOFError, ConnectionError):
+                pass  # another server will be there
+            except (ValueError, msgspec.DecodeError) as error:
+                log.warning("the server: %s", error)
+            finally:
+                self._writer = None
+                writer.close()
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,144 @@
+"""What the server of a fleet and its proxies tell each other (msgpack, see `kvmig.proxy.link`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from kvmig.accounts.keys import KeyGrant
+from kvmig.ground.config import HttpConfig
+from kvmig.ground.discreet import Discreet
+
+RouteState = Literal["cold", "starting", "ready", "failed", "off"]
+
+
+class ProxyLaunch(Discreet, frozen=True, kw_only=True):
+    """Everything that a proxy must know to start (JSON, on stdin)."""
+
+    name: str
+    """Unique among the proxies of all times."""
+    listening: int
+    """Descriptor of the port's socket."""
+    heartbeat: int = -1
+    """Descriptor for `kvmig.cli.processes.send_heartbeats`."""
+    links: str
+    """Path of the server's socket for proxies."""
+    api: str
+    """Path of the server's HTTP API."""
+    snapshot: str
+    """Path of the file with the last snapshot, which a proxy begins with while there is no
+    server."""
+    shutdown_timeout_s: float = 30.0
+    http: HttpConfig = HttpConfig()
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, and where its requests go."""
+
+    name: str
+    state: RouteState
+    """ready: to its socket. cold, starting: they wait, and somebody must want it. failed: they
+    hear why. off: it isn't served."""
+    socket: str = ""
+    """Path of its deployment's; empty unless it is ready."""
+    served: str = ""
+    """What the deployment calls it."""
+    revision: int = 0
+    why: str = ""
+    """Why it has failed; empty otherwise."""
+    start_s: float | None = None
+    """How long a start takes, by experience."""
+    retry_s: float | None = None
+    """Of one that has failed: until it is tried again, from when this was told."""
+    start_timeout_s: float = 600.0
+    heartbeat_after_s: float = 10.0
+    """That a streaming client waits without a byte."""
+    max_held: int = 1000
+    priority: int = 0
+    """Who waits is let in by it: smaller ones first."""
+    adapters: tuple[str, ...] = ()
+
+
+# -- from the server
+
+
+class Snapshot(Discreet, frozen=True, kw_only=True, tag=True):
+    """All that there is. First on each connection."""
+
+    version: int
+    """It rises with every message of a server."""
+    pepper: bytes
+    keys: tuple[KeyGrant, ...] = ()
+    routes: tuple[Route, ...] = ()
+    aliases: Mapping[str, Mapping[str, int]] = {}
+    """Names that stand for models: how many requests of how many each gets."""
+
+
+class Keys(Discreet, frozen=True, kw_only=True, tag=True):
+    """Keys that are new or have changed, and prefixes of those that let nothing in any more."""
+
+    version: int
+    changed: tuple[KeyGrant, ...] = ()
+    removed: tuple[str, ...] = ()
+
+
+class Routes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Models that are new or have changed, and names of those that are gone."""
+
+    version: int
+    changed: tuple[Route, ...] = ()
+    removed: tuple[str, ...] = ()
+
+
+class Aliases(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All aliases, as they are from now on."""
+
+    version: int
+    aliases: Mapping[str, Mapping[str, int]]
+
+
+Down = Snapshot | Keys | Routes | Aliases
+
+
+# -- from a proxy
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First on each connection."""
+
+    proxy: str
+
+
+class Want(msgspec.Struct, frozen=True, tag=True):
+    """A request waits for the model. May be said again."""
+
+    model: str
+
+
+class ModelDemand(msgspec.Struct, frozen=True):
+    """Of one model, since the last Demand."""
+
+    model: str
+    running: int
+    """Requests that are relayed now."""
+    held: int
+    """Requests that wait now."""
+    arrivals: int
+    request_s: float
+    """Requests that ran or waited, times how long."""
+
+
+class Demand(msgspec.Struct, frozen=True, tag=True):
+    """What clients want of which model. Twice a second, and at once when a version is applied that
+    takes a ready route away."""
+
+    version: int
+    """Of the last message that was applied: the proxy sends requests to no other routes now."""
+    seconds: float
+    """Since the last one."""
+    models: tuple[ModelDemand, ...] = ()
+
+
+Up = Hello | Want | Demand
