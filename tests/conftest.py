@@ -11,7 +11,8 @@ from hypothesis import settings
 
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
-from tests import fake_gpu
+from tests import fake_gpu, postgres
+from tests.fleet_stores import Place
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.retries import SESSION
 from tests.toys import Toys
@@ -118,3 +119,32 @@ async def pair(
 def log_file(tmp_path: Path) -> Path:
     """Where a server of a test's own writes."""
     return tmp_path / "log"
+
+
+@pytest.fixture(scope="session")
+def postgres_cluster() -> Iterator[postgres.Cluster]:
+    """A PostgreSQL of the tests' own."""
+    programs = postgres.programs()
+    if programs is None:
+        pytest.skip("no PostgreSQL here: neither initdb nor /usr/lib/postgresql")
+    with postgres.cluster(programs) as made:
+        yield made
+
+
+@pytest.fixture
+def sqlite_place(tmp_path: Path) -> Place:
+    """Where a store in SQLite may be opened."""
+    return Place(f"sqlite:///{tmp_path / 'fleet.sqlite'}", tmp_path)
+
+
+@pytest.fixture
+def postgres_place(postgres_cluster: postgres.Cluster, tmp_path: Path) -> Place:
+    """Where a store in PostgreSQL may be opened."""
+    return Place(postgres_cluster.new(), tmp_path)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: pytest.FixtureRequest) -> Place:
+    """Where a store may be opened: each kind of database."""
+    found: Place = request.getfixturevalue(f"{request.param}_place")
+    return found

@@ -242,3 +242,56 @@ def check_names(fleet: FleetFile) -> FleetFile:
 
 def _names(spec: Spec) -> Sequence[tuple[str, Iterable[str]]]:
     return (("name", [spec.name]), ("an alias", spec.aliases), ("an adapter", spec.adapters))
+
+
+# -- what an order changes
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One thing that an order adds (before: None), changes, or removes (after: None)."""
+
+    action: Literal["add", "change", "remove", "switch", "revoke"]
+    kind: Literal["model", "alias", "user", "key"]
+    name: str
+    before: Any
+    after: Any
+
+
+def merged(old: FleetFile, given: FleetFile, *, prune: bool) -> FleetFile:
+    """A catalogue with what a file says of it; prune: with nothing else. Raises ConfigError."""
+    if prune:
+        return check_names(given)
+    named = {spec.name: spec for spec in (*old.models, *given.models)}
+    return check_names(FleetFile(tuple(named.values()), {**old.aliases, **given.aliases}))
+
+
+def scaled(spec: Spec, least: int | None, most: int | None) -> Spec:
+    """The same with other bounds of its instances. Raises ConfigError."""
+    instances = msgspec.structs.replace(
+        spec.instances,
+        min=spec.instances.min if least is None else least,
+        max=spec.instances.max if most is None else most,
+    )
+    _check_instances(f"model {spec.name}", instances)
+    return msgspec.structs.replace(spec, instances=instances)
+
+
+def changes(old: FleetFile, new: FleetFile) -> list[Change]:
+    """What makes the one catalogue the other, by kind and name."""
+    return [
+        *_changes("model", {one.name: one for one in old.models}, {s.name: s for s in new.models}),
+        *_changes("alias", old.aliases, new.aliases),
+    ]
+
+
+def _changes(
+    kind: Literal["model", "alias"], old: Mapping[str, Any], new: Mapping[str, Any]
+) -> Iterable[Change]:
+    for name in sorted(old.keys() | new.keys()):
+        before = msgspec.to_builtins(old.get(name))
+        after = msgspec.to_builtins(new.get(name))
+        if before != after:
+            action: Literal["add", "change", "remove"] = (
+                "add" if before is None else "remove" if after is None else "change"
+            )
+            yield Change(action, kind, name, before, after)

@@ -1,0 +1,694 @@
+"""The fleet's memory: models with their revisions, aliases, users, keys, and who changed what.
+
+Every order is one transaction, together with its row of the audit. A `Store` is for one thread.
+Where the database can't be used now, an order raises StoreError and has changed nothing; the next
+one tries anew.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
+from sqlalchemy.engine import Connection
+
+from kvmig.accounts.keys import PEPPER_BYTES, KeyGrant, KeyTerms, NewKey, check_terms, new_key
+from kvmig.fleet.spec import (
+    NAME,
+    NAMES,
+    Change,
+    FleetFile,
+    Spec,
+    changes,
+    check_names,
+    merged,
+    scaled,
+)
+from kvmig.fleet.tables import (
+    Database,
+    StoreError,
+    aliases,
+    api_keys,
+    audit,
+    meta,
+    models,
+    revisions,
+    users,
+)
+from kvmig.ground.errors import ConfigError, KvmigError
+
+Role = Literal["admin", "user"]
+ROLES: tuple[str, ...] = get_args(Role)
+ADMIN_TERMS = KeyTerms(scopes=("infer", "read", "admin"))
+
+
+class NotThere(KvmigError):
+    """An order names something that isn't there."""
+
+
+class Taken(KvmigError):
+    """An order makes something that is there already."""
+
+
+class Actor(NamedTuple):
+    """Who gives an order, and from where."""
+
+    name: str
+    address: str = ""
+
+
+class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of the catalogue, at its newest revision."""
+
+    name: str
+    revision: int
+    on: bool
+    """Whether it may run."""
+    spec: Spec
+    created: float
+    changed: float
+    author: str
+    """Of the revision."""
+
+
+class UserRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A user."""
+
+    user_id: str
+    name: str
+    role: Role
+    disabled: bool
+    created: float
+
+
+class KeyRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A key, as lists show it."""
+
+    key_id: str
+    prefix: str
+    name: str
+    user: str
+    terms: KeyTerms
+    created: float
+    revoked_at: float | None
+
+
+class KeyChanges(NamedTuple):
+    """What has happened to keys since an older version."""
+
+    version: int
+    granted: tuple[KeyGrant, ...]
+    revoked: tuple[str, ...]
+    """Prefixes."""
+
+
+class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One change: who made it, from where, and what was there before and after."""
+
+    id: int
+    at: float
+    actor: str
+    address: str
+    action: str
+    object: str
+    before: Any
+    after: Any
+
+
+class Store:
+    """The catalogue and the accounts. `open` it, then `close` it."""
+
+    def __init__(
+        self,
+        url: str,
+        pepper: Path,
+        *,
+        wait_s: float = 5.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """pepper: file of the secret under which keys are hashed; made if there are no keys yet.
+
+        wait_s: for a lock that another program has. Raises ConfigError.
+        """
+        self.database = Database(url, wait_s)
+        self._pepper_file = pepper
+        self._pepper = b""
+        self._clock = clock
+
+    @property
+    def pepper(self) -> bytes:
+        """The secret under which keys are hashed; for `kvmig.accounts.keys.Keys`."""
+        return self._pepper
+
+    def open(self) -> None:
+        """Raises StoreError with one sentence if the database can't be used."""
+        self.database.open()
+        try:
+            self._pepper = self._checked_pepper()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the database to the next server."""
+        self.database.close()
+
+    def backup(self, path: Path) -> None:
+        """Copy the database into a new file while it is in use. The pepper's file isn't in it."""
+        if self.database.path is None:
+            raise ConfigError("a backup of PostgreSQL is its own tools' work: run pg_dump")
+        if path.exists():
+            raise ConfigError(f"{path} is there already, must be a new file")
+        part = path.with_name(path.name + ".part")
+        try:
+            part.unlink(missing_ok=True)
+            part.touch(mode=0o600)
+            with self.database.transaction(reading=True) as connection:
+                source = connection.connection.driver_connection
+                assert isinstance(source, sqlite3.Connection)
+                target = sqlite3.connect(part)
+                try:
+                    source.backup(target)
+                finally:
+                    target.close()
+            part.replace(path)
+        except OSError as error:
+            raise StoreError(f"{path} can't be written: {error}") from error
+        finally:
+            part.unlink(missing_ok=True)
+
+    def version(self) -> int:
+        """That of all here; every order makes it larger."""
+        with self.database.transaction(reading=True) as connection:
+            return _version(connection)
+
+    def audit(self, before: int | None = None, limit: int = 100) -> list[AuditRow]:
+        """The newest rows with a smaller id than `before`, the newest first."""
+        wanted = select(audit).order_by(audit.c.id.desc()).limit(limit)
+        if before is not None:
+            wanted = wanted.where(audit.c.id < before)
+        with self.database.transaction(reading=True) as connection:
+            return [AuditRow(**row) for row in connection.execute(wanted).mappings()]
+
+    # -- models
+
+    def models(self) -> list[ModelRow]:
+        """All, by name."""
+        with self.database.transaction(reading=True) as connection:
+            return [_model_row(row) for row in connection.execute(_newest()).mappings()]
+
+    def model(self, name: str) -> ModelRow:
+        """Raises NotThere."""
+        with self.database.transaction(reading=True) as connection:
+            return _model(connection, name)
+
+    def revisions(self, name: str) -> list[ModelRow]:
+        """All of a model, the newest first. Raises NotThere."""
+        with self.database.transaction(reading=True) as connection:
+            _model(connection, name)
+            wanted = _with_specs().where(models.c.name == name).order_by(revisions.c.n.desc())
+            return [_model_row(row) for row in connection.execute(wanted).mappings()]
+
+    def fleet(self) -> FleetFile:
+        """The whole catalogue, as a file would say it."""
+        with self.database.transaction(reading=True) as connection:
+            return _fleet(connection)
+
+    def apply(
+        self, fleet: FleetFile, actor: Actor, *, prune: bool = False, dry_run: bool = False
+    ) -> list[Change]:
+        """Make the catalogue as the file says; return what that changes (or would: dry_run).
+
+        prune: remove what the file doesn't name. Raises ConfigError.
+        """
+        with self.database.transaction(reading=dry_run) as connection:
+            old = _fleet(connection)
+            found = changes(old, merged(old, fleet, prune=prune))
+            if not dry_run:
+                self._change(connection, found, actor)
+            return found
+
+    def add_model(self, spec: Spec, actor: Actor) -> ModelRow:
+        """Raises Taken, ConfigError."""
+        with self.database.transaction() as connection:
+            old = _fleet(connection)
+            if any(one.name == spec.name for one in old.models):
+                raise Taken(f"a model {spec.name!r} is there already")
+            return self._renew(connection, old, spec, actor)
+
+    def change_model(self, spec: Spec, actor: Actor) -> ModelRow:
+        """A new revision, if that is a change. Raises NotThere, ConfigError."""
+        with self.database.transaction() as connection:
+            _model(connection, spec.name)
+            return self._renew(connection, _fleet(connection), spec, actor)
+
+    def scale(
+        self, name: str, actor: Actor, *, least: int | None = None, most: int | None = None
+    ) -> ModelRow:
+        """Other bounds of its instances: a new revision. Raises NotThere, ConfigError."""
+        with self.database.transaction() as connection:
+            spec = scaled(_model(connection, name).spec, least, most)
+            return self._renew(connection, _fleet(connection), spec, actor)
+
+    def switch(self, name: str, actor: Actor, *, on: bool) -> ModelRow:
+        """Say whether it may run. Raises NotThere."""
+        with self.database.transaction() as connection:
+            found = _model(connection, name)
+            if found.on != on:
+                what = Change("switch", "model", name, {"on": found.on}, {"on": on})
+                self._note(connection, actor, what)
+                connection.execute(update(models).where(models.c.name == name).values(enabled=on))
+            return msgspec.structs.replace(found, on=on)
+
+    def remove_model(self, name: str, actor: Actor) -> None:
+        """With its revisions. Raises NotThere; ConfigError if an alias stands for it."""
+        with self.database.transaction() as connection:
+            _model(connection, name)
+            old = _fleet(connection)
+            rest = tuple(spec for spec in old.models if spec.name != name)
+            new = check_names(msgspec.structs.replace(old, models=rest))
+            self._change(connection, changes(old, new), actor)
+
+    def set_alias(self, name: str, targets: Mapping[str, int], actor: Actor) -> None:
+        """A name that stands for models by weights; with no targets: for none any more.
+
+        Raises NotThere, ConfigError.
+        """
+        with self.database.transaction() as connection:
+            old = _fleet(connection)
+            if not targets and name not in old.aliases:
+                raise NotThere(f"no alias {name[:150]!r}")
+            rest = {other: to for other, to in old.aliases.items() if other != name}
+            wanted = {**rest, name: dict(targets)} if targets else rest
+            new = check_names(FleetFile(old.models, wanted))
+            self._change(connection, changes(old, new), actor)
+
+    def _renew(self, connection: Connection, old: FleetFile, spec: Spec, actor: Actor) -> ModelRow:
+        new = merged(old, FleetFile((spec,)), prune=False)
+        self._change(connection, changes(old, new), actor)
+        return _model(connection, spec.name)
+
+    def _change(self, connection: Connection, found: Iterable[Change], actor: Actor) -> None:
+        """Aliases are taken away before models, and made after them."""
+        now, notes = self._clock(), list(found)
+        for change in notes:
+            self._note(connection, actor, change)
+            if change.kind == "alias" and change.before is not None:
+                connection.execute(delete(aliases).where(aliases.c.name == change.name))
+        for change in notes:
+            if change.kind == "model" and change.after is None:
+                connection.execute(delete(models).where(models.c.name == change.name))
+            elif change.kind == "model":
+                _revise(connection, change.name, change.after, actor.name, now)
+        ids: dict[str, str] = {
+            name: key for key, name in connection.execute(select(models.c.id, models.c.name))
+        }
+        for change in notes:
+            if change.kind == "alias" and change.after is not None:
+                rows = [
+                    {"name": change.name, "model_id": ids[model], "weight": weight}
+                    for model, weight in change.after.items()
+                ]
+                connection.execute(insert(aliases), rows)
+
+    # -- users and keys
+
+    def users(self) -> list[UserRow]:
+        """All, by name."""
+        with self.database.transaction(reading=True) as connection:
+            found = connection.execute(select(users).order_by(users.c.name)).mappings()
+            return [_user_row(row) for row in found]
+
+    def add_user(self, name: str, role: str, actor: Actor) -> UserRow:
+        """Raises Taken, ConfigError."""
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"name is {name!r:.150}, must be {NAMES}")
+        with self.database.transaction() as connection:
+            return self._add_user(connection, name, _checked_role(role), actor)
+
+    def set_user(
+        self,
+        name: str,
+        actor: Actor,
+        *,
+        role: str | None = None,
+        disabled: bool | None = None,
+    ) -> UserRow:
+        """Change a role, or whether the user's keys let requests in. Raises NotThere, ConfigError.
+
+        One admin remains: else nobody could undo it.
+        """
+        with self.database.transaction() as connection:
+            old = _user(connection, name)
+            new = msgspec.structs.replace(
+                old,
+                role=old.role if role is None else _checked_role(role),
+                disabled=old.disabled if disabled is None else disabled,
+            )
+            if new == old:
+                return old
+            named = {"role": new.role, "disabled": new.disabled}
+            connection.execute(update(users).where(users.c.id == old.user_id).values(**named))
+            admins = select(users.c.id).where(users.c.role == "admin", ~users.c.disabled)
+            if connection.execute(admins).first() is None:
+                raise ConfigError(f"{name} is the only admin, must be one and not disabled")
+            before = {"role": old.role, "disabled": old.disabled}
+            version = self._note(connection, actor, Change("change", "user", name, before, named))
+            connection.execute(
+                update(api_keys).where(api_keys.c.user_id == old.user_id).values(version=version)
+            )
+            return new
+
+    def keys(self, user: str | None = None) -> list[KeyRow]:
+        """All, or a user's, revoked ones too; the oldest first."""
+        wanted = _keys_of_users().order_by(api_keys.c.created, api_keys.c.id)
+        if user is not None:
+            wanted = wanted.where(users.c.name == user)
+        with self.database.transaction(reading=True) as connection:
+            return [_key_row(row) for row in connection.execute(wanted).mappings()]
+
+    def create_key(self, user: str, name: str, terms: KeyTerms, actor: Actor) -> tuple[KeyRow, str]:
+        """Make a key; return it with what its user is shown, once. Raises NotThere, ConfigError."""
+        check_terms(terms, self._clock())
+        if len(name) > 128:
+            raise ConfigError(f"name is {name!r:.150}, must be at most 128 characters")
+        with self.database.transaction() as connection:
+            owner = _user(connection, user)
+            if "admin" in terms.scopes and owner.role != "admin":
+                raise ConfigError(f"scopes has admin, {user} is no admin")
+            return self._add_key(connection, owner, name, terms, actor)
+
+    def rotate_key(self, prefix: str, actor: Actor, *, keep_s: float = 0.0) -> tuple[KeyRow, str]:
+        """A new key with the terms of one; the old one is good for keep_s more.
+
+        Raises NotThere, ConfigError.
+        """
+        if not 0 <= keep_s <= 365 * 86400:
+            raise ConfigError(f"keep_s is {keep_s:g}, must be 0 to {365 * 86400}")
+        with self.database.transaction() as connection:
+            old = self._living(connection, prefix)
+            check_terms(old.terms, self._clock())
+            owner = _user(connection, old.user)
+            made = self._add_key(connection, owner, old.name, old.terms, actor)
+            if keep_s:
+                ends = min(self._clock() + keep_s, old.terms.expires or float("inf"))
+                self._end_key(connection, old, actor, expires=ends)
+            else:
+                self._end_key(connection, old, actor)
+            return made
+
+    def revoke_key(self, prefix: str, actor: Actor) -> KeyRow:
+        """Raises NotThere, also if the key was revoked before."""
+        with self.database.transaction() as connection:
+            old = self._living(connection, prefix)
+            self._end_key(connection, old, actor)
+            return _key(connection, prefix)
+
+    def first_admin_key(self) -> str | None:
+        """Where there is no user yet: make the user `admin`, and a key of theirs, shown once."""
+        actor = Actor("first start")
+        with self.database.transaction() as connection:
+            if connection.execute(select(users.c.id).limit(1)).first() is not None:
+                return None
+            owner = self._add_user(connection, "admin", "admin", actor)
+            return self._add_key(connection, owner, "first", ADMIN_TERMS, actor)[1]
+
+    def grants(self) -> KeyChanges:
+        """All keys that let requests in; `key_changes` has what comes after."""
+        return self._grants(0)
+
+    def key_changes(self, since: int) -> KeyChanges:
+        """What has happened to keys since a version."""
+        return self._grants(since)
+
+    def _grants(self, since: int) -> KeyChanges:
+        wanted = _keys_of_users().where(api_keys.c.version > since)
+        with self.database.transaction(reading=True) as connection:
+            granted, revoked = [], []
+            for row in connection.execute(wanted).mappings():
+                if row["revoked_at"] is None and not row["disabled"]:
+                    granted.append(_grant(row))
+                else:
+                    revoked.append(row["prefix"])
+            return KeyChanges(_version(connection), tuple(granted), tuple(revoked))
+
+    def _add_user(self, connection: Connection, name: str, role: Role, actor: Actor) -> UserRow:
+        if connection.execute(select(users.c.id).where(users.c.name == name)).first():
+            raise Taken(f"a user {name!r} is there already")
+        row = UserRow(
+            user_id=_new_id(), name=name, role=role, disabled=False, created=self._clock()
+        )
+        fields = msgspec.structs.asdict(row)
+        connection.execute(insert(users).values(id=fields.pop("user_id"), **fields))
+        self._note(connection, actor, Change("add", "user", name, None, {"role": role}))
+        return row
+
+    def _add_key(
+        self, connection: Connection, owner: UserRow, name: str, terms: KeyTerms, actor: Actor
+    ) -> tuple[KeyRow, str]:
+        made: NewKey = new_key(self._pepper)
+        kept = msgspec.to_builtins(terms)
+        after = {"user": owner.name, "name": name, "terms": kept}
+        version = self._note(connection, actor, Change("add", "key", made.prefix, None, after))
+        connection.execute(
+            insert(api_keys).values(
+                id=_new_id(),
+                user_id=owner.user_id,
+                name=name,
+                prefix=made.prefix,
+                hash=made.hash,
+                terms=kept,
+                created=self._clock(),
+                version=version,
+            )
+        )
+        return _key(connection, made.prefix), made.shown
+
+    def _living(self, connection: Connection, prefix: str) -> KeyRow:
+        found = _key(connection, prefix)
+        if found.revoked_at is not None:
+            raise NotThere(f"the key {prefix} has been revoked")
+        return found
+
+    def _end_key(
+        self, connection: Connection, old: KeyRow, actor: Actor, expires: float | None = None
+    ) -> None:
+        """Revoke a key now, or let it expire."""
+        values: dict[str, Any]
+        if expires is None:
+            values = {"revoked_at": self._clock()}
+            change = Change("revoke", "key", old.prefix, {"revoked_at": None}, dict(values))
+        else:
+            terms = msgspec.structs.replace(old.terms, expires=expires)
+            values = {"terms": msgspec.to_builtins(terms)}
+            before = {"expires": old.terms.expires}
+            change = Change("change", "key", old.prefix, before, {"expires": expires})
+        values["version"] = self._note(connection, actor, change)
+        connection.execute(update(api_keys).where(api_keys.c.id == old.key_id).values(**values))
+
+    # -- what all orders do
+
+    def _note(self, connection: Connection, actor: Actor, change: Change) -> int:
+        """The row of the audit that belongs to a change; the version that the change makes."""
+        found = connection.execute(
+            insert(audit).values(
+                at=self._clock(),
+                actor=actor.name,
+                address=actor.address,
+                action=f"{change.kind}.{change.action}",
+                object=change.name,
+                before=change.before,
+                after=change.after,
+            )
+        )
+        assert found.inserted_primary_key is not None
+        return int(found.inserted_primary_key[0])
+
+    def _checked_pepper(self) -> bytes:
+        """The pepper, which must be the one that the database's keys are hashed under."""
+        with self.database.transaction() as connection:
+            kept = connection.scalar(select(meta.c.value).where(meta.c.name == "pepper"))
+            pepper = _read_pepper(self._pepper_file, make=kept is None)
+            shown = blake2b(b"pepper", key=pepper).digest()
+            if kept is None:
+                connection.execute(insert(meta).values(name="pepper", value=shown))
+            elif not secrets.compare_digest(kept, shown):
+                raise StoreError(
+                    f"{self._pepper_file} isn't the pepper of the fleet's database"
+                    f" {self.database.name}: put back the one that was saved with it"
+                )
+        return pepper
+
+
+def _read_pepper(path: Path, *, make: bool) -> bytes:
+    """From a file for this user alone."""
+    try:
+        if make and not path.exists():
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(PEPPER_BYTES))
+                file.flush()
+                os.fsync(descriptor)
+        pepper = path.read_bytes()
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{path} is gone, and with it the secret under which keys are hashed: put it back"
+        ) from error
+    except OSError as error:
+        raise StoreError(f"{path} can't be used: {error}") from error
+    if len(pepper) != PEPPER_BYTES:
+        raise StoreError(f"{path} holds {len(pepper)} bytes, must hold {PEPPER_BYTES}")
+    return pepper
+
+
+def _new_id() -> str:
+    """Text that sorts by the time it was made."""
+    return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
+
+
+def _version(connection: Connection) -> int:
+    return connection.scalar(select(func.max(audit.c.id))) or 0
+
+
+# -- rows
+
+
+def _with_specs() -> Select[Any]:
+    return select(
+        models.c.name,
+        models.c.enabled,
+        models.c.created,
+        revisions.c.n,
+        revisions.c.spec,
+        revisions.c.author,
+        revisions.c.created.label("changed"),
+    ).join(revisions, revisions.c.model_id == models.c.id)
+
+
+def _newest() -> Select[Any]:
+    return _with_specs().where(revisions.c.n == models.c.revision).order_by(models.c.name)
+
+
+def _model_row(row: RowMapping) -> ModelRow:
+    return ModelRow(
+        name=row["name"],
+        revision=row["n"],
+        on=row["enabled"],
+        spec=msgspec.convert(row["spec"], Spec),
+        created=row["created"],
+        changed=row["changed"],
+        author=row["author"],
+    )
+
+
+def _model(connection: Connection, name: str) -> ModelRow:
+    row = connection.execute(_newest().where(models.c.name == name)).mappings().first()
+    if row is None:
+        raise NotThere(f"no model {name[:150]!r}")
+    return _model_row(row)
+
+
+def _fleet(connection: Connection) -> FleetFile:
+    specs = [_model_row(row).spec for row in connection.execute(_newest()).mappings()]
+    named: dict[str, dict[str, int]] = {}
+    wanted = (
+        select(aliases.c.name, models.c.name, aliases.c.weight)
+        .join(models, models.c.id == aliases.c.model_id)
+        .order_by(aliases.c.name, models.c.name)
+    )
+    for alias, model, weight in connection.execute(wanted):
+        named.setdefault(alias, {})[model] = weight
+    return FleetFile(tuple(specs), named)
+
+
+def _revise(connection: Connection, name: str, spec: Any, author: str, now: float) -> None:
+    """The newest revision of a model, which may be new."""
+    found = connection.execute(
+        select(models.c.id, models.c.revision).where(models.c.name == name)
+    ).first()
+    if found is None:
+        model_id, number = _new_id(), 1
+        connection.execute(
+            insert(models).values(id=model_id, name=name, revision=1, enabled=True, created=now)
+        )
+    else:
+        model_id, number = found[0], found[1] + 1
+        connection.execute(update(models).where(models.c.id == model_id).values(revision=number))
+    connection.execute(
+        insert(revisions).values(model_id=model_id, n=number, spec=spec, author=author, created=now)
+    )
+
+
+def _user_row(row: RowMapping) -> UserRow:
+    return UserRow(
+        user_id=row["id"],
+        name=row["name"],
+        role=row["role"],
+        disabled=row["disabled"],
+        created=row["created"],
+    )
+
+
+def _user(connection: Connection, name: str) -> UserRow:
+    row = connection.execute(select(users).where(users.c.name == name)).mappings().first()
+    if row is None:
+        raise NotThere(f"no user {name[:150]!r}")
+    return _user_row(row)
+
+
+def _checked_role(role: str) -> Role:
+    if role not in ROLES:
+        raise ConfigError(f"role is {role!r:.100}, must be {' or '.join(ROLES)}")
+    return "admin" if role == "admin" else "user"
+
+
+def _keys_of_users() -> Select[Any]:
+    return select(api_keys, users.c.name.label("user"), users.c.role, users.c.disabled).join(
+        users, users.c.id == api_keys.c.user_id
+    )
+
+
+def _key_row(row: RowMapping) -> KeyRow:
+    return KeyRow(
+        key_id=row["id"],
+        prefix=row["prefix"],
+        name=row["name"],
+        user=row["user"],
+        terms=msgspec.convert(row["terms"], KeyTerms),
+        created=row["created"],
+        revoked_at=row["revoked_at"],
+    )
+
+
+def _key(connection: Connection, prefix: str) -> KeyRow:
+    wanted = _keys_of_users().where(api_keys.c.prefix == prefix)
+    row = connection.execute(wanted).mappings().first()
+    if row is None:
+        raise NotThere(f"no key {prefix[:50]!r}")
+    return _key_row(row)
+
+
+def _grant(row: RowMapping) -> KeyGrant:
+    """An admin who is one no more has no admin's keys."""
+    terms = dict(row["terms"])
+    if row["role"] != "admin":
+        terms["scopes"] = [scope for scope in terms["scopes"] if scope != "admin"]
+    return msgspec.convert(
+        {
+            **terms,
+            "key_id": row["id"],
+            "user_id": row["user_id"],
+            "user": row["user"],
+            "prefix": row["prefix"],
+            "hash": row["hash"],
+        },
+        KeyGrant,
+    )

@@ -1,0 +1,368 @@
+"""The tables of a fleet's database, and how its two kinds are opened: SQLite and PostgreSQL.
+
+Times are Unix seconds. Rows of `audit` are only ever added, which triggers see to; the id of the
+newest one is the catalogue's version. One server at a time has the database: a lock on a file
+beside SQLite's, an advisory lock that PostgreSQL ties to the one connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Double,
+    Engine,
+    ForeignKey,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    create_engine,
+    event,
+    inspect,
+    text,
+)
+from sqlalchemy.engine import URL, Connection, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.pool import NullPool
+
+from kvmig.ground.errors import ConfigError, KvmigError
+
+SCHEMA = 1
+"""The newest migration's number."""
+LOCK_KEY = 0x6B766D6967
+"""Of PostgreSQL's advisory lock."""
+LOCK_NOT_AVAILABLE = "55P03"
+"""PostgreSQL's code."""
+READING = "kvmig_reading"
+"""Execution option of transactions that write nothing."""
+QUICK_CHECK_BYTES = 64 << 20
+"""SQLite files up to this size are read whole at the start."""
+CONNECT_S = 5
+
+
+class StoreError(KvmigError):
+    """The database can't do it now, or can't be used at all; nothing was changed."""
+
+
+metadata = MetaData()
+
+meta = Table(
+    "meta",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("value", LargeBinary, nullable=False),
+)
+
+users = Table(
+    "users",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("role", Text, nullable=False),
+    Column("disabled", Boolean, nullable=False),
+    Column("created", Double, nullable=False),
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("user_id", ForeignKey("users.id"), nullable=False, index=True),
+    Column("name", Text, nullable=False),
+    Column("prefix", Text, nullable=False, unique=True),
+    Column("hash", LargeBinary, nullable=False),
+    Column("terms", JSON, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("revoked_at", Double),
+    Column("version", Integer, nullable=False, index=True),
+)
+
+models = Table(
+    "models",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("revision", Integer, nullable=False),
+    Column("enabled", Boolean, nullable=False),
+    Column("created", Double, nullable=False),
+)
+
+revisions = Table(
+    "revisions",
+    metadata,
+    Column("model_id", ForeignKey("models.id", ondelete="CASCADE"), primary_key=True),
+    Column("n", Integer, primary_key=True, autoincrement=False),
+    Column("spec", JSON, nullable=False),
+    Column("author", Text, nullable=False),
+    Column("created", Double, nullable=False),
+)
+
+aliases = Table(
+    "aliases",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("model_id", ForeignKey("models.id"), primary_key=True),
+    Column("weight", Integer, nullable=False),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("at", Double, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("address", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("object", Text, nullable=False),
+    Column("before", JSON(none_as_null=True)),
+    Column("after", JSON(none_as_null=True)),
+    sqlite_autoincrement=True,
+)
+
+
+class Database:
+    """A fleet's database, open in this process alone. `open` it, then `close` it."""
+
+    def __init__(self, url: str, wait_s: float = 5.0) -> None:
+        """wait_s: for a lock that another program has. Raises ConfigError."""
+        self._url = _checked_url(url)
+        self._wait_s = wait_s
+        self._lock: IO[str] | None = None
+        self._engine = _engine(self._url, wait_s)
+        self.name = self._url.render_as_string() if self.path is None else str(self.path)
+
+    @property
+    def path(self) -> Path | None:
+        """SQLite's file; None for PostgreSQL."""
+        if self._url.get_backend_name() != "sqlite":
+            return None
+        return Path(self._url.database or "")
+
+    def open(self) -> None:
+        """Take the database, and bring its tables to the newest schema. Raises StoreError.
+
+        A file that can't be used is left as it is.
+        """
+        try:
+            if self.path is not None:
+                self._lock = _take_lock(self.path)
+                with self._errors():
+                    _check_file(self.path)
+            with self.transaction() as connection:
+                if _schema_of(connection, self.name) < SCHEMA:
+                    _migrate(connection)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave it to the next server."""
+        self._engine.dispose()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    @contextlib.contextmanager
+    def transaction(self, *, reading: bool = False) -> Iterator[Connection]:
+        """All that is done within, or nothing of it. Raises StoreError."""
+        with self._errors(), self._engine.connect() as connection:
+            connection.execution_options(**{READING: reading})
+            with connection.begin():
+                yield connection
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        dbapi = self._engine.dialect.loaded_dbapi
+        try:
+            yield
+        except DBAPIError as error:
+            raise StoreError(self._sentence(error.orig)) from error
+        except (dbapi.Error, OSError) as error:
+            raise StoreError(self._sentence(error)) from error
+
+    def _sentence(self, error: BaseException | None) -> str:
+        code = getattr(error, "sqlite_errorcode", -1) & 0xFF
+        said = str(error).strip().partition("\n")[0]
+        what = {
+            sqlite3.SQLITE_BUSY: f"is locked by another program, for {self._wait_s:g} s now",
+            sqlite3.SQLITE_READONLY: "is read-only",
+            sqlite3.SQLITE_FULL: "has no room left",
+            sqlite3.SQLITE_CORRUPT: "is damaged; restore a backup",
+            sqlite3.SQLITE_NOTADB: "is no SQLite database, or a damaged one",
+        }.get(code, f"can't be used: {said}")
+        return f"the fleet's database {self.name} {what}"
+
+
+def _checked_url(url: str) -> URL:
+    allowed = "sqlite:////FILE or postgresql+psycopg://USER@HOST/DATABASE"
+    try:
+        found = make_url(url)
+    except ArgumentError as error:
+        raise ConfigError(f"the fleet's database is no URL, must be {allowed}") from error
+    shown = found.render_as_string()
+    if found.drivername == "sqlite":
+        if not found.database or not Path(found.database).is_absolute():
+            raise ConfigError(f"the fleet's database is {shown}, must be a file's whole path")
+    elif found.drivername != "postgresql+psycopg":
+        raise ConfigError(f"the fleet's database is {shown}, must be {allowed}")
+    return found
+
+
+def _engine(url: URL, wait_s: float) -> Engine:
+    """It has one connection, and so PostgreSQL's lock is held by whoever writes."""
+    lite = url.get_backend_name() == "sqlite"
+    arguments: dict[str, Any] = {"timeout": wait_s} if lite else {"connect_timeout": CONNECT_S}
+    try:
+        engine = create_engine(
+            url, pool_size=1, max_overflow=0, pool_pre_ping=not lite, connect_args=arguments
+        )
+    except ImportError as error:
+        raise ConfigError(f"{url.drivername} needs kvmig[postgres]: {error}") from error
+    if lite:
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    else:
+
+        @event.listens_for(engine, "connect")
+        def set_up(connection: Any, _record: object) -> None:
+            _set_up_postgres(connection, url.render_as_string(), wait_s)
+
+    return engine
+
+
+# -- SQLite
+
+
+def _set_up_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+    connection.isolation_level = None  # transactions begin where `_begin_sqlite` says
+    for pragma in (
+        "journal_mode = WAL",
+        "synchronous = FULL",
+        "foreign_keys = ON",
+        "recursive_triggers = ON",  # or INSERT OR REPLACE would get round those of `audit`
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    reading = connection.get_execution_options().get(READING)
+    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+
+def _take_lock(path: Path) -> IO[str]:
+    """The lock of a database's one server: on a file of its own, which holds the server's pid."""
+    beside = path.with_name(path.name + ".lock")
+    try:
+        file = beside.open("a+")
+    except OSError as error:
+        raise StoreError(f"the fleet's database {path} can't be used: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        pid = file.read(20).strip() or "?"
+        file.close()
+        raise StoreError(f"the fleet's database {path} is in use by the server {pid}") from error
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def _check_file(path: Path) -> None:
+    """Look at a file without changing it; make one for this user alone if there is none."""
+    if not path.exists() or not path.stat().st_size:
+        path.touch(mode=0o600)
+        return
+    looking = create_engine(
+        "sqlite://",
+        creator=lambda: sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True),
+        poolclass=NullPool,
+    )
+    with looking.connect() as connection:
+        if path.stat().st_size <= QUICK_CHECK_BYTES:
+            said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+            if said != "ok":
+                raise StoreError(f"the fleet's database {path} is damaged; restore a backup")
+        _schema_of(connection, str(path))
+
+
+# -- PostgreSQL
+
+
+def _set_up_postgres(connection: Any, name: str, wait_s: float) -> None:
+    """Time limits, and the lock; whoever has it says in `application_name` who that is."""
+    wait = f"{1000 * wait_s:.0f}"
+    try:
+        with connection.cursor() as cursor:
+            for setting, value in (
+                ("application_name", f"kvmig server {os.getpid()}"),
+                ("lock_timeout", wait),
+                ("statement_timeout", "30000"),
+            ):
+                cursor.execute("SELECT set_config(%s, %s, false)", (setting, value))
+            connection.commit()
+            try:  # a server that has just been killed has it a moment longer
+                cursor.execute("SELECT pg_advisory_lock(%s)", (LOCK_KEY,))
+            except Exception as error:
+                if getattr(error, "sqlstate", "") != LOCK_NOT_AVAILABLE:
+                    raise
+                connection.rollback()
+                said = f"the fleet's database {name} is in use by {_holder(cursor)}"
+                raise StoreError(said) from error
+        connection.commit()
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _holder(cursor: Any) -> str:
+    cursor.execute(
+        "SELECT application_name, client_addr FROM pg_locks JOIN pg_stat_activity USING (pid)"
+        " WHERE locktype = 'advisory' AND granted AND (classid::bigint << 32 | objid::bigint) = %s",
+        (LOCK_KEY,),
+    )
+    row = cursor.fetchone()
+    return "another server" if row is None else " at ".join(str(one) for one in row if one)
+
+
+# -- the schema
+
+
+def _schema_of(connection: Connection, name: str) -> int:
+    """The number of the newest migration in a database; 0: it is empty. Raises StoreError."""
+    found = set(inspect(connection).get_table_names())
+    if not found:
+        return 0
+    if "alembic_version" not in found:
+        raise StoreError(f"the database {name} holds something else than a kvmig fleet")
+    number = str(connection.scalar(text("SELECT version_num FROM alembic_version")))
+    if not number.isdecimal():
+        raise StoreError(f"the database {name} holds something else than a kvmig fleet")
+    if int(number) > SCHEMA:
+        raise StoreError(
+            f"the fleet's database {name} has schema {int(number)}, this kvmig knows schemas up to"
+            f" {SCHEMA}: start a newer kvmig, or restore a backup"
+        )
+    return int(number)
+
+
+def _migrate(connection: Connection) -> None:
+    from alembic import command  # a start that changes no tables needs it not
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", "kvmig.fleet:migrations")
+    config.attributes["connection"] = connection
+    command.upgrade(config, f"{SCHEMA:04}")

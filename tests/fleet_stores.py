@@ -1,0 +1,28 @@
+"""Stores of the tests, by the kind of their database."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvmig.fleet.spec import Spec, spec_of
+from kvmig.fleet.store import Actor, Store
+
+ANNA = Actor("anna", "10.0.0.1")
+
+
+class Place:
+    """A database's URL with its pepper's file."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url = url
+        self.folder = folder
+        self.now = 1_000_000.0
+
+    def store(self, wait_s: float = 0.2) -> Store:
+        """Not open yet; its clock is `now`."""
+        return Store(self.url, self.folder / "pepper", wait_s=wait_s, clock=lambda: self.now)
+
+    def spec(self, name: str = "qwen", **more: Any) -> Spec:
+        """A model whose folder is there."""
+        return spec_of({"name": name, "source": f"path:{self.folder}", **more})

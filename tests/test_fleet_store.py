@@ -1,0 +1,320 @@
+"""The catalogue and the accounts: each order is whole, and has its row in the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import delete, text, update
+
+from kvmig.accounts.keys import Keys, KeyTerms
+from kvmig.fleet.spec import FleetFile
+from kvmig.fleet.store import Actor, NotThere, Store, Taken
+from kvmig.fleet.tables import StoreError, audit
+from kvmig.ground.errors import ConfigError
+from tests.fleet_stores import ANNA, Place
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[Store]:
+    made = place.store()
+    made.open()
+    yield made
+    made.close()
+
+
+# -- models
+
+
+def test_a_model_is_as_it_was_added(store: Store, place: Place) -> None:
+    spec = place.spec(flags="--dtype float32", instances={"max": 3}, aliases=["q"])
+    added = store.add_model(spec, ANNA)
+    assert (added.spec, added.revision, added.on, added.author) == (spec, 1, True, "anna")
+    assert store.models() == [added] == [store.model("qwen")]
+
+
+def test_a_model_is_there_after_the_next_start(store: Store, place: Place) -> None:
+    added = store.add_model(place.spec(), ANNA)
+    store.close()
+    store.open()
+    assert store.models() == [added]
+
+
+def test_a_model_is_added_once(store: Store, place: Place) -> None:
+    store.add_model(place.spec(), ANNA)
+    with pytest.raises(Taken, match="a model 'qwen' is there already"):
+        store.add_model(place.spec(max_held=3), ANNA)
+    assert store.model("qwen").spec.max_held == 1000
+
+
+def test_a_revision_is_made_where_the_spec_differs_only(store: Store, place: Place) -> None:
+    store.add_model(place.spec(), ANNA)
+    assert store.change_model(place.spec(), ANNA).revision == 1
+    assert store.change_model(place.spec(max_held=5), Actor("bea")).revision == 2
+    newest, first = store.revisions("qwen")
+    assert (newest.spec.max_held, newest.author) == (5, "bea")
+    assert (first.spec.max_held, first.author) == (1000, "anna")
+
+
+def test_scaling_is_a_revision(store: Store, place: Place) -> None:
+    store.add_model(place.spec(), ANNA)
+    scaled = store.scale("qwen", ANNA, least=1, most=4)
+    assert (scaled.revision, scaled.spec.instances.min, scaled.spec.instances.max) == (2, 1, 4)
+
+
+def test_wrong_bounds_change_nothing(store: Store, place: Place) -> None:
+    added = store.add_model(place.spec(), ANNA)
+    version = store.version()
+    with pytest.raises(ConfigError, match="max is 1, must be 2 or more"):
+        store.scale("qwen", ANNA, least=2)
+    assert (store.model("qwen"), store.version()) == (added, version)
+
+
+def test_a_model_is_switched_off_and_on(store: Store, place: Place) -> None:
+    store.add_model(place.spec(), ANNA)
+    assert not store.switch("qwen", ANNA, on=False).on
+    assert not store.model("qwen").on
+    assert store.switch("qwen", ANNA, on=True) == store.model("qwen")
+    assert [row.action for row in store.audit()] == ["model.switch", "model.switch", "model.add"]
+
+
+def test_a_model_that_is_removed_is_gone_with_its_revisions(store: Store, place: Place) -> None:
+    store.add_model(place.spec(), ANNA)
+    store.scale("qwen", ANNA, most=3)
+    store.remove_model("qwen", ANNA)
+    assert store.models() == []
+    assert store.add_model(place.spec(), ANNA).revision == 1
+
+
+@pytest.mark.parametrize("order", ["model", "revisions", "scale", "switch", "remove_model"])
+def test_what_is_not_there_is_named(store: Store, order: str) -> None:
+    arguments = {"scale": (ANNA,), "switch": (ANNA,), "remove_model": (ANNA,)}.get(order, ())
+    more = {"on": True} if order == "switch" else {}
+    with pytest.raises(NotThere, match="no model 'nowhere'"):
+        getattr(store, order)("nowhere", *arguments, **more)
+
+
+def test_a_model_that_an_alias_stands_for_stays(store: Store, place: Place) -> None:
+    store.add_model(place.spec(), ANNA)
+    store.set_alias("best", {"qwen": 1}, ANNA)
+    with pytest.raises(ConfigError, match=r"aliases\.best: 'qwen' is no model"):
+        store.remove_model("qwen", ANNA)
+    store.set_alias("best", {}, ANNA)
+    store.remove_model("qwen", ANNA)
+
+
+def test_an_alias_has_no_models_name(store: Store, place: Place) -> None:
+    store.add_model(place.spec(), ANNA)
+    with pytest.raises(ConfigError, match=r"aliases\.qwen: that is name of model qwen already"):
+        store.set_alias("qwen", {"qwen": 1}, ANNA)
+    assert store.fleet().aliases == {}
+
+
+# -- a whole file
+
+
+def test_a_file_is_applied_whole(store: Store, place: Place) -> None:
+    store.add_model(place.spec("old"), ANNA)
+    store.add_model(place.spec("qwen"), ANNA)
+    given = FleetFile(
+        (place.spec("qwen", max_held=3), place.spec("new")), {"best": {"qwen": 90, "new": 10}}
+    )
+    found = store.apply(given, ANNA)
+    assert [(one.action, one.kind, one.name) for one in found] == [
+        ("add", "model", "new"),
+        ("change", "model", "qwen"),
+        ("add", "alias", "best"),
+    ]
+    assert [one.name for one in store.models()] == ["new", "old", "qwen"]
+    assert store.fleet().aliases == given.aliases
+
+
+def test_a_file_that_is_there_changes_nothing(store: Store, place: Place) -> None:
+    given = FleetFile((place.spec(),), {"best": {"qwen": 1}})
+    store.apply(given, ANNA)
+    version = store.version()
+    assert store.apply(given, ANNA) == []
+    assert store.version() == version
+
+
+def test_a_dry_run_says_what_would_change_and_changes_nothing(store: Store, place: Place) -> None:
+    given = FleetFile((place.spec(),))
+    found = store.apply(given, ANNA, dry_run=True)
+    assert store.models() == []
+    assert store.apply(given, ANNA) == found
+
+
+def test_pruning_removes_what_the_file_does_not_name(store: Store, place: Place) -> None:
+    store.apply(FleetFile((place.spec("a"), place.spec("b")), {"x": {"a": 1, "b": 1}}), ANNA)
+    found = store.apply(FleetFile((place.spec("b"),), {"y": {"b": 1}}), ANNA, prune=True)
+    assert [(one.action, one.name) for one in found] == [
+        ("remove", "a"), ("remove", "x"), ("add", "y"),
+    ]  # fmt: skip
+    assert store.fleet() == FleetFile((place.spec("b"),), {"y": {"b": 1}})
+
+
+def test_a_model_may_take_the_name_of_an_alias_that_goes(store: Store, place: Place) -> None:
+    store.apply(FleetFile((place.spec("a"),), {"b": {"a": 1}}), ANNA)
+    store.apply(FleetFile((place.spec("b"),), {"a": {"b": 1}}), ANNA, prune=True)
+    assert store.fleet() == FleetFile((place.spec("b"),), {"a": {"b": 1}})
+
+
+# -- users and keys
+
+
+def test_the_first_start_has_an_admin_key_once(store: Store) -> None:
+    shown = store.first_admin_key()
+    assert shown is not None
+    granted = Keys(store.pepper, store.grants().granted).find(shown)
+    assert granted is not None
+    assert (granted.user, granted.scopes) == ("admin", ("infer", "read", "admin"))
+    assert store.first_admin_key() is None
+
+
+def test_a_key_is_granted_as_it_was_made(store: Store) -> None:
+    store.add_user("bea", "user", ANNA)
+    terms = KeyTerms(models=("qwen",), cidrs=("10.0.0.0/8",), expires=2e6, rpm=1, tpm=2, parallel=3)
+    row, shown = store.create_key("bea", "laptop", terms, ANNA)
+    granted = Keys(store.pepper, store.grants().granted).find(shown)
+    assert granted is not None
+    assert (granted.models, granted.cidrs, granted.expires) == (terms.models, terms.cidrs, 2e6)
+    assert (granted.rpm, granted.tpm, granted.parallel, granted.user) == (1, 2, 3, "bea")
+    assert store.keys("bea") == [row]
+    assert row.terms == terms
+
+
+def test_no_secret_is_kept(store: Store) -> None:
+    store.add_user("bea", "user", ANNA)
+    _, shown = store.create_key("bea", "laptop", KeyTerms(), ANNA)
+    secret = shown.rpartition("-")[2]
+    with store.database.transaction(reading=True) as connection:
+        for table in ("api_keys", "audit", "users", "meta"):
+            rows = connection.execute(text(f"SELECT * FROM {table}")).all()
+            assert secret not in repr(rows)
+    assert secret not in repr(store.keys()) + repr(store.grants())
+
+
+def test_a_revoked_key_is_told_as_a_change(store: Store, place: Place) -> None:
+    store.add_user("bea", "user", ANNA)
+    row, _ = store.create_key("bea", "laptop", KeyTerms(), ANNA)
+    known = store.grants()
+    assert [one.prefix for one in known.granted] == [row.prefix]
+    place.now += 5
+    assert store.revoke_key(row.prefix, ANNA).revoked_at == place.now
+    told = store.key_changes(known.version)
+    assert (told.granted, told.revoked) == ((), (row.prefix,))
+    assert store.key_changes(told.version) == (told.version, (), ())
+    with pytest.raises(NotThere, match="has been revoked"):
+        store.revoke_key(row.prefix, ANNA)
+
+
+def test_rotation_makes_a_new_key_and_ends_the_old(store: Store) -> None:
+    store.add_user("bea", "user", ANNA)
+    old, _ = store.create_key("bea", "laptop", KeyTerms(rpm=7), ANNA)
+    new, _ = store.rotate_key(old.prefix, ANNA)
+    assert (new.terms, new.name, new.user) == (old.terms, "laptop", "bea")
+    assert [one.prefix for one in store.grants().granted] == [new.prefix]
+
+
+def test_a_rotated_key_may_live_a_while(store: Store, place: Place) -> None:
+    store.add_user("bea", "user", ANNA)
+    old, _ = store.create_key("bea", "laptop", KeyTerms(), ANNA)
+    new, _ = store.rotate_key(old.prefix, ANNA, keep_s=60)
+    ends = {one.prefix: one.expires for one in store.grants().granted}
+    assert ends == {old.prefix: place.now + 60, new.prefix: None}
+
+
+def test_an_expired_key_is_not_rotated(store: Store, place: Place) -> None:
+    store.add_user("bea", "user", ANNA)
+    old, _ = store.create_key("bea", "laptop", KeyTerms(expires=place.now + 1), ANNA)
+    place.now += 2
+    with pytest.raises(ConfigError, match="expires is 1000001, must be a Unix time to come"):
+        store.rotate_key(old.prefix, ANNA)
+    assert len(store.keys()) == 1
+
+
+def test_a_user_who_is_disabled_has_no_keys_until_enabled(store: Store) -> None:
+    store.first_admin_key()
+    store.add_user("bea", "user", ANNA)
+    row, _ = store.create_key("bea", "laptop", KeyTerms(), ANNA)
+    version = store.grants().version
+    store.set_user("bea", ANNA, disabled=True)
+    assert store.key_changes(version).revoked == (row.prefix,)
+    store.set_user("bea", ANNA, disabled=False)
+    assert [one.prefix for one in store.key_changes(version).granted] == [row.prefix]
+
+
+def test_a_users_key_has_no_admins_scope(store: Store) -> None:
+    store.add_user("bea", "user", ANNA)
+    with pytest.raises(ConfigError, match="scopes has admin, bea is no admin"):
+        store.create_key("bea", "laptop", KeyTerms(scopes=("admin",)), ANNA)
+
+
+def test_who_is_no_admin_any_more_has_no_admins_keys(store: Store) -> None:
+    store.first_admin_key()
+    store.add_user("bea", "admin", ANNA)
+    row, _ = store.create_key("bea", "x", KeyTerms(scopes=("infer", "admin")), ANNA)
+    store.set_user("bea", ANNA, role="user")
+    scopes = {one.prefix: one.scopes for one in store.grants().granted}
+    assert scopes[row.prefix] == ("infer",)
+
+
+@pytest.mark.parametrize("change", [{"role": "user"}, {"disabled": True}])
+def test_one_admin_remains(store: Store, change: dict[str, str | bool]) -> None:
+    store.first_admin_key()
+    with pytest.raises(ConfigError, match="admin is the only admin"):
+        store.set_user("admin", ANNA, **change)  # type: ignore[arg-type]
+    assert store.users()[0].role == "admin"
+    assert not store.users()[0].disabled
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "sentence"),
+    [
+        ("Bea", "user", "name is 'Bea', must be"),
+        ("bea", "root", "role is 'root', must be admin or"),
+    ],
+)
+def test_a_user_is_checked(store: Store, name: str, role: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        store.add_user(name, role, ANNA)
+    assert store.users() == []
+
+
+def test_users_and_keys_that_are_not_there_are_named(store: Store) -> None:
+    with pytest.raises(NotThere, match="no user 'bea'"):
+        store.create_key("bea", "laptop", KeyTerms(), ANNA)
+    with pytest.raises(NotThere, match="no key 'abcdefgh'"):
+        store.revoke_key("abcdefgh", ANNA)
+
+
+# -- the audit
+
+
+def test_a_change_says_who_made_it_and_what_was_there(store: Store, place: Place) -> None:
+    store.add_model(place.spec(), ANNA)
+    store.scale("qwen", Actor("bea", "10.0.0.2"), most=3)
+    row = store.audit(limit=1)[0]
+    assert (row.at, row.actor, row.address) == (place.now, "bea", "10.0.0.2")
+    assert (row.action, row.object) == ("model.change", "qwen")
+    assert (row.before["instances"]["max"], row.after["instances"]["max"]) == (1, 3)
+
+
+def test_the_audit_is_read_page_by_page(store: Store, place: Place) -> None:
+    for name in ("a", "b", "c"):
+        store.add_model(place.spec(name), ANNA)
+    newest = store.audit(limit=2)
+    assert [row.object for row in newest] == ["c", "b"]
+    assert [row.object for row in store.audit(before=newest[-1].id)] == ["a"]
+
+
+@pytest.mark.parametrize("statement", [delete(audit), update(audit).values(actor="nobody")])
+def test_the_audit_is_never_changed(store: Store, place: Place, statement: object) -> None:
+    store.add_model(place.spec(), ANNA)
+    rows = store.audit()
+    with (
+        pytest.raises(StoreError, match="rows of audit are never changed"),
+        store.database.transaction() as connection,
+    ):
+        connection.execute(statement)  # type: ignore[call-overload]
+    assert store.audit() == rows
