@@ -165,7 +165,7 @@ def test_a_model_may_take_the_name_of_an_alias_that_goes(store: Store, place: Pl
 def test_the_first_start_has_an_admin_key_once(store: Store) -> None:
     shown = store.first_admin_key()
     assert shown is not None
-    granted = Keys(store.pepper, store.grants().granted).find(shown)
+    granted = Keys(store.pepper, store.key_changes().granted).find(shown)
     assert granted is not None
     assert (granted.user, granted.scopes) == ("admin", ("infer", "read", "admin"))
     assert store.first_admin_key() is None
@@ -175,7 +175,7 @@ def test_a_key_is_granted_as_it_was_made(store: Store) -> None:
     store.add_user("bea", "user", ANNA)
     terms = KeyTerms(models=("qwen",), cidrs=("10.0.0.0/8",), expires=2e6, rpm=1, tpm=2, parallel=3)
     row, shown = store.create_key("bea", "laptop", terms, ANNA)
-    granted = Keys(store.pepper, store.grants().granted).find(shown)
+    granted = Keys(store.pepper, store.key_changes().granted).find(shown)
     assert granted is not None
     assert (granted.models, granted.cidrs, granted.expires) == (terms.models, terms.cidrs, 2e6)
     assert (granted.rpm, granted.tpm, granted.parallel, granted.user) == (1, 2, 3, "bea")
@@ -191,13 +191,13 @@ def test_no_secret_is_kept(store: Store) -> None:
         for table in ("api_keys", "audit", "users", "meta"):
             rows = connection.execute(text(f"SELECT * FROM {table}")).all()
             assert secret not in repr(rows)
-    assert secret not in repr(store.keys()) + repr(store.grants())
+    assert secret not in repr(store.keys()) + repr(store.key_changes())
 
 
 def test_a_revoked_key_is_told_as_a_change(store: Store, place: Place) -> None:
     store.add_user("bea", "user", ANNA)
     row, _ = store.create_key("bea", "laptop", KeyTerms(), ANNA)
-    known = store.grants()
+    known = store.key_changes()
     assert [one.prefix for one in known.granted] == [row.prefix]
     place.now += 5
     assert store.revoke_key(row.prefix, ANNA).revoked_at == place.now
@@ -213,14 +213,14 @@ def test_rotation_makes_a_new_key_and_ends_the_old(store: Store) -> None:
     old, _ = store.create_key("bea", "laptop", KeyTerms(rpm=7), ANNA)
     new, _ = store.rotate_key(old.prefix, ANNA)
     assert (new.terms, new.name, new.user) == (old.terms, "laptop", "bea")
-    assert [one.prefix for one in store.grants().granted] == [new.prefix]
+    assert [one.prefix for one in store.key_changes().granted] == [new.prefix]
 
 
 def test_a_rotated_key_may_live_a_while(store: Store, place: Place) -> None:
     store.add_user("bea", "user", ANNA)
     old, _ = store.create_key("bea", "laptop", KeyTerms(), ANNA)
     new, _ = store.rotate_key(old.prefix, ANNA, keep_s=60)
-    ends = {one.prefix: one.expires for one in store.grants().granted}
+    ends = {one.prefix: one.expires for one in store.key_changes().granted}
     assert ends == {old.prefix: place.now + 60, new.prefix: None}
 
 
@@ -237,7 +237,7 @@ def test_a_user_who_is_disabled_has_no_keys_until_enabled(store: Store) -> None:
     store.first_admin_key()
     store.add_user("bea", "user", ANNA)
     row, _ = store.create_key("bea", "laptop", KeyTerms(), ANNA)
-    version = store.grants().version
+    version = store.key_changes().version
     store.set_user("bea", ANNA, disabled=True)
     assert store.key_changes(version).revoked == (row.prefix,)
     store.set_user("bea", ANNA, disabled=False)
@@ -255,7 +255,7 @@ def test_who_is_no_admin_any_more_has_no_admins_keys(store: Store) -> None:
     store.add_user("bea", "admin", ANNA)
     row, _ = store.create_key("bea", "x", KeyTerms(scopes=("infer", "admin")), ANNA)
     store.set_user("bea", ANNA, role="user")
-    scopes = {one.prefix: one.scopes for one in store.grants().granted}
+    scopes = {one.prefix: one.scopes for one in store.key_changes().granted}
     assert scopes[row.prefix] == ("infer",)
 
 

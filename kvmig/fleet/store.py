@@ -12,6 +12,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -171,16 +172,10 @@ class Store:
         try:
             part.unlink(missing_ok=True)
             part.touch(mode=0o600)
-            with self.database.transaction(reading=True) as connection:
-                source = connection.connection.driver_connection
-                assert isinstance(source, sqlite3.Connection)
-                target = sqlite3.connect(part)
-                try:
-                    source.backup(target)
-                finally:
-                    target.close()
+            with self.database.raw() as source, closing(sqlite3.connect(part)) as target:
+                source.backup(target)
             part.replace(path)
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             raise StoreError(f"{path} can't be written: {error}") from error
         finally:
             part.unlink(missing_ok=True)
@@ -421,15 +416,8 @@ class Store:
             owner = self._add_user(connection, "admin", "admin", actor)
             return self._add_key(connection, owner, "first", ADMIN_TERMS, actor)[1]
 
-    def grants(self) -> KeyChanges:
-        """All keys that let requests in; `key_changes` has what comes after."""
-        return self._grants(0)
-
-    def key_changes(self, since: int) -> KeyChanges:
-        """What has happened to keys since a version."""
-        return self._grants(since)
-
-    def _grants(self, since: int) -> KeyChanges:
+    def key_changes(self, since: int = 0) -> KeyChanges:
+        """What has happened to keys since a version; since 0: all of them."""
         wanted = _keys_of_users().where(api_keys.c.version > since)
         with self.database.transaction(reading=True) as connection:
             granted, revoked = [], []
@@ -578,11 +566,16 @@ def _newest() -> Select[Any]:
 
 
 def _model_row(row: RowMapping) -> ModelRow:
+    """Raises StoreError for what another kvmig wrote, which had other fields."""
+    try:
+        spec = msgspec.convert(row["spec"], Spec)
+    except msgspec.ValidationError as error:
+        raise StoreError(f"the fleet's database has a model {row['name']} with {error}") from error
     return ModelRow(
         name=row["name"],
         revision=row["n"],
         on=row["enabled"],
-        spec=msgspec.convert(row["spec"], Spec),
+        spec=spec,
         created=row["created"],
         changed=row["changed"],
         author=row["author"],

@@ -28,6 +28,7 @@ from sqlalchemy import (
     Table,
     Text,
     create_engine,
+    delete,
     event,
     inspect,
     text,
@@ -162,6 +163,9 @@ class Database:
             with self.transaction() as connection:
                 if _schema_of(connection, self.name) < SCHEMA:
                     _migrate(connection)
+                attempt = connection.begin_nested()  # SQLite begins to write in a read-only file
+                connection.execute(delete(meta))
+                attempt.rollback()
         except BaseException:
             self.close()
             raise
@@ -180,6 +184,14 @@ class Database:
             connection.execution_options(**{READING: reading})
             with connection.begin():
                 yield connection
+
+    @contextlib.contextmanager
+    def raw(self) -> Iterator[sqlite3.Connection]:
+        """SQLite's own connection, in no transaction."""
+        with self._engine.raw_connection() as connection:
+            found = connection.driver_connection
+            assert isinstance(found, sqlite3.Connection)
+            yield found
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
