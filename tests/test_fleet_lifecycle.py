@@ -37,6 +37,16 @@ def test_one_that_another_server_has_started_is_taken_over() -> None:
     assert turn(Life(), WISH, READY, 5)[0].state == "serving"
 
 
+def test_one_that_is_off_is_taken_over_only_to_be_emptied() -> None:
+    assert turn(Life(), replace(WISH, on=False), THERE, 5)[0].state == "emptying"
+
+
+def test_one_that_is_switched_off_and_on_while_it_starts_goes_on_starting() -> None:
+    life, action = turn(Life("starting"), replace(WISH, on=False), THERE, 5)
+    assert (life.state, action) == ("emptying", None)
+    assert turn(life, WISH, replace(THERE, wanted=True), 6)[0].state == "starting"
+
+
 def test_a_failed_start_is_tried_again_later_and_later() -> None:
     life, pauses = Life(), []
     now = 0.0

@@ -92,7 +92,7 @@ async def test_a_stream_moves_between_hosts_and_its_client_sees_no_difference(
 ) -> None:
     hosts = {host_of(network, row).address for row in rows(server).values()}
     assert hosts == {host.address for host in network.hosts[1:]}
-    body = {"prompt": "Count: 0017 0018", "max_tokens": 900, "ignore_eos": True, "logprobs": 2,
+    body = {"prompt": "Count: 0017 0018", "max_tokens": 3000, "ignore_eos": True, "logprobs": 2,
             "temperature": 1.2, "top_p": 0.9, "seed": 7}  # fmt: skip
     unmoved = await run_unmoved(server, PATH, body)
 

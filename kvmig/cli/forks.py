@@ -297,6 +297,10 @@ class ForkServer:
 
     async def fork(self, environment: Mapping[str, str], stdin: int, announced: int) -> Fork:
         """One more llumlet. See `Forks.fork`."""
+        return await self.carry_out(ForkOrder(LLUMLET, (), environment), (stdin, 1, 2, announced))
+
+    async def carry_out(self, order: ForkOrder, descriptors: Sequence[int]) -> Fork:
+        """Fork as ordered. Raises StartupError; the fork server is given up then."""
         async with self._turn:
             try:
                 loaded = self._listen()
@@ -304,8 +308,7 @@ class ForkServer:
                     await asyncio.shield(loaded)
                 async with asyncio.timeout(FORK_S):
                     self._asked = asyncio.get_running_loop().create_future()
-                    order = ForkOrder(LLUMLET, (), environment)
-                    send_order(self._sock, order, (stdin, 1, 2, announced))
+                    send_order(self._sock, order, descriptors)
                     return await self._asked
             except OSError as error:  # a TimeoutError too
                 self._give_up()

@@ -92,6 +92,10 @@ def turn(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action |
             return _stopping(life, wish, seen, now)
 
 
+def _up(seen: Seen) -> State:
+    return "serving" if seen.ready else "starting"
+
+
 def _to(life: Life, state: State, now: float) -> Life:
     return replace(life, state=state, since=now)
 
@@ -100,7 +104,7 @@ def _down(
     life: Life, wish: Wish, seen: Seen, wanted: bool, now: float
 ) -> tuple[Life, Action | None]:
     if seen.deployment:  # of a server before this one
-        return _to(life, "serving" if seen.ready else "starting", now), None
+        return _to(life, _up(seen) if wish.on else "emptying", now), None
     if life.state == "failed" and not wish.on:
         return Life(since=now), None
     if wanted and now >= life.retry_at:
@@ -114,7 +118,7 @@ def _starting(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Act
     if seen.ended or not seen.deployment:
         return _failed(life, seen.ended or "it has ended", now), None
     if not wish.on:
-        return _to(life, "stopping", now), "stop"
+        return _to(life, "emptying", now), None
     if seen.ready:
         return replace(_to(life, "serving", now), why=""), None
     if now - life.since > wish.start_timeout_s:
@@ -140,8 +144,8 @@ def _serving(
 def _emptying(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
     if seen.ended or not seen.deployment:
         return Life(since=now), None
-    if wish.on and (seen.wanted or wish.least > 0):  # it serves still
-        return _to(life, "serving", now), None
+    if wish.on and (seen.wanted or wish.least > 0):
+        return _to(life, _up(seen), now), None
     if seen.unrouted and not seen.running:
         return _to(life, "stopping", now), "stop"
     return life, None

@@ -1,0 +1,437 @@
+"""The command `kvmig`: starts a fleet, and talks to one that runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+from urllib.parse import quote
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from kvmig.console.client import Client, Failed
+from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
+from kvmig.fleet.spec import PATH
+from kvmig.ground.errors import ConfigError, KvmigError
+
+Parameters = ParamSpec("Parameters")
+
+app = typer.Typer(
+    help="Many models behind one door: each from zero, moved live, with keys.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Models of the catalogue.", no_args_is_help=True)
+key_app = typer.Typer(help="Keys of the API.", no_args_is_help=True)
+user_app = typer.Typer(help="Users, who have keys.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+app.add_typer(key_app, name="key")
+app.add_typer(user_app, name="user")
+
+out = Console(highlight=False)
+Json = Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")]
+
+
+@dataclass
+class Where:
+    """The fleet that the command is for."""
+
+    data: str = ""
+    url: str = ""
+    key: str = ""
+
+    def client(self) -> Client:
+        """Of its server."""
+        settings = FleetSettings(data=data_folder(self.data))
+        return Client(str(settings.api), self.url, self.key)
+
+    def admin_key(self) -> str:
+        """A key for the door, as the fleet's folder has it where none is given."""
+        try:
+            return self.key or Path(data_folder(self.data), "admin-key").read_text().strip()
+        except OSError:
+            return ""
+
+
+where = Where()
+
+
+@app.callback()
+def common(
+    data: Annotated[str, typer.Option(help="The fleet's folder; KVMIG_DATA.")] = "",
+    url: Annotated[str, typer.Option(help="The door of a fleet elsewhere; KVMIG_URL.")] = "",
+    key: Annotated[str, typer.Option(help="A key of an admin, for it; KVMIG_KEY.")] = "",
+) -> None:
+    """Take what all commands have in common."""
+    where.data, where.url, where.key = data, url, key
+
+
+def said(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """A command whose errors are one sentence: exit code 2 for bad input, 1 for the rest."""
+
+    @wraps(command)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except ConfigError as error:
+            print(f"kvmig: {error}", file=sys.stderr)
+            raise typer.Exit(2) from error
+        except KvmigError as error:
+            print(f"kvmig: {error}", file=sys.stderr)
+            raise typer.Exit(1) from error
+
+    return run
+
+
+def show(answer: Any, as_json: bool, table: Callable[[Any], Table]) -> None:
+    """Print an answer for people, or as it is."""
+    if as_json:
+        print(json.dumps(answer, indent=2))
+    else:
+        out.print(table(answer))
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Rows under names."""
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*("-" if one is None else str(one) for one in row))
+    return table
+
+
+# -- the fleet
+
+
+@app.command()
+@said
+def up(
+    host: Annotated[str, typer.Option(help="Address that clients connect to.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Its port.")] = 8080,
+    proxies: Annotated[int, typer.Option(help="Processes that take clients.")] = 1,
+    database: Annotated[
+        str, typer.Option(help="URL of a PostgreSQL database (default: SQLite in the folder).")
+    ] = "",
+    threads: Annotated[
+        int, typer.Option(help="Cores of an instance on a CPU (default: half of them).")
+    ] = 0,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that a stop lets running requests finish.")
+    ] = 30.0,
+) -> None:
+    """Serve a fleet until Ctrl-C."""
+    import os
+
+    from kvmig.fleet.init import up as run
+
+    settings = FleetSettings(
+        data=data_folder(where.data),
+        host=host,
+        port=port,
+        proxies=proxies,
+        database=database,
+        threads=threads or max(1, (os.cpu_count() or 1) // 2),
+        shutdown_timeout_s=shutdown_timeout,
+    )
+    status = run(check_settings(settings))
+    if status:
+        raise typer.Exit(status)
+
+
+@app.command()
+@said
+def status(as_json: Json = False) -> None:
+    """The fleet at a glance."""
+    show(where.client().get("status"), as_json, lambda found: table_of(["", ""], found.items()))
+
+
+@app.command()
+@said
+def apply(
+    file: Annotated[Path, typer.Argument(help="YAML: models, aliases.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change.")] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove models that the file doesn't name.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make the catalogue what a file says."""
+    try:
+        given = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} can't be read: {' '.join(str(error).split())}") from error
+    body = {
+        "fleet": given,
+        "folder": str(file.absolute().parent),
+        "dry_run": dry_run,
+        "prune": prune,
+    }
+    answer = where.client().post("apply", body)
+    show(
+        answer,
+        as_json,
+        lambda found: table_of(
+            ["", "", "name"], [(one["action"], one["kind"], one["name"]) for one in found["data"]]
+        ),
+    )
+
+
+@app.command()
+@said
+def backup(file: Annotated[Path, typer.Argument(help="Where the copy goes.")]) -> None:
+    """Copy the database while the fleet runs."""
+    where.client().post("backup", {"path": str(file.absolute())})
+    out.print(f"{file} holds the catalogue, the users and the keys (hashed)")
+
+
+@app.command()
+@said
+def chat(
+    model: str, prompt: Annotated[str, typer.Argument(help="Or from the keyboard.")] = ""
+) -> None:
+    """Talk to a model through the door; one that is cold starts."""
+    client = where.client()
+    address = where.url or client.get("status")["address"]
+    door = Client("", address, where.admin_key())
+    messages: list[dict[str, str]] = []
+    while True:
+        text = prompt or ask()
+        if not text:
+            return
+        messages.append({"role": "user", "content": text})
+        answer = "".join(said_by(door, model, messages))
+        messages.append({"role": "assistant", "content": answer})
+        if prompt:
+            return
+
+
+def ask() -> str:
+    """A line of the keyboard; empty at its end."""
+    try:
+        return input("> ")
+    except EOFError:
+        return ""
+
+
+def said_by(door: Client, model: str, messages: list[dict[str, str]]) -> Iterable[str]:
+    """What comes, printed as it comes. Raises Failed."""
+    body = {"model": model, "messages": messages, "stream": True}
+    for line in door.stream("/v1/chat/completions", body):
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        found = json.loads(line.removeprefix("data: "))
+        if "error" in found:
+            raise Failed(str(found["error"].get("message", found["error"])))
+        for choice in found.get("choices", []):
+            if text := choice["delta"].get("content"):
+                print(text, end="", flush=True)
+                yield text
+    print()
+
+
+# -- models
+
+
+def model_row(one: dict[str, Any]) -> Sequence[object]:
+    """Of `kvmig model ls`."""
+    wanted = one["spec"]["instances"]
+    return (
+        one["name"],
+        one["state"],
+        f"{one['serving']} of {wanted['min']}-{wanted['max']}",
+        one["running"],
+        one["held"],
+        one["revision"],
+        one["why"] or "",
+    )
+
+
+MODEL_COLUMNS = ("model", "state", "instances", "running", "held", "revision", "")
+
+
+@model_app.command("ls")
+@said
+def list_models(as_json: Json = False) -> None:
+    """All models."""
+    show(
+        where.client().get("models"),
+        as_json,
+        lambda found: table_of(MODEL_COLUMNS, map(model_row, found["data"])),
+    )
+
+
+@model_app.command("add")
+@said
+def add_model(
+    name: str,
+    source: Annotated[str, typer.Argument(help="path:FOLDER with the weights.")],
+    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    flags: Annotated[str, typer.Option(help="The engine's flags, as one text.")] = "",
+    least: Annotated[int, typer.Option("--min", help="Instances at least; 0: from zero.")] = 0,
+    most: Annotated[int, typer.Option("--max", help="Instances at most.")] = 1,
+    target: Annotated[float, typer.Option(help="Requests at once for an instance.")] = 8.0,
+    target_kind: Annotated[str, typer.Option(help="concurrency, rps or freeness.")] = "concurrency",
+    zero_after: Annotated[float, typer.Option(help="Seconds without a request.")] = 300.0,
+    start_timeout: Annotated[float, typer.Option(help="Seconds for a start.")] = 600.0,
+    alias: Annotated[list[str] | None, typer.Option(help="Another name of it.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Put a model into the catalogue; it starts when somebody asks for it, or with --min."""
+    folder = source.removeprefix(PATH)
+    spec = {
+        "name": name,
+        "source": PATH + str(Path(folder).absolute()) if ":" not in folder else source,
+        "engine": engine,
+        "flags": shlex.split(flags),
+        "aliases": alias or [],
+        "instances": {
+            "min": least,
+            "max": most,
+            "target": target,
+            "target_kind": target_kind,
+            "zero_after_s": zero_after,
+            "start_timeout_s": start_timeout,
+        },
+    }
+    answer = where.client().post("models", spec)
+    show(answer, as_json, lambda found: table_of(MODEL_COLUMNS, [model_row(found)]))
+
+
+@model_app.command("show")
+@said
+def show_model(name: str) -> None:
+    """One model: its specification, its revisions, what was decided."""
+    print(json.dumps(where.client().get(f"models/{quote(name)}"), indent=2))
+
+
+@model_app.command("scale")
+@said
+def scale_model(
+    name: str,
+    least: Annotated[int, typer.Option("--min")],
+    most: Annotated[int, typer.Option("--max")],
+    as_json: Json = False,
+) -> None:
+    """Set how many instances it has at least and at most."""
+    answer = where.client().post(f"models/{quote(name)}/scale", {"min": least, "max": most})
+    show(answer, as_json, lambda found: table_of(MODEL_COLUMNS, [model_row(found)]))
+
+
+@model_app.command("wake")
+@said
+def wake_model(name: str) -> None:
+    """Start it now, also where a start has failed."""
+    where.client().post(f"models/{quote(name)}/wake")
+
+
+@model_app.command("rm")
+@said
+def remove_model(name: str) -> None:
+    """Take it out of the catalogue; its requests end first."""
+    where.client().delete(f"models/{quote(name)}")
+
+
+@model_app.command("logs")
+@said
+def logs_of_model(
+    name: str, lines: Annotated[int, typer.Option("-n", help="So many of its last.")] = 50
+) -> None:
+    """What its processes have printed."""
+    for line in where.client().get(f"models/{quote(name)}/logs", lines=lines)["data"]:
+        print(line)
+
+
+# -- users and keys
+
+
+@user_app.command("add")
+@said
+def add_user(name: str, role: Annotated[str, typer.Option(help="user or admin.")] = "user") -> None:
+    """Make a user."""
+    where.client().post("users", {"name": name, "role": role})
+
+
+@user_app.command("ls")
+@said
+def list_users(as_json: Json = False) -> None:
+    """All users."""
+    show(
+        where.client().get("users"),
+        as_json,
+        lambda found: table_of(
+            ["user", "role"], [(one["name"], one["role"]) for one in found["data"]]
+        ),
+    )
+
+
+@key_app.command("add")
+@said
+def add_key(
+    user: str,
+    name: Annotated[str, typer.Option(help="What it is for.")] = "",
+    model: Annotated[list[str] | None, typer.Option(help="Only these; else all.")] = None,
+    scope: Annotated[list[str] | None, typer.Option(help="infer, read, admin.")] = None,
+    cidr: Annotated[list[str] | None, typer.Option(help="Only from these networks.")] = None,
+    days: Annotated[float, typer.Option(help="Until it expires; 0: never.")] = 0.0,
+) -> None:
+    """Make a key; it is shown this once."""
+    body = {
+        "user": user,
+        "name": name,
+        "models": model,
+        "scopes": scope or ["infer"],
+        "cidrs": cidr,
+        "days": days,
+    }
+    print(where.client().post("keys", body)["key"])
+
+
+@key_app.command("ls")
+@said
+def list_keys(as_json: Json = False) -> None:
+    """All keys, by their prefixes."""
+    columns = ("prefix", "user", "name", "scopes", "models", "expires", "revoked")
+    show(
+        where.client().get("keys"),
+        as_json,
+        lambda found: table_of(columns, map(key_row, found["data"])),
+    )
+
+
+def key_row(one: dict[str, Any]) -> Sequence[object]:
+    """Of `kvmig key ls`."""
+    terms = one["terms"]
+    models = None if terms["models"] is None else " ".join(terms["models"])
+    ends = [
+        None if at is None else datetime.fromtimestamp(at, UTC).isoformat(" ", "seconds")
+        for at in (terms["expires"], one["revoked_at"])
+    ]
+    return one["prefix"], one["user"], one["name"], " ".join(terms["scopes"]), models, *ends
+
+
+@key_app.command("rotate")
+@said
+def rotate_key(prefix: str) -> None:
+    """Make another key with the same rights, and revoke this one."""
+    print(where.client().post(f"keys/{quote(prefix)}/rotate")["key"])
+
+
+@key_app.command("revoke")
+@said
+def revoke_key(prefix: str) -> None:
+    """Refuse it everywhere, within a second."""
+    where.client().delete(f"keys/{quote(prefix)}")
+
+
+def main() -> None:
+    """The command."""
+    app()

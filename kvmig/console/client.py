@@ -1,0 +1,78 @@
+"""The way from the command line to a fleet's server: its socket here, or its door elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from kvmig.ground.errors import KvmigError
+
+URL, KEY = "KVMIG_URL", "KVMIG_KEY"
+"""Environment variables: the door of a fleet elsewhere, and a key for it."""
+TIMEOUT_S = 60.0
+
+
+class Failed(KvmigError):
+    """The server has refused, or can't be reached."""
+
+
+class Client:
+    """Without a URL: by the socket in the fleet's folder, which only its user can connect to."""
+
+    def __init__(self, socket: str, url: str = "", key: str = "") -> None:
+        """key: an admin's, for a fleet elsewhere."""
+        url, key = url or os.environ.get(URL, ""), key or os.environ.get(KEY, "")
+        self.where = url or socket
+        transport = None if url else httpx.HTTPTransport(uds=socket)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(
+            base_url=url or "http://kvmig",
+            transport=transport,
+            headers=headers,
+            timeout=TIMEOUT_S,
+        )
+
+    def get(self, path: str, **query: Any) -> Any:
+        """JSON of a path under /kvmig/v2. Raises Failed."""
+        return self._ask("GET", path, params=query)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """The same, with a body. Raises Failed."""
+        return self._ask("POST", path, json={} if body is None else body)
+
+    def delete(self, path: str) -> Any:
+        """The same. Raises Failed."""
+        return self._ask("DELETE", path)
+
+    def stream(self, path: str, body: Any) -> Iterator[str]:
+        """Lines of an answer that streams. path: whole. Raises Failed."""
+        try:
+            with self._http.stream("POST", path, json=body, timeout=None) as answer:
+                if answer.is_error:
+                    answer.read()
+                    raise Failed(sentence_of(answer))
+                yield from answer.iter_lines()
+        except httpx.HTTPError as error:
+            raise Failed(f"{self.where} can't be reached: {error}") from error
+
+    def _ask(self, method: str, path: str, **more: Any) -> Any:
+        try:
+            answer = self._http.request(method, f"/kvmig/v2/{path}", **more)
+        except httpx.HTTPError as error:
+            raise Failed(
+                f"no fleet answers at {self.where} ({error}); `kvmig up` starts one"
+            ) from (error)
+        if answer.is_error:
+            raise Failed(sentence_of(answer))
+        return answer.json()
+
+
+def sentence_of(answer: httpx.Response) -> str:
+    """What an error answer says."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the answer is {answer.status_code} without a reason"

@@ -1,0 +1,392 @@
+"""The server's HTTP API under /kvmig/v2: the catalogue, what runs, users and keys.
+
+A call by the server's own socket is its user's, who needs no key; one that the proxy relays needs a
+key with the scope `admin`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
+from urllib.parse import quote
+
+import anyio.to_thread
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from kvmig.accounts.keys import BAD_KEY, Keys, KeyTerms, allows
+from kvmig.fleet.models import Model, Models
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import fleet_of, spec_of
+from kvmig.fleet.store import Actor, ModelRow, NotThere, Store, Taken
+from kvmig.fleet.tables import StoreError
+from kvmig.gateway.problems import as_problem, invalid, problem
+from kvmig.ground.errors import ConfigError
+
+PREFIX = "/kvmig/v2"
+LOG_LINES = 1000
+FORWARDED = "x-forwarded-for"
+"""The proxy says by it for whom it speaks; clients' own are dropped there."""
+DAY_S = 86400.0
+
+Body = dict[str, Any]
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Backend:
+    """What the routes work on."""
+
+    settings: FleetSettings
+    store: Store
+    thread: Executor
+    """One thread, the store's."""
+    models: Models
+    changed: Callable[[], Awaitable[None]]
+    """To be awaited after every change of the catalogue or of keys."""
+    keys: Callable[[], Keys]
+    """Those that let calls in now."""
+
+    async def stored(
+        self, call: Callable[Parameters, Result], *args: Parameters.args, **kw: Parameters.kwargs
+    ) -> Result:
+        """The result of one of the store's methods, on its thread. Raises what it raises."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.thread, lambda: call(*args, **kw))
+
+    async def row(self, name: str) -> ModelRow:
+        """Of a model. Raises NotThere."""
+        return await self.stored(self.store.model, name)
+
+    def shown(self, row: ModelRow) -> Body:
+        """A model as the API shows it."""
+        return model_json(row, self.models.shown(row.name), self.models)
+
+
+def make_app(backend: Backend) -> FastAPI:
+    """The application."""
+
+    async def actor(request: Request) -> Actor:
+        return who_calls(request, backend.keys(), time.time())
+
+    app = FastAPI(
+        title="kvmig", docs_url=None, redoc_url=None, openapi_url=f"{PREFIX}/openapi.json"
+    )
+    for kind, status in STATUS.items():
+        app.add_exception_handler(kind, answer_with(status))
+    app.add_exception_handler(RequestValidationError, refuse_input)
+    app.add_exception_handler(HTTPException, as_problem)
+    by = Depends(actor)
+    for api in (fleet_api(backend, by), accounts_api(backend, by), models_api(backend, by)):
+        app.include_router(api, prefix=PREFIX)
+    return app
+
+
+def fleet_api(backend: Backend, by: Any) -> APIRouter:
+    """Routes of the fleet as a whole. by: who calls."""
+    api, store, models = APIRouter(), backend.store, backend.models
+
+    @api.get("/status")
+    async def status(_: Actor = by) -> Body:
+        """The fleet at a glance."""
+        return {
+            "address": f"http://{backend.settings.host}:{backend.settings.port}",
+            "models": len(await backend.stored(store.models)),
+            "proxies": models.connected,
+            "starts": models.starts,
+            "data": backend.settings.data,
+        }
+
+    @api.post("/apply")
+    async def apply(body: ApplyBody, actor: Actor = by) -> Body:
+        """Make the catalogue what a file says."""
+        fleet = fleet_of(body.fleet, Path(body.folder) if body.folder else None)
+        changes = await backend.stored(
+            store.apply, fleet, actor, dry_run=body.dry_run, prune=body.prune
+        )
+        if not body.dry_run:
+            await backend.changed()
+        return {"data": msgspec.to_builtins(changes)}
+
+    @api.get("/audit")
+    async def audit(limit: Annotated[int, Query(ge=1, le=1000)] = 100, _: Actor = by) -> Body:
+        """Who changed what, newest first."""
+        return {"data": msgspec.to_builtins(await backend.stored(store.audit, None, limit))}
+
+    @api.post("/backup")
+    async def backup(body: BackupBody, _: Actor = by) -> Body:
+        """Copy the database to a path on the server's disk."""
+        await backend.stored(store.backup, Path(body.path))
+        return {"path": body.path}
+
+    return api
+
+
+def models_api(backend: Backend, by: Any) -> APIRouter:
+    """Routes of the catalogue. A name may hold slashes, so what follows it comes first here."""
+    api, store, models = APIRouter(prefix="/models"), backend.store, backend.models
+
+    @api.get("")
+    async def list_models(_: Actor = by) -> Body:
+        """All models of the catalogue."""
+        return {"data": [backend.shown(row) for row in await backend.stored(store.models)]}
+
+    @api.post("", status_code=HTTPStatus.CREATED)
+    async def add_model(body: Body, actor: Actor = by) -> Body:
+        """Put one into the catalogue: the specification as a fleet's file has it."""
+        row = await backend.stored(store.add_model, spec_of(body), actor)
+        await backend.changed()
+        return backend.shown(row)
+
+    @api.post("/{name:path}/scale")
+    async def scale(name: str, body: ScaleBody, actor: Actor = by) -> Body:
+        """Set the least and the greatest number of instances."""
+        row = await backend.stored(store.scale, name, actor, least=body.min, most=body.max)
+        await backend.changed()
+        return backend.shown(row)
+
+    @api.post("/{name:path}/switch")
+    async def switch(name: str, body: SwitchBody, actor: Actor = by) -> Body:
+        """Let it serve or not; when it is switched off, its requests end first."""
+        row = await backend.stored(store.switch, name, actor, on=body.on)
+        await backend.changed()
+        return backend.shown(row)
+
+    @api.post("/{name:path}/wake")
+    async def wake(name: str, _: Actor = by) -> Body:
+        """Start it now, also where a start has failed."""
+        row = await backend.row(name)
+        if not row.on:
+            raise Taken(f"model {name} is off")
+        models.wake(name)
+        return backend.shown(row)
+
+    @api.get("/{name:path}/logs")
+    async def logs(
+        name: str, lines: Annotated[int, Query(ge=1, le=LOG_LINES)] = 50, _: Actor = by
+    ) -> Body:
+        """The last lines that its processes have printed."""
+        await backend.row(name)
+        path = backend.settings.log(quote(name, safe=""))
+        return {"data": await anyio.to_thread.run_sync(last_lines, path, lines)}
+
+    @api.delete("/{name:path}")
+    async def remove_model(name: str, actor: Actor = by) -> Body:
+        """Take it out of the catalogue; its requests end first."""
+        await backend.stored(store.remove_model, name, actor)
+        await backend.changed()
+        return {"name": name}
+
+    @api.get("/{name:path}")
+    async def show_model(name: str, _: Actor = by) -> Body:
+        """One, with its revisions and what was decided about it."""
+        row = await backend.row(name)
+        events = [msgspec.to_builtins(one) for one in models.events if one.model == name]
+        revisions = await backend.stored(store.revisions, name)
+        more = {"events": events, "revisions": msgspec.to_builtins(revisions)}
+        return backend.shown(row) | more
+
+    return api
+
+
+def accounts_api(backend: Backend, by: Any) -> APIRouter:
+    """Routes of users and keys."""
+    api, store = APIRouter(), backend.store
+
+    @api.get("/users")
+    async def list_users(_: Actor = by) -> Body:
+        """All users."""
+        return {"data": msgspec.to_builtins(await backend.stored(store.users))}
+
+    @api.post("/users", status_code=HTTPStatus.CREATED)
+    async def add_user(body: UserBody, actor: Actor = by) -> Body:
+        """Make one."""
+        await backend.stored(store.add_user, body.name, body.role, actor)
+        return {"name": body.name, "role": body.role}
+
+    @api.get("/keys")
+    async def list_keys(_: Actor = by) -> Body:
+        """All keys, by their prefixes."""
+        return {"data": msgspec.to_builtins(await backend.stored(store.keys))}
+
+    @api.post("/keys", status_code=HTTPStatus.CREATED)
+    async def add_key(body: KeyBody, actor: Actor = by) -> Body:
+        """Make one; the answer shows it this once."""
+        terms = KeyTerms(
+            scopes=tuple(body.scopes),
+            models=None if body.models is None else tuple(body.models),
+            cidrs=None if body.cidrs is None else tuple(body.cidrs),
+            expires=time.time() + body.days * DAY_S if body.days else None,
+        )
+        row, key = await backend.stored(store.create_key, body.user, body.name, terms, actor)
+        await backend.changed()
+        return {"key": key, "prefix": row.prefix}
+
+    @api.post("/keys/{prefix}/rotate")
+    async def rotate_key(prefix: str, actor: Actor = by) -> Body:
+        """Make another with the same rights, and revoke this one."""
+        row, key = await backend.stored(store.rotate_key, prefix, actor)
+        await backend.changed()
+        return {"key": key, "prefix": row.prefix}
+
+    @api.delete("/keys/{prefix}")
+    async def revoke_key(prefix: str, actor: Actor = by) -> Body:
+        """Refuse it everywhere, within a second."""
+        await backend.stored(store.revoke_key, prefix, actor)
+        await backend.changed()
+        return {"prefix": prefix}
+
+    return api
+
+
+# -- what comes
+
+
+class ApplyBody(BaseModel):
+    """A fleet's file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    fleet: Any = Field(description="What the file holds.")
+    folder: str = Field(default="", description="What relative paths in it mean; empty: nothing.")
+    dry_run: bool = False
+    prune: bool = False
+
+
+class ScaleBody(BaseModel):
+    """How many instances."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    min: int
+    max: int
+
+
+class SwitchBody(BaseModel):
+    """Whether it serves."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    on: bool
+
+
+class UserBody(BaseModel):
+    """A user."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(min_length=1, max_length=128)
+    role: Literal["user", "admin"] = "user"
+
+
+class KeyBody(BaseModel):
+    """A key."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    user: str
+    name: str = Field(default="", max_length=128)
+    models: list[str] | None = Field(default=None, description="Only these; null: all.")
+    scopes: list[Literal["infer", "read", "admin"]] = Field(default=["infer"], min_length=1)
+    cidrs: list[str] | None = Field(default=None, description="Only from there; null: anywhere.")
+    days: float = Field(
+        default=0.0, ge=0, le=36500, allow_inf_nan=False, description="0: for ever."
+    )
+
+
+class BackupBody(BaseModel):
+    """Where the copy goes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    path: str = Field(min_length=1, max_length=4096)
+
+
+# -- what goes out
+
+
+def model_json(row: ModelRow, model: Model | None, models: Models) -> Body:
+    """A model as the API shows it."""
+    now = {"state": "zero", "why": "", "serving": 0, "running": 0, "held": 0, "start_s": None}
+    if model is not None:
+        now = {
+            "state": model.life.state,
+            "why": model.life.why,
+            "serving": model.serving,
+            "running": models.running(row.name),
+            "held": models.held(row.name),
+            "start_s": model.start_s,
+        }
+    return {
+        "name": row.name,
+        "revision": row.revision,
+        "on": row.on,
+        "spec": msgspec.to_builtins(row.spec),
+        "stale": model is not None
+        and model.note is not None
+        and model.note.revision != row.revision,
+        **now,
+    }
+
+
+def last_lines(path: Path, lines: int) -> list[str]:
+    """Of a log; none if there is no such file."""
+    try:
+        with path.open(errors="replace") as file:
+            return [line.rstrip("\n") for line in deque(file, lines)]
+    except FileNotFoundError:
+        return []
+
+
+# -- who calls, and what is wrong
+
+
+def who_calls(request: Request, keys: Keys, now: float) -> Actor:
+    """Of a call that is allowed. Raises HTTPException, 401 or 403."""
+    address = request.headers.get(FORWARDED)
+    if address is None:  # the socket's own user
+        if "origin" in request.headers:
+            raise HTTPException(HTTPStatus.FORBIDDEN, "the API's socket is not for web pages")
+        return Actor("local", "")
+    scheme, _, presented = request.headers.get("authorization", "").partition(" ")
+    grant = keys.find(presented) if scheme.lower() == "bearer" else None
+    denied = BAD_KEY if grant is None else allows(grant, None, address, now, "admin")
+    if grant is None or denied is not None:
+        assert denied is not None
+        raise HTTPException(denied.status, denied.message)
+    return Actor(f"{grant.user} ({grant.prefix})", address)
+
+
+STATUS: dict[type[Exception], HTTPStatus] = {
+    ConfigError: HTTPStatus.BAD_REQUEST,
+    NotThere: HTTPStatus.NOT_FOUND,
+    Taken: HTTPStatus.CONFLICT,
+    StoreError: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+
+
+def answer_with(status: HTTPStatus) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """A handler of exceptions whose sentence is for the caller."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return problem(status, str(error))
+
+    return answer
+
+
+async def refuse_input(request: Request, error: Exception) -> Response:
+    """A handler of bodies and queries that don't fit."""
+    assert isinstance(error, RequestValidationError)
+    return invalid(error, ["those of /kvmig/v2/openapi.json"])

@@ -1,0 +1,124 @@
+"""A deployment as the server sees it: what it tells of itself, and orders to it, on its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+
+from kvmig.ground.errors import StartupError
+
+RETRY_S = 0.05
+"""Between two attempts to connect to one that starts."""
+SILENT_S = 20.0
+"""A deployment says something at least every 5 s."""
+ORDER_S = 40.0
+"""For an order: its launcher may read an engine's flags first."""
+ADMIN = "/kvmig/v1"
+
+log = logging.getLogger(__name__)
+
+
+class InstanceRow(msgspec.Struct, frozen=True):
+    """The part of an instance's row that counts here."""
+
+    id: str
+    state: str
+    blocks_total: int = 0
+    blocks_used: int = 0
+    running: int = 0
+    waiting: int = 0
+    migrations_in: int = 0
+    migrations_out: int = 0
+    weights: str = ""
+
+
+class Told(msgspec.Struct, frozen=True):
+    """Event `instances`."""
+
+    live: int = 0
+    data: tuple[InstanceRow, ...] = ()
+
+
+class Watched:
+    """Make it inside a running event loop; it follows the deployment's events until `close`."""
+
+    def __init__(self, socket: str, changed: Callable[[], None]) -> None:
+        """socket: its path. changed: called whenever something is told."""
+        self.told = Told()
+        self.migrations = 0
+        """Committed ones, that were told."""
+        self._changed = changed
+        self._http = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=socket),
+            base_url="http://deployment",
+            timeout=httpx.Timeout(ORDER_S, read=SILENT_S),
+        )
+        self._task = asyncio.create_task(self._follow(), name=f"events of {socket}")
+
+    @property
+    def serving(self) -> int:
+        """Instances that serve, which a deployment has when its front end does."""
+        return sum(one.state == "serving" for one in self.told.data)
+
+    async def close(self) -> None:
+        """Follow no more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._http.aclose()
+
+    async def add(self, count: int) -> None:
+        """Start so many instances more. Raises StartupError with its own sentence."""
+        await self._order("POST", f"{ADMIN}/instances", json={"count": count})
+
+    async def drain(self, instance: str) -> None:
+        """Let an instance's requests go elsewhere, then end it. Raises StartupError."""
+        await self._order("DELETE", f"{ADMIN}/instances/{instance}")
+
+    async def _order(self, method: str, path: str, **more: Any) -> None:
+        try:
+            answer = await self._http.request(method, path, timeout=ORDER_S, **more)
+        except httpx.HTTPError as error:
+            raise StartupError(f"it doesn't answer: {error!r}") from error
+        if answer.is_error:
+            raise StartupError(sentence_of(answer))
+
+    async def _follow(self) -> None:
+        while True:
+            with contextlib.suppress(httpx.HTTPError, OSError):  # it starts, or it has ended
+                async with self._http.stream("GET", f"{ADMIN}/events") as answer:
+                    if answer.is_success:
+                        await self._hear(answer)
+            self._take(Told())
+            await asyncio.sleep(RETRY_S)
+
+    async def _hear(self, answer: httpx.Response) -> None:
+        event = ""
+        async for line in answer.aiter_lines():
+            field, _, value = line.partition(": ")
+            if field == "event":
+                event = value
+            elif field == "data" and event == "instances":
+                self._take(msgspec.json.decode(value, type=Told))
+            elif field == "data" and event == "migration":
+                self.migrations += '"state":"committed"' in value
+            elif event == "closed":
+                return
+
+    def _take(self, told: Told) -> None:
+        if told != self.told:
+            self.told = told
+            self._changed()
+
+
+def sentence_of(answer: httpx.Response) -> str:
+    """What an error answer says."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {answer.status_code}"

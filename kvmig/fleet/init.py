@@ -1,0 +1,502 @@
+"""`kvmig up`: init, the process that all others of a fleet are children of.
+
+It starts the server and the proxies, and again when they die or hang; it starts and ends
+deployments as the server orders, and tells every new server which of them run. It decides nothing
+and imports next to nothing, so that it lives. Each of its children ends with the pipe that is its
+stdin, so nothing outlives init; a deployment outlives the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvmig.cli.environment import raise_open_files, take_port
+from kvmig.cli.forks import HANDED, ForkOrder, ForkServer, join
+from kvmig.cli.processes import (
+    HEARTBEAT_TIMEOUT_S,
+    Child,
+    Heartbeats,
+    Process,
+    deaths_in_a_row,
+    first_of,
+    how_it_ended,
+    quiet,
+    restart_pause,
+    running,
+    say,
+)
+from kvmig.fleet.orders import (
+    MESSAGE_BYTES,
+    Deployed,
+    Ended,
+    Load,
+    News,
+    Running,
+    Start,
+    Started,
+    Stop,
+    encode,
+    order_of,
+)
+from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
+from kvmig.ground.errors import ConfigError, StartupError
+from kvmig.proxy.messages import ProxyLaunch
+
+READY_S = 60.0
+"""For the server or a proxy to be ready."""
+NURSERY_S = 120.0
+"""For an engine's libraries to be loaded."""
+LOOK_S = 0.05
+GRACE_S = 20.0
+"""For a deployment to end, beyond the time that its requests get."""
+LOG_BYTES = 10_000_000
+"""A log that is longer is kept as NAME.log.1, and begins anew."""
+LOG_LOOK_S = 5.0
+LAST_BYTES = 4096
+
+log = logging.getLogger(__name__)
+
+
+def up(settings: FleetSettings) -> int:
+    """Serve a fleet until a signal; the exit code. Raises ConfigError."""
+    quiet("init")
+    raise_open_files()
+    make_folders(settings)
+    with only_one(settings), take_port(settings.host, settings.port) as sock:
+        return asyncio.run(Init(settings, sock).run())
+
+
+@contextlib.contextmanager
+def only_one(settings: FleetSettings) -> Iterator[None]:
+    """Hold the folder. Raises ConfigError if another init does, with its process id."""
+    with settings.path("run", "init.pid").open("a+") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            held.seek(0)
+            raise ConfigError(
+                f"--data {settings.data} is in use by process {held.read().strip()}"
+            ) from error
+        held.truncate(0)
+        held.write(f"{os.getpid()}\n")
+        held.flush()
+        yield
+
+
+@dataclass(eq=False)
+class Deployment:
+    """A `kvmig.serve` that runs, or is just being started."""
+
+    start: Start
+    lifeline: int = -1
+    """Our end of its stdin."""
+    process: Process | None = None
+    ending: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self) -> None:
+        """Let it end: its stdin does."""
+        self.ending = True
+        if self.lifeline >= 0:
+            os.close(self.lifeline)
+            self.lifeline = -1
+
+    def kill(self) -> None:
+        """End it now, with what it has started."""
+        self.ending = True
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Nurseries:
+    """The fork servers, one an engine. One that dies is started again for the next fork."""
+
+    def __init__(self, settings: FleetSettings) -> None:
+        self._settings = settings
+        self._servers: dict[str, ForkServer] = {}
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._turns: dict[str, asyncio.Lock] = {}
+
+    def address(self, engine: str) -> str:
+        """Of its socket."""
+        return str(self._settings.path("run", f"nursery-{engine}.sock"))
+
+    async def server(self, engine: str) -> ForkServer:
+        """One that has loaded the engine. Raises StartupError."""
+        async with self._turns.setdefault(engine, asyncio.Lock()):
+            server = self._servers.get(engine)
+            if server is None or server.gone:
+                server = self._servers[engine] = await self._begin(engine)
+            return server
+
+    async def _begin(self, engine: str) -> ForkServer:
+        environment = environment_of(self._settings)
+        address = self.address(engine)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "kvmig.nursery", engine, address,
+                env=environment, stdin=subprocess.PIPE,
+            )  # fmt: skip
+        except OSError as error:
+            raise StartupError(f"the nursery of {engine} can't be started: {error}") from error
+        self._processes.append(process)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NURSERY_S):
+                while process.returncode is None:
+                    with contextlib.suppress(StartupError):
+                        return ForkServer(await asyncio.to_thread(join, address, {}))
+                    await asyncio.sleep(LOOK_S)
+        code = process.returncode
+        how = f"not ready in {NURSERY_S:g} s" if code is None else how_it_ended(code)
+        raise StartupError(f"the nursery of {engine} has failed ({how})")
+
+    async def close(self) -> None:
+        """End them; what they have forked doesn't mind."""
+        for server in self._servers.values():
+            server.close()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                async with asyncio.timeout(GRACE_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+def environment_of(settings: FleetSettings) -> dict[str, str]:
+    """Of nurseries and deployments, which must have the same (see `kvmig.cli.forks`)."""
+    # A thread count that instances of all deployments share, for it is read at the import.
+    return {"OMP_NUM_THREADS": str(settings.threads), **os.environ}
+
+
+class Init:
+    """Make it, then `run` it inside an event loop."""
+
+    def __init__(self, settings: FleetSettings, sock: socket.socket) -> None:
+        """sock: listening; where clients connect to."""
+        self._settings = settings
+        self._sock = sock
+        self._nurseries = Nurseries(settings)
+        self._deployments: dict[str, Deployment] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: socket.socket | None = None
+        """Our end of the socket to the server that lives now."""
+        self._unsent: deque[bytes] = deque()
+        self._stop = asyncio.Event()
+        self._at_once = asyncio.Event()
+
+    async def run(self) -> int:
+        """Until a signal."""
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(name, self._signalled)
+        server = Kept("the server", self._begin_server)
+        proxies = [
+            Kept(f"proxy {number}", self._begin_proxy) for number in range(self._settings.proxies)
+        ]
+        self._task(self._turn_logs(), "logs")
+        try:
+            await server.start()
+            await asyncio.gather(*(proxy.start() for proxy in proxies))
+            host, port = self._sock.getsockname()[:2]
+            say(f"serving on http://{host}:{port}, files are in {self._settings.data}")
+            await self._stop.wait()
+            return 0
+        except StartupError as error:
+            say(str(error))
+            return 1
+        finally:
+            say("stopping")
+            await self._end([*proxies, server])
+
+    def _signalled(self) -> None:
+        (self._at_once if self._stop.is_set() else self._stop).set()
+
+    async def _end(self, kept: list[Kept]) -> None:
+        """End clients' streams, then the rest; nothing is left behind."""
+        timeout_s = self._settings.shutdown_timeout_s
+        for one in kept:  # proxies first: their streams may end
+            await one.stop(0.0 if self._at_once.is_set() else timeout_s + GRACE_S)
+        for deployment in self._deployments.values():
+            deployment.end()
+        waits = [one.done.wait() for one in self._deployments.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s + GRACE_S):
+                await asyncio.gather(*waits)
+        for deployment in self._deployments.values():
+            deployment.kill()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._nurseries.close()
+
+    def _task(self, work: Awaitable[None], name: str) -> None:
+        async def run() -> None:
+            await work
+
+        task = asyncio.create_task(run(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- the server and the proxies
+
+    async def _begin_server(self, heartbeat: int) -> Child:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self._forget_server()
+        launch = ServerLaunch(self._settings, theirs.fileno(), heartbeat)
+        with theirs:
+            spawn = running("kvmig.fleet.server", os.environ, [theirs.fileno(), heartbeat])
+            child = await Child.start("the server", spawn, launch)
+        self._server = ours
+        asyncio.get_running_loop().add_reader(ours, self._hear)
+        self._tell(
+            Running(
+                tuple(
+                    Deployed(
+                        one.start.deployment, one.start.engine, one.start.note, one.process.pid
+                    )
+                    for one in self._deployments.values()
+                    if one.process is not None
+                )
+            )
+        )
+        return child
+
+    async def _begin_proxy(self, heartbeat: int) -> Child:
+        listening = self._sock.fileno()
+        launch = ProxyLaunch(
+            name=f"proxy-{secrets.token_hex(4)}",
+            listening=listening,
+            heartbeat=heartbeat,
+            links=str(self._settings.links),
+            api=str(self._settings.api),
+            snapshot=str(self._settings.path("run", "snapshot")),
+            shutdown_timeout_s=self._settings.shutdown_timeout_s,
+        )
+        spawn = running("kvmig.proxy", os.environ, [listening, heartbeat])
+        return await Child.start("a proxy", spawn, launch)
+
+    def _forget_server(self) -> None:
+        if self._server is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._server)
+            loop.remove_writer(self._server)
+            self._server.close()
+            self._server = None
+            self._unsent.clear()
+
+    def _hear(self) -> None:
+        assert self._server is not None
+        try:
+            message = self._server.recv(MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            self._forget_server()
+            return
+        match order_of(message):
+            case Start() as start:
+                self._task(self._deploy(start), f"deployment {start.deployment}")
+            case Stop(deployment, kill):
+                if (found := self._deployments.get(deployment)) is not None:
+                    self._task(self._end_deployment(found, kill), f"end of {deployment}")
+            case Load(engine):
+                self._task(self._load(engine), f"nursery of {engine}")
+
+    def _tell(self, news: News) -> None:
+        """To the server; one that is gone asks anew when it is back."""
+        if self._server is not None:
+            self._unsent.append(encode(news))
+            self._send()
+
+    def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert self._server is not None
+        loop.remove_writer(self._server)
+        try:
+            while self._unsent:
+                self._server.send(self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            loop.add_writer(self._server, self._send)
+        except OSError:
+            self._forget_server()
+
+    # -- deployments
+
+    async def _load(self, engine: str) -> None:
+        try:
+            await self._nurseries.server(engine)
+        except StartupError as error:
+            log.warning("%s; deployments start by themselves, which takes longer", error)
+
+    async def _deploy(self, start: Start) -> None:
+        """From a deployment's start to its end."""
+        deployment = self._deployments[start.deployment] = Deployment(start)
+        try:
+            process = await self._spawn(deployment)
+            self._tell(Started(start.deployment, process.pid))
+            how = how_it_ended(await process.wait())
+        except (OSError, StartupError) as error:
+            how = f"it can't be started: {error}"
+        finally:
+            deployment.end()
+            deployment.kill()
+            deployment.done.set()
+            del self._deployments[start.deployment]
+        self._tell(Ended(start.deployment, how, last_sentence(Path(start.log))))
+
+    async def _spawn(self, deployment: Deployment) -> Process:
+        """A fork of its engine's nursery; a process of its own where there is none.
+
+        Raises OSError.
+        """
+        start = deployment.start
+        address = self._nurseries.address(start.engine)
+        environment = {**environment_of(self._settings), HANDED: address}
+        stdin, deployment.lifeline = os.pipe()
+        out = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            deployment.process = await self._forked(start, environment, stdin, out)
+        finally:
+            os.close(stdin)
+            os.close(out)
+        if deployment.ending:  # it was told so meanwhile
+            deployment.kill()
+        return deployment.process
+
+    async def _forked(
+        self, start: Start, environment: Mapping[str, str], stdin: int, out: int
+    ) -> Process:
+        try:
+            nursery = await self._nurseries.server(start.engine)
+            order = ForkOrder("kvmig.serve", start.words, environment)
+            return await nursery.carry_out(order, (stdin, out, out))
+        except StartupError as error:
+            log.warning("%s; a deployment starts by itself, which takes longer", error)
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvmig.serve", *start.words,
+            stdin=stdin, stdout=out, stderr=out, env=dict(environment), process_group=0,
+        )  # fmt: skip
+
+    async def _end_deployment(self, deployment: Deployment, kill: bool) -> None:
+        deployment.end()
+        if not kill:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.shutdown_timeout_s + GRACE_S):
+                    await deployment.done.wait()
+                    return
+        deployment.kill()
+
+    async def _turn_logs(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_LOOK_S)
+            for path in self._settings.path("logs").glob("*.log"):
+                try:
+                    turn_log(path)
+                except OSError as error:
+                    log.warning("%s is not shortened: %s", path, error)
+
+
+class Kept:
+    """A child that is started again whenever it dies or hangs."""
+
+    def __init__(self, name: str, begin: Callable[[int], Awaitable[Child]]) -> None:
+        """begin: starts it; takes the descriptor for its heartbeats."""
+        self._name = name
+        self._begin = begin
+        self._child: Child | None = None
+        self._heartbeats: Heartbeats | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return once it is ready. Raises StartupError; `stop` it then, too."""
+        await self._start()
+        self._keeping = asyncio.create_task(self._keep(), name=f"keep {self._name}")
+
+    async def stop(self, timeout_s: float) -> None:
+        """End it."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._end(timeout_s)
+
+    async def _start(self) -> None:
+        self._heartbeats = Heartbeats()
+        self._child = await self._begin(self._heartbeats.descriptor)
+        await self._child.ready(READY_S)
+
+    async def _end(self, timeout_s: float) -> None:
+        if self._child is not None:
+            await self._child.stop(timeout_s)
+            self._child = None
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+            self._heartbeats = None
+
+    async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        deaths, began = 0, loop.time()
+        while True:
+            try:
+                if self._child is None:
+                    began = loop.time()
+                    await self._start()
+                    say(f"{self._name} is ready")
+                assert self._child is not None
+                assert self._heartbeats is not None
+                how = await first_of(self._child.ended(), hangs(self._heartbeats))
+            except StartupError as error:
+                how = str(error)
+            await self._end(0.0)
+            deaths = deaths_in_a_row(deaths, loop.time() - began)
+            pause_s = restart_pause(deaths)
+            say(f"{self._name} is gone ({how}), again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+
+
+async def hangs(heartbeats: Heartbeats) -> str:
+    """Wait until there are none; says so."""
+    await heartbeats.fail(HEARTBEAT_TIMEOUT_S)
+    return f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s"
+
+
+def last_sentence(path: Path) -> str:
+    """What a process said last of its own: its last line that begins with "kvmig: "."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line.removeprefix("kvmig: ") for line in lines if line.startswith("kvmig: ")]
+    return said[-1] if said else ""
+
+
+def turn_log(path: Path) -> None:
+    """Begin it anew if it is too long. Whoever writes appends, so goes on at its new end.
+
+    Raises OSError.
+    """
+    if path.stat().st_size > LOG_BYTES:
+        path.with_suffix(".log.1").write_bytes(path.read_bytes())
+        os.truncate(path, 0)

@@ -1,0 +1,487 @@
+"""All models as the server keeps them: what each is wanted to be, what is seen of it, what is done.
+
+A round looks at every model, lets `lifecycle` and `autoscale` decide, carries that out through init
+and the deployments' own sockets, and tells proxies where each model is. Nothing that is seen is
+stored: a new server hears from init what runs, and from each deployment what it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import quote
+
+import msgspec
+
+from kvmig.fleet.autoscale import (
+    PANIC_S,
+    STABLE_S,
+    Demand,
+    Sample,
+    Scaling,
+    ScalingRule,
+    Window,
+    decide,
+)
+from kvmig.fleet.deployments import Watched
+from kvmig.fleet.lifecycle import Life, Seen, Wish, awake, turn
+from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import PATH, Spec
+from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.errors import StartupError
+from kvmig.proxy.messages import Demand as ProxyDemand
+from kvmig.proxy.messages import Route, RouteState, Want
+
+ROUND_S = 0.5
+"""Between two rounds, where nothing has happened before."""
+RECENT = 1000
+"""Events that are kept."""
+STARTS = 9
+"""Of which the median is told to clients that wait."""
+ROOM = 10.0
+"""Blocks by which each request could still grow on the survivors of a step down."""
+
+log = logging.getLogger(__name__)
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A model of the catalogue."""
+
+    name: str
+    revision: int
+    on: bool
+    spec: Spec
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What init keeps of a deployment for the next server."""
+
+    model: str
+    revision: int
+    socket: str
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that was decided or that happened."""
+
+    at: float
+    """Unix time."""
+    model: str
+    what: str
+
+
+@dataclass(eq=False)
+class Model:
+    """One of them."""
+
+    wanted: Wanted
+    life: Life = field(default_factory=Life)
+    scaling: Scaling = field(default_factory=Scaling)
+    window: Window = field(default_factory=Window)
+    deployment: str = ""
+    """Empty: none runs, nor is one ordered."""
+    note: Note | None = None
+    pid: int = 0
+    watched: Watched | None = None
+    ended: Ended | None = None
+    """Of the last one, until a round has seen it."""
+    asked: bool = False
+    """Whether somebody has asked for it since it was at zero."""
+    busy_at: float = 0.0
+    """When it last had a request, or began to serve."""
+    starts: deque[float] = field(default_factory=lambda: deque(maxlen=STARTS))
+    """Seconds that its last starts took."""
+    ordering: asyncio.Task[None] | None = None
+    removed: bool = False
+    """Whether the catalogue has it no more; it is forgotten once nothing runs."""
+    unrouted_at: int = 0
+    """Version at which proxies were told to send it nothing."""
+
+    @property
+    def serving(self) -> int:
+        """Instances that serve."""
+        return 0 if self.watched is None else self.watched.serving
+
+    @property
+    def start_s(self) -> float | None:
+        """How long it takes to start, by experience."""
+        return statistics.median(self.starts) if self.starts else None
+
+
+@dataclass(eq=False)
+class Proxy:
+    """What a proxy has said."""
+
+    version: int = 0
+    running: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+
+
+class Models:
+    """Make it inside a running event loop; `run` it as a task."""
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        order: Callable[[Order], None],
+        tell: Callable[[Sequence[Route], Sequence[str]], int],
+        clock: Clock = monotonic,
+        wall: Clock = monotonic,
+    ) -> None:
+        """order: to init. tell: proxies of changed routes and of names that are gone; the version.
+
+        clock: steady. wall: Unix time.
+        """
+        self.events: deque[Event] = deque(maxlen=RECENT)
+        self.starts = 0
+        """Deployments that were started by this server."""
+        self._settings = settings
+        self._order = order
+        self._tell = tell
+        self._clock = clock
+        self._wall = wall
+        self._models: dict[str, Model] = {}
+        self._whose: dict[str, Model] = {}
+        """By deployment."""
+        self._proxies: dict[str, Proxy] = {}
+        self._routes: dict[str, Route] = {}
+        self._changed = asyncio.Event()
+
+    # -- what is heard
+
+    def take_catalogue(self, wanted: Iterable[Wanted]) -> None:
+        """All models, as they shall be from now on."""
+        named = {one.name: one for one in wanted}
+        for name, one in named.items():
+            model = self._models.get(name)
+            if model is None:
+                self._models[name] = Model(one)
+            else:
+                model.wanted = one
+        for name, model in self._models.items():
+            model.removed = name not in named
+            if model.removed:
+                model.wanted = msgspec.structs.replace(model.wanted, on=False)
+        for engine in {one.spec.engine for one in named.values() if one.on}:
+            self._order(Load(engine))
+        self._changed.set()
+
+    def take_news(self, news: Running | Started | Ended) -> None:
+        """Of init."""
+        match news:
+            case Running(deployments):
+                for one in deployments:
+                    self._adopt(one)
+            case Started(deployment, pid):
+                if (model := self._whose.get(deployment)) is not None:
+                    model.pid = pid
+            case Ended(deployment):
+                if (model := self._whose.pop(deployment, None)) is not None:
+                    model.ended, model.deployment = news, ""
+        self._changed.set()
+
+    def take_want(self, want: Want) -> None:
+        """Of a proxy: somebody waits for the model."""
+        if (model := self._models.get(want.model)) is not None:
+            model.asked = True
+            self._changed.set()
+
+    def take_demand(self, proxy: str, demand: ProxyDemand) -> None:
+        """Of a proxy: what it relays and holds."""
+        known = self._proxies.setdefault(proxy, Proxy())
+        known.version = demand.version
+        known.running = {one.model: one.running for one in demand.models}
+        known.held = {one.model: one.held for one in demand.models}
+        now = self._clock()
+        for one in demand.models:
+            if (model := self._models.get(one.model)) is not None:
+                model.window.add(Sample(now, demand.seconds, one.request_s, one.arrivals))
+        self._changed.set()
+
+    def forget_proxy(self, proxy: str) -> None:
+        """It is gone, or its link is."""
+        self._proxies.pop(proxy, None)
+
+    def wake(self, name: str) -> None:
+        """Start it now, whatever failed before."""
+        model = self._models[name]
+        model.asked = True
+        model.life = awake(model.life, self._clock())
+        self._changed.set()
+
+    # -- what is told
+
+    def routes(self) -> list[Route]:
+        """All, as proxies know them."""
+        return list(self._routes.values())
+
+    @property
+    def connected(self) -> int:
+        """Proxies that have said something."""
+        return len(self._proxies)
+
+    def running(self, name: str) -> int:
+        """Requests that proxies relay to the model now."""
+        return sum(one.running.get(name, 0) for one in self._proxies.values())
+
+    def held(self, name: str) -> int:
+        """Requests that wait for its start."""
+        return sum(one.held.get(name, 0) for one in self._proxies.values())
+
+    def shown(self, name: str) -> Model | None:
+        """One as it stands, for people."""
+        return self._models.get(name)
+
+    # -- rounds
+
+    async def run(self) -> None:
+        """A round at each change, and every ROUND_S, until cancelled."""
+        while True:
+            self.turn()
+            try:
+                async with asyncio.timeout(ROUND_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+
+    async def close(self) -> None:
+        """Follow no deployment any more; they run on."""
+        for model in self._models.values():
+            if model.ordering is not None:
+                model.ordering.cancel()
+                await asyncio.gather(model.ordering, return_exceptions=True)
+            if model.watched is not None:
+                await model.watched.close()
+
+    def turn(self) -> None:
+        """One round."""
+        now = self._clock()
+        for name, model in list(self._models.items()):
+            self._live(model, now)
+            if model.removed and model.life.state == "zero" and not model.deployment:
+                del self._models[name]
+        self._tell_routes()
+        for model in self._models.values():
+            self._scale(model, now)
+
+    def _live(self, model: Model, now: float) -> None:
+        before = model.life
+        held = self.held(model.wanted.name)
+        seen = self._seen(model, held, now)
+        model.ended = None
+        model.life, action = turn(before, self._wish(model.wanted.spec, model.wanted.on), seen, now)
+        if model.life.state != before.state:
+            self._entered(model, before, now)
+        match action:
+            case "start":
+                self._start(model)
+            case "stop" | "kill":
+                self._order(Stop(model.deployment, kill=action == "kill"))
+
+    def _seen(self, model: Model, held: int, now: float) -> Seen:
+        name = model.wanted.name
+        told = 0 if model.watched is None else model.watched.told.live
+        running = max(told, self.running(name))
+        if running or held:
+            model.busy_at = now
+        ended = model.ended
+        return Seen(
+            deployment=bool(model.deployment),
+            ready=model.serving > 0,
+            ended="" if ended is None else ended.said or ended.how,
+            clean=ended is not None and ended.how == "exit code 0",
+            wanted=bool(held) or model.asked,
+            running=running,
+            idle_s=now - model.busy_at,
+            unrouted=len(self._proxies) >= self._settings.proxies
+            and all(one.version >= model.unrouted_at for one in self._proxies.values()),
+        )
+
+    def _wish(self, spec: Spec, on: bool) -> Wish:
+        return Wish(
+            on=on,
+            least=spec.instances.min,
+            zero_after_s=spec.instances.zero_after_s,
+            start_timeout_s=spec.instances.start_timeout_s,
+            shutdown_timeout_s=self._settings.shutdown_timeout_s,
+        )
+
+    def _entered(self, model: Model, before: Life, now: float) -> None:
+        life = model.life
+        if life.state == "serving" and before.state == "starting":
+            model.starts.append(now - before.since)
+            model.busy_at = now
+        if life.state in ("serving", "failed"):
+            model.asked = False
+        if life.state in ("zero", "failed") and model.watched is not None:
+            asyncio.create_task(model.watched.close())  # noqa: RUF006 - it only lets go
+            model.watched, model.note, model.pid = None, None, 0
+        why = f": {life.why}" if life.why else ""
+        self._note(model, f"{before.state} -> {life.state}{why}")
+
+    def _start(self, model: Model) -> None:
+        wanted, deployment = model.wanted, secrets.token_hex(4)
+        note = Note(
+            wanted.name, wanted.revision, str(self._settings.path("run", f"d-{deployment}.sock"))
+        )
+        self._keep(model, deployment, note)
+        model.scaling = Scaling(max(1, wanted.spec.instances.min))
+        self.starts += 1
+        self._order(
+            Start(
+                deployment,
+                wanted.spec.engine,
+                words(wanted, note.socket, self._settings),
+                msgspec.json.encode(note).decode(),
+                str(self._settings.log(quote(wanted.name, safe=""))),
+            )
+        )
+
+    def _adopt(self, one: Deployed) -> None:
+        note = msgspec.json.decode(one.note, type=Note)
+        model = self._models.get(note.model)
+        if model is None:  # it was removed, and its requests end first
+            spec = Spec(name=note.model, source=PATH)
+            gone = Wanted(note.model, note.revision, on=False, spec=spec)
+            model = self._models[note.model] = Model(gone, removed=True)
+        if model.deployment:  # two of one model: only one can have been ordered on purpose
+            self._order(Stop(one.deployment))
+            return
+        self._keep(model, one.deployment, note)
+        model.pid = one.pid
+
+    def _keep(self, model: Model, deployment: str, note: Note) -> None:
+        model.deployment, model.note = deployment, note
+        model.watched = Watched(note.socket, self._changed.set)
+        model.busy_at = self._clock()
+        self._whose[deployment] = model
+
+    # -- instances
+
+    def _scale(self, model: Model, now: float) -> None:
+        spec, watched = model.wanted.spec, model.watched
+        if watched is None or model.life.state != "serving":
+            return
+        rows = watched.told.data
+        counted = [one for one in rows if one.state != "draining"]
+        if spec.instances.target_kind == "freeness" or not counted:
+            return
+        rule = scaling_rule(spec)
+        kind = rule.kind
+        measure = model.window.concurrency if kind == "concurrency" else model.window.rate
+        used = sum(one.blocks_used for one in rows)
+        most = max(one.blocks_total for one in rows)
+        left = sum(one.blocks_total for one in rows) - most - used
+        batch = sum(one.running + one.waiting for one in rows)
+        demand = Demand(
+            ready=watched.serving,
+            stable=measure(now, STABLE_S),
+            panic=measure(now, PANIC_S),
+            holds=left >= ROOM * batch,
+        )
+        decided = decide(model.scaling, rule, demand, now)
+        if decided.why and decided != model.scaling and decided.wanted != model.scaling.wanted:
+            self._note(model, decided.why)
+        model.scaling = decided
+        if decided.wanted != len(counted) and (model.ordering is None or model.ordering.done()):
+            work = self._set_instances(model, watched, decided.wanted - len(counted))
+            model.ordering = asyncio.create_task(work, name=f"scale {model.wanted.name}")
+
+    async def _set_instances(self, model: Model, watched: Watched, more: int) -> None:
+        try:
+            if more > 0:
+                await watched.add(more)
+                return
+            staying = [one for one in watched.told.data if one.state == "serving"]
+            if len(staying) > 1:  # the one whose requests move fastest
+                await watched.drain(min(staying, key=lambda one: one.blocks_used).id)
+        except StartupError as error:
+            self._note(model, f"{'up' if more > 0 else 'down'}: {error}")
+            await asyncio.sleep(STABLE_S / 6)
+
+    # -- routes
+
+    def _tell_routes(self) -> None:
+        routes = {
+            name: self._route(model) for name, model in self._models.items() if not model.removed
+        }
+        changed = [one for name, one in routes.items() if self._routes.get(name) != one]
+        gone = [name for name in self._routes if name not in routes]
+        if not changed and not gone:
+            return
+        before, self._routes = self._routes, routes
+        version = self._tell(changed, gone)
+        for name, was in before.items():
+            now = routes.get(name)
+            if was.state == "ready" and (now is None or now.state != "ready"):
+                self._models[name].unrouted_at = version
+
+    def _route(self, model: Model) -> Route:
+        spec, life = model.wanted.spec, model.life
+        state = route_state(model.wanted.on, life, model.serving > 0, self._clock())
+        return Route(
+            name=model.wanted.name,
+            state=state,
+            socket=model.note.socket if state == "ready" and model.note is not None else "",
+            served=model.wanted.name,
+            revision=model.wanted.revision,
+            why=life.why,
+            retry_s=life.retry_at - life.since if state == "failed" else None,
+            start_s=model.start_s,
+            start_timeout_s=spec.instances.start_timeout_s,
+            heartbeat_after_s=spec.heartbeat_after_s,
+            max_held=spec.max_held,
+            priority=spec.priority,
+            adapters=tuple(spec.adapters),
+        )
+
+    def _note(self, model: Model, what: str) -> None:
+        self.events.append(Event(self._wall(), model.wanted.name, what))
+        log.info("%s: %s", model.wanted.name, what)
+
+
+def route_state(on: bool, life: Life, ready: bool, now: float) -> RouteState:
+    """What proxies are told of a model. A retry that is due is like a cold start."""
+    if not on:
+        return "off"
+    if life.state == "failed":
+        return "failed" if now < life.retry_at else "cold"
+    if life.state == "serving" and ready:
+        return "ready"
+    return "starting" if life.routed else "cold"
+
+
+def scaling_rule(spec: Spec) -> ScalingRule:
+    """Of a spec whose target isn't freeness."""
+    instances = spec.instances
+    kind: Literal["concurrency", "rps"] = "rps" if instances.target_kind == "rps" else "concurrency"
+    return ScalingRule(instances.min, instances.max, instances.target, kind)
+
+
+def words(wanted: Wanted, socket: str, settings: FleetSettings) -> tuple[str, ...]:
+    """A deployment's command line behind `kvmig.serve`."""
+    spec, instances = wanted.spec, wanted.spec.instances
+    own = [
+        spec.folder,
+        f"--engine={spec.engine}",
+        f"--served-model-name={wanted.name}",
+        f"--uds={socket}",
+        "--end-with-stdin",
+        f"--instances={max(1, instances.min)}",
+        f"--max-instances={instances.max}",
+        f"--start-timeout={instances.start_timeout_s:g}",
+        f"--shutdown-timeout={settings.shutdown_timeout_s:g}",
+    ]
+    if instances.target_kind == "freeness":
+        least = max(1, instances.min)
+        own += [f"--autoscale={instances.target:g},{6 * instances.target:g}"]
+        own += [f"--min-instances={least}"]
+    return (*own, *spec.flags)

@@ -1,0 +1,88 @@
+"""What the server and init tell each other, over a pair of sockets (msgpack, a message each)."""
+
+from __future__ import annotations
+
+import msgspec
+
+MESSAGE_BYTES = 1 << 18
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """To init: start a `kvmig.serve` with these words."""
+
+    deployment: str
+    """Unique among those of all times."""
+    engine: str
+    words: tuple[str, ...]
+    note: str
+    """For the server, who may be another one by then: comes back in `Deployed`."""
+    log: str
+    """Path of its log."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """To init: let a deployment end; kill: at once."""
+
+    deployment: str
+    kill: bool = False
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """To init: have the engine's libraries loaded, for deployments will come."""
+
+    engine: str
+
+
+Order = Start | Stop | Load
+
+
+class Deployed(msgspec.Struct, frozen=True):
+    """A deployment that runs."""
+
+    deployment: str
+    engine: str
+    note: str
+    pid: int
+
+
+class Running(msgspec.Struct, frozen=True, tag=True):
+    """From init, first: all that runs, whoever has ordered it."""
+
+    deployments: tuple[Deployed, ...]
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """From init: it runs; whether it serves it says itself."""
+
+    deployment: str
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """From init: it has ended, or couldn't be started."""
+
+    deployment: str
+    how: str
+    """For people."""
+    said: str = ""
+    """Its own last sentence."""
+
+
+News = Running | Started | Ended
+
+
+def encode(message: Order | News) -> bytes:
+    """As it is sent."""
+    return msgspec.msgpack.encode(message)
+
+
+def order_of(message: bytes) -> Order:
+    """Raises msgspec.DecodeError."""
+    order: Order = msgspec.msgpack.decode(message, type=Order)
+    return order
+
+
+def news_of(message: bytes) -> News:
+    """Raises msgspec.DecodeError."""
+    news: News = msgspec.msgpack.decode(message, type=News)
+    return news

@@ -1,0 +1,271 @@
+"""`python -m kvmig.fleet.server DESCRIPTOR`: decides for a fleet; started by init only.
+
+It keeps the catalogue and the accounts, and every model as they and its requests want it. It is in
+no stream's path: without it warm models and known keys go on, and init starts another one, which
+asks what runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from kvmig.accounts.keys import KeyGrant, Keys
+from kvmig.cli.environment import take_path
+from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
+from kvmig.controlplane.child import announce, read_launch, until_stopped
+from kvmig.fleet.api import Backend, make_app
+from kvmig.fleet.models import Models, Wanted
+from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, encode, news_of
+from kvmig.fleet.settings import FleetSettings, ServerLaunch
+from kvmig.fleet.store import Store
+from kvmig.ground.errors import KvmigError, StartupError
+from kvmig.proxy import messages
+from kvmig.proxy.link import ProxyLinks
+from kvmig.proxy.messages import Aliases, Demand, Route, Routes, Snapshot, Want
+
+
+class InitLink:
+    """The server's end of the socket to init. Make it inside a running event loop."""
+
+    def __init__(self, sock: socket.socket, hear: Callable[[News], None]) -> None:
+        self._sock = sock
+        self._hear = hear
+        self._unsent: deque[bytes] = deque()
+        sock.setblocking(False)
+
+    def listen(self) -> None:
+        """Hear what init has said and will say."""
+        asyncio.get_running_loop().add_reader(self._sock, self._read)
+
+    def order(self, order: Order) -> None:
+        """In order; none is lost as long as init lives."""
+        self._unsent.append(encode(order))
+        self._send()
+
+    def close(self) -> None:
+        """Say and hear no more."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._sock)
+        loop.remove_writer(self._sock)
+        self._sock.close()
+
+    def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_writer(self._sock)
+        try:
+            while self._unsent:
+                self._sock.send(self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            loop.add_writer(self._sock, self._send)
+        except OSError:  # init has gone, and so will this process
+            self._unsent.clear()
+
+    def _read(self) -> None:
+        try:
+            message = self._sock.recv(MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if message:
+            self._hear(news_of(message))
+        else:
+            asyncio.get_running_loop().remove_reader(self._sock)
+
+
+class WithoutSignals(uvicorn.Server):
+    """Signals are for the whole process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+class FleetServer:
+    """Make it inside a running event loop; `start` it, then `close` it."""
+
+    def __init__(self, settings: FleetSettings, to_init: socket.socket) -> None:
+        """to_init: its end of the socket to init; closed with this."""
+        self._settings = settings
+        self._store = Store(settings.database_url, settings.path("pepper"))
+        self._thread = ThreadPoolExecutor(1, "store")
+        self._version = 0
+        self._grants: dict[str, KeyGrant] = {}
+        self._keys = Keys(b"")
+        self._keys_version = 0
+        self._aliases: Mapping[str, Mapping[str, int]] = {}
+        self._models = Models(settings, self._order, self._tell_routes, wall=time.time)
+        self._init = InitLink(to_init, self._models.take_news)
+        self._links = ProxyLinks(str(settings.links), self._snapshot, self._hear)
+        self._backend = Backend(
+            settings, self._store, self._thread, self._models, self.reload, lambda: self._keys
+        )
+        self._turning: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._http: uvicorn.Server | None = None
+
+    async def start(self) -> None:
+        """Return once calls are taken. Raises KvmigError; `close` it then, too."""
+        stored = self._backend.stored
+        await stored(self._store.open)
+        if (key := await stored(self._store.first_admin_key)) is not None:
+            keep_key(self._settings.path("admin-key"), key)
+            say(f"the first admin's key, which is also in {self._settings.data}/admin-key: {key}")
+        self._keys = Keys(self._store.pepper)
+        await self.reload()
+        await self._links.open()
+        self._init.listen()  # what runs is judged by the catalogue
+        self._turning = asyncio.create_task(self._models.run(), name="models")
+        await self._serve(take_path(str(self._settings.api)))
+
+    async def _serve(self, sock: socket.socket) -> None:
+        app = make_app(self._backend)
+        config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False)
+        self._http = WithoutSignals(config)
+        self._serving = asyncio.create_task(self._http.serve([sock]), name="http")
+        while not self._http.started:
+            if self._serving.done():
+                raise StartupError("its HTTP server has stopped")
+            await asyncio.sleep(0.01)
+
+    async def ended(self) -> None:
+        """Return, or raise, when something that must go on has ended."""
+        assert self._turning is not None
+        assert self._serving is not None
+        tasks = (self._turning, self._serving)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done.pop().result()
+
+    async def close(self) -> None:
+        """End all but the deployments, which run on."""
+        if self._turning is not None:
+            self._turning.cancel()
+            await asyncio.gather(self._turning, return_exceptions=True)
+        if self._http is not None:
+            self._http.should_exit = True
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)
+        await self._models.close()
+        await self._links.close()
+        self._init.close()
+        await self._backend.stored(self._store.close)
+        self._thread.shutdown()
+
+    async def reload(self) -> None:
+        """Take the catalogue and the keys as the database has them now. Raises StoreError."""
+        stored = self._backend.stored
+        rows = await stored(self._store.models)
+        aliases = (await stored(self._store.fleet)).aliases
+        keys = await stored(self._store.key_changes, self._keys_version)
+        self._keys_version = keys.version
+        self._keys.update(keys.granted, keys.revoked)
+        for prefix in keys.revoked:
+            self._grants.pop(prefix, None)
+        self._grants.update((one.prefix, one) for one in keys.granted)
+        if keys.granted or keys.revoked:
+            self._links.tell(
+                messages.Keys(version=self._next(), changed=keys.granted, removed=keys.revoked)
+            )
+        named = {name: {row.name: 1} for row in rows for name in row.spec.aliases}
+        if (every := {**named, **aliases}) != self._aliases:
+            self._aliases = every
+            self._links.tell(Aliases(version=self._next(), aliases=every))
+        self._models.take_catalogue(
+            Wanted(row.name, row.revision, row.on, row.spec) for row in rows
+        )
+
+    # -- proxies
+
+    def _next(self) -> int:
+        self._version += 1
+        return self._version
+
+    def _snapshot(self) -> Snapshot:
+        """All that a proxy needs, when it connects."""
+        return Snapshot(
+            version=self._version,
+            pepper=self._store.pepper,
+            keys=tuple(self._grants.values()),
+            routes=tuple(self._models.routes()),
+            aliases=self._aliases,
+        )
+
+    def _tell_routes(self, changed: Sequence[Route], gone: Sequence[str]) -> int:
+        routes = Routes(version=self._next(), changed=tuple(changed), removed=tuple(gone))
+        self._links.tell(routes)
+        return self._version
+
+    def _order(self, order: Order) -> None:
+        self._init.order(order)
+
+    def _hear(self, proxy: str, message: Want | Demand | None) -> None:
+        match message:
+            case Want():
+                self._models.take_want(message)
+            case Demand():
+                self._models.take_demand(proxy, message)
+            case None:
+                self._models.forget_proxy(proxy)
+
+
+def keep_key(path: Path, key: str) -> None:
+    """Write it where only this user reads it."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(f"{key}\n")
+
+
+async def run(launch: ServerLaunch, descriptor: int) -> None:
+    """Serve until init wants an end, or has ended. Raises KvmigError."""
+    to_init = socket.socket(fileno=launch.descriptor)
+    server = FleetServer(launch.settings, to_init)
+    stopped = asyncio.create_task(until_stopped())
+    try:
+        await server.start()
+        announce(descriptor, Announcement(endpoint="server"))
+        beating = asyncio.create_task(send_heartbeats(launch.heartbeat), name="heartbeats")
+        ended = asyncio.create_task(server.ended())
+        await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
+        beating.cancel()
+        if ended.done():
+            ended.result()
+        ended.cancel()
+    finally:
+        stopped.cancel()
+        await server.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launch document on stdin, readiness on the file descriptor named by argv[1]."""
+    if len(argv) != 2 or not argv[1].isdecimal():
+        print("usage: python -m kvmig.fleet.server DESCRIPTOR", file=sys.stderr)
+        return 2
+    descriptor = int(argv[1])
+    try:
+        launch = read_launch(ServerLaunch)
+        quiet("server")
+        uvloop.run(run(launch, descriptor))
+    except (KvmigError, OSError) as error:
+        try:
+            announce(descriptor, Announcement(failed=str(error)))
+        except StartupError:  # announced before: it ran, then failed
+            say(str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv))

@@ -1,0 +1,100 @@
+"""What a fleet is told at its start, and where its files are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from kvmig.ground.discreet import Discreet
+from kvmig.ground.errors import ConfigError
+
+DATA = "KVMIG_DATA"
+"""Environment variable: the fleet's folder, where `--data` doesn't say."""
+SOCKET_BYTES = 107
+"""Longest path of a Unix socket."""
+
+
+class FleetSettings(Discreet, frozen=True, kw_only=True):
+    """Flags of `kvmig up`; every process of the fleet gets them."""
+
+    data: str
+    """The folder, with its whole path."""
+    host: str = "127.0.0.1"
+    port: int = 8080
+    proxies: int = 1
+    database: str = ""
+    """A URL of SQLAlchemy's; empty: SQLite in the folder. It may hold a password."""
+    threads: int = 1
+    """OpenMP threads of an instance on a CPU."""
+    shutdown_timeout_s: float = 30.0
+    """That the end of a deployment lets running requests finish."""
+
+    def path(self, *parts: str) -> Path:
+        """Of a file in the folder."""
+        return Path(self.data, *parts)
+
+    @property
+    def database_url(self) -> str:
+        """Of its catalogue and accounts."""
+        return self.database or f"sqlite:///{self.path('kvmig.sqlite')}"
+
+    @property
+    def api(self) -> Path:
+        """The server's HTTP API."""
+        return self.path("run", "api.sock")
+
+    @property
+    def links(self) -> Path:
+        """Where the server hears proxies."""
+        return self.path("run", "proxies.sock")
+
+    def log(self, name: str) -> Path:
+        """Of one of its processes."""
+        return self.path("logs", f"{name}.log")
+
+
+def data_folder(given: str) -> str:
+    """The folder of `--data`, of the environment, or the user's own; with its whole path."""
+    usual = Path(os.environ.get("XDG_DATA_HOME", "~/.local/share"), "kvmig")
+    return str(Path(given or os.environ.get(DATA) or usual).expanduser().absolute())
+
+
+def check_settings(settings: FleetSettings) -> FleetSettings:
+    """Returns them unchanged. Raises ConfigError with the flag, its value and what is allowed."""
+    for flag, value, least, most in (
+        ("--port", settings.port, 1, 65535),
+        ("--proxies", settings.proxies, 1, 64),
+        ("--threads", settings.threads, 1, 4096),
+        ("--shutdown-timeout", settings.shutdown_timeout_s, 0, 86400),
+    ):
+        if not least <= value <= most:
+            raise ConfigError(f"{flag} is {value:g}, must be {least} to {most}")
+    longest = settings.path("run", "d-" + "0" * 8 + ".sock")
+    if len(os.fsencode(longest)) > SOCKET_BYTES:
+        raise ConfigError(
+            f"--data is {settings.data}, must be {SOCKET_BYTES - 20} bytes or less: Unix sockets"
+            " in it have short names only"
+        )
+    return settings
+
+
+def make_folders(settings: FleetSettings) -> None:
+    """The folder and what is in it, for this user alone. Raises ConfigError."""
+    for folder in (settings.path(), settings.path("run"), settings.path("logs")):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(f"--data {settings.data} can't be used: {error}") from error
+
+
+class ServerLaunch(msgspec.Struct, frozen=True):
+    """What init tells the server (JSON, on stdin)."""
+
+    settings: FleetSettings
+    descriptor: int = -1
+    """Its end of the socket to init."""
+    heartbeat: int = -1
+    """Descriptor for `kvmig.cli.processes.send_heartbeats`."""

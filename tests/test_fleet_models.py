@@ -1,0 +1,260 @@
+"""The server's models: what is ordered and told when catalogue, proxies and deployments change."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvmig.fleet.deployments import InstanceRow, Told
+from kvmig.fleet.lifecycle import FIRST_RETRY_S
+from kvmig.fleet.models import Models, Note, Wanted
+from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import Instances, Spec
+from kvmig.proxy.messages import Demand, ModelDemand, Route, Want
+
+
+class Bench:
+    """Models with everything around them made up; time is the test's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 1000.0
+        self.ordered: list[Order] = []
+        self.told: list[tuple[Sequence[Route], Sequence[str]]] = []
+        self.folder = folder
+        self.models = Models(
+            FleetSettings(data=str(folder)), self.ordered.append, self._tell, lambda: self.now
+        )
+
+    def _tell(self, routes: Sequence[Route], gone: Sequence[str]) -> int:
+        self.told.append((routes, gone))
+        return len(self.told)
+
+    def catalogue(self, *specs: Spec, on: bool = True) -> None:
+        self.models.take_catalogue(Wanted(one.name, 1, on, one) for one in specs)
+        self.turn()
+
+    def turn(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.models.turn()
+
+    def demand(self, version: int | None = None, running: int = 0, held: int = 0) -> None:
+        """Of the only proxy, of the last half second."""
+        total = running + held
+        of_model = ModelDemand("a", running, held, 0, total * 0.5)
+        seen = len(self.told) if version is None else version
+        self.models.take_demand("p0", Demand(seen, 0.5, (of_model,)))
+
+    def serve(self, instances: int = 1, live: int = 0) -> None:
+        """Its deployment tells that so many instances serve."""
+        model = self.models.shown("a")
+        assert model is not None
+        assert model.watched is not None
+        rows = tuple(InstanceRow(f"i{one}", "serving", 1000) for one in range(instances))
+        model.watched.told = Told(live, rows)
+
+    @property
+    def started(self) -> list[Start]:
+        return [one for one in self.ordered if isinstance(one, Start)]
+
+    @property
+    def stopped(self) -> list[Stop]:
+        return [one for one in self.ordered if isinstance(one, Stop)]
+
+    @property
+    def route(self) -> Route:
+        """As told last."""
+        return next(one for routes, _ in reversed(self.told) for one in routes)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    await made.models.close()
+
+
+def spec(**more: Any) -> Spec:
+    return Spec(name="a", source="path:/models/a", engine="toy", **more)
+
+
+async def test_a_model_that_nobody_wants_is_cold_and_its_engine_is_loaded(bench: Bench) -> None:
+    bench.catalogue(spec())
+    assert bench.ordered == [Load("toy")]
+    assert (bench.route.state, bench.route.socket) == ("cold", "")
+
+
+async def test_however_many_want_it_one_is_started(bench: Bench) -> None:
+    bench.catalogue(spec())
+    for _ in range(50):
+        bench.models.take_want(Want("a"))
+        bench.demand(held=50)
+        bench.turn(0.1)
+    (start,) = bench.started
+    assert start.words[0] == "/models/a"
+    assert "--served-model-name=a" in start.words
+    assert bench.route.state == "starting"
+
+
+async def test_it_is_routed_to_once_it_serves(bench: Bench) -> None:
+    bench.catalogue(spec())
+    bench.models.take_want(Want("a"))
+    bench.turn()
+    bench.models.take_news(Started(bench.started[0].deployment, 7))
+    bench.serve()
+    bench.turn(3)
+    note = msgspec.json.decode(bench.started[0].note, type=Note)
+    assert (bench.route.state, bench.route.socket) == ("ready", note.socket)
+    told = len(bench.told)
+    bench.turn(1)
+    assert len(bench.told) == told, "nothing has changed"
+
+
+async def serving(bench: Bench, **more: Any) -> None:
+    bench.catalogue(spec(**more))
+    bench.models.take_want(Want("a"))
+    bench.turn()
+    bench.serve()
+    bench.turn(1)
+    bench.demand()
+
+
+async def test_an_idle_one_stops_only_after_every_proxy_has_heard_of_it(bench: Bench) -> None:
+    await serving(bench, instances=Instances(zero_after_s=60))
+    told = len(bench.told)
+    bench.turn(59)
+    assert len(bench.told) == told
+    bench.turn(1)
+    assert bench.route.state == "cold"
+    bench.demand(version=len(bench.told) - 1)
+    bench.turn(1)
+    assert bench.stopped == []
+    bench.demand()
+    bench.turn(1)
+    assert bench.stopped == [Stop(bench.started[0].deployment)]
+
+
+async def test_without_its_proxy_it_does_not_stop(bench: Bench) -> None:
+    await serving(bench, instances=Instances(zero_after_s=60))
+    bench.models.forget_proxy("p0")
+    bench.turn(60)
+    bench.turn(60)
+    assert bench.stopped == []
+
+
+async def test_requests_that_its_own_front_end_has_keep_it(bench: Bench) -> None:
+    await serving(bench, instances=Instances(zero_after_s=60))
+    bench.serve(live=1)
+    bench.turn(600)
+    assert bench.route.state == "ready"
+
+
+async def test_a_failed_start_is_told_with_the_childs_own_sentence(bench: Bench) -> None:
+    bench.catalogue(spec())
+    bench.models.take_want(Want("a"))
+    bench.turn()
+    deployment = bench.started[0].deployment
+    bench.models.take_news(Ended(deployment, "exit code 2", "not enough memory"))
+    bench.turn(1)
+    assert (bench.route.state, bench.route.why) == ("failed", "not enough memory")
+    assert bench.route.retry_s == FIRST_RETRY_S
+    told = len(bench.told)
+    bench.turn(FIRST_RETRY_S / 2)
+    assert len(bench.told) == told
+    bench.turn(FIRST_RETRY_S / 2)
+    assert bench.route.state == "cold"
+    assert len(bench.started) == 1
+    bench.models.take_want(Want("a"))
+    bench.turn()
+    assert len(bench.started) == 2
+
+
+async def test_a_server_takes_over_what_another_one_has_started(bench: Bench) -> None:
+    note = Note("a", 1, str(bench.folder / "d.sock"))
+    bench.catalogue(spec())
+    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.turn()
+    bench.serve()
+    bench.turn()
+    assert (bench.route.state, bench.route.socket) == ("ready", note.socket)
+    assert bench.started == []
+
+
+def deployed(name: str, note: Note) -> Deployed:
+    return Deployed(name, "toy", msgspec.json.encode(note).decode(), 7)
+
+
+async def test_of_two_deployments_of_a_model_one_is_ended(bench: Bench) -> None:
+    note = Note("a", 1, str(bench.folder / "d.sock"))
+    bench.catalogue(spec())
+    bench.models.take_news(Running((deployed("d1", note), deployed("d2", note))))
+    bench.turn()
+    assert bench.stopped == [Stop("d2")]
+
+
+async def test_one_that_was_removed_while_no_server_was_there_ends_when_it_is_empty(
+    bench: Bench,
+) -> None:
+    note = Note("a", 1, str(bench.folder / "d.sock"))
+    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.turn()
+    bench.serve(live=1)
+    bench.turn()
+    bench.demand(running=1)
+    bench.turn()
+    assert bench.stopped == []
+    bench.serve(live=0)
+    bench.demand()
+    bench.turn()
+    assert bench.stopped == [Stop("d1")]
+    bench.models.take_news(Ended("d1", "exit code 0"))
+    bench.turn()
+    assert bench.models.shown("a") is None
+
+
+async def test_one_that_is_removed_is_not_there_for_clients_at_once(bench: Bench) -> None:
+    await serving(bench)
+    bench.demand(running=1)
+    bench.catalogue()
+    assert bench.told[-1] == ([], ["a"])
+    bench.demand(running=1)
+    bench.turn()
+    assert bench.stopped == []
+    bench.demand()
+    bench.turn()
+    assert bench.stopped == [Stop(bench.started[0].deployment)]
+
+
+async def test_one_that_is_switched_off_says_so(bench: Bench) -> None:
+    bench.catalogue(spec(), on=False)
+    bench.models.take_want(Want("a"))
+    bench.turn()
+    assert bench.route.state == "off"
+    assert bench.started == []
+
+
+async def test_more_instances_come_when_more_requests_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await serving(bench, instances=Instances(max=4, target=2))
+    model = bench.models.shown("a")
+    assert model is not None
+    assert model.watched is not None
+    asked: list[int] = []
+
+    async def add(count: int) -> None:
+        asked.append(count)
+
+    monkeypatch.setattr(model.watched, "add", add)
+    for _ in range(12):
+        bench.now += 0.5
+        bench.demand(running=6)
+    bench.turn()
+    assert model.ordering is not None
+    await model.ordering
+    assert asked == [2]
+    assert bench.models.events[-1].what == "up to 3: 6.0 at 2 an instance"
