@@ -80,7 +80,7 @@ class Road:
         for first in range(0, len(source), self._staging.slot_bytes):
             part = source[first : first + self._staging.slot_bytes]
             slot = await self._staging.acquire(TIMEOUT_S)
-            self._staging.buffer(slot)[: len(part)] = part
+            (await self._channel.buffer(slot))[: len(part)] = part
             self._sent.append(slot)
             chunk = Chunk("bench", 0, first, slot, len(part), [])
             async with asyncio.timeout(TIMEOUT_S):

@@ -1,5 +1,6 @@
 // Copies through a ring in shared memory: the TMA fills and empties its stages, ordered by one
-// thread, while the CTA's other warps sum what lies there.
+// thread, while the CTA's other warps sum what lies there. The ring is small, so that a CTA of an
+// engine's kernels fits beside one of these.
 #ifndef KVMIG_COPY_TMA_CUH
 #define KVMIG_COPY_TMA_CUH
 
@@ -8,9 +9,9 @@
 
 namespace kvmig {
 
-constexpr int kStageBytes = 32 * 1024;
-constexpr int kStages = 6;
-constexpr int kDraining = 2;  // stages whose stores may still be reading; the others load
+constexpr int kStageBytes = 16 * 1024;
+constexpr int kStages = 3;
+constexpr int kDraining = 1;  // stages whose stores may still be reading; the others load
 constexpr int kSummingWarps = 4;
 constexpr int kTmaThreads = kWarp * (1 + kSummingWarps);
 
@@ -25,6 +26,7 @@ struct Ring {
     alignas(128) unsigned char data[kStages][kStageBytes];
     Stage stages[kStages];
 };
+static_assert(sizeof(Ring) <= 49 * 1024, "a quarter of an SM's shared memory, at most");
 
 // How often stage i % kStages was used before item i, as the parity that a wait asks for.
 __device__ inline uint32_t parity(int64_t i) { return static_cast<uint32_t>(i / kStages % 2); }

@@ -185,15 +185,24 @@ class Launches(Library):
         self.workers: list[int] = []
         self.on: list[int] = []
         """Streams of the launches, one each."""
+        self.by_tma = 0
 
     def copy(self, *arguments: int) -> None:
+        self._note(*arguments)
+        super().copy(*arguments)
+
+    def copy_tma(self, *arguments: int) -> None:
+        self._note(*arguments)
+        self.by_tma += 1
+        super().copy_tma(*arguments)
+
+    def _note(self, *arguments: int) -> None:
         if self.fails_after == 0:
             raise KvmigError("launch: out of luck")
         self.fails_after -= 1
         *_, stream, workers = arguments
         self.workers.append(workers)
         self.on.append(stream)
-        super().copy(*arguments)
 
 
 class FakeKernels(GpuKernels):

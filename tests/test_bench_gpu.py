@@ -18,12 +18,13 @@ import torch
 from bench.gpu import __main__ as run_all
 from bench.gpu import ceilings, correctness, downtime, gather, interference, links, sanitizer
 from bench.gpu import migration as migration_part
-from bench.gpu.device import SKIPPED, Copy, Site, Way
+from bench.gpu.device import SKIPPED, TMA, Copy, Site, Way
 from bench.gpu.engine_pair import Remote
 from bench.gpu.engine_process import Came
 from bench.gpu.moves import slowed, told
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import begin
+from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
 from kvmig.engines.transformers import kind
 from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.ground.layout import Region
@@ -138,7 +139,14 @@ def test_a_sweep_without_figures_misses_its_targets() -> None:
     assert result.summary["gather_64kb_checked_share"] == 0
 
 
-def test_the_figure_is_of_the_products_settings_not_of_the_best() -> None:
+def test_the_product_takes_the_tma_where_it_is() -> None:
+    ways = [Way(name, lambda *_, **__: Finished([])) for name in ("cuda", "engine", TMA)]
+    assert gather.taken(ways, 132) == (TMA, CTAS_OF_TMA)
+    assert gather.taken(ways[:2], 132) == ("cuda", CTAS_ON_DEVICE)
+    assert gather.taken(ways[:1], 2) == ("cuda", 2)
+
+
+def test_the_products_figure_is_of_its_settings_and_the_share_of_the_best() -> None:
     result = begin("gpu gather", {})
     for way, workers, gb_s in (("cuda", 32, 500.0), ("cuda", 132, 900.0), ("cuda-tma", 32, 950.0)):
         result.samples.append(
@@ -147,8 +155,8 @@ def test_the_figure_is_of_the_products_settings_not_of_the_best() -> None:
         )  # fmt: skip
     gather.summarise(result, ceiling=1000.0, product=("cuda", 32))
 
-    assert result.summary["gather_64kb_checked_share"] == 0.5
-    assert result.summary["best_gather_64kb_checked_share"] == 0.95
+    assert result.summary["gather_64kb_checked_gb_s"] == 500
+    assert result.summary["gather_64kb_checked_share"] == 0.95
 
 
 def test_the_links_are_measured(tmp_path: Path) -> None:

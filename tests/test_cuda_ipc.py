@@ -13,13 +13,12 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.ground.errors import PeerError, TransportError
-from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import Driver
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports import cuda_ipc
 from kvmig.kvtransfer.transports.base import Inbox, Staging
-from kvmig.kvtransfer.transports.cuda_ipc import CudaIpcChannel, Origin, Place
+from kvmig.kvtransfer.transports.cuda_ipc import Origin, Place
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
 from kvmig.kvtransfer.wire import Frame
 from tests import fake_gpu
@@ -48,9 +47,9 @@ def chunk(slot: int, nbytes: int = SIZE) -> Chunk:
 
 
 async def pushed(staging: Staging, token: str, data: bytes, slot: int = 0) -> Chunk:
-    write(staging.buffer(slot), data)
-    one = chunk(slot, len(data))
-    await staging.channel(token).push(one, announced)
+    channel, one = staging.channel(token), chunk(slot, len(data))
+    write(await channel.buffer(slot), data)
+    await channel.push(one, announced)
     return one
 
 
@@ -77,7 +76,7 @@ async def test_buffers_are_on_the_engines_gpu_whatever_thread_opens_them() -> No
     inbox = await asyncio.to_thread(inbox_on, 1, staging)
     slot = await staging.acquire(1)
     received = await inbox.receive(chunk(slot), None)
-    for buffer in (staging.buffer(slot), received):
+    for buffer in (await staging.channel(inbox.token).buffer(slot), received):
         assert fake_gpu.device_of(memory_of(buffer).address) == 1
     assert len(FakeGpu(1).read(memory_of(received).address, SIZE)) == SIZE
     del received, buffer
@@ -106,7 +105,7 @@ async def test_a_gpu_without_access_to_the_others_fails_the_push_and_nothing_els
     inbox = inbox_on(1, staging)
     slot = await staging.acquire(1)
     monkeypatch.setenv("KVMIG_FAKE_NO_PEERS", "1")
-    with pytest.raises(TransportError, match="can't copy to the destination's memory: cuMemSet"):
+    with pytest.raises(TransportError, match="can't map the destination's memory: cuMemSet"):
         await pushed(staging, inbox.token, b"data", slot)
     monkeypatch.delenv("KVMIG_FAKE_NO_PEERS")
     await pushed(staging, inbox.token, b"data", slot)
@@ -266,33 +265,19 @@ async def test_the_last_byte_of_the_last_slot_arrives() -> None:
     staging.close()
 
 
-async def test_a_copy_that_never_ends_is_given_up_and_its_memory_left_alone(
+async def test_a_test_transfer_that_never_ends_is_given_up_and_its_memory_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Unmapped under a copy, it would end the source's engine."""
-    monkeypatch.setattr(cuda_ipc, "COPY_TIMEOUT_S", 0.05)
-    staging = staging_on(0)
-    there = Destination(staging.offer())
-    try:
-        slot = await staging.acquire(1)
-        await pushed(staging, there.token, b"data", slot)
-        channel = staging.channel(there.token)
-        assert isinstance(channel, CudaIpcChannel)
-        peer = channel._peer.result()
-        FakeGpu().stick()
-        with pytest.raises(TransportError, match=r"can't copy .* not done after 0\.05 s"):
-            await channel.push(chunk(slot), announced)
-        channel.close()
-        FakeGpu().stick(False)
-        channel._worker._thread.join(20)
-        assert FakeGpu().read(peer.address, 4) == b"data"  # still mapped
-        peer._stream.close()
-        size = msgspec.json.decode(there.token, type=Place).exported.size
-        ipc.close(Driver(0), ipc.Mapping(peer.address, size))
-        staging.close()
-        there.end()
-    finally:
-        there.close()
+    """Unmapped under a copy, it would end the engine."""
+    monkeypatch.setattr(cuda_ipc, "TEST_TIMEOUT_S", 0.05)
+    staging, kept = staging_on(0), list[cuda_ipc.PeerMemory]()
+    monkeypatch.setattr(cuda_ipc, "_stuck", kept)
+    FakeGpu().stick()
+    with pytest.raises(TransportError, match=r"a test transfer failed: .* not done after 0\.05 s"):
+        inbox_on(0, staging)
+    FakeGpu().stick(False)
+    assert len(kept) == 1
+    staging.close()
 
 
 async def test_a_chunk_that_is_larger_than_a_slot_is_refused() -> None:
@@ -318,5 +303,5 @@ async def test_an_inbox_that_was_given_up_takes_nothing_more() -> None:
 
 async def test_a_gpu_without_room_is_named() -> None:
     fake_gpu.fail("cuMemCreate")
-    with pytest.raises(TransportError, match="no 3000016 bytes of GPU memory to share: cuMemCre"):
+    with pytest.raises(TransportError, match="no 16 bytes of GPU memory to share: cuMemCreate"):
         staging_on(0)

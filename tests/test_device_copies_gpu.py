@@ -84,9 +84,9 @@ async def test_a_chunk_reaches_another_process_through_memory_that_both_map() ->
     there = Destination(staging.offer(), gpu=target, fake=False)
     try:
         slot, data = await staging.acquire(1), bytes(range(256)) * (SIZE // 256)
-        source.write(memory_of(staging.buffer(slot)).address, data)
-        chunk = Chunk("m", 0, 0, slot, SIZE, [])
-        await staging.channel(there.token).push(chunk, there.announce(chunk))
+        channel, chunk = staging.channel(there.token), Chunk("m", 0, 0, slot, SIZE, [])
+        source.write(memory_of(await channel.buffer(slot)).address, data)
+        await channel.push(chunk, there.announce(chunk))
         assert await asyncio.to_thread(there.hear) == digest(data)
         there.end()
     finally:

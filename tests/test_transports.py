@@ -86,7 +86,7 @@ async def test_what_is_gathered_at_the_source_is_seen_at_the_destination(staging
     inbox = open_offer([staging.offer()])
     slots = [await staging.acquire(1.0) for _ in range(2)]
     for slot, text in zip(slots, (b"one", b"second"), strict=True):
-        staging.buffer(slot)[: len(text)] = text
+        (await staging.channel(inbox.token).buffer(slot))[: len(text)] = text
     assert bytes(await send(staging, slots[0], inbox, 3)) == b"one"
     assert bytes(await send(staging, slots[1], inbox, 6)) == b"second"
     inbox.close()
@@ -136,6 +136,7 @@ async def test_a_slot_is_released_once(staging: Staging) -> None:
 
 async def test_close_fails_everyone_who_waits(staging: Staging) -> None:
     held = [await staging.acquire(1.0) for _ in range(2)]
+    channel = staging.channel("")
     waiters = [asyncio.create_task(staging.acquire(5.0)) for _ in range(2)]
     await asyncio.sleep(0)
     staging.close()
@@ -145,7 +146,7 @@ async def test_close_fails_everyone_who_waits(staging: Staging) -> None:
     staging.release(held[0])
     staging.close()
     with pytest.raises(TransportError, match="closed"):
-        staging.buffer(held[0])
+        await channel.buffer(held[0])
 
 
 async def test_a_view_in_use_outlives_close(shared: ShmStaging) -> None:

@@ -61,10 +61,10 @@ async def push(
     staging: Staging, token: str, slot: int, data: bytes, announce: Callable[[Chunk], Announce]
 ) -> None:
     """Put `data` into the slot and bring it there, as a copier does."""
-    write(staging.buffer(slot), data)
-    chunk = Chunk("m", 0, 0, slot, len(data), [])
+    channel, chunk = staging.channel(token), Chunk("m", 0, 0, slot, len(data), [])
     async with asyncio.timeout(2.0):
-        await staging.channel(token).push(chunk, announce(chunk))
+        write(await channel.buffer(slot), data)
+        await channel.push(chunk, announce(chunk))
 
 
 def to_nobody(chunk: Chunk) -> Announce:

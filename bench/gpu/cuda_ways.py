@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.gpu.device import Way
+from bench.gpu.device import TMA, Way
 from kvmig.ground.layout import Region
 from kvmig.kernels.driver import Driver, current_device
 from kvmig.kernels.face import Finished, Ids, Kernels, Pending
 from kvmig.kernels.gpu import GpuKernels
 
-HOPPER = (9, 0)
-
 
 def tma(kernels: Kernels) -> Iterator[Way]:
     """Copies through the TMA, where the GPU has one."""
-    if isinstance(kernels, GpuKernels) and Driver().capability >= HOPPER:
-        yield Way("cuda-tma", kernels.copy_tma)
+    if isinstance(kernels, GpuKernels) and kernels.has_tma:
+        yield Way(TMA, kernels.copy_tma)
 
 
 def engine() -> Way:

@@ -21,6 +21,8 @@ from kvmig.ground.layout import Region
 from kvmig.kernels import select
 from kvmig.kernels.face import Device, Ids, Kernels, Pending
 
+TMA = "cuda-tma"
+"""The way through the TMA."""
 POISON = 0xA5
 SKIPPED = 3
 """Exit status of a part for which something isn't installed."""

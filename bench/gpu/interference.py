@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.gpu.device import Deadline, Site, Way, note_gpu, options_of
-from bench.gpu.gather import ctas
+from bench.gpu.gather import taken
 from bench.gpu.shapes import SHAPES, ids
 from bench.report import begin, finish, say, table
 from kvmig.ground.errors import KvmigError
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     decode = Decode(site, *((1, 64, MIB) if quick else (32, 4096, 2048 * MIB)))
     deadline = Deadline(MOST_S)
     ways = site.ways()
-    product = ways[0].name, ctas(site.multiprocessors)
+    product = taken(ways, site.multiprocessors)
     counts = (product[1], *(WORKERS[:2] if quick else WORKERS))
     for way in ways:
         for workers in dict.fromkeys(counts if way.capped else (0,)):

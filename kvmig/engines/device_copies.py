@@ -1,6 +1,7 @@
 """Copies between a KV cache in a GPU's memory and buffers of fused blocks, there or on the host.
 
-A buffer in a GPU's memory (cuda-ipc) is what the kernels write and read. To one on the host (shm,
+A buffer in a GPU's memory (cuda-ipc), which may be another one's, is what the kernels write and
+read: through the TMA where there is one, else as they copy anything. To one on the host (shm,
 tcp) blocks of long runs go straight from the cache by the copy engines, which take no SM. The copy
 engines are slow with short runs, so the kernels fuse those in scratch memory of the GPU first.
 Where the buffer's pages can't be pinned, pinned scratch and the CPU come between.
@@ -20,6 +21,7 @@ from kvmig.kernels.arrays import Memory, memory_of
 from kvmig.kernels.copy import checked, start_copy
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.face import Kernels, Pending
+from kvmig.kernels.gpu import GpuKernels
 from kvmig.kernels.pinned import Pins
 from kvmig.kernels.select import kernels
 from kvmig.kernels.side_stream import SideStream
@@ -32,8 +34,14 @@ CTAS_FOR_SUMS = 2
 """Thread blocks that sum what the copy engines copy: as many as keep up with PCIe."""
 LONG_RUN = 28 << 10
 """Bytes from which on the copy engines reach an H100's PCIe with many runs (vLLM #42212)."""
-CTAS_ON_DEVICE = 32
-"""Thread blocks of a copy on the GPU: as many as leave it to the engine's steps."""
+CTAS_OF_TMA = 4
+"""Thread blocks of a copy between GPUs, or on one, through the TMA: as few as leave the SMs to the
+engine's steps, and keep a link busy."""
+CTAS_ON_DEVICE = 8
+"""The same without the TMA, and for blocks of runs that are too short for it."""
+TMA_RUN = 8 << 10
+"""Bytes from which on a run goes through the TMA: one thread orders all of a CTA's."""
+_TMA_GRAIN = 16
 
 
 class DeviceCopies:
@@ -61,6 +69,9 @@ class DeviceCopies:
         self._by = by
         self._fit = max(1, scratch_bytes // plan.unit_bytes)
         self._nbytes = self._fit * plan.unit_bytes
+        self._tma = by if isinstance(by, GpuKernels) and by.has_tma and _fits_tma(plan) else None
+        self._unsettled: list[memoryview] = []
+        """Buffers whose copy hasn't ended in time: never freed, for the device may be at it."""
         self._straight = device.copies_blocks and _least_run(plan) >= LONG_RUN
         self._pinned = self._scratch = 0
         with ExitStack() as held:
@@ -85,9 +96,9 @@ class DeviceCopies:
     def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
         """Blocks [n] to `out` [n * unit_bytes]; their n checksums."""
         memory, gather = self._checked(ids, out), self._plan.gather
-        with self._settled(urgent) as pendings:
+        with self._settled(urgent, out) as pendings:
             if memory.device == "cuda":
-                pendings.append(self._start(gather(ids, memory.address), CTAS_ON_DEVICE))
+                pendings.append(self._on_gpus(gather(ids, memory.address), memory.address))
             else:
                 pinned = self._pins.has(out)
                 for part, address in self._parts(ids, memory.address):
@@ -101,9 +112,9 @@ class DeviceCopies:
     def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
         """`data` [n * unit_bytes] to blocks [n]; n checksums of what came there."""
         memory, scatter = self._checked(ids, data), self._plan.scatter
-        with self._settled(urgent) as pendings:
+        with self._settled(urgent, data) as pendings:
             if memory.device == "cuda":
-                pendings.append(self._start(scatter(ids, memory.address), CTAS_ON_DEVICE))
+                pendings.append(self._on_gpus(scatter(ids, memory.address), memory.address))
             else:
                 pinned = self._pins.has(data)
                 for part, address in self._parts(ids, memory.address):
@@ -122,9 +133,20 @@ class DeviceCopies:
         for buffer in (memoryview(mapping), memoryview(bytearray(self._plan.unit_bytes))):
             for urgent in (False, True):
                 sums = self.gather([0], buffer, urgent)
-                if self.scatter([0], buffer, urgent) != sums:
-                    raise KvmigError(f"a copy on GPU {self.gpu} and back isn't the same block")
+                self._check_same(sums, self.scatter([0], buffer, urgent))
         self._pins.close()
+        address = self._device.allocate(self._plan.unit_bytes)
+        try:
+            with self._settled(False, memoryview(b"")) as pendings:
+                pendings.append(self._on_gpus(self._plan.gather([0], address), address))
+                pendings.append(self._on_gpus(self._plan.scatter([0], address), address))
+            self._check_same(*(one.wait() for one in pendings))
+        finally:
+            self._device.free(address)
+
+    def _check_same(self, there: list[int], back: list[int]) -> None:
+        if there != back:
+            raise KvmigError(f"a copy on GPU {self.gpu} and back isn't the same block")
 
     def close(self) -> None:
         """Free everything; no copy and no step may follow."""
@@ -141,7 +163,7 @@ class DeviceCopies:
         return memory
 
     @contextmanager
-    def _settled(self, urgent: bool) -> Iterator[list[Pending]]:
+    def _settled(self, urgent: bool, buffer: memoryview) -> Iterator[list[Pending]]:
         """Copies inside come after the engine's steps, and are over when it is left."""
         self._device.enter()
         self._stream = self._streams[urgent]
@@ -149,7 +171,11 @@ class DeviceCopies:
         try:
             yield []
         finally:  # after a failure too: the caller frees the memory next
-            self._stream.settle()
+            try:
+                self._stream.settle()
+            except TimeoutError:
+                self._unsettled.append(buffer)
+                raise
 
     def _parts(self, ids: Sequence[int], address: int) -> Iterator[tuple[Sequence[int], int]]:
         """Parts of as many ids as the scratch holds, and where their bytes are in the buffer."""
@@ -159,6 +185,15 @@ class DeviceCopies:
     def _start(self, passes: Iterable[Pass], workers: int) -> Pending:
         (one,) = passes
         return start_copy(self._by, *one, stream=self._stream.handle, workers=workers)
+
+    def _on_gpus(self, passes: Iterable[Pass], buffer: int) -> Pending:
+        """A copy to or from a buffer in a GPU's memory."""
+        if self._tma is None or buffer % _TMA_GRAIN:
+            return self._start(passes, CTAS_ON_DEVICE)
+        (one,) = passes
+        ends = one.src, one.dst, *checked(*one)
+        stream = self._stream.handle
+        return self._tma.copy_tma(*ends, checksums=True, stream=stream, workers=CTAS_OF_TMA)
 
     def _to_host(self, ids: Sequence[int], pinned: int) -> Pending:
         """Blocks [n] to pinned memory, fused."""
@@ -252,6 +287,12 @@ def load(plan: Plan, gpu: int, steps_overlap: bool) -> DeviceCopies:
 def _least_run(plan: Plan) -> int:
     (one,) = plan.gather((), 1)
     return min((region.run for region in one.src if region.run), default=0)
+
+
+def _fits_tma(plan: Plan) -> bool:
+    (one,) = plan.gather((), _TMA_GRAIN)
+    bits = (end.base | end.block_stride | end.run for end in (*one.src, *one.dst))
+    return _least_run(plan) >= TMA_RUN and not any(some % _TMA_GRAIN for some in bits)
 
 
 def _check(plan: Plan) -> None:

@@ -18,6 +18,8 @@ from kvmig.kernels.call_memory import CallMemoryPool
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.face import Finished, Ids, Pending
 
+HOPPER = (9, 0)
+"""The compute capability from which on there is a TMA."""
 _SUM_BYTES = 8
 
 
@@ -29,6 +31,8 @@ class Launcher(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def has_tma(self) -> bool: ...
     def copy(self, *arguments: int) -> None: ...
     def copy_tma(self, *arguments: int) -> None: ...
     def checksum(self, *arguments: int) -> None: ...
@@ -47,6 +51,11 @@ class GpuKernels:
     @property
     def name(self) -> str:
         return self._launcher.name
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether `copy_tma` can be had."""
+        return self._launcher.has_tma and self._device.capability >= HOPPER
 
     def copy(
         self,

@@ -17,6 +17,7 @@ from kvmig.ground.errors import ConfigError, KernelUnavailable, KvmigError
 from kvmig.ground.layout import Region
 from kvmig.kernels.driver import Driver, current_device
 from kvmig.kernels.face import Device, Kernels
+from kvmig.kernels.gpu import GpuKernels
 
 VARIABLE = "KVMIG_KERNELS"
 TRIAL_BYTES = 4096
@@ -104,6 +105,9 @@ def _try_out(kernels: Kernels) -> None:
         for checksums in (True, False):
             kernels.copy(here, there, ids, ids, checksums=checksums).wait()
         kernels.checksum(here, ids).wait()
+        if isinstance(kernels, GpuKernels) and kernels.has_tma:
+            for checksums in (True, False):
+                kernels.copy_tma(here, there, ids, ids, checksums=checksums).wait()
     except KernelUnavailable:
         raise
     except KvmigError as error:

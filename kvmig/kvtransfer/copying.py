@@ -148,10 +148,11 @@ class BlockSender:
         self._slot = await self._staging.acquire(self._context.timeout_s)
         self._parts.wait += (self._context.clock() - started) * 1e3
 
-    def room(self) -> memoryview:
+    async def room(self) -> memoryview:
         """The slot in hand, as far as one copy may fill it."""
-        nbytes = self._context.sizer.blocks() * self._block_bytes
-        return self._staging.buffer(self._held_slot())[:nbytes]
+        async with asyncio.timeout(self._context.timeout_s):
+            buffer = await self._channel.buffer(self._held_slot())
+        return buffer[: self._context.sizer.blocks() * self._block_bytes]
 
     async def send_urgent(
         self, stage: int, first: int, block_ids: Sequence[int], places: Sequence[int]
@@ -160,10 +161,10 @@ class BlockSender:
         context = self._context
         for offset, ids in context.sizer.cut(block_ids):
             await self.hold_slot()
-            buffer = self._staging.buffer(self._held_slot())
             nbytes = len(ids) * self._block_bytes
             started = context.clock()
             async with asyncio.timeout(context.timeout_s):
+                buffer = await self._channel.buffer(self._held_slot())
                 checksums = await context.engine.gather(ids, buffer[:nbytes], urgent=True)
             ms = (context.clock() - started) * 1e3
             context.sizer.observe(nbytes, ms)
@@ -339,9 +340,10 @@ class ChunkBatcher:
             self.send(chunks[0] if len(chunks) == 1 else Bundle(chunks), payload)
 
         try:
-            buffer, started = staging.buffer(slot)[:nbytes], clock()
             async with asyncio.timeout(self.context.timeout_s):
-                checksums = await self.context.engine.gather(ids, buffer)
+                buffer = await batch[0].channel.buffer(slot)
+                started = clock()
+                checksums = await self.context.engine.gather(ids, buffer[:nbytes])
             gather_ms = (clock() - started) * 1e3
             self.context.sizer.observe(nbytes, gather_ms)
             parts = _chunks(batch, slot, checksums, block_bytes)

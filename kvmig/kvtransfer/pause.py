@@ -203,7 +203,7 @@ class Pause:
         somebody waits for the next token.
         """
         engine, timeline = self._context.engine, self._timeline
-        out = None if blocks is None else blocks.room()
+        out = None if blocks is None else await blocks.room()
         if decoding:
             self._step_ms = engine.cadence().step_ms
             if self._can_hold:  # a step there may wait for the request

@@ -1,10 +1,11 @@
 """The transport port: `Staging` at the source, `Inbox` at the destination, `Channel` between.
 
-The source gathers a chunk into a slot, and a channel brings it to one destination:
+The source gathers a chunk into a slot's buffer, and a channel brings it to one destination:
 
 - the destination sees the slot's memory (shared memory), or
 - the bytes travel with the chunk's message (TCP): `Chunk.slot` is then PAYLOAD_SLOT, or
-- they are pushed into the slot of the same number in the inbox (NIXL, CUDA IPC).
+- they are pushed into the slot of the same number in the inbox (NIXL), or
+- the buffer is that slot of the inbox (CUDA IPC), so that gathered is there.
   `Inbox.token` says where that is; `Chunk.number` tells one push from another.
 
 The slot stays the chunk's until `ChunkDone`, or until the migration is given up: a
@@ -46,6 +47,14 @@ class Channel(ABC):
 
     broken = False
     """Whether it can't be used any more: the next migration gets another."""
+
+    @abstractmethod
+    async def buffer(self, slot: int) -> memoryview:
+        """Where blocks for this inbox are gathered [slot_bytes], writable, once a slot is acquired.
+        Don't keep it after the slot's release.
+
+        Raises ValueError if the slot is not acquired, TransportError if the inbox can't be reached.
+        """
 
     @abstractmethod
     async def push(self, chunk: Chunk, announce: Announce) -> None:
@@ -124,13 +133,6 @@ class Staging(ABC):
         if slot not in self._held:
             raise ValueError(f"staging slot {slot} is not acquired")
 
-    @abstractmethod
-    def buffer(self, slot: int) -> memoryview:
-        """The slot's memory [slot_bytes], writable. Don't keep it after `release`.
-
-        Raises ValueError if the slot is not acquired.
-        """
-
     # -- channels
 
     def channel(self, token: str) -> Channel:
@@ -167,7 +169,7 @@ class Staging(ABC):
 
 
 class HostStaging(Staging):
-    """Slots in a mapping of this process, from `offset` on."""
+    """Slots in a mapping of this process, from `offset` on: chunks are gathered there."""
 
     def __init__(self, memory: mmap.mmap, slots: int, slot_bytes: int, offset: int = 0) -> None:
         super().__init__(slots, slot_bytes)
@@ -175,7 +177,7 @@ class HostStaging(Staging):
         self._offset = offset
 
     def buffer(self, slot: int) -> memoryview:
-        """A part of the mapping."""
+        """The slot [slot_bytes], see `Channel.buffer`."""
         self.check(slot)
         start = self._offset + slot * self.slot_bytes
         return memoryview(self._memory)[start : start + self.slot_bytes]
@@ -188,6 +190,17 @@ class HostStaging(Staging):
 
     def _free_memory(self) -> None:
         unmap(self._memory)
+
+
+class HostChannel(Channel):
+    """Out of the slots of a `HostStaging`."""
+
+    def __init__(self, staging: HostStaging) -> None:
+        self._staging = staging
+
+    async def buffer(self, slot: int) -> memoryview:
+        """The slot itself."""
+        return self._staging.buffer(slot)
 
 
 class Inbox(ABC):

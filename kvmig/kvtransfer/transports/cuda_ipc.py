@@ -1,19 +1,22 @@
-"""CUDA IPC: the source maps the inbox's GPU memory and copies chunks into it.
+"""CUDA IPC: the source's kernel gathers blocks straight into the inbox, GPU memory that it maps.
 
-A chunk goes from device to device, over NVLink where the devices have it, on a stream of its own.
-A copy that the source has waited for is there, so the chunk is announced after it, and the
-destination waits for nothing. The buffers at both ends are kvmig's own (`kernels.ipc`), on the GPU
-that the engine's KV cache is on. A destination takes the offer when it has fetched a few bytes of
+A chunk crosses NVLink, or PCIe between two GPUs, once; a copy that the source has waited for is
+there, so the chunk is announced after it, and the destination waits for nothing. The source has no
+buffers of its own. The inbox is memory of kvmig's own (`kernels.ipc`) on the GPU that the
+destination's KV cache is on, never the cache itself: a copy that ends late, since a migration was
+given up or its source is stuck or killed, writes where nobody's blocks are, and what was read is
+checked against the source's sums. A destination takes the offer when it has fetched a few bytes of
 the source's memory: GPUs of one host needn't reach each other (no peer access, MIG).
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import secrets
 import weakref
-from contextlib import ExitStack
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -30,8 +33,7 @@ from kvmig.kvtransfer.wire import RefusalCounter
 
 NAME = "cuda-ipc"
 NONCE_BYTES = 16
-COPY_TIMEOUT_S = 30.0
-"""For one chunk."""
+TEST_TIMEOUT_S = 30.0
 
 
 class Exported(msgspec.Struct, frozen=True):
@@ -42,7 +44,7 @@ class Exported(msgspec.Struct, frozen=True):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The offer's token. `nonce`, in hex, lies behind the slots, for a test transfer."""
+    """The offer's token. `exported` begins with `nonce`, in hex, for a test transfer."""
 
     host: str
     shape: Shape
@@ -101,36 +103,18 @@ _ours: weakref.WeakValueDictionary[str, GpuMemory] = weakref.WeakValueDictionary
 
 
 class PeerMemory:
-    """Another's memory as this process has it, and a stream for copies; one thread uses it.
-    Raises KvmigError."""
+    """Another's memory as `driver`'s device reaches it at `address`; it goes with its last view."""
 
     def __init__(self, driver: Driver, exported: Exported, refusals: RefusalCounter) -> None:
-        self._driver = driver
-        with ExitStack() as held:
-            self._stream = SideStream(driver)
-            held.callback(self._stream.close)
-            self._kept = _ours.get(exported.ticket.socket)
-            if self._kept is not None:
-                mapping = self._kept.mapping
-                ipc.let(driver, mapping)
-            else:
-                mapping = _mapped(driver, exported, refusals)
-                held.callback(ipc.close, driver, mapping)
-            self.address = mapping.address
-            self._held = held.pop_all()
-
-    def copy(self, to: int, source: int, nbytes: int) -> None:
-        """It is there when this returns. Raises TimeoutError, too."""
-        self._driver.move(to, source, nbytes, self._stream.handle)
-        try:
-            self._stream.settle(COPY_TIMEOUT_S)
-        except TimeoutError:
-            self._held.pop_all()  # never unmapped: the device may still be at it
-            raise
-
-    def close(self) -> None:
-        """Unmap."""
-        self._held.close()
+        """Raises KvmigError, and OSError."""
+        self._ours = _ours.get(exported.ticket.socket)
+        if self._ours is not None:
+            mapping = self._ours.mapping
+            ipc.let(driver, mapping)
+        else:
+            mapping = _mapped(driver, exported, refusals)
+            weakref.finalize(self, ipc.close, driver, mapping)
+        self.address = mapping.address
 
 
 def _mapped(driver: Driver, exported: Exported, refusals: RefusalCounter) -> ipc.Mapping:
@@ -142,29 +126,23 @@ def _mapped(driver: Driver, exported: Exported, refusals: RefusalCounter) -> ipc
 
 
 class CudaIpcStaging(Staging):
-    """Slots in a GPU's memory."""
+    """Slots of the inboxes; here there is only what a destination tests the way with."""
 
     transport = NAME
 
     def __init__(
         self, gpu: int | None, slots: int, slot_bytes: int, refusals: RefusalCounter
     ) -> None:
-        """refusals: counts strangers at sockets. Raises TransportError if there isn't as much."""
-        nbytes = slots * slot_bytes
-        self._memory = GpuMemory(gpu, nbytes + NONCE_BYTES, refusals)
+        """refusals: counts strangers at sockets. Raises TransportError without a GPU's memory."""
+        self._memory = GpuMemory(gpu, NONCE_BYTES, refusals)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         try:
-            self._memory.driver.write(self._memory.mapping.address + nbytes, self._nonce)
+            self._memory.driver.write(self._memory.mapping.address, self._nonce)
         except KvmigError as error:
             self._memory.close()
             raise TransportError(f"GPU {gpu} takes no bytes: {error}") from error
         self._refusals = refusals
         super().__init__(slots, slot_bytes)
-
-    def buffer(self, slot: int) -> memoryview:
-        """The slot; no host code may touch it, see `view`."""
-        self.check(slot)
-        return self._memory.view(slot * self.slot_bytes, self.slot_bytes)
 
     def offer(self) -> Offer:
         """Where this side is, and how many buffers the destination needs for it."""
@@ -183,10 +161,10 @@ class CudaIpcStaging(Staging):
                 f"{size} bytes in slots of {place.slot_bytes} are too small for "
                 f"{self.slots} slots of {self.slot_bytes}"
             )
-        return CudaIpcChannel(self._memory, place, self.slot_bytes, self._refusals)
+        return CudaIpcChannel(self, self._memory.driver, place, self._refusals)
 
     def close(self) -> None:
-        """The memory goes with its last view."""
+        """Nobody may test the way any more."""
         if not self._closed:
             super().close()
             self._memory.close()
@@ -194,44 +172,40 @@ class CudaIpcStaging(Staging):
 
 
 class CudaIpcChannel(Channel):
-    """Copies on a thread of its own, since that waits for the copy's end."""
+    """The inbox's slots as the source's GPU reaches them, mapped on a thread: it takes a while."""
 
     def __init__(
-        self, memory: GpuMemory, place: Place, slot_bytes: int, refusals: RefusalCounter
+        self, staging: CudaIpcStaging, driver: Driver, place: Place, refusals: RefusalCounter
     ) -> None:
-        self._memory = memory
+        self._staging = staging
         self._place = place
-        self._slot_bytes = slot_bytes
-        self._worker = Worker(f"{NAME} push")
-        self._peer = self._worker.submit(
-            lambda: PeerMemory(memory.driver, place.exported, refusals)
+        worker = Worker(f"{NAME} map")
+        self._peer: Future[PeerMemory] | None = worker.submit(
+            lambda: PeerMemory(driver, place.exported, refusals)
         )
+        worker.close()
 
-    async def push(self, chunk: Chunk, announce: Announce) -> None:
-        """Copied, then announced."""
-        if chunk.nbytes > self._slot_bytes:
-            raise PeerError(f"{chunk.nbytes} bytes for buffers of {self._slot_bytes}")
-        there = chunk.slot * self._place.slot_bytes
-        here = self._memory.mapping.address + chunk.slot * self._slot_bytes
+    async def buffer(self, slot: int) -> memoryview:
+        """The slot of the inbox; no host code may touch it, see `view`."""
+        self._staging.check(slot)
+        if self._peer is None:
+            raise TransportError("the way to the destination's memory was given up")
         try:
-            await self._worker.run(lambda: self._copy(there, here, chunk.nbytes))
+            peer = await asyncio.shield(asyncio.wrap_future(self._peer))
         except (KvmigError, OSError) as error:
             self.broken = True
-            raise TransportError(f"can't copy to the destination's memory: {error}") from error
+            raise TransportError(f"can't map the destination's memory: {error}") from error
+        return view(peer.address + slot * self._place.slot_bytes, self._staging.slot_bytes, peer)
+
+    async def push(self, chunk: Chunk, announce: Announce) -> None:
+        """It is there."""
+        if chunk.nbytes > self._staging.slot_bytes:
+            raise PeerError(f"{chunk.nbytes} bytes for buffers of {self._staging.slot_bytes}")
         announce()
 
     def close(self) -> None:
-        """Unmap, after the copy that runs."""
-        self._worker.post(self._close)
-        self._worker.close()
-
-    def _copy(self, offset: int, source: int, nbytes: int) -> None:
-        peer = self._peer.result()
-        peer.copy(peer.address + offset, source, nbytes)
-
-    def _close(self) -> None:
-        if self._peer.exception() is None:
-            self._peer.result().close()
+        """The mapping goes with its last view."""
+        self._peer = None
 
 
 class CudaIpcInbox(Inbox):
@@ -281,17 +255,25 @@ class CudaIpcInbox(Inbox):
 
 def _test(memory: GpuMemory, origin: Origin, refusals: RefusalCounter) -> None:
     """Copy the source's nonce into `memory`. Raises KvmigError."""
-    behind = origin.shape.slots * origin.shape.slot_bytes
-    if origin.exported.size < behind + NONCE_BYTES:
-        raise PeerError(f"{origin.exported.size} bytes are too small for the source's slots")
+    if origin.exported.size < NONCE_BYTES:
+        raise PeerError(f"{origin.exported.size} bytes are too small for a nonce")
     driver, here = memory.driver, memory.mapping.address
     peer = PeerMemory(driver, origin.exported, refusals)
+    stream = SideStream(driver)
     try:
-        peer.copy(here, peer.address + behind, NONCE_BYTES)
+        driver.move(here, peer.address, NONCE_BYTES, stream.handle)
+        stream.settle(TEST_TIMEOUT_S)
+    except TimeoutError:
+        _stuck.append(peer)
+        raise
     finally:
-        peer.close()
+        stream.close()
     if driver.read(here, NONCE_BYTES).hex() != origin.nonce:
         raise TransportError("other bytes came")
+
+
+_stuck: list[PeerMemory] = []
+"""Never unmapped: the device may still be at it."""
 
 
 def view(address: int, nbytes: int, owner: object) -> memoryview:

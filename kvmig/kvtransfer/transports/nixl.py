@@ -27,6 +27,7 @@ from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import (
     Announce,
     Channel,
+    HostChannel,
     HostStaging,
     Inbox,
     Shape,
@@ -173,19 +174,20 @@ class NixlStaging(HostStaging):
             place = msgspec.json.decode(token, type=Place)
         except msgspec.DecodeError as error:
             raise PeerError(f"not a token of NIXL: {error}") from error
-        return NixlChannel(self.agent, place, self.slot_bytes)
+        return NixlChannel(self, place)
 
     def _free_memory(self) -> None:
         self.agent.close()
 
 
-class NixlChannel(Channel):
+class NixlChannel(HostChannel):
     """Writes a slot into the inbox's slot of the same number."""
 
-    def __init__(self, agent: Agent, place: Place, slot_bytes: int) -> None:
-        self._agent = agent
+    def __init__(self, staging: NixlStaging, place: Place) -> None:
+        super().__init__(staging)
+        self._agent = staging.agent
         self._place = place
-        self._slot_bytes = slot_bytes
+        self._slot_bytes = staging.slot_bytes
         self._peer: str | None = None
         self._number = 0
 

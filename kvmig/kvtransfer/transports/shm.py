@@ -26,6 +26,7 @@ from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import (
     Announce,
     Channel,
+    HostChannel,
     HostStaging,
     Inbox,
     check_slot,
@@ -84,7 +85,7 @@ class ShmStaging(HostStaging):
         return Offer(NAME, msgspec.json.encode(self._token).decode())
 
     def _connect(self, token: str) -> Channel:
-        return ShmChannel()
+        return ShmChannel(self)
 
     def _remove(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -95,7 +96,7 @@ class ShmStaging(HostStaging):
         super()._free_memory()
 
 
-class ShmChannel(Channel):
+class ShmChannel(HostChannel):
     """Moves nothing: the destination reads the slot itself."""
 
     async def push(self, chunk: Chunk, announce: Announce) -> None:

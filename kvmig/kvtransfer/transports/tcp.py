@@ -6,7 +6,7 @@ import mmap
 
 from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
-from kvmig.kvtransfer.transports.base import Announce, Channel, HostStaging, Inbox
+from kvmig.kvtransfer.transports.base import Announce, Channel, HostChannel, HostStaging, Inbox
 
 NAME = "tcp"
 
@@ -28,11 +28,8 @@ class TcpStaging(HostStaging):
         return TcpChannel(self)
 
 
-class TcpChannel(Channel):
+class TcpChannel(HostChannel):
     """Sends the slot's first bytes; the socket may read them until the chunk is done."""
-
-    def __init__(self, staging: TcpStaging) -> None:
-        self._staging = staging
 
     async def push(self, chunk: Chunk, announce: Announce) -> None:
         """With the message."""
