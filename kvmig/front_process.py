@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -12,34 +10,10 @@ from collections.abc import Sequence
 import uvloop
 
 from kvmig.cli.processes import Announcement, begin_loading, leave, quiet, say, send_heartbeats
-from kvmig.controlplane.child import announce, read_launch
+from kvmig.controlplane.child import StopSignals, announce, read_launch
 from kvmig.engines.kind import kind_of
 from kvmig.front_end import FrontEnd, FrontLaunch
 from kvmig.ground.errors import KvmigError, StartupError
-
-
-class StopSignals:
-    """The launcher's wishes: `stop` at SIGTERM, `at_once` at a second one or at its own end."""
-
-    def __init__(self) -> None:
-        self.stop = asyncio.Event()
-        self.at_once = asyncio.Event()
-
-    def listen(self) -> None:
-        """Listen to SIGTERM and stdin. SIGINT is for the launcher: a terminal sends it to all."""
-        loop = asyncio.get_running_loop()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        loop.add_signal_handler(signal.SIGTERM, self._signalled)
-        loop.add_reader(sys.stdin.fileno(), self._heard)
-
-    def _signalled(self) -> None:
-        (self.at_once if self.stop.is_set() else self.stop).set()
-
-    def _heard(self) -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            self.stop.set()
-            self.at_once.set()
 
 
 async def run(launch: FrontLaunch, descriptor: int) -> None:

@@ -105,7 +105,7 @@ async def stubbed_front(
     extend(app, state, router, membership, launcher, "bytes")
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-    server = uvicorn_server(app, access_log=False)
+    server = uvicorn_server(app, app.state.connection, access_log=False)
     task = HttpTask(sock, lambda: server)
     await task.run(server.serve([sock]))
     try:

@@ -68,7 +68,7 @@ async def front(limits: HttpConfig = SMALL) -> AsyncIterator[Front]:
         return len(await request.body())
 
     sock = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn_server(app, access_log=False)
+    server = uvicorn_server(app, app.state.connection, access_log=False)
     task = HttpTask(sock, lambda: server)
     await task.run(server.serve([sock]))
     try:

@@ -70,3 +70,27 @@ async def until_stopped() -> None:
     finally:
         loop.remove_reader(stdin)
         loop.remove_signal_handler(signal.SIGTERM)
+
+
+class StopSignals:
+    """The launcher's wishes: `stop` at SIGTERM, `at_once` at a second one or at its own end."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    def listen(self) -> None:
+        """Listen to SIGTERM and stdin. SIGINT is for the launcher: a terminal sends it to all."""
+        loop = asyncio.get_running_loop()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        loop.add_signal_handler(signal.SIGTERM, self._signalled)
+        loop.add_reader(sys.stdin.fileno(), self._heard)
+
+    def _signalled(self) -> None:
+        (self.at_once if self.stop.is_set() else self.stop).set()
+
+    def _heard(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self.stop.set()
+            self.at_once.set()

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import msgspec
 import prometheus_client
@@ -219,7 +219,17 @@ def check_open(state: HttpState, path: str) -> None:
 # -- the body
 
 
-async def read_body(state: HttpState, headers: MutableHeaders, receive: Receive) -> Message | None:
+class Bodies(Protocol):
+    """What `read_body` needs of its process's state."""
+
+    @property
+    def config(self) -> HttpConfig: ...
+
+    pending: int
+    """Bytes of bodies that are on their way in."""
+
+
+async def read_body(state: Bodies, headers: MutableHeaders, receive: Receive) -> Message | None:
     """The whole body as one message; None if the client leaves.
 
     Raises Refused: 413, 408, or 503 when too many bodies are on their way in.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from kvmig.ground.config import KEEP_ALIVE_S
 from kvmig.ground.errors import StartupError
@@ -77,11 +77,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-def uvicorn_server(app: FastAPI, *, access_log: bool) -> uvicorn.Server:
-    """A uvicorn server for `HttpTask`. app.state.connection: its HTTP protocol."""
+def uvicorn_server(
+    app: ASGIApp, connection: type[asyncio.Protocol], *, access_log: bool
+) -> uvicorn.Server:
+    """A uvicorn server for `HttpTask`. connection: its HTTP protocol."""
     config = uvicorn.Config(
         app,
-        http=app.state.connection,
+        http=connection,
         log_level="warning",
         access_log=access_log,
         lifespan="off",

@@ -84,5 +84,5 @@ class TokenServer(HttpTask):
 
     async def serve(self, app: FastAPI) -> None:
         access_log = not self._args.disable_uvicorn_access_log
-        self._uvicorn = uvicorn_server(app, access_log=access_log)
+        self._uvicorn = uvicorn_server(app, app.state.connection, access_log=access_log)
         await self.run(self._uvicorn.serve([self.sock]))

@@ -1,0 +1,121 @@
+"""What a proxy knows of keys, routes and aliases, from the server or from its own file. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import NamedTuple
+
+from kvmig.accounts.keys import KeyGrant
+from kvmig.accounts.keys import Keys as KnownKeys
+from kvmig.proxy.messages import Aliases, Down, Keys, Route, Routes, Snapshot
+
+NOTHING = -1
+"""The version before any snapshot."""
+
+
+class Found(NamedTuple):
+    """Where a model's name leads. served: the name by which the deployment knows it."""
+
+    model: str
+    served: str
+
+
+class Directory:
+    """Change it by `apply`."""
+
+    def __init__(self) -> None:
+        self.version = NOTHING
+        self.routes: dict[str, Route] = {}
+        self._pepper = b""
+        self._grants: dict[str, KeyGrant] = {}
+        self._keys = KnownKeys(b"")
+        self._aliases: Mapping[str, Mapping[str, int]] = {}
+        self._adapters: dict[str, str] = {}
+
+    def apply(self, message: Down) -> set[str]:
+        """Take what the server tells; the models whose routes have changed."""
+        changed: set[str] = set()
+        match message:
+            case Snapshot():
+                changed = set(self.routes) | {route.name for route in message.routes}
+                self._pepper = message.pepper
+                self._grants = {grant.prefix: grant for grant in message.keys}
+                self._keys = KnownKeys(message.pepper, message.keys)
+                self._aliases = message.aliases
+                self.routes = {route.name: route for route in message.routes}
+            case Keys():
+                self._keys.update(message.changed, message.removed)
+                self._grants.update((grant.prefix, grant) for grant in message.changed)
+                for prefix in message.removed:
+                    self._grants.pop(prefix, None)
+            case Routes():
+                changed = {route.name for route in message.changed} | set(message.removed)
+                for name in message.removed:
+                    self.routes.pop(name, None)
+                self.routes.update((route.name, route) for route in message.changed)
+            case Aliases():
+                self._aliases = message.aliases
+        if changed:
+            self._adapters = {
+                adapter: route.name for route in self.routes.values() for adapter in route.adapters
+            }
+        self.version = message.version
+        return changed
+
+    def snapshot(self) -> Snapshot:
+        """All of it."""
+        return Snapshot(
+            version=self.version,
+            pepper=self._pepper,
+            keys=tuple(self._grants.values()),
+            routes=tuple(self.routes.values()),
+            aliases=self._aliases,
+        )
+
+    def grant(self, presented: str) -> KeyGrant | None:
+        """Of a key; None if there is no such key."""
+        return self._keys.find(presented)
+
+    def find(self, name: str, call_id: str) -> Found | None:
+        """A model by its name, an alias, `model:adapter` or an adapter's name, in this order.
+
+        call_id: chooses among an alias's models by their weights, so that the same call goes to
+        the same one.
+        """
+        model = name if name in self.routes else self._behind(name, call_id)
+        if model is not None:
+            route = self.routes.get(model)
+            return None if route is None else Found(model, route.served or model)
+        base, _, adapter = name.rpartition(":")
+        if base in self.routes and adapter in self.routes[base].adapters:
+            return Found(base, adapter)
+        owner = self._adapters.get(name)
+        return None if owner is None else Found(owner, name)
+
+    def names(self, grant: KeyGrant) -> Iterator[tuple[str, Route]]:
+        """What a key may use: models that aren't off, their adapters, aliases."""
+        every = [
+            (name, route)
+            for route in self.routes.values()
+            for name in (route.name, *route.adapters)
+        ]
+        for alias, weights in self._aliases.items():
+            behind = next((self.routes[one] for one in weights if one in self.routes), None)
+            if alias not in self.routes and behind is not None:
+                every.append((alias, behind))
+        for name, route in every:
+            if route.state != "off" and (grant.models is None or name in grant.models):
+                yield name, route
+
+    def _behind(self, alias: str, call_id: str) -> str | None:
+        weights = self._aliases.get(alias)
+        total = sum(weights.values()) if weights else 0
+        if not weights or total <= 0:
+            return None
+        drawn = int.from_bytes(blake2b(call_id.encode(), digest_size=8).digest(), "big") % total
+        for model, weight in weights.items():
+            drawn -= weight
+            if drawn < 0:
+                return model
+        return None

@@ -1,0 +1,218 @@
+"""Requests to models that are not there yet: who waits, for how long, who goes first. Pure.
+
+Beside them the count of all requests by model, which tells the server how many instances to have.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from http import HTTPStatus
+from math import ceil
+from typing import Literal, NamedTuple
+
+from kvmig.proxy.messages import ModelDemand, Route
+
+BEAT_S = 10.0
+"""Between two heartbeats of a held stream."""
+TRY_S = 0.25
+"""Between two tries to reach a deployment whose route says that it is ready."""
+SOON_S = 5.0
+"""For a client to try again, where nothing better is known."""
+
+
+class Refused(Exception):
+    """The call is answered with this. code: OpenAI's word for it.
+
+    again_s: until another try makes sense; None: it doesn't.
+    """
+
+    def __init__(
+        self, status: HTTPStatus, message: str, code: str, again_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.again_s = again_s
+
+
+class Stay(NamedTuple):
+    """Wait so long at most, for news of the route. beat: with a sign of life first."""
+
+    seconds: float
+    beat: bool
+
+
+class Go(NamedTuple):
+    """Relay it."""
+
+    socket: str
+
+
+@dataclass(eq=False)
+class Waiter:
+    """One request. Times in seconds of a steady clock."""
+
+    model: str
+    priority: int
+    size: int
+    """Bytes of its body."""
+    since: float
+    beats: bool
+    """Whether its client can be kept with signs of life: it has asked for a stream."""
+    number: int = 0
+    """Of arrivals."""
+    beaten: float | None = None
+    """When the last sign of life was sent; from the first on the answer's status is fixed."""
+    tried: float | None = None
+    """When the deployment could not be reached."""
+
+
+class Hold:
+    """All requests that wait, within bounds."""
+
+    def __init__(self, most_bytes: int) -> None:
+        """most_bytes: of their bodies."""
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._arrived = 0
+        self._waiting: defaultdict[str, set[Waiter]] = defaultdict(set)
+
+    def enter(self, waiter: Waiter, route: Route) -> Refused | None:
+        """One more waits; or there are too many, and the request is refused."""
+        count = len(self._waiting[waiter.model])
+        if count >= route.max_held:
+            why = f"{count} requests wait for {route.name} to start, allowed are {route.max_held}"
+        elif self._bytes + waiter.size > self._most_bytes:
+            why = f"{self._bytes} bytes of requests wait for models to start, one more is too much"
+        else:
+            self._arrived += 1
+            waiter.number = self._arrived
+            self._waiting[waiter.model].add(waiter)
+            self._bytes += waiter.size
+            return None
+        return Refused(HTTPStatus.TOO_MANY_REQUESTS, why, "model_starting", route.start_s or SOON_S)
+
+    def leave(self, waiter: Waiter) -> None:
+        """It waits no more, whatever for. May be told twice."""
+        if waiter in self._waiting[waiter.model]:
+            self._waiting[waiter.model].remove(waiter)
+            self._bytes -= waiter.size
+        if not self._waiting[waiter.model]:
+            del self._waiting[waiter.model]
+
+    def waiting(self, model: str) -> list[Waiter]:
+        """In the order in which they go on: by priority, then by arrival."""
+        return sorted(
+            self._waiting.get(model, ()), key=lambda waiter: (waiter.priority, waiter.number)
+        )
+
+    def models(self) -> list[str]:
+        """Those that somebody waits for."""
+        return [model for model, waiters in self._waiting.items() if waiters]
+
+
+def verdict(route: Route | None, waiter: Waiter, now: float) -> Go | Stay | Refused:
+    """What a request does now that waits, or has just come. route: None: the model is no more."""
+    if route is None:
+        message = f"no model {waiter.model!r} any more"
+        return Refused(HTTPStatus.NOT_FOUND, message, "model_not_found")
+    if route.state in ("failed", "off"):
+        again_s = (route.retry_s or SOON_S) if route.state == "failed" else None
+        message = route.why or f"{route.name} is {route.state}"
+        return Refused(HTTPStatus.SERVICE_UNAVAILABLE, message, f"model_{route.state}", again_s)
+    left_s = waiter.since + route.start_timeout_s - now
+    if left_s <= 0:
+        why = f"{route.name} was not ready within {route.start_timeout_s:g} s"
+        message = f"{why}: {route.why}" if route.why else why
+        again_s = route.start_s or SOON_S
+        return Refused(HTTPStatus.SERVICE_UNAVAILABLE, message, "model_starting", again_s)
+    retry_s = 0.0 if waiter.tried is None else waiter.tried + TRY_S - now
+    if route.state == "ready" and retry_s <= 0:
+        return Go(route.socket)
+    waits_s = min(left_s, retry_s) if route.state == "ready" else left_s
+    if not waiter.beats:
+        return Stay(waits_s, beat=False)
+    first = waiter.since + route.heartbeat_after_s
+    due_s = (first if waiter.beaten is None else waiter.beaten + BEAT_S) - now
+    if due_s <= 0:
+        return Stay(min(waits_s, BEAT_S), beat=True)
+    return Stay(min(waits_s, due_s), beat=False)
+
+
+def left_s(route: Route, waiter: Waiter, now: float) -> int | None:
+    """Seconds that the start still takes, by experience; None without any."""
+    return None if route.start_s is None else max(0, ceil(waiter.since + route.start_s - now))
+
+
+# -- how many there are
+
+
+@dataclass
+class _Count:
+    running: int = 0
+    held: int = 0
+    arrivals: int = 0
+    request_s: float = 0.0
+    at: float = 0.0
+
+    def tick(self, now: float) -> None:
+        self.request_s += (self.running + self.held) * (now - self.at)
+        self.at = now
+
+
+State = Literal["running", "held", "over"]
+
+
+class Counts:
+    """Requests by model."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, _Count] = {}
+
+    def arrive(self, model: str, now: float) -> Counted:
+        """One more."""
+        self._count(model, now).arrivals += 1
+        return Counted(self, model)
+
+    def move(self, model: str, before: State, after: State, now: float) -> None:
+        """A request goes from one state to another."""
+        count = self._count(model, now)
+        count.running += (after == "running") - (before == "running")
+        count.held += (after == "held") - (before == "held")
+
+    def demands(self, now: float) -> tuple[ModelDemand, ...]:
+        """Since the last call; models without any are left out, and forgotten."""
+        found = []
+        for model in list(self._counts):
+            one = self._count(model, now)
+            if one.running or one.held or one.arrivals or one.request_s:
+                found.append(ModelDemand(model, one.running, one.held, one.arrivals, one.request_s))
+                one.arrivals, one.request_s = 0, 0.0
+            else:
+                del self._counts[model]
+        return tuple(found)
+
+    def states(self) -> dict[str, tuple[int, int]]:
+        """Running and held, by model."""
+        return {model: (one.running, one.held) for model, one in self._counts.items()}
+
+    def _count(self, model: str, now: float) -> _Count:
+        count = self._counts.setdefault(model, _Count(at=now))
+        count.tick(now)
+        return count
+
+
+class Counted:
+    """One request in the counts."""
+
+    def __init__(self, counts: Counts, model: str) -> None:
+        self._counts = counts
+        self._model = model
+        self.state: State = "over"
+
+    def be(self, state: State, now: float) -> None:
+        """From now on. Without effect for the same state again."""
+        if state != self.state:
+            self._counts.move(self._model, self.state, state, now)
+            self.state = state

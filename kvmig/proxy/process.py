@@ -1,0 +1,180 @@
+"""A proxy's process: its port, its link to the server, the file that it begins with alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from kvmig.cli.processes import Announcement, say, send_heartbeats
+from kvmig.controlplane.child import StopSignals, announce
+from kvmig.ground.clock import monotonic
+from kvmig.ground.errors import StartupError
+from kvmig.openai_server.http_task import HttpTask, uvicorn_server
+from kvmig.proxy.directory import Directory
+from kvmig.proxy.door import Door, DoorConnection
+from kvmig.proxy.link import ServerLink
+from kvmig.proxy.messages import Demand, Down, ProxyLaunch, Routes, Snapshot, Want
+
+log = logging.getLogger(__name__)
+
+TELL_S = 0.5
+"""Between two demands."""
+KEEP_S = 1.0
+"""Between two writings of the file."""
+
+
+class Proxy(HttpTask):
+    """Make it inside a running event loop; `start`, then `stop`."""
+
+    def __init__(self, launch: ProxyLaunch) -> None:
+        """Raises OSError for a listening socket that is none."""
+        super().__init__(socket.socket(fileno=launch.listening), lambda: self._uvicorn)
+        self._launch = launch
+        self._file = Path(launch.snapshot)
+        self._unsaved = False
+        self._heard_at = 0.0
+        """When the server was last there, in Unix time."""
+        self._told_at = monotonic()
+        self._uvicorn: uvicorn.Server | None = None
+        self._link: ServerLink | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.door = Door(
+            Directory(), launch.http, launch.api, self._want, lambda: time.time() - self._heard_at
+        )
+
+    async def start(self) -> None:
+        """Take calls. Raises StartupError."""
+        self._load()
+        self._link = ServerLink(self._launch.links, self._launch.name, self._take)
+        self._tasks = [
+            asyncio.create_task(self._tell(), name="demands"),
+            asyncio.create_task(self._keep(), name="snapshot"),
+        ]
+        connection = DoorConnection.limited(
+            self._launch.http.send_timeout_s, self.door.count_refused
+        )
+        self._uvicorn = uvicorn_server(self.door, connection, access_log=False)
+        await self.run(self._uvicorn.serve([self.sock]))
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls; those that are there get so long."""
+        self.door.close()
+        await super().stop(grace_s)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._link is not None:
+            await self._link.close()
+
+    def cut(self) -> None:
+        """Let `stop` wait no more."""
+        if self._uvicorn is not None:
+            self._uvicorn.force_exit = True
+
+    # -- the server
+
+    def _take(self, message: Down) -> None:
+        self.door.apply(message)
+        self._unsaved = True
+        self._heard_at = time.time()
+        if isinstance(message, Routes):
+            self._tell_now()  # the server may wait for it before it ends a deployment
+
+    def _want(self, model: str) -> None:
+        if self._link is not None:
+            self._link.send(Want(model))
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            self._tell_now()
+            for model in self.door.wishes():  # the first may have been lost
+                self._want(model)
+
+    def _tell_now(self) -> None:
+        if self._link is None or not self._link.connected:
+            return
+        now = monotonic()
+        self._heard_at = time.time()
+        demand = Demand(self.door.directory.version, now - self._told_at, self.door.demands())
+        self._told_at = now
+        self._link.send(demand)
+
+    # -- the file
+
+    def _load(self) -> None:
+        """What was known before, if anything was."""
+        try:
+            known = msgspec.msgpack.decode(self._file.read_bytes(), type=Snapshot)
+            self._heard_at = self._file.stat().st_mtime
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            say(f"{self._file} can't be read, the server must be there: {error}", self._launch.name)
+            return
+        self.door.apply(known)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_S)
+            if self._unsaved:
+                self._unsaved = False
+                content = msgspec.msgpack.encode(self.door.directory.snapshot())
+                await asyncio.to_thread(self._write, content)
+
+    def _write(self, content: bytes) -> None:
+        """Several proxies may keep the same file."""
+        part = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+        try:
+            with os.fdopen(
+                os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
+            ) as out:
+                out.write(content)
+            part.replace(self._file)
+        except OSError as error:
+            log.warning("%s can't be kept: %s", self._file, error)
+
+
+async def run(launch: ProxyLaunch, descriptor: int) -> None:
+    """Serve until init wants an end, or has ended. Raises StartupError."""
+    signals = StopSignals()
+    proxy = Proxy(launch)
+    stopped = asyncio.create_task(signals.stop.wait())
+    beating: asyncio.Task[None] | None = None
+    try:
+        await proxy.start()
+        signals.listen()
+        if launch.heartbeat >= 0:
+            beating = asyncio.create_task(send_heartbeats(launch.heartbeat), name="heartbeats")
+        with contextlib.suppress(StartupError):  # init has gone, and stdin says so
+            announce(descriptor, Announcement(endpoint="shared"))
+        ended = asyncio.create_task(proxy.ended())
+        await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not stopped.done():
+            raise StartupError("its HTTP server has stopped")
+    finally:
+        stopped.cancel()
+        await _stop(proxy, launch.shutdown_timeout_s, signals)
+        if beating is not None:
+            beating.cancel()
+
+
+async def _stop(proxy: Proxy, grace_s: float, signals: StopSignals) -> None:
+    """With time for the calls that are there, unless all shall end at once."""
+    stopping = asyncio.create_task(proxy.stop(grace_s))
+    at_once = asyncio.create_task(signals.at_once.wait())
+    await asyncio.wait((stopping, at_once), return_when=asyncio.FIRST_COMPLETED)
+    at_once.cancel()
+    if not stopping.done():
+        proxy.cut()
+    await stopping

@@ -1,0 +1,272 @@
+"""One answer of a deployment, on its way to a client: a new head, the body as it is.
+
+A connection to a deployment serves one call. What comes of the body is written to the client's
+connection as it came; the relay only knows where chunks end, and where the body does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+HEAD_BYTES = 1 << 16
+"""Of a deployment's answer, at most."""
+OWN = frozenset(
+    {
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
+        b"proxy-connection", b"te", b"trailer", b"upgrade", b"x-request-id",
+    }
+)  # fmt: skip
+"""Headers of one connection only, and the one that the proxy sets."""
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+class Broken(Exception):
+    """The deployment's answer can't be understood, or ended before its head did."""
+
+
+@dataclass
+class Head:
+    """Of an answer. Names of headers in lower case."""
+
+    line: bytes
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+    def get(self, name: bytes) -> bytes:
+        """A header; empty without it."""
+        return next((value for one, value in self.headers if one == name), b"")
+
+    @property
+    def events(self) -> bool:
+        """Whether a stream of events follows."""
+        return self.get(b"content-type").startswith(b"text/event-stream")
+
+    def rewritten(self, own: list[tuple[bytes, bytes]]) -> bytes:
+        """As it goes to the client. own: the proxy's headers."""
+        lines = [self.line]
+        lines += [b"%s: %s" % one for one in self.headers if one[0] not in OWN]
+        lines += [b"%s: %s" % one for one in own]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def parse_head(text: bytes) -> Head:
+    """Raises Broken."""
+    line, *rest = text.split(b"\r\n")
+    words = line.split(b" ", 2)
+    if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+        raise Broken(f"its answer begins with {line[:60]!r}")
+    headers = []
+    for one in rest:
+        name, _, value = one.partition(b":")
+        headers.append((name.strip().lower(), value.strip()))
+    return Head(b"HTTP/1.1 " + line.split(b" ", 1)[1], int(words[1]), headers)
+
+
+# -- where a body ends. Each takes what comes, and says whether all of it is the body's.
+
+
+class Framing(Protocol):
+    """`whole`: between two chunks. `ended`: the body is complete."""
+
+    whole: bool
+    ended: bool
+
+    def feed(self, data: bytes) -> None:
+        """What has come. Raises Broken."""
+        ...
+
+
+@dataclass
+class Chunked:
+    """By `transfer-encoding: chunked`."""
+
+    whole: bool = True
+    ended: bool = False
+    _left: int = 0
+    _line: bytes = b""
+    _trailing: bool = False
+
+    def feed(self, data: bytes) -> None:
+        at, size = 0, len(data)
+        while at < size:
+            if self._left:
+                step = min(self._left, size - at)
+                self._left -= step
+                at += step
+                continue
+            end = data.find(b"\n", at)
+            if end < 0:
+                self._line += data[at:]
+                break
+            line, self._line, at = self._line + data[at:end], b"", end + 1
+            self._take(line)
+        self.whole = not (self._left or self._line or self._trailing)
+
+    def _take(self, line: bytes) -> None:
+        if self._trailing:
+            self.ended = self.ended or not line.strip()
+            return
+        try:
+            length = int(line.split(b";", 1)[0], 16)
+        except ValueError:
+            raise Broken(f"a chunk begins with {line[:60]!r}") from None
+        if length:
+            self._left = length + 2
+        else:
+            self._trailing = True
+
+
+@dataclass
+class Sized:
+    """By `content-length`."""
+
+    left: int
+    whole: bool = False
+    ended: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ended = self.left == 0
+
+    def feed(self, data: bytes) -> None:
+        self.left -= len(data)
+        if self.left < 0:
+            raise Broken("its answer is longer than it says")
+        self.ended = self.left == 0
+
+
+@dataclass
+class Unframed:
+    """By the connection's end."""
+
+    whole: bool = False
+    ended: bool = True
+
+    def feed(self, data: bytes) -> None:
+        """All of it is the body's."""
+
+
+def framing_of(head: Head, method: str) -> Framing:
+    """Raises Broken."""
+    if method == "HEAD" or head.status in (204, 304):
+        return Sized(0)
+    if b"chunked" in head.get(b"transfer-encoding").lower():
+        return Chunked()
+    length = head.get(b"content-length")
+    if not length:
+        return Unframed()
+    if not length.isdigit():
+        raise Broken(f"its content-length is {length[:60]!r}")
+    return Sized(int(length))
+
+
+# -- the connection
+
+
+class Upstream(asyncio.Protocol):
+    """One call's connection to a deployment. `head`, then `pass_to`, then `ended`."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.head: asyncio.Future[Head] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        """Of the body: complete, or the connection's."""
+        self.framing: Framing = Unframed()
+        self.passed = 0
+        """Bytes."""
+        self._method = "GET"
+        self._transport: asyncio.Transport | None = None
+        self._before = bytearray()
+        self._client: asyncio.WriteTransport | None = None
+        self._broken: Broken | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def send(self, method: str, request: bytes, body: bytes) -> None:
+        """Ask; once."""
+        assert self._transport is not None
+        self._method = method
+        self._transport.writelines([request, body])
+
+    def data_received(self, data: bytes) -> None:
+        if self._client is not None:
+            self._pass(data)
+            return
+        self._before += data
+        if not self.head.done():
+            self._look_for_head()
+
+    def _look_for_head(self) -> None:
+        text, end, rest = self._before.partition(b"\r\n\r\n")
+        try:
+            if not end:
+                if len(text) > HEAD_BYTES:
+                    raise Broken(f"its answer has a head of more than {HEAD_BYTES} bytes")
+                return
+            head = parse_head(bytes(text))
+            self._before = rest
+            if head.status < 200:  # more is to come
+                self._look_for_head()
+                return
+            self.framing = framing_of(head, self._method)
+        except Broken as error:
+            self._fail(error)
+            return
+        self.pause()  # until it is known whom the body is for
+        self.head.set_result(head)
+
+    def pass_to(self, client: asyncio.WriteTransport) -> None:
+        """From now on."""
+        self._client = client
+        before, self._before = bytes(self._before), bytearray()
+        if before:
+            self._pass(before)
+        if self.framing.ended and not isinstance(self.framing, Unframed):
+            self._end()
+        self.resume()
+
+    def _pass(self, data: bytes) -> None:
+        assert self._client is not None
+        try:
+            self.framing.feed(data)
+        except Broken as error:
+            self._fail(error)
+            return
+        self.passed += len(data)
+        self._client.write(data)
+        if self.framing.ended and not isinstance(self.framing, Unframed):
+            self._end()
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _fail(self, error: Broken) -> None:
+        self._broken = error
+        self.framing.whole = False
+        self.abort()
+
+    def pause(self) -> None:
+        """The client doesn't read."""
+        if self._transport is not None and self._transport.is_reading():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """The client reads again."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Leave, at once: the deployment aborts what it does for the call."""
+        self._client = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if not self.head.done():
+            self.head.set_exception(self._broken or Broken("its connection ended"))
+            self.head.exception()  # whoever waits hears; nobody may
+        self._end()

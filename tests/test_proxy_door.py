@@ -1,0 +1,330 @@
+"""The proxy's door: who gets in, where a call goes, what goes on of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmig.proxy.messages import Aliases, Keys, Route
+from tests.proxy_site import Got, key, site
+
+
+def error_of(answer: Any) -> Any:
+    return answer.json()["error"]
+
+
+# -- keys
+
+
+@pytest.mark.parametrize("given", ["-", "kv-aaaaaaaa-" + "x" * 43, "sk-other"])
+async def test_a_call_without_a_good_key_gets_401_as_openai_says_it(
+    tmp_path: Path, given: str
+) -> None:
+    async with site(tmp_path) as door, door.deployment(), door.client(given) as client:
+        answer = await client.post("/v1/chat/completions", json={"model": "count"})
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert error_of(answer)["code"] == "invalid_api_key"
+
+
+async def test_a_key_may_come_as_anthropics_clients_send_it(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.deployment(), door.client("-") as client:
+        client.headers.pop("authorization")
+        headers = {"x-api-key": door.key}
+        answer = await client.post("/v1/messages", json={"model": "count"}, headers=headers)
+    assert answer.status_code == 200
+
+
+async def test_an_error_of_messages_is_in_anthropics_form(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.client("no") as client:
+        answer = await client.post("/v1/messages", json={"model": "count"})
+    assert answer.status_code == 401
+    assert answer.json() == {
+        "type": "error",
+        "error": {"type": "authentication_error", "message": "no such API key"},
+    }
+
+
+async def test_an_expired_key_and_one_of_another_network_are_told_apart(tmp_path: Path) -> None:
+    old, expired = key(expires=1.0)
+    far, foreign = key(cidrs=("10.0.0.0/8",))
+    statuses = []
+    async with site(tmp_path, expired, foreign) as door, door.deployment():
+        for given in (old, far):
+            async with door.client(given) as client:
+                statuses.append((await client.post("/v1/completions", json={})).status_code)
+    assert statuses == [401, 403]
+
+
+async def test_a_revoked_key_opens_nothing_from_the_next_call_on(tmp_path: Path) -> None:
+    given, grant = key()
+    async with site(tmp_path, grant) as door, door.deployment(), door.client(given) as client:
+        before = await client.post("/v1/completions", json={"model": "count"})
+        door.door.apply(Keys(version=9, removed=(grant.prefix,)))
+        after = await client.post("/v1/completions", json={"model": "count"})
+    assert (before.status_code, after.status_code) == (200, 401)
+
+
+async def test_a_model_that_is_not_for_the_key_is_as_one_that_is_not_there(tmp_path: Path) -> None:
+    given, grant = key(models=("count",))
+    async with site(tmp_path, grant) as door, door.client(given) as client:
+        door.ready("secret")
+        real = await client.post("/v1/completions", json={"model": "secret"})
+        made_up = await client.post("/v1/completions", json={"model": "nonsense"})
+    assert real.status_code == made_up.status_code == 404
+    assert error_of(real)["code"] == error_of(made_up)["code"] == "model_not_found"
+    assert error_of(real)["message"].replace("secret", "nonsense") == error_of(made_up)["message"]
+
+
+# -- the model
+
+
+async def test_a_body_that_names_the_deployments_own_name_goes_on_byte_by_byte(
+    tmp_path: Path,
+) -> None:
+    body = b' {"model" : "count",  "prompt":"\\u00e9", "seed":1.50 } '
+    async with site(tmp_path) as door, door.deployment() as there, door.client() as client:
+        headers = {"content-type": "application/json"}
+        await client.post("/v1/completions", content=body, headers=headers)
+    assert there.got[0].body == body
+
+
+async def test_an_alias_becomes_the_deployments_own_name_and_nothing_else_changes(
+    tmp_path: Path,
+) -> None:
+    async with site(tmp_path) as door, door.deployment(served="weights") as there:
+        door.door.apply(Aliases(version=9, aliases={"gpt": {"count": 1}}))
+        await door.ask({"model": "gpt", "prompt": "hi", "seed": 1.5})
+    assert there.got[0].fields == {"model": "weights", "prompt": "hi", "seed": 1.5}
+
+
+async def test_of_two_models_in_a_body_the_last_counts_for_the_key_and_for_the_engine(
+    tmp_path: Path,
+) -> None:
+    given, grant = key(models=("count",))
+    twice = b'{"model":"count","mod\\u0065l":"secret"}'
+    async with site(tmp_path, grant) as door, door.deployment() as there:
+        door.ready("secret")
+        async with door.client(given) as client:
+            headers = {"content-type": "application/json"}
+            denied = await client.post("/v1/completions", content=twice, headers=headers)
+            turned = b'{"model":"secret","model":"count"}'
+            await client.post("/v1/completions", content=turned, headers=headers)
+    assert denied.status_code == 404
+    assert [one.fields["model"] for one in there.got] == ["count"]
+
+
+async def test_an_adapter_goes_to_its_models_deployment_under_its_own_name(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.deployment(adapters=("poet",)) as there:
+        await door.ask({"model": "count:poet"})
+        await door.ask({"model": "poet"})
+    assert [one.fields["model"] for one in there.got] == ["poet", "poet"]
+
+
+async def test_a_path_may_name_the_model(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.deployment() as there, door.client() as client:
+        await client.get("/models/count/v1/responses/r1?a=b")
+    assert there.got[0].line == "GET /v1/responses/r1?a=b HTTP/1.1"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/models/count/kvmig/v1/instances", "/models/count/v1/../kvmig/v1/instances", "/sleep",
+        "/v1/load_lora_adapter", "/metrics/", "//kvmig/v1/instances", "/models/count/v1%2f..%2fx",
+    ],
+)  # fmt: skip
+async def test_a_deployments_own_paths_are_not_for_clients(tmp_path: Path, path: str) -> None:
+    async with site(tmp_path) as door, door.deployment() as there:
+        reader, writer = await door.connect()
+        writer.write(door.call({"model": "count"}, path=path))
+        status = await reader.readline()
+        writer.close()
+    assert b" 404 " in status
+    assert there.got == []
+
+
+async def test_a_multipart_form_names_its_model_in_whatever_part(tmp_path: Path) -> None:
+    file = {"file": ("a.wav", b"RIFF\r\n--x\r\n" * 50_000)}
+    late: Any = {"file": ("a.wav", b"RIFF"), "model": (None, "count")}
+    async with (
+        site(tmp_path) as door,
+        door.deployment(served="w") as there,
+        door.client() as client,
+    ):
+        form = {"language": "en", "model": "count"}
+        await client.post("/v1/audio/transcriptions", data=form, files=file)
+        await client.post("/v1/audio/transcriptions", files=late)
+    assert [b'name="model"\r\n\r\nw\r\n' in one.body for one in there.got] == [True, True]
+
+
+async def test_a_form_with_two_models_is_refused(tmp_path: Path) -> None:
+    parts = [("model", (None, "count")), ("model", (None, "other"))]
+    async with site(tmp_path) as door, door.deployment() as there, door.client() as client:
+        answer = await client.post("/v1/audio/transcriptions", files=parts)
+    assert answer.status_code == 400
+    assert error_of(answer)["message"] == "the form has model twice"
+    assert there.got == []
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"{}", "model is missing: the body names it, or the path as in /models/NAME/v1/..."),
+        (b'{"model": 3}', "model is 3, must be a model's name"),
+        (b"[1]", "the body is no JSON object: Expected `object`, got `array`"),
+        (b"[" * 100_000, "the body is no JSON object: Expected `object`, got `array`"),
+    ],
+)
+async def test_a_body_without_a_model_to_read_is_refused_by_name(
+    tmp_path: Path, body: bytes, sentence: str
+) -> None:
+    async with site(tmp_path) as door, door.client() as client:
+        headers = {"content-type": "application/json"}
+        answer = await client.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert error_of(answer)["message"] == sentence
+
+
+async def test_a_model_name_of_ten_megabytes_is_not_found_and_not_repeated(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.deployment():
+        answer = await door.ask({"model": "x" * 10_000_000})
+    assert answer.status_code == 404
+    assert len(answer.content) < 1000
+
+
+async def test_a_compressed_body_is_refused(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.client() as client:
+        headers = {"content-encoding": "gzip", "content-type": "application/json"}
+        answer = await client.post("/v1/completions", content=b"\x1f\x8b", headers=headers)
+    assert answer.status_code == 415
+
+
+async def test_a_body_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    async with site(tmp_path, max_body=2000) as door, door.deployment():
+        answer = await door.ask({"model": "count", "prompt": "x" * 3000})
+    assert answer.status_code == 413
+
+
+# -- what goes on
+
+
+async def test_headers_of_kvmigs_are_the_proxys_own(tmp_path: Path) -> None:
+    sent = {
+        "x-kvmig-account": "me",
+        "x-kvmig-place": "w1",
+        "X-Request-Id": "r1",
+        "traceparent": "t",
+    }
+    async with site(tmp_path) as door, door.deployment() as there:
+        answer = await door.ask(headers=sent)
+    got = there.got[0].headers
+    assert got["x-kvmig-account"] == "k1"
+    assert "x-kvmig-place" not in got
+    assert "authorization" not in got
+    assert (got["x-request-id"], answer.headers["x-request-id"]) == ("r1", "r1")
+    assert got["traceparent"] == "t"
+
+
+async def test_pipelined_calls_are_answered_in_their_order(tmp_path: Path) -> None:
+    async def slow_first(got: Got) -> None:
+        await asyncio.sleep(0.1 if got.fields["n"] == 0 else 0)
+        got.json({"n": got.fields["n"]})
+
+    async with site(tmp_path) as door, door.deployment(slow_first):
+        reader, writer = await door.connect()
+        writer.writelines(door.call({"model": "count", "n": n}) for n in range(3))
+        found = []
+        for _ in range(3):
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            found.append(json.loads(await reader.readexactly(size))["n"])
+        writer.close()
+    assert found == [0, 1, 2]
+
+
+async def test_a_head_request_ends_with_its_head(tmp_path: Path) -> None:
+    async def sized(got: Got) -> None:
+        got.head("content-length: 5")
+
+    async with site(tmp_path) as door, door.deployment(sized), door.client() as client:
+        for _ in range(2):
+            answer = await client.head("/models/count/v1/things")
+            assert (answer.status_code, answer.content) == (200, b"")
+
+
+async def test_an_answer_without_a_length_ends_with_the_connection(tmp_path: Path) -> None:
+    async def until_closed(got: Got) -> None:
+        got.head("content-type: text/plain")
+        got.writer.write(b"all of it")
+
+    async with site(tmp_path) as door, door.deployment(until_closed):
+        answer = await door.ask()
+    assert answer.content == b"all of it"
+    assert answer.headers["connection"] == "close"
+
+
+async def test_a_deployments_own_error_goes_to_the_client_as_it_is(tmp_path: Path) -> None:
+    async def refuses(got: Got) -> None:
+        got.json({"error": {"message": "max_tokens"}}, status="400 Bad Request")
+
+    async with site(tmp_path) as door, door.deployment(refuses):
+        answer = await door.ask()
+    assert (answer.status_code, answer.json()) == (400, {"error": {"message": "max_tokens"}})
+
+
+# -- the door's own answers
+
+
+async def test_models_are_those_that_the_key_may_use_cold_ones_too(tmp_path: Path) -> None:
+    given, grant = key(models=("count", "cold", "gone", "alias"))
+    async with site(tmp_path, grant) as door, door.client(given) as client:
+        door.tell(
+            Route(name="count", state="ready"), Route(name="cold", state="cold", start_s=4.5),
+            Route(name="gone", state="off"), Route(name="secret", state="ready"),
+        )  # fmt: skip
+        door.door.apply(Aliases(version=9, aliases={"alias": {"cold": 1}}))
+        rows = (await client.get("/v1/models")).json()["data"]
+        one = await client.get("/v1/models/cold")
+        other = await client.get("/v1/models/secret")
+    assert [row["id"] for row in rows] == ["count", "cold", "alias"]
+    assert one.json()["kvmig"] == {"state": "cold", "start_s": 4.5}
+    assert other.status_code == 404
+
+
+async def test_metrics_are_for_admins(tmp_path: Path) -> None:
+    given, grant = key()
+    async with site(tmp_path, grant) as door, door.deployment():
+        await door.ask()
+        async with door.client() as admin, door.client(given) as other:
+            text = (await admin.get("/metrics")).text
+            denied = await other.get("/metrics")
+    assert 'kvmig_proxy_requests_total{model="count",status="200"} 1.0' in text
+    assert denied.status_code == 403
+
+
+async def test_the_servers_paths_are_relayed_to_it_with_the_clients_address(tmp_path: Path) -> None:
+    headers = {"x-forwarded-for": "10.1.1.1", "forwarded": "for=10.1.1.1"}
+    async with (
+        site(tmp_path) as door,
+        door.deployment(name="api") as server,
+        door.client() as client,
+    ):
+        answer = await client.get("/kvmig/v2/models?x=1", headers=headers)
+    got = server.got[0]
+    assert answer.json() == {"ok": True}
+    assert got.line == "GET /kvmig/v2/models?x=1 HTTP/1.1"
+    assert got.headers["x-forwarded-for"] == "127.0.0.1"
+    assert "forwarded" not in got.headers
+    assert got.headers["authorization"] == f"Bearer {door.key}"
+
+
+async def test_without_the_server_its_paths_say_so(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.client() as client:
+        answer = await client.get("/kvmig/v2/models")
+    assert answer.status_code == 503
+    assert error_of(answer)["message"] == "the fleet's server is not there, try again"

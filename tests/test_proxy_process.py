@@ -1,0 +1,152 @@
+"""A proxy as a process: started as by init, alone with its file, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from kvmig.cli.processes import Child, running
+from kvmig.proxy.link import ProxyLinks
+from kvmig.proxy.messages import Demand, ProxyLaunch, Route, Snapshot, Want
+from tests.proxy_site import EVENT, PEPPER, Deployment, Got, key
+from tests.waiting import until
+
+START_S = 30.0
+
+
+@asynccontextmanager
+async def proxy(folder: Path) -> AsyncIterator[tuple[Child, httpx.AsyncClient]]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port, descriptor = listening.getsockname()[1], listening.fileno()
+        launch = ProxyLaunch(
+            name="p0", listening=descriptor, links=str(folder / "links"), api=str(folder / "api"),
+            snapshot=str(folder / "snapshot"), shutdown_timeout_s=20.0,
+        )  # fmt: skip
+        spawn = running("kvmig.proxy", os.environ, [descriptor])
+        child = await Child.start("proxy", spawn, launch)
+    try:
+        assert await child.ready(START_S) == "shared"
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            yield child, client
+    finally:
+        await child.stop()
+
+
+async def until_refused(client: httpx.AsyncClient) -> None:
+    """Until new connections aren't taken."""
+    while True:
+        try:
+            await client.get("/health")
+        except httpx.ConnectError:
+            return
+        await asyncio.sleep(0.02)
+
+
+async def test_a_proxy_serves_what_the_server_tells_and_says_what_there_is_to_do(
+    tmp_path: Path,
+) -> None:
+    given, grant = key()
+    heard: list[Want | Demand | None] = []
+    routes = (
+        Route(name="count", state="ready", socket=str(tmp_path / "count")),
+        Route(name="cold", state="cold", start_timeout_s=1.0),
+    )
+    links = ProxyLinks(
+        str(tmp_path / "links"),
+        lambda: Snapshot(version=7, pepper=PEPPER, keys=(grant,), routes=routes),
+        lambda _, message: heard.append(message),
+    )
+    there = Deployment(str(tmp_path / "count"))
+    await links.open()
+    await there.open()
+    try:
+        async with proxy(tmp_path) as (_, client):
+            await until(lambda: any(isinstance(one, Demand) for one in heard))
+            client.headers["authorization"] = f"Bearer {given}"
+            warm = await client.post("/v1/completions", json={"model": "count"})
+            cold = await client.post("/v1/completions", json={"model": "cold"})
+    finally:
+        await links.close()
+        await there.close()
+    demands = [one for one in heard if isinstance(one, Demand)]
+    assert (warm.status_code, cold.status_code) == (200, 503)
+    assert {one.version for one in demands} == {7}
+    assert sum(model.arrivals for one in demands for model in one.models) == 2
+    waited = [model for one in demands for model in one.models if model.model == "cold"]
+    assert 0.4 < sum(one.request_s for one in waited) <= 1.5
+    assert Want("cold") in heard
+
+
+async def test_a_proxy_without_the_server_goes_on_with_its_file(tmp_path: Path) -> None:
+    given, grant = key()
+    route = Route(name="count", state="ready", socket=str(tmp_path / "count"))
+    known = Snapshot(version=3, pepper=PEPPER, keys=(grant,), routes=(route,))
+    (tmp_path / "snapshot").write_bytes(msgspec.msgpack.encode(known))
+    there = Deployment(str(tmp_path / "count"))
+    await there.open()
+    try:
+        async with proxy(tmp_path) as (_, client):
+            client.headers["authorization"] = f"Bearer {given}"
+            answer = await client.post("/v1/completions", json={"model": "count"})
+    finally:
+        await there.close()
+    assert answer.status_code == 200
+
+
+async def test_a_proxy_keeps_what_it_was_told_for_its_own_user_only(tmp_path: Path) -> None:
+    links = ProxyLinks(
+        str(tmp_path / "links"), lambda: Snapshot(version=7, pepper=PEPPER), lambda _, message: None
+    )
+    file = tmp_path / "snapshot"
+    await links.open()
+    try:
+        async with proxy(tmp_path):
+            await until(file.exists)
+    finally:
+        await links.close()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert msgspec.msgpack.decode(file.read_bytes(), type=Snapshot).version == 7
+
+
+async def test_a_proxy_that_is_told_to_end_finishes_its_streams_and_takes_no_more(
+    tmp_path: Path,
+) -> None:
+    given, grant = key()
+    route = Route(name="count", state="ready", socket=str(tmp_path / "count"))
+    known = Snapshot(version=3, pepper=PEPPER, keys=(grant,), routes=(route,))
+    (tmp_path / "snapshot").write_bytes(msgspec.msgpack.encode(known))
+    go_on = asyncio.Event()
+
+    async def streams(got: Got) -> None:
+        got.events()
+        got.chunk()
+        await go_on.wait()
+        got.chunk()
+        got.last()
+
+    there = Deployment(str(tmp_path / "count"), streams)
+    await there.open()
+    try:
+        async with proxy(tmp_path) as (child, client):
+            client.headers["authorization"] = f"Bearer {given}"
+            body = {"model": "count", "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                parts = answer.aiter_bytes()
+                first = await anext(parts)
+                child.terminate()
+                await until_refused(client)
+                go_on.set()
+                rest = b"".join([part async for part in parts])
+            ended = await asyncio.wait_for(child.ended(), 10)
+    finally:
+        await there.close()
+    assert first + rest == EVENT * 2
+    assert ended == "exit code 0"
