@@ -13,6 +13,7 @@ from kvmig.fleet.deployments import InstanceRow, Told
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
 from kvmig.fleet.models import Models, Note, Wanted
 from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
+from kvmig.fleet.schedule import Floor
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Instances, Spec
 from kvmig.proxy.messages import Demand, ModelDemand, Route, Want
@@ -27,7 +28,11 @@ class Bench:
         self.told: list[tuple[Sequence[Route], Sequence[str]]] = []
         self.folder = folder
         self.models = Models(
-            FleetSettings(data=str(folder)), self.ordered.append, self._tell, lambda: self.now
+            FleetSettings(data=str(folder)),
+            self.ordered.append,
+            self._tell,
+            lambda: self.now,
+            lambda: self.now,
         )
 
     def _tell(self, routes: Sequence[Route], gone: Sequence[str]) -> int:
@@ -112,6 +117,21 @@ async def test_it_is_routed_to_once_it_serves(bench: Bench) -> None:
     told = len(bench.told)
     bench.turn(1)
     assert len(bench.told) == told, "nothing has changed"
+
+
+async def test_a_schedule_starts_it_and_lets_it_go(bench: Bench) -> None:
+    bench.now = 8 * 3600.0 - 1  # on 1 January 1970
+    floors = (Floor(during="* 8 * * *", min=1),)
+    bench.catalogue(spec(instances=Instances(zero_after_s=60, schedule=floors)))
+    assert bench.started == []
+    bench.turn(1)
+    assert len(bench.started) == 1
+    bench.serve()
+    states = []
+    for seconds in (3599, 61):
+        bench.turn(seconds)
+        states.append(bench.route.state)
+    assert states == ["ready", "cold"]
 
 
 async def serving(bench: Bench, **more: Any) -> None:

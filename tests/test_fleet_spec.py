@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import msgspec
 import pytest
+from hypothesis import strategies as st
 
-from kvmig.fleet.spec import Instances, Spec, fleet_of, spec_of
+from kvmig.fleet.spec import Instances, Spec, changes, fleet_of, merged, read_yaml, spec_of
 from kvmig.ground.errors import ConfigError
 
 
 def given(**more: Any) -> dict[str, Any]:
     return {"name": "qwen", "source": f"path:{Path.cwd()}", **more}
+
+
+def scheduled(**floor: Any) -> dict[str, Any]:
+    return {"instances": {"schedule": [{"during": "* * * * *", "min": 1, **floor}]}}
 
 
 def test_little_is_needed() -> None:
@@ -36,21 +43,40 @@ def test_it_is_the_same_after_json() -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"nmae": 1}, "model qwen: Object contains unknown field `nmae`"),
+        ({"nmae": 1}, "model qwen: 'nmae' is no field, must be one of name, source, engine"),
+        ({"instances": {"mni": 1}}, "instances: 'mni' is no field, must be one of min, max"),
+        ({"a\nb": 1}, "'a\\nb' is no field, must be one of"),
+        ({"z - at `$.x": 1}, "unknown field"),
+        ({3: 4}, "Expected `str` - at `key`"),
+        ({"source": None}, "source is None, must be str"),
         ({"name": "../x"}, "name is '../x', must be lower-case"),
         ({"name": "a/../x"}, "name is 'a/../x', must be lower-case"),
         ({"name": "x" * 300}, "name is 'xxx"),
         ({"name": "<script>"}, "name is '<script>', must be"),
         ({"name": "qwеn"}, "must be lower-case"),
-        ({"name": 3}, "model ?: Expected `str`, got `int` - at `$.name`"),
+        ({"name": 3}, "model ?: name is 3, must be str"),
         ({"source": "hf:a/b@main"}, "source is 'hf:a/b@main', must be path:FOLDER"),
         ({"source": "path:models"}, "source is 'models', must be a folder's whole path"),
         ({"source": "path:/nowhere/at/all"}, "source is '/nowhere/at/all', which is no folder"),
-        ({"engine": "llama"}, "Invalid enum value 'llama' - at `$.engine`"),
+        ({"engine": "llama"}, "engine is 'llama', must be vllm or transformers or toy"),
         ({"instances": {"max": 0}}, "instances.max is 0, must be 1 to 1000"),
         ({"instances": {"min": 3, "max": 2}}, "instances.max is 2, must be 3 or more"),
         ({"instances": {"target": 0}}, "instances.target is 0, must be more than 0"),
-        ({"instances": {"target_kind": "qps"}}, "Invalid enum value 'qps'"),
+        ({"instances": {"target_kind": "qps"}}, "target_kind is 'qps', must be concurrency or rps"),
+        ({"instances": {"target": float("nan")}}, "instances.target is nan, must be"),
+        ({"instances": {"min": 1.5}}, "instances.min is 1.5, must be int"),
+        ({"instances": {"min": 10**30}}, "instances.min is 1e+30, must be 0 to 1000"),
+        ({"instances": []}, "instances is [], must be object"),
+        ({"instances": {"schedule": [{"min": 1}]}}, "instances.schedule[0]: during is missing"),
+        (scheduled(during=1), "instances.schedule[0].during is 1, must be str"),
+        (scheduled(during="* *"), "schedule[0]: during is '* *', must be minute hour day"),
+        (scheduled(min=2), "instances.schedule[0].min is 2, must be 1 to 1"),
+        (scheduled(timezone="Mars"), "instances.schedule[0]: timezone is 'Mars', must be UTC"),
+        (
+            {"instances": {**scheduled()["instances"], "target_kind": "freeness"}},
+            "instances.target_kind is 'freeness', must be concurrency or rps with a schedule",
+        ),
+        (scheduled(at=3), "instances.schedule[0]: 'at' is no field, must be one of during"),
         ({"instances": {"zero_after_s": -1}}, "instances.zero_after_s is -1, must be 0 to"),
         ({"flags": ["--port=1"]}, "flags has --port: that is of `kvmig up`"),
         ({"flags": "--api-key x"}, "flags has --api-key: that is keys of the fleet"),
@@ -59,12 +85,18 @@ def test_it_is_the_same_after_json() -> None:
         ({"max_held": -1}, "max_held is -1, must be 0 to"),
         ({"aliases": ["A"]}, "name is 'A', must be lower-case"),
         ({"adapters": {"l": "/nowhere"}}, "adapters.l is '/nowhere', which is no folder here"),
-        ({"warm": "hot"}, "Invalid enum value 'hot'"),
+        ({"adapters": {"l": 3}}, "adapters[...] is {'l': 3}, must be str"),
+        ({"flags": ["\0"]}, "flags is '\\x00', must be Unicode text without 0"),
+        ({"flags": ["\ud800"]}, "must be Unicode text without 0"),
+        ({"flags": ["x" * 70000]}, "at most 65536 bytes"),
+        ({"priority": 1001}, "priority is 1001, must be -1000 to 1000"),
+        ({"warm": "hot"}, "warm is 'hot', must be none or always"),
+        ({"warm": "parked"}, "warm is 'parked': parked engines come later"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_sentence(wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        spec_of(given(**wrong))
+        spec_of({**given(), **wrong})
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
@@ -123,3 +155,119 @@ def test_an_alias_may_stand_for_several_models() -> None:
 def test_an_alias_stands_for_models_only(aliases: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         fleet_of({"models": [given()], "aliases": aliases})
+
+
+# -- any file
+
+
+SPECS = st.fixed_dictionaries(
+    {
+        "name": st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True).filter(
+            lambda name: ".." not in name
+        ),
+        "source": st.just(f"path:{Path.cwd()}"),
+    },
+    optional={
+        "engine": st.sampled_from(["vllm", "transformers", "toy"]),
+        "flags": st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"))).filter(
+            lambda flags: not any(flag.startswith("--") for flag in flags)
+        ),
+        "instances": st.fixed_dictionaries(
+            {"min": st.integers(0, 3), "max": st.integers(3, 1000)},
+            optional={
+                "target": st.floats(0.1, 1e6),
+                "target_kind": st.sampled_from(["concurrency", "rps"]),
+                "zero_after_s": st.floats(0, 86400),
+                "schedule": st.lists(
+                    st.fixed_dictionaries(
+                        {"during": st.just("* 8 * * 1"), "min": st.integers(1, 3)}
+                    )
+                ),
+            },
+        ),
+        "priority": st.integers(-1000, 1000),
+        "max_held": st.integers(0, 1000),
+    },
+)
+
+
+@hypothesis.given(SPECS)
+def test_a_good_spec_is_taken_and_survives_the_database(good: dict[str, Any]) -> None:
+    spec = spec_of(good)
+    assert spec_of(json.loads(json.dumps(msgspec.to_builtins(spec)))) == spec
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+WORDS = st.sampled_from([*Spec.__struct_fields__, *Instances.__struct_fields__, "models"])
+ANYTHING = st.recursive(
+    SCALARS, lambda some: st.lists(some) | st.dictionaries(WORDS | st.text(), some), max_leaves=20
+)
+
+
+@hypothesis.given(ANYTHING)
+def test_whatever_a_file_holds_is_taken_or_refused_in_one_line(thing: Any) -> None:
+    for wrong in (thing, {"models": [thing]}, {"models": [{**given(), "instances": thing}]}):
+        try:
+            fleet_of(wrong)
+        except ConfigError as error:
+            said = str(error)
+        else:
+            continue
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("models:\n- name: a\n  name: b", "line 3: 'name' is there twice"),
+        ("[", "it is no plain YAML: while parsing"),
+        ("a: !!python/object:os.system 1", "could not determine a constructor"),
+        ("a: .nan", "it is no plain YAML: Out of range float"),
+        ("a: &a [*a]", "it is no plain YAML: Circular reference"),
+        ("a: !!binary aaaa", "it is no plain YAML: Object of type bytes"),
+        ("a: " + "[" * 5000, "it is no plain YAML: maximum recursion depth"),
+    ],
+)
+def test_a_text_that_is_not_one_thing_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_yaml(text)
+    assert sentence in str(refused.value)
+
+
+def test_a_text_is_read() -> None:
+    text = f"models:\n- &a {{name: a, source: 'path:{Path.cwd()}'}}\n- {{<<: *a, name: b}}"
+    assert [spec.name for spec in fleet_of(read_yaml(text)).models] == ["a", "b"]
+
+
+def test_a_date_is_text() -> None:
+    assert read_yaml("name: 2026-11-23") == {"name": "2026-11-23"}
+
+
+# -- what an order changes
+
+
+def test_changes_lead_from_one_catalogue_to_the_other() -> None:
+    old = fleet_of({"models": [given(), given(name="b")], "aliases": {"x": {"b": 1}}})
+    new = fleet_of({"models": [given(max_held=3), given(name="c")], "aliases": {"x": {"c": 1}}})
+    found = changes(old, new)
+    assert [(one.action, one.kind, one.name) for one in found] == [
+        ("remove", "model", "b"),
+        ("add", "model", "c"),
+        ("change", "model", "qwen"),
+        ("change", "alias", "x"),
+    ]
+    assert (found[3].before, found[3].after) == ({"b": 1}, {"c": 1})
+    assert changes(new, new) == []
+
+
+def test_a_merged_catalogue_keeps_what_the_file_does_not_name() -> None:
+    old = fleet_of({"models": [given(), given(name="b")], "aliases": {"x": {"b": 1}}})
+    both = merged(old, fleet_of({"models": [given(name="b", max_held=3)]}), prune=False)
+    assert [spec.max_held for spec in both.models] == [1000, 3]
+    assert both.aliases == old.aliases
+
+
+def test_a_merged_catalogue_has_no_name_twice() -> None:
+    old = fleet_of({"models": [given(aliases=["b"])]})
+    with pytest.raises(ConfigError, match="name is b, which is an alias of model qwen already"):
+        merged(old, fleet_of({"models": [given(name="b")]}), prune=False)

@@ -14,13 +14,12 @@ from typing import Annotated, Any, ParamSpec
 from urllib.parse import quote
 
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from kvmig.console.client import Client, Failed
 from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
-from kvmig.fleet.spec import PATH
+from kvmig.fleet.spec import PATH, read_yaml
 from kvmig.ground.errors import ConfigError, KvmigError
 
 Parameters = ParamSpec("Parameters")
@@ -166,9 +165,9 @@ def apply(
 ) -> None:
     """Make the catalogue what a file says."""
     try:
-        given = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file} can't be read: {' '.join(str(error).split())}") from error
+        given = read_yaml(file.read_text())
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{file} can't be used: {error}") from error
     body = {
         "fleet": given,
         "folder": str(file.absolute().parent),

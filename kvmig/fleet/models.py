@@ -32,6 +32,7 @@ from kvmig.fleet.autoscale import (
 from kvmig.fleet.deployments import Watched
 from kvmig.fleet.lifecycle import Life, Seen, Wish, awake, turn
 from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
+from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, Spec
 from kvmig.ground.clock import Clock, monotonic
@@ -308,11 +309,14 @@ class Models:
     def _wish(self, spec: Spec, on: bool) -> Wish:
         return Wish(
             on=on,
-            least=spec.instances.min,
+            least=max(spec.instances.min, self._floor(spec)),
             zero_after_s=spec.instances.zero_after_s,
             start_timeout_s=spec.instances.start_timeout_s,
             shutdown_timeout_s=self._settings.shutdown_timeout_s,
         )
+
+    def _floor(self, spec: Spec) -> int:
+        return floor_at(spec.instances.schedule, self._wall())
 
     def _entered(self, model: Model, before: Life, now: float) -> None:
         life = model.life
@@ -386,6 +390,7 @@ class Models:
             stable=measure(now, STABLE_S),
             panic=measure(now, PANIC_S),
             holds=left >= ROOM * batch,
+            floor=self._floor(spec),
         )
         decided = decide(model.scaling, rule, demand, now)
         if decided.why and decided != model.scaling and decided.wanted != model.scaling.wanted:

@@ -5,15 +5,17 @@ Every mistake is one sentence with the field, its value and what is allowed.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
+import yaml
 
-from kvmig.ground.config import ENGINES
+from kvmig.fleet.schedule import Floor, parse_cron, zone_of
 from kvmig.ground.errors import ConfigError
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._:/-]{0,127}")
@@ -24,6 +26,7 @@ LATER = {
     "workers": "workers",
     "gpus": "placement on given GPUs",
     "gpus_per_instance": "placement on given GPUs",
+    "cpu_offload": "placement on given GPUs",
     "load": "streamed loading",
 }
 """Fields that have their place and no meaning yet."""
@@ -46,7 +49,10 @@ OURS = {
 }
 """Flags that a spec says otherwise."""
 MOST_S = 7 * 86400.0
+FLAG_BYTES = 1 << 16
+"""Of all flags of a model."""
 
+Engine = Literal["vllm", "transformers", "toy"]
 TargetKind = Literal["concurrency", "rps", "freeness"]
 Warm = Literal["none", "always"]
 
@@ -62,6 +68,8 @@ class Instances(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     zero_after_s: float = 300.0
     """Without a request, until none is left; with min 0 only."""
     start_timeout_s: float = 600.0
+    schedule: tuple[Floor, ...] = ()
+    """More than min, at certain times."""
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,7 +78,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     name: str
     source: str
     """path: and a folder."""
-    engine: Literal["vllm", "transformers", "toy"] = "vllm"
+    engine: Engine = "vllm"
     flags: tuple[str, ...] = ()
     """The engine's, and kvmig.serve's."""
     instances: Instances = Instances()
@@ -92,6 +100,16 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.source.removeprefix(PATH)
 
 
+ALLOWED = {
+    "engine": get_args(Engine),
+    "instances.target_kind": get_args(TargetKind),
+    "warm": get_args(Warm),
+}
+"""Of each field that takes certain words."""
+FIELDS = {"": Spec.__struct_fields__, "instances": Instances.__struct_fields__}
+"""Of each struct; all others are floors."""
+
+
 def spec_of(given: Any) -> Spec:
     """From what JSON or YAML holds. Raises ConfigError."""
     if not isinstance(given, dict):
@@ -101,6 +119,8 @@ def spec_of(given: Any) -> Spec:
     for field, what in LATER.items():
         if field in given:
             raise ConfigError(f"model {who}: {field} is {given[field]!r:.100}: {what} comes later")
+    if given.get("warm") == "parked":
+        raise ConfigError(f"model {who}: warm is 'parked': parked engines come later")
     flags = given.get("flags")
     if isinstance(flags, str):
         try:
@@ -110,8 +130,31 @@ def spec_of(given: Any) -> Spec:
     try:
         spec = msgspec.convert(given, Spec)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"model {who}: {error}") from error
+        raise ConfigError(f"model {who}: {_sentence(str(error), given)}") from error
     return check_spec(spec)
+
+
+def _sentence(error: str, given: Any) -> str:
+    """What msgspec says of a wrong field, with its value and what is allowed."""
+    said, _, path = error.partition(" - at `$")
+    path = path.strip("`.")
+    where = f"{path}: " if path else ""
+    if (word := re.search(r"unknown field `(.*)`", said, re.DOTALL)) is not None:
+        known = ", ".join(FIELDS.get(path, Floor.__struct_fields__))
+        return f"{where}{word[1]!r:.100} is no field, must be one of {known}"
+    if (word := re.search(r"missing required field `(.*)`", said)) is not None:
+        return f"{where}{word[1]} is missing"
+    value, steps = given, re.findall(r"[^.\[\]]+", path.replace("[...]", ""))
+    try:
+        for step in steps:
+            value = value[int(step)] if isinstance(value, list | tuple) else value[step]
+    except (LookupError, TypeError, ValueError):  # a field's name may look like a path
+        steps = []
+    if not steps:
+        return " ".join(error.split())
+    words = ALLOWED.get(path)
+    must = " or ".join(words) if words else re.sub("^Expected (.*), got .*", r"\1", said)
+    return f"{path} is {value!r:.100}, must be {must.replace('`', '')}"
 
 
 def check_spec(spec: Spec) -> Spec:
@@ -127,13 +170,11 @@ def check_spec(spec: Spec) -> Spec:
         _check_folder(f"{where}: source", spec.folder)
     for name, folder in spec.adapters.items():
         _check_folder(f"{where}: adapters.{name}", folder)
-    assert spec.engine in ENGINES
     _check_instances(where, spec.instances)
+    _check_range(f"{where}: priority", spec.priority, -1000, 1000)
     _check_range(f"{where}: max_held", spec.max_held, 0, 1_000_000)
     _check_range(f"{where}: heartbeat_after_s", spec.heartbeat_after_s, 0, MOST_S)
-    for word in spec.flags:
-        if (flag := word.partition("=")[0]) in OURS:
-            raise ConfigError(f"{where}: flags has {flag}: that is {OURS[flag]}")
+    _check_flags(where, spec.flags)
     return spec
 
 
@@ -152,6 +193,35 @@ def _check_instances(where: str, instances: Instances) -> None:
         )
     _check_range(f"{where}: instances.zero_after_s", instances.zero_after_s, 0, MOST_S)
     _check_range(f"{where}: instances.start_timeout_s", instances.start_timeout_s, 1, MOST_S)
+    if instances.schedule and instances.target_kind == "freeness":
+        raise ConfigError(
+            f"{where}: instances.target_kind is 'freeness', must be concurrency or rps with a"
+            " schedule"
+        )
+    for number, floor in enumerate(instances.schedule):
+        field = f"{where}: instances.schedule[{number}]"
+        _check_range(f"{field}.min", floor.min, 1, instances.max)
+        try:
+            parse_cron(floor.during)
+            zone_of(floor.timezone)
+        except ConfigError as error:
+            raise ConfigError(f"{field}: {error}") from error
+
+
+def _check_flags(where: str, flags: Iterable[str]) -> None:
+    text = "\n".join(flags)
+    try:
+        sound = len(text.encode()) <= FLAG_BYTES and "\0" not in text
+    except UnicodeEncodeError:
+        sound = False
+    if not sound:
+        raise ConfigError(
+            f"{where}: flags is {text!r:.200}, must be Unicode text without 0, at most"
+            f" {FLAG_BYTES} bytes"
+        )
+    for word in flags:
+        if (flag := word.partition("=")[0]) in OURS:
+            raise ConfigError(f"{where}: flags has {flag}: that is {OURS[flag]}")
 
 
 def _check_range(field: str, value: float, least: float, most: float) -> None:
@@ -177,6 +247,37 @@ class FleetFile(msgspec.Struct, frozen=True):
     models: tuple[Spec, ...] = ()
     aliases: Mapping[str, Mapping[str, int]] = {}
     """Names that stand for several models: of each how many requests of how many it gets."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes no mapping that says one thing twice, of which YAML's would forget the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                line = key.start_mark.line + 1
+                raise ConfigError(f"line {line}: {key.value!r:.100} is there twice")
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_date(self, node: yaml.ScalarNode) -> str:
+        """Dates stay text, as in JSON."""
+        return str(self.construct_scalar(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_date)
+
+
+def read_yaml(text: str) -> Any:
+    """What a file says, for `fleet_of`: what JSON can say, too. Raises ConfigError."""
+    try:
+        found = _Loader(text).get_single_data()
+        json.dumps(found, allow_nan=False)
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"it is no plain YAML: {' '.join(str(error).split())}") from error
+    return found
 
 
 def fleet_of(given: Any, folder: Path | None = None) -> FleetFile:
