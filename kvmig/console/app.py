@@ -33,7 +33,9 @@ app = typer.Typer(
 model_app = typer.Typer(help="Models of the catalogue.", no_args_is_help=True)
 key_app = typer.Typer(help="Keys of the API.", no_args_is_help=True)
 user_app = typer.Typer(help="Users, who have keys.", no_args_is_help=True)
+alias_app = typer.Typer(help="Names that stand for models by weights.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+app.add_typer(alias_app, name="alias")
 app.add_typer(key_app, name="key")
 app.add_typer(user_app, name="user")
 
@@ -180,6 +182,25 @@ def apply(
         as_json,
         lambda found: table_of(
             ["", "", "name"], [(one["action"], one["kind"], one["name"]) for one in found["data"]]
+        ),
+    )
+
+
+@app.command()
+@said
+def audit(
+    limit: Annotated[int, typer.Option(help="Rows, the newest ones.")] = 20, as_json: Json = False
+) -> None:
+    """Who changed what, from where; the newest first."""
+    show(
+        where.client().get("audit", limit=limit),
+        as_json,
+        lambda found: table_of(
+            ["at", "who", "from", "what", ""],
+            [
+                (time_of(one["at"]), one["actor"], one["address"], one["action"], one["object"])
+                for one in found["data"]
+            ],
         ),
     )
 
@@ -349,6 +370,49 @@ def logs_of_model(
         print(line)
 
 
+# -- aliases
+
+
+@alias_app.command("set")
+@said
+def set_alias(
+    name: str,
+    models: Annotated[list[str], typer.Argument(help="MODEL, or MODEL=WEIGHT of each.")],
+) -> None:
+    """Let a name stand for models."""
+    targets = {}
+    for model in models:
+        target, _, weight = model.partition("=")
+        if not (weight or "1").isdecimal():
+            raise ConfigError(f"the weight of {target} is {weight!r}, must be a whole number")
+        targets[target] = int(weight or 1)
+    where.client().put(f"aliases/{quote(name)}", {"targets": targets})
+
+
+@alias_app.command("ls")
+@said
+def list_aliases(as_json: Json = False) -> None:
+    """All of them."""
+    show(
+        where.client().get("aliases"),
+        as_json,
+        lambda found: table_of(
+            ["alias", "models"],
+            [
+                (name, ", ".join(f"{model}={weight}" for model, weight in targets.items()))
+                for name, targets in found["data"].items()
+            ],
+        ),
+    )
+
+
+@alias_app.command("rm")
+@said
+def remove_alias(name: str) -> None:
+    """Let it stand for nothing."""
+    where.client().delete(f"aliases/{quote(name)}")
+
+
 # -- users and keys
 
 
@@ -359,6 +423,19 @@ def add_user(name: str, role: Annotated[str, typer.Option(help="user or admin.")
     where.client().post("users", {"name": name, "role": role})
 
 
+@user_app.command("set")
+@said
+def set_user(
+    name: str,
+    role: Annotated[str | None, typer.Option(help="user or admin.")] = None,
+    disabled: Annotated[
+        bool | None, typer.Option("--disable/--enable", help="Refuse all their keys, or not.")
+    ] = None,
+) -> None:
+    """Change a user."""
+    where.client().patch(f"users/{quote(name)}", {"role": role, "disabled": disabled})
+
+
 @user_app.command("ls")
 @said
 def list_users(as_json: Json = False) -> None:
@@ -367,7 +444,11 @@ def list_users(as_json: Json = False) -> None:
         where.client().get("users"),
         as_json,
         lambda found: table_of(
-            ["user", "role"], [(one["name"], one["role"]) for one in found["data"]]
+            ["user", "role", ""],
+            [
+                (one["name"], one["role"], "disabled" if one["disabled"] else None)
+                for one in found["data"]
+            ],
         ),
     )
 
@@ -406,22 +487,27 @@ def list_keys(as_json: Json = False) -> None:
     )
 
 
+def time_of(at: float | None) -> str | None:
+    """A Unix time, for people."""
+    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(" ", "seconds")
+
+
 def key_row(one: dict[str, Any]) -> Sequence[object]:
     """Of `kvmig key ls`."""
     terms = one["terms"]
     models = None if terms["models"] is None else " ".join(terms["models"])
-    ends = [
-        None if at is None else datetime.fromtimestamp(at, UTC).isoformat(" ", "seconds")
-        for at in (terms["expires"], one["revoked_at"])
-    ]
+    ends = [time_of(at) for at in (terms["expires"], one["revoked_at"])]
     return one["prefix"], one["user"], one["name"], " ".join(terms["scopes"]), models, *ends
 
 
 @key_app.command("rotate")
 @said
-def rotate_key(prefix: str) -> None:
-    """Make another key with the same rights, and revoke this one."""
-    print(where.client().post(f"keys/{quote(prefix)}/rotate")["key"])
+def rotate_key(
+    prefix: str,
+    keep: Annotated[float, typer.Option(help="Seconds that the old one is good for.")] = 0.0,
+) -> None:
+    """Make another key with the same rights; the old one is refused, at once or after --keep."""
+    print(where.client().post(f"keys/{quote(prefix)}/rotate?keep_s={keep:g}")["key"])
 
 
 @key_app.command("revoke")

@@ -43,6 +43,14 @@ class Client:
         """The same, with a body. Raises Failed."""
         return self._ask("POST", path, json={} if body is None else body)
 
+    def put(self, path: str, body: Any) -> Any:
+        """The same. Raises Failed."""
+        return self._ask("PUT", path, json=body)
+
+    def patch(self, path: str, body: Any) -> Any:
+        """The same. Raises Failed."""
+        return self._ask("PATCH", path, json=body)
+
     def delete(self, path: str) -> Any:
         """The same. Raises Failed."""
         return self._ask("DELETE", path)

@@ -29,7 +29,7 @@ from kvmig.accounts.keys import BAD_KEY, Keys, KeyTerms, allows
 from kvmig.fleet.models import Model, Models
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import fleet_of, spec_of
-from kvmig.fleet.store import Actor, ModelRow, NotThere, Store, Taken
+from kvmig.fleet.store import MOST_KEEP_S, Actor, ModelRow, NotThere, Store, Taken
 from kvmig.fleet.tables import StoreError
 from kvmig.gateway.problems import as_problem, invalid, problem
 from kvmig.ground.errors import ConfigError
@@ -119,6 +119,25 @@ def fleet_api(backend: Backend, by: Any) -> APIRouter:
         if not body.dry_run:
             await backend.changed()
         return {"data": msgspec.to_builtins(changes)}
+
+    @api.get("/aliases")
+    async def list_aliases(_: Actor = by) -> Body:
+        """Names that stand for models by weights; a model's own other names are in its spec."""
+        return {"data": (await backend.stored(store.fleet)).aliases}
+
+    @api.put("/aliases/{name:path}")
+    async def set_alias(name: str, body: AliasBody, actor: Actor = by) -> Body:
+        """Let a name stand for models: of how many requests each gets how many."""
+        await backend.stored(store.set_alias, name, body.targets, actor)
+        await backend.changed()
+        return {"name": name, "targets": body.targets}
+
+    @api.delete("/aliases/{name:path}")
+    async def remove_alias(name: str, actor: Actor = by) -> Body:
+        """Let it stand for nothing."""
+        await backend.stored(store.set_alias, name, {}, actor)
+        await backend.changed()
+        return {"name": name}
 
     @api.get("/audit")
     async def audit(limit: Annotated[int, Query(ge=1, le=1000)] = 100, _: Actor = by) -> Body:
@@ -216,6 +235,16 @@ def accounts_api(backend: Backend, by: Any) -> APIRouter:
         await backend.stored(store.add_user, body.name, body.role, actor)
         return {"name": body.name, "role": body.role}
 
+    @api.patch("/users/{name:path}")
+    async def set_user(name: str, body: UserChange, actor: Actor = by) -> Body:
+        """Change a role, or refuse all of the user's keys until they are enabled again."""
+        row = await backend.stored(
+            store.set_user, name, actor, role=body.role, disabled=body.disabled
+        )
+        await backend.changed()
+        found: Body = msgspec.to_builtins(row)
+        return found
+
     @api.get("/keys")
     async def list_keys(_: Actor = by) -> Body:
         """All keys, by their prefixes."""
@@ -235,9 +264,13 @@ def accounts_api(backend: Backend, by: Any) -> APIRouter:
         return {"key": key, "prefix": row.prefix}
 
     @api.post("/keys/{prefix}/rotate")
-    async def rotate_key(prefix: str, actor: Actor = by) -> Body:
-        """Make another with the same rights, and revoke this one."""
-        row, key = await backend.stored(store.rotate_key, prefix, actor)
+    async def rotate_key(
+        prefix: str,
+        keep_s: Annotated[float, Query(ge=0, le=MOST_KEEP_S, allow_inf_nan=False)] = 0.0,
+        actor: Actor = by,
+    ) -> Body:
+        """Make another with the same rights; this one is refused, after `keep_s`."""
+        row, key = await backend.stored(store.rotate_key, prefix, actor, keep_s=keep_s)
         await backend.changed()
         return {"key": key, "prefix": row.prefix}
 
@@ -289,6 +322,23 @@ class UserBody(BaseModel):
 
     name: str = Field(min_length=1, max_length=128)
     role: Literal["user", "admin"] = "user"
+
+
+class UserChange(BaseModel):
+    """What is to be different of a user; null: nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["user", "admin"] | None = None
+    disabled: bool | None = None
+
+
+class AliasBody(BaseModel):
+    """What an alias stands for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    targets: dict[str, int] = Field(min_length=1, description="Weights of models.")
 
 
 class KeyBody(BaseModel):

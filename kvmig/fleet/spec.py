@@ -252,15 +252,15 @@ class FleetFile(msgspec.Struct, frozen=True):
 class _Loader(yaml.SafeLoader):
     """Takes no mapping that says one thing twice, of which YAML's would forget the first."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
                 line = key.start_mark.line + 1
                 raise ConfigError(f"line {line}: {key.value!r:.100} is there twice")
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+            seen.add(key.value)
+        return node
 
     def construct_date(self, node: yaml.ScalarNode) -> str:
         """Dates stay text, as in JSON."""

@@ -48,6 +48,7 @@ from kvmig.ground.errors import ConfigError, KvmigError
 
 Role = Literal["admin", "user"]
 ROLES: tuple[str, ...] = get_args(Role)
+MOST_KEEP_S = 365 * 86400.0
 ADMIN_TERMS = KeyTerms(scopes=("infer", "read", "admin"))
 
 
@@ -386,8 +387,8 @@ class Store:
 
         Raises NotThere, ConfigError.
         """
-        if not 0 <= keep_s <= 365 * 86400:
-            raise ConfigError(f"keep_s is {keep_s:g}, must be 0 to {365 * 86400}")
+        if not 0 <= keep_s <= MOST_KEEP_S:
+            raise ConfigError(f"keep_s is {keep_s:g}, must be 0 to {MOST_KEEP_S:g}")
         with self.database.transaction() as connection:
             old = self._living(connection, prefix)
             check_terms(old.terms, self._clock())

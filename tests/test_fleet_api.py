@@ -1,0 +1,153 @@
+"""The server's HTTP API over a store: what orders change, and how they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvmig.accounts.keys import Keys
+from kvmig.fleet.api import FORWARDED, Backend, make_app
+from kvmig.fleet.models import Models
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.store import Store
+from kvmig.fleet.tables import StoreError
+from tests.fleet_stores import Place
+
+
+class Api:
+    """Calls of the API."""
+
+    def __init__(self, place: Place) -> None:
+        settings = FleetSettings(data=str(place.folder))
+        self.folder = place.folder
+        self.store = Store(place.url, place.folder / "pepper", wait_s=0.2)
+        self.keys = Keys(b"")
+        self.changes = 0
+        self.models = Models(settings, lambda _: None, lambda _, __: 0)
+        self.backend = Backend(
+            settings,
+            self.store,
+            ThreadPoolExecutor(1),
+            self.models,
+            self._changed,
+            lambda: self.keys,
+        )
+        app = make_app(self.backend)
+        self._http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
+        )
+
+    async def _changed(self) -> None:
+        self.changes += 1
+        told = await self.backend.stored(self.store.key_changes)
+        self.keys = Keys(self.store.pepper, told.granted)
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, dict[str, Any]]:
+        answer = await self._http.request(
+            method, f"/kvmig/v2/{path}", json=body, headers={**headers}
+        )
+        return answer.status_code, answer.json()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+        await self.backend.stored(self.store.close)
+        await self.models.close()
+        self.backend.thread.shutdown()
+
+
+@pytest.fixture
+async def api(place: Place) -> AsyncIterator[Api]:
+    made = Api(place)
+    await made.backend.stored(made.store.open)
+    yield made
+    await made.close()
+
+
+def said(answer: tuple[int, dict[str, Any]]) -> tuple[int, str]:
+    status, body = answer
+    return status, body["error"]["message"]
+
+
+async def add_model(api: Api, name: str = "qwen") -> None:
+    body = {"name": name, "source": f"path:{api.folder}", "engine": "toy"}
+    status, _ = await api.ask("POST", "models", body)
+    assert status == 201
+
+
+async def test_an_alias_is_set_shown_and_removed(api: Api) -> None:
+    await add_model(api)
+    assert (await api.ask("PUT", "aliases/a/b", {"targets": {"qwen": 3}}))[0] == 200
+    assert await api.ask("GET", "aliases") == (200, {"data": {"a/b": {"qwen": 3}}})
+    assert (await api.ask("DELETE", "aliases/a/b"))[0] == 200
+    assert await api.ask("GET", "aliases") == (200, {"data": {}})
+    assert said(await api.ask("DELETE", "aliases/a/b")) == (404, "no alias 'a/b'")
+
+
+async def test_an_alias_of_no_model_changes_nothing(api: Api) -> None:
+    status, sentence = said(await api.ask("PUT", "aliases/best", {"targets": {"qwen": 1}}))
+    assert (status, api.changes) == (400, 0)
+    assert "aliases.best: 'qwen' is no model" in sentence
+
+
+async def test_a_user_who_is_disabled_has_no_keys(api: Api) -> None:
+    await api.backend.stored(api.store.first_admin_key)
+    await api.ask("POST", "users", {"name": "bea"})
+    _, made = await api.ask("POST", "keys", {"user": "bea"})
+    assert api.keys.find(made["key"]) is not None
+    status, row = await api.ask("PATCH", "users/bea", {"disabled": True})
+    assert (status, row["disabled"], row["role"]) == (200, True, "user")
+    assert api.keys.find(made["key"]) is None
+
+
+async def test_the_only_admin_stays_one(api: Api) -> None:
+    await api.backend.stored(api.store.first_admin_key)
+    status, sentence = said(await api.ask("PATCH", "users/admin", {"role": "user"}))
+    assert status == 400
+    assert "admin is the only admin" in sentence
+
+
+async def test_a_rotated_key_is_good_for_a_while(api: Api) -> None:
+    await api.ask("POST", "users", {"name": "bea"})
+    _, old = await api.ask("POST", "keys", {"user": "bea"})
+    _, new = await api.ask("POST", f"keys/{old['prefix']}/rotate?keep_s=60")
+    assert api.keys.find(old["key"]) is not None
+    assert api.keys.find(new["key"]) is not None
+    _, last = await api.ask("POST", f"keys/{new['prefix']}/rotate")
+    assert api.keys.find(new["key"]) is None
+    assert api.keys.find(last["key"]) is not None
+
+
+async def test_a_call_from_elsewhere_needs_an_admins_key(api: Api) -> None:
+    admin = await api.backend.stored(api.store.first_admin_key)
+    await api.ask("POST", "users", {"name": "bea"})
+    _, bea = await api.ask("POST", "keys", {"user": "bea"})
+    statuses = []
+    for key in ("", "kv-00000000-" + "0" * 43, bea["key"], admin):
+        headers = {FORWARDED: "10.0.0.9", "authorization": f"Bearer {key}"}
+        statuses.append((await api.ask("POST", "users", {"name": "carl"}, **headers))[0])
+    assert statuses == [401, 401, 403, 201]
+    _, rows = await api.ask("GET", "audit?limit=1")
+    (row,) = rows["data"]
+    assert (row["address"], row["object"]) == ("10.0.0.9", "carl")
+    assert row["actor"].startswith("admin (")
+
+
+async def test_an_order_that_the_database_cannot_take_is_503_with_the_reason(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise StoreError("the fleet's database /data/fleet.sqlite has no room left")
+
+    monkeypatch.setattr(api.store.database, "transaction", full)
+    body = {"name": "qwen", "source": f"path:{Path.cwd()}", "engine": "toy"}
+    answer = said(await api.ask("POST", "models", body))
+    assert answer == (503, "the fleet's database /data/fleet.sqlite has no room left")
+    monkeypatch.undo()
+    assert await api.ask("GET", "models") == (200, {"data": []})
