@@ -12,7 +12,7 @@ import pytest
 
 from kvmig.ground.errors import KernelUnavailable, KvmigError
 from kvmig.kernels import ipc
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import Driver, current_device
 from tests import fake_gpu
 from tests.fake_gpu import FakeGpu
 
@@ -154,6 +154,15 @@ def test_memory_that_cannot_be_made_leaves_nothing(gpu: FakeGpu, step: str) -> N
     fake_gpu.fail(step)
     with pytest.raises(KvmigError, match=step):
         ipc.create(gpu, NBYTES)
+
+
+def test_memory_that_goes_on_another_devices_thread_leaves_it_its_device(gpu: FakeGpu) -> None:
+    """A finaliser runs anywhere, also in the middle of a step of an engine on another device."""
+    mapping, descriptor = ipc.create(gpu, NBYTES)
+    os.close(descriptor)
+    FakeGpu(1).enter()
+    ipc.close(gpu, mapping)
+    assert current_device() == 1
 
 
 def test_a_device_that_cannot_share_says_so(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

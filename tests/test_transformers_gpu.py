@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,5 +127,62 @@ async def test_a_request_moves_between_engines_on_gpus_token_for_token(
             assert end.stepped
             assert end.kernels.launches.workers
     finally:
+        for end in ends.values():
+            await end.close()
+
+
+@pytest.mark.engine
+async def test_a_copy_that_ends_after_its_migration_was_given_up_changes_no_request(
+    gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A4: the source is stuck in the middle of a copy, the destination gives the blocks to another
+    request, and then the copy goes on."""
+    ends = {"a": OnGpu(0, monkeypatch), "b": OnGpu(1, monkeypatch)}
+    a, b = ends["a"], ends["b"]
+    for end in ends.values():
+        end.connect()
+        await end.engine.requests()
+        end.put_steps_on_the_gpu()
+
+    async def run(end: OnGpu, request_id: str, seed: int, tokens: int = TOKENS) -> list[int]:
+        end.got.clear()
+        end.engine.submit(1, request_id, end.engine.encode_request(PROMPT, TOKENS, seed=seed))
+        await until(end, tokens)
+        return list(end.got)
+
+    async def until(end: OnGpu, tokens: int) -> None:
+        async with asyncio.timeout(60):
+            while len(end.got) < tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
+    gate = Event()
+    try:
+        moved, other = await run(a, "moved", 3), await run(a, "other", 4)
+        config = MigrationConfig(transport="cuda-ipc", reply_timeout_ms=400, lease_ms=1000)
+        engines = {name: end.engine for name, end in ends.items()}
+        async with Migrator(engines, config) as migrator:
+            a.pace_s = PACE_S
+            await run(a, "moves", 3, tokens=9)
+            copies = a.engine._device_copies
+            assert copies is not None
+            for stream in copies._streams:
+                a.gpu.queue(stream.handle, lambda: gate.wait(30))
+            migration = asyncio.create_task(migrator.migrate("moves", "a", "b"))
+            while not b.engine.load().used_blocks:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            while b.engine.load().used_blocks:
+                await b.engine.requests()
+                await asyncio.sleep(0.01)
+            b.pace_s = PACE_S
+            running = asyncio.create_task(run(b, "other", 4))
+            await until(b, 5)
+            gate.set()
+            report = await migration
+            assert (report.state, report.reason) == ("aborted", "timeout")
+            assert await running == other
+            await until(a, TOKENS)
+            assert a.got == moved
+    finally:
+        gate.set()
         for end in ends.values():
             await end.close()

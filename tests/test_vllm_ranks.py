@@ -15,6 +15,9 @@ from kvmig.engines.vllm.memory import SharedCache
 from kvmig.engines.vllm.units import whole_blocks
 from kvmig.ground.errors import KernelUnavailable
 from kvmig.ground.layout import KVLayout
+from kvmig.kernels.arrays import memory_of
+from kvmig.kvtransfer.messages import Chunk
+from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
 from tests import fake_gpu
 from tests.fake_gpu import FakeGpu, FakeKernels
 from tests.poisoned import make_cache
@@ -98,6 +101,23 @@ def test_one_kernel_scatters_to_all_workers_gpus_and_touches_nothing_else(world:
             cache.with_block(expected, number, data[at : at + half])
         assert np.array_equal(np.frombuffer(one.memory(), np.uint8), expected)
     assert len(world.kernels.launches.on) == 1
+
+
+async def test_one_kernel_gathers_from_all_workers_into_another_instances_inbox(
+    world: World,
+) -> None:
+    nbytes = len(IDS) * world.size
+    staging = open_staging("cuda-ipc", "test", "a", 1, nbytes, Site(gpu=0))["cuda-ipc"]
+    inbox = open_offer([staging.offer()], "cuda-ipc", Site(gpu=1))
+    slot, channel = await staging.acquire(1), staging.channel(inbox.token)
+    out = await channel.buffer(slot)
+    sums = world.copies.gather(IDS, out)
+    came = await inbox.receive(Chunk("m", 0, 0, slot, nbytes, sums), None)
+    assert FakeGpu(1).read(memory_of(came).address, nbytes) == fused(IDS)
+    assert len(world.kernels.launches.on) == 1
+    del out, came
+    inbox.close()
+    staging.close()
 
 
 def test_workers_that_the_first_gpu_does_not_reach_are_named_and_nothing_is_left(

@@ -65,8 +65,13 @@ class Driver:
 
         It never spoils a graph that another thread captures just now, as the engine's does.
         """
-        mode = c_int(_RELAXED)
         self.enter()
+        self.call_outside(name, *arguments)
+
+    def call_outside(self, name: str, *arguments: object) -> None:
+        """The same of a function that asks for no context: the calling thread keeps its own, which
+        may be another device's."""
+        mode = c_int(_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
         try:
             self._call(name, *arguments)

@@ -157,10 +157,10 @@ def close_allocation(driver: Driver, exported: Allocation, address: int) -> None
 
 
 def close(driver: Driver, mapping: Mapping) -> None:
-    """Unmap; nothing may use the memory here any more."""
+    """Unmap, on whatever thread; nothing may use the memory here any more."""
     there = c_void_p(mapping.address), c_size_t(mapping.size)
-    driver.call("cuMemUnmap", *there)
-    driver.call("cuMemAddressFree", *there)
+    driver.call_outside("cuMemUnmap", *there)
+    driver.call_outside("cuMemAddressFree", *there)
 
 
 def _map(driver: Driver, handle: c_uint64, size: int) -> Mapping:

@@ -76,8 +76,9 @@ def export_cache(worker: Any, layer_names: Sequence[str]) -> tuple[RankCache, ip
 
     It stays where it is: CUDA graphs hold its address. Raises KernelUnavailable.
     """
-    cache = describe_cache(worker, layer_names)
-    return cache, ipc.export_allocation(Driver(worker.device.index), cache.address)
+    cache, gpu = describe_cache(worker, layer_names), Driver(worker.device.index)
+    gpu.settle()  # nobody waits for this process's streams later: what fills the cache is there
+    return cache, ipc.export_allocation(gpu, cache.address)
 
 
 def share_cache(worker: Any, layer_names: Sequence[str], paths: Sequence[str]) -> RankCache:
