@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import multiprocessing
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from kvmig.engines.block_copies import Blocks
 from kvmig.engines.device_copies import DeviceCopies, load
 from kvmig.ground.layout import KVLayout, Region
+from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.copy import checksum_fused
 from kvmig.kernels.driver import Driver
@@ -92,3 +95,36 @@ async def test_a_chunk_reaches_another_process_through_memory_that_both_map() ->
     finally:
         there.close()
     staging.close()
+
+
+def _allocate(pipe: Connection) -> None:
+    """A worker of its own: memory of torch's, and what it becomes."""
+    memory = torch.arange(SIZE, device="cuda").to(torch.uint8)
+    torch.cuda.synchronize()
+    pipe.send(ipc.export_allocation(Driver(0), memory.data_ptr()))
+    pipe.recv()
+    pipe.send(bytes(memory.cpu().numpy()))
+
+
+def test_what_another_process_has_allocated_is_copied_here() -> None:
+    """As the KV caches of several workers are."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_allocate, args=(theirs,), daemon=True)
+    process.start()
+    assert pipe.poll(60)
+    driver, exported = Driver(0), pipe.recv()
+    address = ipc.open_allocation(driver, exported)
+    regions = (Region(address, RUN, RUN),)
+    copies = load(Blocks(KVLayout(regions, LAYERS, 16)), 0, steps_overlap=True)
+    out = memoryview(bytearray(SIZE))
+    copies.gather(range(LAYERS), out)
+    assert bytes(out) == bytes(range(256)) * (SIZE // 256)
+    turned = memoryview(bytes(range(255, -1, -1)) * (SIZE // 256))
+    copies.scatter(range(LAYERS), turned)
+    pipe.send("look")
+    assert pipe.poll(60)
+    assert pipe.recv() == bytes(turned)
+    copies.close()
+    ipc.close_allocation(driver, exported, address)
+    process.join(60)

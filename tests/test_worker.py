@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmig.engines.vllm import worker as worker_module
+from kvmig.engines.vllm.memory import SharedCache
 from kvmig.engines.vllm.units import Page
 from kvmig.engines.vllm.worker import describe_cache, repeat_for_drafts, share_cache
 from kvmig.ground.errors import UnsupportedLayout
@@ -144,6 +145,30 @@ def test_a_state_is_described_by_its_pages_and_moved_with_them(memory: int) -> N
     assert worker.model_runner.kv_caches[1][1] is second
     assert second.data_ptr() - first.data_ptr() == 64
     assert first.data_ptr() - told.address == 5 * 128
+
+
+class Executor:
+    """In the place of vLLM's for workers of their own, which tells an error's words and no more."""
+
+    def __init__(self, worker: Any) -> None:
+        self.workers = [worker]
+
+    def collective_rpc(self, function: Any, timeout: float, args: tuple[Any, ...]) -> list[Any]:
+        try:
+            return [function(self.workers[0], *args)]
+        except UnsupportedLayout as error:
+            raise RuntimeError(f"Worker failed with error '{error}'") from None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_a_worker_of_its_own_refuses_has_its_name_here(device: str) -> None:
+    """A cache that can't be moved keeps requests where they are; it doesn't end the start."""
+    worker = a_worker()
+    context = worker.vllm_config.compilation_config.static_forward_context
+    context["second"].kv_cache = torch.zeros(5, 2, 4, 8, dtype=torch.bfloat16)
+    config: Any = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+    with pytest.raises(UnsupportedLayout, match="several allocations"):
+        SharedCache(config, Executor(worker), NAMES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])

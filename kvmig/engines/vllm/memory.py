@@ -195,7 +195,13 @@ class SharedCache:
 
 
 def _call(executor: Executor, function: object, *args: object) -> list[Any]:
-    told: list[Any] = executor.collective_rpc(function, timeout=START_TIMEOUT_S, args=args)
+    """What each worker returns. Raises the first KvmigError that one raises."""
+    told: list[Any] = executor.collective_rpc(
+        worker.attempt, timeout=START_TIMEOUT_S, args=(function, *args)
+    )
+    for one in told:
+        if isinstance(one, KvmigError):
+            raise one
     return told
 
 

@@ -22,12 +22,21 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKV
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from kvmig.engines.vllm.units import LayerCache, Page, RankCache, merged
-from kvmig.ground.errors import UnsupportedLayout
+from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels import ipc
 from kvmig.kernels.driver import Driver
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+
+
+def attempt(worker: Any, function: Callable[..., object], *args: object) -> object:
+    """What `function` returns, or the KvmigError that it raises: vLLM brings only the words of what
+    another process has raised."""
+    try:
+        return function(worker, *args)
+    except KvmigError as error:
+        return error
 
 
 def describe_cache(worker: Any, layer_names: Sequence[str]) -> RankCache:
