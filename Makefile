@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 PORT ?= 8000
+FLEET_PORT ?= 8080
 INSTANCES ?= 2
 MODEL ?= kvmig/models/count
 DEVICE ?= auto
@@ -17,7 +18,7 @@ BIN := .venv/bin
 SETUP := $(PYTHON) scripts/setup_env.py --device $(DEVICE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve demo test lint format bench-downtime bench-overhead bench-serving \
+.PHONY: help setup setup-dev serve fleet demo test lint format bench-downtime bench-overhead bench-serving \
 	docs docs-figures clean
 
 help: ## list the targets
@@ -33,6 +34,9 @@ setup-dev: ## the same, with what the checks need
 serve: setup ## serve MODEL on INSTANCES vLLM engines at 127.0.0.1:PORT until Ctrl-C
 	@exec $(BIN)/python -m kvmig.serve $(MODEL) --instances $(INSTANCES) --port $(PORT) \
 		$(MODEL_FLAGS) $(ARGS)
+
+fleet: setup ## serve many models behind 127.0.0.1:FLEET_PORT until Ctrl-C; `kvmig` talks to it
+	@exec $(BIN)/kvmig up --port $(FLEET_PORT) $(ARGS)
 
 demo: setup ## move a streaming answer between two instances, in colour
 	@exec $(BIN)/python -m kvmig_tools.demo $(ARGS)

@@ -1,4 +1,5 @@
-"""Draw docs/processes.svg: the processes of one cluster, and what crosses each socket."""
+"""Draw docs/processes.svg and docs/fleet.svg: the processes of a cluster and of a fleet, and what
+crosses each socket."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "processes.svg"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 WIDTH, HEIGHT = 980, 560
 INK, SOFT, PAPER = "#1f2933", "#52606d", "#ffffff"
 BLUE, GREEN, AMBER, GREY = "#e6f0fb", "#e5f5ea", "#fdf1dc", "#f2f4f7"
@@ -168,12 +169,82 @@ def drawing() -> str:
             ink=SOFT,
         ),
     ]
+    return picture(shapes, WIDTH, HEIGHT, "The processes of a kvmig cluster and their connections")
+
+
+def fleet() -> str:
+    """The picture of a fleet's processes."""
+    width, height = 980, 430
+    shapes = [
+        f'<rect width="{width}" height="{height}" rx="12" fill="{PAPER}"/>',
+        part(20, 60, 120, 56, ["clients", "OpenAI API, keys"], LINE[GREY]),
+        part(20, 210, 120, 56, ["kvmig ...", "command line"], LINE[GREY]),
+        f'<rect x="190" y="16" width="770" height="366" rx="12" fill="none" stroke="{SOFT}" '
+        'stroke-dasharray="4 4"/>',
+        text(
+            206,
+            374,
+            "init (kvmig up): holds all of them; nothing outlives it",
+            size=12,
+            anchor="start",
+            ink=SOFT,
+        ),
+        box(220, 32, 220, 128, BLUE, "proxy"),
+        part(
+            236,
+            70,
+            188,
+            76,
+            ["the door", "keys, models, relay;", "holds while one starts"],
+            LINE[BLUE],
+        ),
+        box(220, 208, 220, 128, AMBER, "server"),
+        part(
+            236,
+            246,
+            188,
+            76,
+            ["decides", "catalogue, keys, from zero,", "how many instances"],
+            LINE[AMBER],
+        ),
+        part(500, 250, 120, 56, ["database", "or PostgreSQL's"], LINE[GREY]),
+        arrow([(440, 278), (498, 278)], both=True),
+        arrow([(140, 88), (218, 88)], both=True),
+        arrow([(140, 238), (218, 258)], both=True),
+        arrow([(330, 162), (330, 206)], both=True),
+        label(340, 180, ["routes, keys", "demand"]),
+    ]
+    for row, name in enumerate(("qwen", "count")):
+        y = 32 + 96 * row
+        shapes += [
+            box(640, y, 300, 84, GREEN, f"kvmig.serve: {name}"),
+            text(790, y + 50, "a deployment: front end, llumlets, scheduler", size=12, ink=SOFT),
+            text(790, y + 68, "streams move between its instances", size=12, ink=SOFT),
+            arrow([(440, 96), (638, y + 42)], wide=True),
+        ]
+    shapes += [
+        label(500, 48, ["bytes, on a", "Unix socket"]),
+        box(640, 250, 300, 84, GREY, "nursery"),
+        text(790, 300, "has vLLM loaded: deployments and", size=12, ink=SOFT),
+        text(790, 318, "instances are forks of it", size=12, ink=SOFT),
+        arrow([(790, 250), (790, 214)], dashed=True),
+        text(20, 412, "Without the server, streams, warm models and known keys go on. A "
+             "deployment's own processes: see Architecture.", size=12, anchor="start", ink=SOFT),
+    ]  # fmt: skip
+    return picture(shapes, width, height, "The processes of a kvmig fleet")
+
+
+TARGETS = {DOCS / "processes.svg": drawing, DOCS / "fleet.svg": fleet}
+
+
+def picture(shapes: list[str], width: int, height: int, words: str) -> str:
+    """SVG of the shapes; words: for those who can't see it."""
     tip = "M0,0 L9,4 L0,8 z"
     back = "M9,0 L0,4 L9,8 z"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif" '
-        'role="img" aria-label="The processes of a kvmig cluster and their connections">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="Helvetica, Arial, sans-serif" '
+        f'role="img" aria-label="{words}">\n'
         "<defs>"
         f'<marker id="tip" markerUnits="userSpaceOnUse" markerWidth="10" markerHeight="8" refX="8" '
         f'refY="4" orient="auto"><path d="{tip}" fill="{INK}"/></marker>'
@@ -187,8 +258,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say whether it is current")
     if parser.parse_args().check:
-        return int(TARGET.read_text() != drawing())
-    TARGET.write_text(drawing())
+        return int(any(path.read_text() != draw() for path, draw in TARGETS.items()))
+    for path, draw in TARGETS.items():
+        path.write_text(draw())
     return 0
 
 

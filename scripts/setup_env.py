@@ -212,7 +212,7 @@ class Setup:
         """
         what = "kvmig and what its checks need" if dev else "kvmig"
         self.pip("what builds it", *BUILDS)
-        target = f"{ROOT}[dev]" if dev else str(ROOT)
+        target = f"{ROOT}[{'dev' if dev else 'fleet'}]"
         self.pip(what, "--no-build-isolation", "--editable", target)
 
     def install_tree(self, version: str, trees: Path) -> Path:

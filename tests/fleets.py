@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import psutil
 
 from kvmig.engines.toy.script import Script, ScriptFile
 from kvmig_tools.served import free_port
@@ -91,7 +94,11 @@ class FleetUp:
 
     def add_toy(self, name: str, **more: Any) -> None:
         """A model that counts on, and does what the script says."""
-        flags = [f"--script={self.folder.parent / 'script'}", *more.pop("flags", [])]
+        flags = [
+            f"--script={self.folder.parent / 'script'}",
+            "--max-num-seqs=64",
+            *more.pop("flags", []),
+        ]
         spec = {"name": name, "source": "path:/toy", "engine": "toy", "flags": flags, **more}
         answer = self.ask("POST", "models", spec)
         assert answer.status_code == 201, answer.text
@@ -99,6 +106,11 @@ class FleetUp:
     def hold(self, tokens: int | None) -> None:
         """Let no request get more output tokens; None: go on."""
         self.script.write(Script() if tokens is None else Script(hold=tokens))
+
+    def listens(self) -> bool:
+        """Whether the server takes calls."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.folder / "run" / "api.sock")) == 0
 
     def until(self, path: str, **wanted: Any) -> Any:
         """What the API says there once it has these values."""
@@ -111,18 +123,13 @@ class FleetUp:
             time.sleep(0.02)
 
     def processes(self, words: str) -> list[int]:
-        """Of this fleet: those whose command line has the words."""
+        """Of this fleet, while it runs: those whose command line has the words."""
+        assert self.process is not None
         found = []
-        for one in Path("/proc").iterdir():
-            if not one.name.isdecimal():
-                continue
-            try:
-                line = (one / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                mine = str(self.folder) in (one / "environ").read_text() or str(self.folder) in line
-            except (OSError, UnicodeDecodeError):
-                continue
-            if words in line and mine:
-                found.append(int(one.name))
+        for one in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if words in " ".join(one.cmdline()) and one.status() != psutil.STATUS_ZOMBIE:
+                    found.append(one.pid)
         return found
 
 

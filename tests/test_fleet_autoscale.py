@@ -81,6 +81,11 @@ def test_it_does_not_go_down_where_the_survivors_would_not_hold_it() -> None:
     assert decide(Scaling(2), RULE, full, 1e6).wanted == 2
 
 
+def test_a_lower_bound_from_above_is_an_order_and_needs_no_patience() -> None:
+    decided = decide(Scaling(3, changed_at=0), ScalingRule(most=1, target=1), steady(9, 3), 1)
+    assert decided.wanted == 1
+
+
 def test_it_does_not_go_down_while_others_still_start() -> None:
     assert decide(Scaling(3), RULE, steady(1, ready=2), 1e6).wanted == 3
 

@@ -105,11 +105,15 @@ def test_one_that_does_not_stop_is_killed() -> None:
     assert turn(life, WISH, READY, late + 2)[1] is None
 
 
-def test_one_that_dies_soon_has_failed_one_that_served_long_starts_again_at_once() -> None:
+def test_one_that_dies_starts_again_at_once_but_not_when_it_dies_soon_again() -> None:
     died = Seen(ended="killed by SIGKILL", wanted=True)
-    assert turn(Life("serving"), WISH, died, STABLE_S - 1)[0].state == "failed"
-    life, _ = turn(Life("serving"), WISH, died, STABLE_S)
-    assert turn(life, WISH, Seen(wanted=True), STABLE_S)[1] == "start"
+    life, _ = turn(Life("serving"), WISH, died, 1)
+    life, action = turn(life, WISH, Seen(wanted=True), 1)
+    assert (life.state, action) == ("starting", "start")
+    life, _ = turn(life, WISH, READY, 2)
+    assert turn(life, WISH, died, 2 + STABLE_S - 1)[0].state == "failed"
+    life, _ = turn(life, WISH, READY, 2 + STABLE_S)
+    assert turn(life, WISH, died, 3 + STABLE_S)[0].state == "zero"
 
 
 @dataclass

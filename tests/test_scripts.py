@@ -77,7 +77,8 @@ def test_a_readme_without_markers_is_refused() -> None:
 
 
 def test_the_picture_of_the_processes_is_current() -> None:
-    assert draw_processes.TARGET.read_text() == draw_processes.drawing()
+    for path, draw in draw_processes.TARGETS.items():
+        assert path.read_text() == draw()
 
 
 def test_the_pictures_of_a_migration_are_current() -> None:

@@ -118,14 +118,19 @@ def decide(before: Scaling, rule: ScalingRule, demand: Demand, now: float) -> Sc
     if by_load > rule.most:
         by_load, why = rule.most, "max"
     wanted = min(by_load, FASTEST * max(demand.ready, 1))
-    wanted = _step_down(before, wanted, demand, now) if wanted < before.wanted else wanted
+    wanted = _step_down(before, rule, wanted, demand, now) if wanted < before.wanted else wanted
     if wanted == before.wanted:
         return replace(before, panic_until=panic_until)
     way = "up" if wanted > before.wanted else "down"
     return Scaling(wanted, f"{way} to {wanted}: {why}", now, panic_until)
 
 
-def _step_down(before: Scaling, wanted: int, demand: Demand, now: float) -> int:
-    """One less at most, and not before the last change has shown what it does."""
+def _step_down(before: Scaling, rule: ScalingRule, wanted: int, demand: Demand, now: float) -> int:
+    """One less at most, and not before the last change has shown what it does.
+
+    What was ordered is done at once: no more than the rule allows.
+    """
+    if before.wanted > rule.most:
+        return rule.most
     steady = demand.ready >= before.wanted and now - before.changed_at >= COOLDOWN_S
     return max(wanted, before.wanted - 1) if steady and demand.holds else before.wanted

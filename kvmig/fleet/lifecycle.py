@@ -19,7 +19,7 @@ Action = Literal["start", "stop", "kill"]
 FIRST_RETRY_S = 10.0
 LAST_RETRY_S = 300.0
 STABLE_S = 60.0
-"""A deployment that dies sooner after it was ready has failed."""
+"""A deployment that dies sooner after it was ready, for the second time, has failed."""
 END_S = 60.0
 """For a deployment to end that was told to, beyond its requests' own time; then it is killed."""
 
@@ -133,9 +133,10 @@ def _serving(
     if seen.clean:
         return Life(since=now), None
     if seen.ended or not seen.deployment:
-        if now - life.since < STABLE_S:
+        soon = now - life.since < STABLE_S
+        if soon and life.failures:
             return _failed(life, seen.ended or "it has ended", now), None
-        return Life(since=now), None  # the next turn starts it again, if it is wanted
+        return Life(since=now, failures=int(soon)), None  # it starts again, if it is wanted
     if not wish.on or (not wanted and seen.idle_s >= wish.zero_after_s):
         return _to(life, "emptying", now), None
     return replace(life, failures=0) if now - life.since >= STABLE_S else life, None

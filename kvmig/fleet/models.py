@@ -297,7 +297,7 @@ class Models:
         return Seen(
             deployment=bool(model.deployment),
             ready=model.serving > 0,
-            ended="" if ended is None else ended.said or ended.how,
+            ended="" if ended is None else why_ended(ended),
             clean=ended is not None and ended.how == "exit code 0",
             wanted=bool(held) or model.asked,
             running=running,
@@ -451,6 +451,12 @@ class Models:
     def _note(self, model: Model, what: str) -> None:
         self.events.append(Event(self._wall(), model.wanted.name, what))
         log.info("%s: %s", model.wanted.name, what)
+
+
+def why_ended(ended: Ended) -> str:
+    """A process that was killed has said nothing of it."""
+    by_itself = ended.how.startswith("exit code") or ended.how.startswith("it can't")
+    return ended.said if by_itself and ended.said else ended.how
 
 
 def route_state(on: bool, life: Life, ready: bool, now: float) -> RouteState:

@@ -1,0 +1,302 @@
+"""A fleet of toys: each model from zero and back, whoever dies, and nothing of a stream lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fleets import FleetUp, ended, kill
+
+pytestmark = pytest.mark.server
+
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUp]:
+    with FleetUp(tmp_path_factory.mktemp("fleet")) as made:
+        yield made
+
+
+@pytest.fixture
+def fleet(shared: FleetUp) -> Iterator[FleetUp]:
+    """The shared one; afterwards there is no model."""
+    yield shared
+    shared.hold(None)
+    for one in shared.get("models")["data"]:
+        shared.ask("DELETE", f"models/{one['name']}")
+
+
+def ask(model: str, tokens: int = 10, start: int = 17, **more: Any) -> dict[str, Any]:
+    prompt = f"Count: {start:04} {start + 1:04}"
+    return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
+
+
+def counted(tokens: int, start: int = 17) -> str:
+    """What comes after `ask`'s prompt."""
+    return "".join(f" {number:04}" for number in range(start + 2, start + 3 + tokens))[:tokens]
+
+
+async def answer(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
+    found = await client.post(PATH, json=body)
+    assert found.status_code == 200, found.text
+    return str(found.json()["choices"][0]["text"])
+
+
+class Streamed:
+    """A stream that is followed while it comes."""
+
+    def __init__(self, fleet: FleetUp, body: dict[str, Any]) -> None:
+        self.text = ""
+        self.error: dict[str, Any] | None = None
+        self.task = asyncio.create_task(self._follow(fleet, {**body, "stream": True}))
+
+    async def _follow(self, fleet: FleetUp, body: dict[str, Any]) -> str:
+        async with fleet.client() as client, client.stream("POST", PATH, json=body) as found:
+            assert found.status_code == 200, await found.aread()
+            async for line in found.aiter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    self.error = chunk.get("error") or self.error
+                    for choice in chunk.get("choices", []):
+                        self.text += choice["text"]
+        return self.text
+
+    async def reach(self, tokens: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.text) < tokens:
+                assert not self.task.done(), await self.task
+                await asyncio.sleep(0.01)
+
+
+async def test_fifty_clients_of_a_cold_model_start_it_once_and_all_are_answered(
+    fleet: FleetUp,
+) -> None:
+    fleet.add_toy("a")
+    before = fleet.get("status")["starts"]
+
+    async with fleet.client() as client:
+        asked = [answer(client, ask("a", 20, start)) for start in range(50)]
+        answers = await asyncio.gather(*asked)
+
+    assert answers == [counted(20, start) for start in range(50)]
+    assert fleet.get("status")["starts"] == before + 1
+
+
+async def test_an_idle_model_goes_to_zero_and_comes_back(fleet: FleetUp) -> None:
+    fleet.add_toy("a", instances={"zero_after_s": 0.5})
+    async with fleet.client() as client:
+        first = await answer(client, ask("a"))
+        fleet.until("models/a", state="zero")
+        assert fleet.processes("kvmig.serve") == []
+        again = await answer(client, ask("a"))
+    assert first == again == counted(10)
+
+
+async def test_a_stream_keeps_its_model_and_a_request_that_comes_keeps_it_longer(
+    fleet: FleetUp,
+) -> None:
+    fleet.add_toy("a", instances={"zero_after_s": 0.5})
+    fleet.hold(8)
+    stream = Streamed(fleet, ask("a", 40))
+    await stream.reach(8)
+    await asyncio.sleep(2)
+    assert fleet.get("models/a")["state"] == "serving"
+    fleet.hold(None)
+    assert await stream.task == counted(40)
+    fleet.until("models/a", state="zero")
+
+
+async def test_a_model_that_is_removed_under_forty_streams_ends_after_them(fleet: FleetUp) -> None:
+    fleet.add_toy("a")
+    fleet.hold(8)
+    streams = [Streamed(fleet, ask("a", 60, start)) for start in range(40)]
+    for stream in streams:
+        await stream.reach(8)
+    assert fleet.ask("DELETE", "models/a").status_code == 200
+    async with fleet.client() as client:
+        gone = await client.post(PATH, json=ask("a"))
+    fleet.hold(None)
+    texts = [await stream.task for stream in streams]
+
+    assert gone.status_code == 404
+    assert gone.json()["error"]["code"] in (404, "model_not_found")
+    assert texts == [counted(60, start) for start in range(40)]
+    await asyncio.to_thread(until_no, fleet, "kvmig.serve")
+
+
+def until_no(fleet: FleetUp, words: str) -> None:
+    deadline = time.monotonic() + 60
+    while fleet.processes(words):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+async def test_a_start_that_fails_is_answered_with_its_own_sentence(fleet: FleetUp) -> None:
+    fleet.add_toy("a", flags=["--nonsense=1"])
+    async with fleet.client() as client:
+        refused = await client.post(PATH, json=ask("a"))
+        at_once = await client.post(PATH, json=ask("a"))
+    assert refused.status_code == at_once.status_code == 503
+    assert "--nonsense" in refused.json()["error"]["message"]
+    assert int(at_once.headers["retry-after"]) >= 1
+    assert fleet.get("models/a")["state"] == "failed"
+
+
+async def test_streams_and_warm_models_go_on_without_the_server_and_the_next_one_takes_over(
+    fleet: FleetUp,
+) -> None:
+    fleet.add_toy("a")
+    fleet.hold(8)
+    stream = Streamed(fleet, ask("a", 60))
+    await stream.reach(8)
+    (server,) = fleet.processes("kvmig.fleet.server")
+    deployments = fleet.processes("kvmig.serve")
+    kill(server)
+    fleet.hold(None)
+    assert await stream.task == counted(60)
+    async with fleet.client() as client:
+        assert await answer(client, ask("a", 10, 5)) == counted(10, 5)
+    await asyncio.to_thread(until_other, fleet, server)
+    fleet.until("models/a", state="serving")
+
+    assert fleet.processes("kvmig.serve") == deployments
+    assert fleet.get("status")["starts"] == 0
+    assert stream.error is None
+
+
+def until_other(fleet: FleetUp, server: int) -> None:
+    """Wait for the next server's API."""
+    deadline = time.monotonic() + 60
+    while server in fleet.processes("kvmig.fleet.server") or not fleet.listens():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+async def test_a_stream_of_a_deployment_that_dies_ends_with_an_error_and_the_model_comes_back(
+    fleet: FleetUp,
+) -> None:
+    fleet.add_toy("a")
+    fleet.hold(8)
+    stream = Streamed(fleet, ask("a", 60))
+    await stream.reach(8)
+    for one in fleet.processes("kvmig.serve"):
+        kill(one)
+    await asyncio.wait([stream.task])
+    fleet.hold(None)
+
+    assert stream.error is not None
+    async with fleet.client() as client:
+        assert await answer(client, ask("a")) == counted(10)
+
+
+async def test_a_proxy_that_dies_is_started_again(fleet: FleetUp) -> None:
+    fleet.add_toy("a")
+    (proxy,) = fleet.processes("kvmig.proxy")
+    kill(proxy)
+    async with fleet.client() as client:
+        assert await answer(client, ask("a")) == counted(10)
+    assert fleet.processes("kvmig.proxy") != [proxy]
+
+
+async def test_a_key_sees_and_uses_its_models_only(fleet: FleetUp) -> None:
+    fleet.add_toy("a")
+    fleet.add_toy("b")
+    assert fleet.ask("POST", "users", {"name": "eve"}).status_code == 201
+    key = fleet.ask("POST", "keys", {"user": "eve", "models": ["a"]}).json()["key"]
+    async with fleet.client(key) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [one["id"] for one in listed] == ["a"]
+        assert await answer(client, ask("a")) == counted(10)
+        denied = await client.post(PATH, json=ask("b"))
+        unknown = await client.post(PATH, json=ask("c"))
+        admin = await client.get("/kvmig/v2/models")
+    assert denied.status_code == unknown.status_code == 404
+    assert admin.status_code == 403
+
+
+async def test_a_revoked_key_is_refused_within_a_second(fleet: FleetUp) -> None:
+    made = fleet.ask("POST", "keys", {"user": "admin"}).json()
+    async with fleet.client(made["key"]) as client:
+        assert (await client.get("/v1/models")).status_code == 200
+        assert fleet.ask("DELETE", f"keys/{made['prefix']}").status_code == 200
+        await asyncio.sleep(1)
+        assert (await client.get("/v1/models")).status_code == 401
+
+
+async def test_without_a_key_nothing_is_answered(fleet: FleetUp) -> None:
+    async with httpx.AsyncClient(base_url=fleet.url) as client:
+        for path in ("/v1/models", "/kvmig/v2/status"):
+            assert (await client.get(path)).status_code == 401
+        assert (await client.post(PATH, json=ask("a"))).status_code == 401
+
+
+async def test_an_alias_is_another_name(fleet: FleetUp) -> None:
+    fleet.add_toy("a", aliases=["gpt-4"])
+    async with fleet.client() as client:
+        assert await answer(client, ask("gpt-4")) == counted(10)
+
+
+async def test_a_model_that_nobody_needs_any_more_frees_its_instances_live(fleet: FleetUp) -> None:
+    """From three instances to one under forty streams: all are whole."""
+    fleet.add_toy("a", instances={"min": 3, "max": 3, "target": 1})
+    fleet.until("models/a", state="serving", serving=3)
+    fleet.hold(8)
+    streams = [Streamed(fleet, ask("a", 60, start)) for start in range(40)]
+    for stream in streams:
+        await stream.reach(8)
+    assert fleet.ask("POST", "models/a/scale", {"min": 1, "max": 1}).status_code == 200
+    fleet.until("models/a", serving=1)
+    fleet.hold(None)
+    assert [await stream.task for stream in streams] == [counted(60, start) for start in range(40)]
+
+
+# -- fleets of their own
+
+
+async def test_a_second_fleet_in_the_same_folder_is_refused_by_name(tmp_path: Path) -> None:
+    with FleetUp(tmp_path) as first:
+        other = FleetUp(tmp_path)
+        with pytest.raises(AssertionError):
+            other.start()
+        assert other.process is not None
+        assert other.process.returncode == 2
+        assert first.process is not None
+        assert f"is in use by process {first.process.pid}" in other.log.read_text()
+
+
+async def test_nothing_outlives_init(tmp_path: Path) -> None:
+    with FleetUp(tmp_path) as fleet:
+        fleet.add_toy("a", instances={"min": 1})
+        fleet.until("models/a", state="serving")
+        children = fleet.processes("kvmig")
+        assert fleet.process is not None
+        fleet.process.kill()
+        fleet.process.wait()
+        async with asyncio.timeout(60):
+            while not all(map(ended, children)):  # noqa: ASYNC110 - processes end by themselves
+                await asyncio.sleep(0.05)
+
+
+async def test_what_the_catalogue_holds_is_there_after_a_restart(tmp_path: Path) -> None:
+    with FleetUp(tmp_path) as fleet:
+        fleet.add_toy("a")
+        key = fleet.key
+        async with fleet.client() as client:
+            await answer(client, ask("a"))
+        children = fleet.processes("kvmig")
+        assert fleet.stop(signal.SIGINT) == 0
+        assert all(map(ended, children))
+        fleet.log.write_bytes(b"")
+        fleet.start()
+        async with fleet.client(key) as client:
+            assert await answer(client, ask("a")) == counted(10)
+        assert "first admin" not in fleet.log.read_text()
