@@ -216,7 +216,9 @@ def backup(file: Annotated[Path, typer.Argument(help="Where the copy goes.")]) -
 @app.command()
 @said
 def chat(
-    model: str, prompt: Annotated[str, typer.Argument(help="Or from the keyboard.")] = ""
+    model: str,
+    prompt: Annotated[str, typer.Argument(help="Or from the keyboard.")] = "",
+    max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 1000,
 ) -> None:
     """Talk to a model through the door; one that is cold starts."""
     client = where.client()
@@ -228,7 +230,7 @@ def chat(
         if not text:
             return
         messages.append({"role": "user", "content": text})
-        answer = "".join(said_by(door, model, messages))
+        answer = "".join(said_by(door, model, messages, max_tokens))
         messages.append({"role": "assistant", "content": answer})
         if prompt:
             return
@@ -242,9 +244,11 @@ def ask() -> str:
         return ""
 
 
-def said_by(door: Client, model: str, messages: list[dict[str, str]]) -> Iterable[str]:
+def said_by(
+    door: Client, model: str, messages: list[dict[str, str]], max_tokens: int
+) -> Iterable[str]:
     """What comes, printed as it comes. Raises Failed."""
-    body = {"model": model, "messages": messages, "stream": True}
+    body = {"model": model, "messages": messages, "stream": True, "max_tokens": max_tokens}
     for line in door.stream("/v1/chat/completions", body):
         if not line.startswith("data: ") or line == "data: [DONE]":
             continue
