@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvmig.console.client import Client, Failed
+from kvmig.console.client import KEY, Client, Failed
 from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
 from kvmig.fleet.spec import PATH, read_yaml
 from kvmig.ground.errors import ConfigError, KvmigError
@@ -39,7 +40,9 @@ app.add_typer(alias_app, name="alias")
 app.add_typer(key_app, name="key")
 app.add_typer(user_app, name="user")
 
-out = Console(highlight=False)
+DATABASE = "KVMIG_DATABASE"
+"""Environment variable: the URL of `kvmig up --database`."""
+out = Console(highlight=False, markup=False)
 Json = Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")]
 
 
@@ -120,7 +123,12 @@ def up(
     port: Annotated[int, typer.Option(help="Its port.")] = 8080,
     proxies: Annotated[int, typer.Option(help="Processes that take clients.")] = 1,
     database: Annotated[
-        str, typer.Option(help="URL of a PostgreSQL database (default: SQLite in the folder).")
+        str,
+        typer.Option(
+            envvar=DATABASE,
+            help="URL of a PostgreSQL database (default: SQLite in the folder). With a password: in"
+            " KVMIG_DATABASE, for every user of a host can read flags.",
+        ),
     ] = "",
     threads: Annotated[
         int, typer.Option(help="Cores of an instance on a CPU (default: half of them).")
@@ -130,10 +138,10 @@ def up(
     ] = 30.0,
 ) -> None:
     """Serve a fleet until Ctrl-C."""
-    import os
-
     from kvmig.fleet.init import up as run
 
+    for secret in (DATABASE, KEY):  # models' processes need neither
+        os.environ.pop(secret, None)
     settings = FleetSettings(
         data=data_folder(where.data),
         host=host,

@@ -1,0 +1,184 @@
+"""The command `kvmig`, over the server's API."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from kvmig.accounts.keys import Keys
+from kvmig.console import app as console
+from kvmig.console.client import KEY, Client
+from kvmig.fleet import init
+from kvmig.fleet.api import Backend, make_app
+from kvmig.fleet.models import Models
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.store import Store
+from tests.fleet_stores import Place
+
+
+class Kvmig:
+    """The command, with a server that has a store and nothing that runs."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self.store = store
+        self.folder = folder
+
+    def __call__(self, *words: str) -> str:
+        """What it prints."""
+        done = CliRunner().invoke(console.app, words)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    def refused(self, *words: str, status: int = 1) -> str:
+        """The sentence, where it fails. status: 2 if the server wasn't asked."""
+        done = CliRunner().invoke(console.app, words)
+        assert done.exit_code == status, done.output
+        assert done.output.count("\n") == 1
+        return done.output
+
+    def add_model(self, name: str = "qwen") -> None:
+        self("model", "add", name, f"path:{self.folder}", "--engine", "toy")
+
+    def json(self, *words: str) -> Any:
+        return json.loads(self(*words, "--json"))["data"]
+
+
+@pytest.fixture
+def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmig]:
+    store = Store(sqlite_place.url, sqlite_place.folder / "pepper")
+    settings = FleetSettings(data=str(sqlite_place.folder))
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(store.open).result()
+
+        async def changed() -> None:
+            return
+
+        models = Models(settings, lambda _: None, lambda _, __: 0)
+        backend = Backend(settings, store, thread, models, changed, lambda: Keys(b""))
+        client = Client("unused")
+        with TestClient(make_app(backend)) as http:
+            monkeypatch.setattr(client, "_http", http)
+            monkeypatch.setattr(console.Where, "client", lambda _: client)
+            yield Kvmig(store, sqlite_place.folder)
+        thread.submit(store.close).result()
+
+
+def test_an_alias_is_set_and_removed(kvmig: Kvmig) -> None:
+    kvmig.add_model("qwen")
+    kvmig.add_model("next")
+    kvmig("alias", "set", "canary", "qwen=90", "next=10")
+    kvmig("alias", "set", "best", "qwen")
+    assert kvmig.json("alias", "ls") == {"best": {"qwen": 1}, "canary": {"next": 10, "qwen": 90}}
+    assert "next=10, qwen=90" in kvmig("alias", "ls")
+    kvmig("alias", "rm", "canary")
+    assert kvmig.json("alias", "ls") == {"best": {"qwen": 1}}
+
+
+def test_a_wrong_weight_is_named(kvmig: Kvmig) -> None:
+    sentence = kvmig.refused("alias", "set", "best", "qwen=much", status=2)
+    assert sentence == "kvmig: the weight of qwen is 'much', must be a whole number\n"
+    assert "'qwen' is no model" in kvmig.refused("alias", "set", "best", "qwen")
+
+
+def test_a_user_is_disabled_and_enabled(kvmig: Kvmig) -> None:
+    kvmig("user", "add", "anna", "--role", "admin")
+    kvmig("user", "add", "bea")
+    kvmig("user", "set", "bea", "--disable")
+    assert [one["disabled"] for one in kvmig.json("user", "ls")] == [False, True]
+    assert "disabled" in kvmig("user", "ls")
+    kvmig("user", "set", "bea", "--enable", "--role", "admin")
+    assert [(one["role"], one["disabled"]) for one in kvmig.json("user", "ls")] == [
+        ("admin", False), ("admin", False),
+    ]  # fmt: skip
+    assert "no user 'carl'" in kvmig.refused("user", "set", "carl", "--disable")
+
+
+def test_a_key_is_made_rotated_and_revoked(kvmig: Kvmig) -> None:
+    kvmig("user", "add", "bea")
+    key = kvmig("key", "add", "bea", "--name", "laptop", "--model", "qwen", "--days", "2").strip()
+    _, prefix, _ = key.split("-", 2)
+    other = kvmig("key", "rotate", prefix, "--keep", "60").strip()
+    old, new = kvmig.json("key", "ls")
+    assert (old["prefix"], new["prefix"]) == (prefix, other.split("-", 2)[1])
+    assert old["terms"]["expires"] < new["terms"]["expires"]
+    kvmig("key", "revoke", new["prefix"])
+    assert [bool(one["revoked_at"]) for one in kvmig.json("key", "ls")] == [False, True]
+    assert "has been revoked" in kvmig.refused("key", "revoke", new["prefix"])
+    assert key not in kvmig("key", "ls")
+
+
+def test_a_name_that_looks_like_markup_is_shown_as_it_is(kvmig: Kvmig) -> None:
+    kvmig("user", "add", "bea")
+    kvmig("key", "add", "bea", "--name", "[/bold]")
+    assert "[/bold]" in kvmig("key", "ls")
+
+
+def test_the_audit_is_shown(kvmig: Kvmig) -> None:
+    kvmig("user", "add", "bea")
+    kvmig.add_model()
+    assert [one["action"] for one in kvmig.json("audit")] == ["model.add", "user.add"]
+    assert [one["object"] for one in kvmig.json("audit", "--limit", "1")] == ["qwen"]
+    assert "user.add" in kvmig("audit")
+
+
+def test_a_file_is_applied(kvmig: Kvmig) -> None:
+    file = kvmig.folder / "fleet.yaml"
+    (kvmig.folder / "weights").mkdir()
+    file.write_text("models: [{name: qwen, source: 'path:weights', engine: toy}]")
+    assert "add" in kvmig("apply", str(file), "--dry-run")
+    assert kvmig.json("model", "ls") == []
+    kvmig("apply", str(file))
+    (row,) = kvmig.json("model", "ls")
+    assert row["spec"]["source"] == f"path:{kvmig.folder}/weights"
+    file.write_text("models: []")
+    kvmig("apply", str(file), "--prune")
+    assert kvmig.json("model", "ls") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence", "status"),
+    [
+        ("models: [{name: a, name: b}]", "can't be used: line 1: 'name' is there twice", 2),
+        ("models: [", "can't be used: it is no plain YAML", 2),
+        ("modles: []", "must be `models:` and `aliases:`", 1),
+        ("", "the file holds None", 1),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(kvmig: Kvmig, text: str, sentence: str, status: int) -> None:
+    file = kvmig.folder / "fleet.yaml"
+    file.write_text(text)
+    assert sentence in kvmig.refused("apply", str(file), status=status)
+
+
+def test_a_file_that_is_not_there_is_named(kvmig: Kvmig) -> None:
+    assert "can't be used" in kvmig.refused("apply", str(kvmig.folder / "nowhere"), status=2)
+
+
+def test_a_backup_is_made(kvmig: Kvmig) -> None:
+    kvmig("backup", str(kvmig.folder / "saved"))
+    assert (kvmig.folder / "saved").stat().st_size > 0
+    assert "is there already" in kvmig.refused("backup", str(kvmig.folder / "saved"))
+
+
+def test_models_processes_get_no_password_of_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str | None, str | None]] = []
+
+    def up(settings: FleetSettings) -> int:
+        seen.append((settings.database, os.environ.get(console.DATABASE), os.environ.get(KEY)))
+        return 0
+
+    monkeypatch.setattr(init, "up", up)
+    environment = {console.DATABASE: "postgresql+psycopg://a:b@c/d", KEY: "kv-x"}
+    done = CliRunner().invoke(console.app, [f"--data={tmp_path}", "up"], env=environment)
+    assert done.exit_code == 0, done.output
+    assert seen == [("postgresql+psycopg://a:b@c/d", None, None)]
