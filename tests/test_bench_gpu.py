@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from bench.gpu import __main__ as run_all
 from bench.gpu import ceilings, correctness, downtime, gather, interference, links, sanitizer
 from bench.gpu import migration as migration_part
-from bench.gpu.device import SKIPPED, TMA, Copy, Site, Way
+from bench.gpu.device import SKIPPED, TMA, Copy, Site, Way, between_gpus
 from bench.gpu.engine_pair import Remote
 from bench.gpu.engine_process import Came
 from bench.gpu.moves import slowed, told
@@ -30,6 +31,7 @@ from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.ground.layout import Region
 from kvmig.kernels.face import Finished, Ids, Pending
 from kvmig.kernels.select import kernels
+from tests.fake_gpu import FakeGpu, FakeKernels
 
 ROOT = Path(__file__).parents[1]
 CPU = ["--device", "cpu", "--quick"]
@@ -144,6 +146,21 @@ def test_the_product_takes_the_tma_where_it_is() -> None:
     assert gather.taken(ways, 132) == (TMA, CTAS_OF_TMA)
     assert gather.taken(ways[:2], 132) == ("cuda", CTAS_ON_DEVICE)
     assert gather.taken(ways[:1], 2) == ("cuda", 2)
+
+
+def test_pauses_are_measured_with_the_copy_that_the_product_makes(
+    gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, regions, ids = FakeKernels(gpu := FakeGpu()), (Region(0, 64, 64),), np.arange(1)
+    address = gpu.allocate(128)
+    here, there = ([replace(one, base=address + at) for one in regions] for at in (0, 64))
+    for capability in ((9, 0), (8, 0)):
+        monkeypatch.setattr(FakeGpu, "capability", capability)
+        between_gpus(kernels)(here, there, ids, ids, checksums=True).wait()
+    assert kernels.launches.workers == [CTAS_OF_TMA, CTAS_ON_DEVICE]
+    assert kernels.launches.by_tma == 1
+    kernels.close()
+    gpu.free(address)
 
 
 def test_the_products_figure_is_of_its_settings_and_the_share_of_the_best() -> None:

@@ -301,6 +301,28 @@ async def test_an_inbox_that_was_given_up_takes_nothing_more() -> None:
     staging.close()
 
 
+async def test_a_channel_that_was_closed_says_so_and_keeps_a_buffer_in_use() -> None:
+    staging = staging_on(0)
+    inbox = inbox_on(1, staging)
+    slot, channel = await staging.acquire(1), staging.channel(inbox.token)
+    buffer = await channel.buffer(slot)
+    channel.close()
+    with pytest.raises(TransportError, match="the way to the destination's memory was given up"):
+        await channel.buffer(slot)
+    write(buffer, b"late")
+    inbox.close()
+    staging.close()
+
+
+async def test_a_slot_that_nobody_has_acquired_has_no_buffer() -> None:
+    staging = staging_on(0)
+    inbox = inbox_on(0, staging)
+    with pytest.raises(ValueError, match="staging slot 1 is not acquired"):
+        await staging.channel(inbox.token).buffer(1)
+    inbox.close()
+    staging.close()
+
+
 async def test_a_gpu_without_room_is_named() -> None:
     fake_gpu.fail("cuMemCreate")
     with pytest.raises(TransportError, match="no 16 bytes of GPU memory to share: cuMemCreate"):

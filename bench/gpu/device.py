@@ -10,16 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
 import torch
 
 from bench.report import Result, parser, say
+from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
 from kvmig.ground.errors import KvmigError
 from kvmig.ground.layout import Region
 from kvmig.kernels import select
 from kvmig.kernels.face import Device, Ids, Kernels, Pending
+from kvmig.kernels.gpu import GpuKernels
 
 TMA = "cuda-tma"
 """The way through the TMA."""
@@ -68,6 +71,15 @@ class Deadline:
         say(f"stopped after {self._seconds:g} s")
         result.samples.append({"stopped": f"after {self._seconds:g} s"})
         return True
+
+
+def between_gpus(by: Kernels) -> Callable[..., Pending]:
+    """The copy that the product makes to a GPU's buffer and from it, on its CTAs."""
+    if by.device == "cpu":
+        return by.copy
+    if isinstance(by, GpuKernels) and by.has_tma:
+        return partial(by.copy_tma, workers=CTAS_OF_TMA)
+    return partial(by.copy, workers=CTAS_ON_DEVICE)
 
 
 class Site:

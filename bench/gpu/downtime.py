@@ -1,5 +1,6 @@
 """The pause of a migration between two processes on one GPU: the source gathers straight into the
-destination's staging memory (CUDA IPC), which scatters, compares checksums and says so.
+destination's staging memory (CUDA IPC), which scatters, compares checksums and says so; both by the
+product's kernel for that, on as many CTAs as it gives it.
 
 live: only the last block moves in the pause; blocking: all do. recompute is computed, from the
 model's operations at the matmul rate measured here. No engine decodes meanwhile.
@@ -16,7 +17,7 @@ from multiprocessing.connection import Connection
 from statistics import median
 
 from bench.gpu.ceilings import matmul_tflops
-from bench.gpu.device import Site, note_gpu, options_of
+from bench.gpu.device import Site, between_gpus, note_gpu, options_of
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.gpu.staging import Name, create, open_named
 from bench.report import begin, finish, table
@@ -35,7 +36,7 @@ END_TIMEOUT_S = 10.0
 
 def source(link: Connection, device: Device, shape: Shape, blocks: int, name: Name) -> None:
     """The other process: gathers the blocks that it is asked for until it is asked for none."""
-    site, by = Site(device), kernels(device)
+    site, copy = Site(device), between_gpus(kernels(device))
     pool = site.memory(blocks * shape.block_bytes)
     site.settle()
     paged = shape.layout(pool.data_ptr(), blocks).regions
@@ -46,7 +47,7 @@ def source(link: Connection, device: Device, shape: Shape, blocks: int, name: Na
             chosen, offset = asked
             places = ids("contiguous", len(chosen), len(chosen))
             staged = shape.staged(staging.address + offset)
-            sums = by.copy(paged, staged, chosen, places, checksums=True, stream=site.stream)
+            sums = copy(paged, staged, chosen, places, checksums=True, stream=site.stream)
             link.send(sums.wait())
     finally:
         staging.close()
@@ -59,7 +60,7 @@ class Destination:
         self, site: Site, link: Connection, shape: Shape, blocks: int, base: int, slot: int
     ) -> None:
         self._site, self._link, self._shape, self._base, self._slot = site, link, shape, base, slot
-        self._by = kernels(site.device)
+        self._copy = between_gpus(kernels(site.device))
         self._pool = site.memory(blocks * shape.block_bytes, 0)
         self._regions = shape.layout(self._pool.data_ptr(), blocks).regions
         site.settle()
@@ -88,7 +89,7 @@ class Destination:
     def _scatter(self, places: Ids, number: int, sums: list[int]) -> None:
         staged = self._shape.staged(self._base + number % 2 * self._slot)
         from_ = ids("contiguous", len(places), len(places))
-        done = self._by.copy(
+        done = self._copy(
             staged, self._regions, from_, places, checksums=True, stream=self._site.stream
         )
         if done.wait() != sums:
