@@ -206,6 +206,13 @@ def test_a_start_that_failed_holds_no_lock(place: Place) -> None:
         pass
 
 
+def test_a_first_start_that_was_cut_off_is_begun_again(place: Place) -> None:
+    (place.folder / "pepper.part").write_bytes(b"half")
+    with opened(place) as store:
+        assert (place.folder / "pepper").read_bytes() == store.pepper
+    assert not (place.folder / "pepper.part").exists()
+
+
 def test_the_wrong_pepper_is_refused(place: Place) -> None:
     with opened(place):
         pass

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import delete, text, update
 
 from kvmig.accounts.keys import Keys, KeyTerms
@@ -318,3 +326,53 @@ def test_the_audit_is_never_changed(store: Store, place: Place, statement: objec
     ):
         connection.execute(statement)  # type: ignore[call-overload]
     assert store.audit() == rows
+
+
+NAMES = st.sampled_from(["a", "b", "c"])
+ORDERS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), NAMES, st.integers(1, 3)),
+        st.tuples(st.just("scale"), NAMES, st.integers(0, 3)),
+        st.tuples(st.just("remove"), NAMES),
+        st.tuples(st.just("alias"), NAMES, st.dictionaries(NAMES, st.integers(1, 9))),
+        st.tuples(st.just("apply"), st.lists(NAMES, unique=True), st.booleans()),
+    ),
+    max_size=12,
+)
+
+
+@given(ORDERS)
+def test_the_audit_tells_the_whole_story(orders: list[tuple[Any, ...]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(f"sqlite:///{folder}/fleet.sqlite", Path(folder))
+        store = place.store()
+        store.open()
+        for order in orders:
+            with suppress(NotThere, Taken, ConfigError):
+                give(store, place, *order)
+        told: dict[tuple[str, str], Any] = {}
+        for row in reversed(store.audit(limit=1000)):
+            kind = row.action.partition(".")[0]
+            assert told.pop((kind, row.object), None) == row.before
+            if row.after is not None:
+                told[kind, row.object] = row.after
+        fleet = store.fleet()
+        assert told == {
+            **{("model", one.name): json.loads(msgspec.json.encode(one)) for one in fleet.models},
+            **{("alias", name): to for name, to in fleet.aliases.items()},
+        }
+        store.close()
+
+
+def give(store: Store, place: Place, order: str, name: Any, value: Any = None) -> None:
+    match order:
+        case "add":
+            store.add_model(place.spec(name, instances={"max": value}), ANNA)
+        case "scale":
+            store.scale(name, ANNA, most=value)
+        case "remove":
+            store.remove_model(name, ANNA)
+        case "alias":
+            store.set_alias(f"x{name}", value, ANNA)
+        case "apply":
+            store.apply(FleetFile(tuple(place.spec(one) for one in name)), ANNA, prune=value)

@@ -518,14 +518,16 @@ class Store:
 
 
 def _read_pepper(path: Path, *, make: bool) -> bytes:
-    """From a file for this user alone."""
+    """From a file for this user alone; a new one is on the disk before anything depends on it."""
+    part = path.with_name(path.name + ".part")
     try:
         if make and not path.exists():
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(PEPPER_BYTES))
-                file.flush()
-                os.fsync(descriptor)
+            part.unlink(missing_ok=True)
+            part.touch(mode=0o600)
+            part.write_bytes(secrets.token_bytes(PEPPER_BYTES))
+            _sync(part)
+            part.replace(path)
+            _sync(path.parent)
         pepper = path.read_bytes()
     except FileNotFoundError as error:
         raise StoreError(
@@ -536,6 +538,14 @@ def _read_pepper(path: Path, *, make: bool) -> bytes:
     if len(pepper) != PEPPER_BYTES:
         raise StoreError(f"{path} holds {len(pepper)} bytes, must hold {PEPPER_BYTES}")
     return pepper
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _new_id() -> str:

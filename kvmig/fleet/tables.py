@@ -53,7 +53,10 @@ CONNECT_S = 5
 
 
 class StoreError(KvmigError):
-    """The database can't do it now, or can't be used at all; nothing was changed."""
+    """The database can't do it now, or can't be used at all; nothing was changed.
+
+    But for one case: PostgreSQL's connection broke at the commit itself. Then all or nothing was.
+    """
 
 
 metadata = MetaData()
