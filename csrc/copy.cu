@@ -51,7 +51,11 @@ int kvmig_copy_tma(const kvmig_region *src, const kvmig_region *dst, int64_t n_r
     if (const cudaError_t error =
             kvmig::device_attribute(cudaDevAttrComputeCapabilityMajor, &major))
         return status(error);
-    if (major < kTmaMajor) return KVMIG_UNSUPPORTED;
+    cudaFuncAttributes compiled = {};
+    if (const cudaError_t error = cudaFuncGetAttributes(&compiled, kvmig_copy_tma_kernel))
+        return status(error);
+    // Code for sm_80 also runs on later ones, and has nothing in this kernel.
+    if (major < kTmaMajor || compiled.ptxVersion < 10 * kTmaMajor) return KVMIG_UNSUPPORTED;
     if (const int failed = clear(checksums, n, stream)) return failed;
     if (!n || !n_regions) return KVMIG_OK;
     constexpr int kShared = sizeof(kvmig::Ring);  // more than a kernel gets unasked

@@ -68,8 +68,9 @@ int kvmig_copy(const kvmig_region *src, const kvmig_region *dst, int64_t n_regio
                const int64_t *src_ids, const int64_t *dst_ids, int64_t n, uint64_t *checksums,
                void *stream, int32_t workers);
 
-/* The same through the TMA's bulk copies (CUDA, sm_90 and later), else KVMIG_UNSUPPORTED. Base,
- * stride and run of every region are multiples of 16, which the caller has checked. */
+/* The same through the TMA's bulk copies (CUDA, on sm_90 and later, by a library that was compiled
+ * for these), else KVMIG_UNSUPPORTED, also with n == 0. Base, stride and run of every region are
+ * multiples of 16, which the caller has checked. */
 int kvmig_copy_tma(const kvmig_region *src, const kvmig_region *dst, int64_t n_regions,
                    const int64_t *src_ids, const int64_t *dst_ids, int64_t n,
                    uint64_t *checksums, void *stream, int32_t workers);

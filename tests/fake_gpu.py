@@ -192,8 +192,9 @@ class Launches(Library):
         super().copy(*arguments)
 
     def copy_tma(self, *arguments: int) -> None:
-        self._note(*arguments)
-        self.by_tma += 1
+        if any(arguments):  # else it is asked for only
+            self._note(*arguments)
+            self.by_tma += 1
         super().copy_tma(*arguments)
 
     def _note(self, *arguments: int) -> None:

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,15 +150,16 @@ def test_the_product_takes_the_tma_where_it_is() -> None:
 def test_pauses_are_measured_with_the_copy_that_the_product_makes(
     gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels, regions, ids = FakeKernels(gpu := FakeGpu()), (Region(0, 64, 64),), np.arange(1)
-    address = gpu.allocate(128)
-    here, there = ([replace(one, base=address + at) for one in regions] for at in (0, 64))
-    for capability in ((9, 0), (8, 0)):
-        monkeypatch.setattr(FakeGpu, "capability", capability)
+    gpu, ids = FakeGpu(), np.arange(1)
+    address, workers = gpu.allocate(128), list[int]()
+    here, there = ([Region(address + at, 64, 64)] for at in (0, 64))
+    for compiled_for in ("90", "80"):
+        monkeypatch.setenv("KVMIG_FAKE_PTX", compiled_for)
+        kernels = FakeKernels(gpu)
         between_gpus(kernels)(here, there, ids, ids, checksums=True).wait()
-    assert kernels.launches.workers == [CTAS_OF_TMA, CTAS_ON_DEVICE]
-    assert kernels.launches.by_tma == 1
-    kernels.close()
+        workers += kernels.launches.workers
+        kernels.close()
+    assert workers == [CTAS_OF_TMA, CTAS_ON_DEVICE]
     gpu.free(address)
 
 

@@ -27,7 +27,6 @@ class Launches:
     """A `gpu.Launcher` that launches nothing; `fails`: it refuses."""
 
     name = "cuda"
-    has_tma = True
 
     def __init__(self) -> None:
         self.fails = False

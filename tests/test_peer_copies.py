@@ -12,8 +12,9 @@ import pytest
 
 from kvmig.engines.block_copies import Blocks, HostCopies
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE, TMA_RUN, DeviceCopies, load
-from kvmig.ground.errors import TransportError
+from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.kernels.arrays import memory_of
+from kvmig.kernels.face import Finished
 from kvmig.kernels.gpu import GpuKernels
 from kvmig.kernels.side_stream import SideStream
 from kvmig.kvtransfer.messages import Chunk
@@ -121,10 +122,11 @@ def test_what_the_tma_does_not_copy_or_copies_slowly_the_others_do(
     end.close()
 
 
-def test_a_gpu_without_a_tma_copies_by_few_blocks_of_threads(
+def test_a_library_without_code_for_the_tma_copies_by_few_blocks_of_threads(
     gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeGpu, "capability", (8, 0))
+    """On a GPU of sm_90 that runs what was compiled for sm_80, the kernel would do nothing."""
+    monkeypatch.setenv("KVMIG_FAKE_PTX", "80")
     end = End(0, 1)
     out = buffer_for(end)
     sums = end.copies.gather(IDS, out)
@@ -146,6 +148,16 @@ def test_the_tma_is_tried_out_at_the_start(source: End, monkeypatch: pytest.Monk
     monkeypatch.setattr(GpuKernels, "copy_tma", noted)
     load(Blocks(source.cache.layout), 0, steps_overlap=True).close()
     assert calls.count(CTAS_OF_TMA) == 2
+
+
+def test_a_tma_that_does_nothing_is_noticed_at_the_start(
+    source: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives the same checksums there and back: none."""
+    lazy = Finished([0])
+    monkeypatch.setattr(GpuKernels, "copy_tma", lambda *_, **__: lazy)
+    with pytest.raises(KvmigError, match="a copy on GPU 0 and back isn't the same block"):
+        load(Blocks(source.cache.layout), 0, steps_overlap=True)
 
 
 # -- copies that end late, or never

@@ -38,7 +38,6 @@ class Library:
     """A `gpu.Launcher`: the library's own launches."""
 
     name = "cuda"
-    has_tma = True
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

@@ -24,7 +24,7 @@ _EVENT_WITHOUT_TIMING = 2
 _STREAM_NON_BLOCKING = 1
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
-_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
+_MULTIPROCESSORS = 16
 _PORTABLE, _READ_ONLY = 1, 8  # pinned for every context; the device only reads it
 
 
@@ -82,11 +82,6 @@ class Driver:
     def multiprocessors(self) -> int:
         """SMs."""
         return self.attribute(_MULTIPROCESSORS)
-
-    @functools.cached_property
-    def capability(self) -> tuple[int, int]:
-        """As in sm_90: (9, 0)."""
-        return self.attribute(_COMPUTE_CAPABILITY_MAJOR), self.attribute(_COMPUTE_CAPABILITY_MINOR)
 
     def attribute(self, number: int) -> int:
         """CUdevice_attribute."""

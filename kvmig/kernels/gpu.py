@@ -18,8 +18,6 @@ from kvmig.kernels.call_memory import CallMemoryPool
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.face import Finished, Ids, Pending
 
-HOPPER = (9, 0)
-"""The compute capability from which on there is a TMA."""
 _SUM_BYTES = 8
 
 
@@ -31,8 +29,6 @@ class Launcher(Protocol):
 
     @property
     def name(self) -> str: ...
-    @property
-    def has_tma(self) -> bool: ...
     def copy(self, *arguments: int) -> None: ...
     def copy_tma(self, *arguments: int) -> None: ...
     def checksum(self, *arguments: int) -> None: ...
@@ -52,10 +48,15 @@ class GpuKernels:
     def name(self) -> str:
         return self._launcher.name
 
-    @property
+    @functools.cached_property
     def has_tma(self) -> bool:
         """Whether `copy_tma` can be had."""
-        return self._launcher.has_tma and self._device.capability >= HOPPER
+        self._device.enter()
+        try:
+            self._launcher.copy_tma(0, 0, 0, 0, 0, 0, 0, 0, 0)  # of no block
+        except KernelUnavailable:
+            return False
+        return True
 
     def copy(
         self,

@@ -52,7 +52,6 @@ class Cupy:
     """A `gpu.Launcher` over the kernels themselves. Raises KernelUnavailable without CuPy."""
 
     name = "nvrtc"
-    has_tma = False
 
     def __init__(self, device: Driver) -> None:
         self._device = device

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 
@@ -149,6 +150,16 @@ namespace emulated {
 cudaError_t launch(const cudaLaunchConfig_t &config, std::function<void()> kernel);
 }
 
+struct cudaFuncAttributes {
+    int ptxVersion;
+};
+// $KVMIG_FAKE_PTX: of a library that was compiled for other GPUs than sm_90.
+template <class... Parameters>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *found, void (*)(Parameters...)) {
+    const char *chosen = std::getenv("KVMIG_FAKE_PTX");
+    found->ptxVersion = chosen ? std::atoi(chosen) : 90;
+    return cudaSuccess;
+}
 template <class... Parameters>
 cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
     return cudaSuccess;
