@@ -22,7 +22,7 @@ from sqlalchemy import text
 from kvmig.accounts.keys import KeyTerms
 from kvmig.fleet import migrations
 from kvmig.fleet.store import Store
-from kvmig.fleet.tables import SCHEMA, StoreError, metadata
+from kvmig.fleet.tables import SCHEMA, StoreError, Unusable, metadata
 from kvmig.ground.errors import ConfigError
 from tests import postgres
 from tests.fleet_stores import ANNA, Place
@@ -60,7 +60,7 @@ def file_of(place: Place) -> Path:
 def refused(place: Place, sentence: str) -> None:
     """At the start, by a sentence; its file stays as it is, and so does one that can be used."""
     before = file_of(place).read_bytes()
-    with pytest.raises(StoreError, match=sentence) as said:
+    with pytest.raises(Unusable, match=sentence) as said:
         place.store().open()
     assert "\n" not in str(said.value)
     assert file_of(place).read_bytes() == before
@@ -152,7 +152,7 @@ def test_a_read_only_file_is_refused() -> None:
         before = file_of(place).read_bytes()
         with (
             as_nobody(),
-            pytest.raises(StoreError, match=r"fleet\.sqlite is read-only"),
+            pytest.raises(Unusable, match=r"fleet\.sqlite is read-only"),
         ):
             place.store().open()
         assert file_of(place).read_bytes() == before
@@ -217,7 +217,7 @@ def test_the_wrong_pepper_is_refused(place: Place) -> None:
     with opened(place):
         pass
     (place.folder / "pepper").write_bytes(bytes(32))
-    with pytest.raises(StoreError, match="isn't the pepper of the fleet's database"):
+    with pytest.raises(Unusable, match="isn't the pepper of the fleet's database"):
         place.store().open()
     (place.folder / "pepper").write_bytes(b"short")
     with pytest.raises(StoreError, match="holds 5 bytes, must hold 32"):

@@ -22,7 +22,7 @@ import msgspec
 
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.discreet import Discreet
-from kvmig.ground.errors import StartupError
+from kvmig.ground.errors import ConfigError, StartupError
 from kvmig.ground.leftovers import Files, of_group, remove, shared_by
 
 STOP_S = 5.0
@@ -134,6 +134,8 @@ class Announcement(msgspec.Struct, frozen=True):
 
     endpoint: str = ""
     failed: str = ""
+    refused: bool = False
+    """Whether it failed by what it was told to use, so that another try is in vain."""
 
 
 class Handle(Protocol):
@@ -142,7 +144,8 @@ class Handle(Protocol):
     async def ready(self, timeout_s: float) -> str:
         """Return its endpoint, once it serves; to be awaited once.
 
-        Raises StartupError with the process's own sentence, or with how it ended.
+        Raises StartupError with the process's own sentence, or with how it ended; ConfigError
+        where the process was refused what it was told to use.
         """
         ...
 
@@ -278,7 +281,8 @@ class Child:
             raise StartupError(f"{self.name} was not ready within {timeout_s:g} s") from error
         answer = msgspec.json.decode(line, type=Announcement)
         if answer.failed:
-            raise StartupError(f"{self.name}: {answer.failed}")
+            kind = ConfigError if answer.refused else StartupError
+            raise kind(f"{self.name}: {answer.failed}")
         self._shared = shared_by(of_group(self._process.pid))
         return answer.endpoint
 

@@ -465,7 +465,7 @@ class Kept:
                 assert self._child is not None
                 assert self._heartbeats is not None
                 how = await first_of(self._child.ended(), hangs(self._heartbeats))
-            except StartupError as error:
+            except (ConfigError, StartupError) as error:
                 how = str(error)
             await self._end(0.0)
             deaths = deaths_in_a_row(deaths, loop.time() - began)

@@ -30,7 +30,7 @@ from kvmig.fleet.models import Models, Wanted
 from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, encode, news_of
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.store import Store
-from kvmig.ground.errors import KvmigError, StartupError
+from kvmig.ground.errors import ConfigError, KvmigError, StartupError
 from kvmig.proxy import messages
 from kvmig.proxy.link import ProxyLinks
 from kvmig.proxy.messages import Aliases, Demand, Route, Routes, Snapshot, Want
@@ -260,7 +260,8 @@ def main(argv: Sequence[str]) -> int:
         uvloop.run(run(launch, descriptor))
     except (KvmigError, OSError) as error:
         try:
-            announce(descriptor, Announcement(failed=str(error)))
+            refused = isinstance(error, ConfigError)
+            announce(descriptor, Announcement(failed=str(error), refused=refused))
         except StartupError:  # announced before: it ran, then failed
             say(str(error))
         return 1

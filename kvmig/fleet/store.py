@@ -36,6 +36,7 @@ from kvmig.fleet.spec import (
 from kvmig.fleet.tables import (
     Database,
     StoreError,
+    Unusable,
     aliases,
     api_keys,
     audit,
@@ -510,7 +511,7 @@ class Store:
             if kept is None:
                 connection.execute(insert(meta).values(name="pepper", value=shown))
             elif not secrets.compare_digest(kept, shown):
-                raise StoreError(
+                raise Unusable(
                     f"{self._pepper_file} isn't the pepper of the fleet's database"
                     f" {self.database.name}: put back the one that was saved with it"
                 )
@@ -530,13 +531,13 @@ def _read_pepper(path: Path, *, make: bool) -> bytes:
             _sync(path.parent)
         pepper = path.read_bytes()
     except FileNotFoundError as error:
-        raise StoreError(
+        raise Unusable(
             f"{path} is gone, and with it the secret under which keys are hashed: put it back"
         ) from error
     except OSError as error:
         raise StoreError(f"{path} can't be used: {error}") from error
     if len(pepper) != PEPPER_BYTES:
-        raise StoreError(f"{path} holds {len(pepper)} bytes, must hold {PEPPER_BYTES}")
+        raise Unusable(f"{path} holds {len(pepper)} bytes, must hold {PEPPER_BYTES}")
     return pepper
 
 

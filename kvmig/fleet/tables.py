@@ -59,6 +59,10 @@ class StoreError(KvmigError):
     """
 
 
+class Unusable(StoreError, ConfigError):
+    """Nor will it do it later: it is damaged, read-only, of a newer kvmig, or something else's."""
+
+
 metadata = MetaData()
 
 meta = Table(
@@ -202,21 +206,26 @@ class Database:
         try:
             yield
         except DBAPIError as error:
-            raise StoreError(self._sentence(error.orig)) from error
+            raise self._error(error.orig) from error
         except (dbapi.Error, OSError) as error:
-            raise StoreError(self._sentence(error)) from error
+            raise self._error(error) from error
 
-    def _sentence(self, error: BaseException | None) -> str:
+    def _error(self, error: BaseException | None) -> StoreError:
         code = getattr(error, "sqlite_errorcode", -1) & 0xFF
-        said = str(error).strip().partition("\n")[0]
-        what = {
-            sqlite3.SQLITE_BUSY: f"is locked by another program, for {self._wait_s:g} s now",
+        lasting = {
             sqlite3.SQLITE_READONLY: "is read-only",
-            sqlite3.SQLITE_FULL: "has no room left",
             sqlite3.SQLITE_CORRUPT: "is damaged; restore a backup",
             sqlite3.SQLITE_NOTADB: "is no SQLite database, or a damaged one",
-        }.get(code, f"can't be used: {said}")
-        return f"the fleet's database {self.name} {what}"
+        }
+        said = str(error).strip().partition("\n")[0]
+        passing = {
+            sqlite3.SQLITE_BUSY: f"is locked by another program, for {self._wait_s:g} s now",
+            sqlite3.SQLITE_FULL: "has no room left",
+        }
+        if code in lasting:
+            return Unusable(f"the fleet's database {self.name} {lasting[code]}")
+        what = passing.get(code, f"can't be used: {said}")
+        return StoreError(f"the fleet's database {self.name} {what}")
 
 
 def _checked_url(url: str) -> URL:
@@ -309,7 +318,7 @@ def _check_file(path: Path) -> None:
         if path.stat().st_size <= QUICK_CHECK_BYTES:
             said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
             if said != "ok":
-                raise StoreError(f"the fleet's database {path} is damaged; restore a backup")
+                raise Unusable(f"the fleet's database {path} is damaged; restore a backup")
         _schema_of(connection, str(path))
 
 
@@ -361,12 +370,12 @@ def _schema_of(connection: Connection, name: str) -> int:
     if not found:
         return 0
     if "alembic_version" not in found:
-        raise StoreError(f"the database {name} holds something else than a kvmig fleet")
+        raise Unusable(f"the database {name} holds something else than a kvmig fleet")
     number = str(connection.scalar(text("SELECT version_num FROM alembic_version")))
     if not number.isdecimal():
-        raise StoreError(f"the database {name} holds something else than a kvmig fleet")
+        raise Unusable(f"the database {name} holds something else than a kvmig fleet")
     if int(number) > SCHEMA:
-        raise StoreError(
+        raise Unusable(
             f"the fleet's database {name} has schema {int(number)}, this kvmig knows schemas up to"
             f" {SCHEMA}: start a newer kvmig, or restore a backup"
         )

@@ -1,0 +1,92 @@
+"""A fleet whose database can't be used: inference goes on, orders hear why, then all is well."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import postgres
+from tests.fleets import FleetUp, kill
+
+pytestmark = pytest.mark.server
+
+PROMPT = "Count: 0017 0018"
+NEXT = " 0019 0020"
+
+
+async def answered(client: httpx.AsyncClient, model: str) -> str:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": len(NEXT), "temperature": 0}
+    found = await client.post("/v1/completions", json=body)
+    assert found.status_code == 200, found.text
+    return str(found.json()["choices"][0]["text"])
+
+
+async def refused(fleet: FleetUp, sentence: str) -> None:
+    """An order, by 503; the API answers on."""
+    answer = await asyncio.to_thread(fleet.ask, "POST", "users", {"name": "carl"})
+    assert answer.status_code == 503
+    assert sentence in answer.json()["error"]["message"]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[FleetUp]:
+    with FleetUp(tmp_path) as made:
+        made.add_toy("warm")
+        made.add_toy("cold")
+        yield made
+
+
+async def test_while_the_database_is_locked_models_serve_and_start(fleet: FleetUp) -> None:
+    file = fleet.folder / "kvmig.sqlite"
+    async with fleet.client() as client:
+        assert await answered(client, "warm") == NEXT
+        with closing(sqlite3.connect(file, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            order = asyncio.create_task(refused(fleet, f"{file} is locked by another program"))
+            assert await answered(client, "warm") == NEXT
+            assert await answered(client, "cold") == NEXT
+            assert not order.done()
+            await order
+    assert fleet.ask("POST", "users", {"name": "carl"}).status_code == 201
+
+
+async def test_without_postgres_models_serve_and_the_next_server_waits_for_it(
+    postgres_cluster: postgres.Cluster, tmp_path: Path
+) -> None:
+    with FleetUp(tmp_path, f"--database={postgres_cluster.new()}") as fleet:
+        fleet.add_toy("warm")
+        async with fleet.client() as client:
+            assert await answered(client, "warm") == NEXT
+            postgres_cluster.stop()
+            try:
+                await refused(fleet, "can't be used: connection")
+                (server,) = fleet.processes("kvmig.fleet.server")
+                kill(server)
+                await asyncio.sleep(2)
+                assert await answered(client, "warm") == NEXT
+            finally:
+                postgres_cluster.start()
+            async with asyncio.timeout(60):
+                while not fleet.listens():  # noqa: ASYNC110 - the server starts by itself
+                    await asyncio.sleep(0.1)
+            made = await asyncio.to_thread(fleet.ask, "POST", "users", {"name": "carl"})
+            assert made.status_code == 201, made.text
+            assert await answered(client, "warm") == NEXT
+
+
+async def test_a_damaged_database_is_refused_by_name_and_left_as_it_is(tmp_path: Path) -> None:
+    fleet = FleetUp(tmp_path)
+    file = fleet.folder / "kvmig.sqlite"
+    file.parent.mkdir()
+    file.write_bytes(b"certainly no database, " * 500)
+    with pytest.raises(AssertionError, match=r"kvmig\.sqlite is no SQLite database"):
+        fleet.start()
+    assert fleet.process is not None
+    assert fleet.process.wait(10) == 2
+    assert file.read_bytes() == b"certainly no database, " * 500
