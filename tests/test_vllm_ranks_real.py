@@ -29,8 +29,8 @@ TWO_ON_GPUS = TWO, True
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(ONE_ON_A_CPU, id="one on a CPU"),
         pytest.param(ONE_ON_A_GPU, id="one on a GPU"),
+        pytest.param(ONE_ON_A_CPU, id="one on a CPU", marks=pytest.mark.long),
         pytest.param(TWO_ON_GPUS, id="two on GPUs", marks=pytest.mark.long),
     ],
 )
