@@ -375,6 +375,11 @@ def test_a_backup_overwrites_nothing(sqlite_place: Place) -> None:
             store.backup(saved)
         with pytest.raises(StoreError, match=r"nowhere/saved can't be written"):
             store.backup(sqlite_place.folder / "nowhere" / "saved")
+        with pytest.raises(StoreError, match="can't be written"):
+            store.backup(sqlite_place.folder / ("x" * 300))
+        for odd in (Path("saved"), sqlite_place.folder / "a\0b", Path("/")):
+            with pytest.raises(ConfigError):
+                store.backup(odd)
     assert saved.read_text() == "precious"
     assert list(sqlite_place.folder.glob("*.part")) == []
 

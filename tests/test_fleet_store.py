@@ -296,6 +296,30 @@ def test_users_and_keys_that_are_not_there_are_named(store: Store) -> None:
         store.revoke_key("abcdefgh", ANNA)
 
 
+ODD = ["\0", "\ud800", "a\nb", "x" * 10_000, "' OR 1=1 --"]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_names_that_no_database_takes_are_as_all_others_that_are_not_there(
+    store: Store, name: str
+) -> None:
+    with pytest.raises(NotThere, match="no model"):
+        store.model(name)
+    with pytest.raises(NotThere, match="no user"):
+        store.set_user(name, ANNA, role="user")
+    with pytest.raises(NotThere, match="no key"):
+        store.rotate_key(name, ANNA)
+    with pytest.raises(NotThere, match="no alias"):
+        store.set_alias(name, {}, ANNA)
+
+
+@pytest.mark.parametrize("name", ["\0", "\ud800", "a\nb", "x" * 129])
+def test_a_keys_name_is_printable(store: Store, name: str) -> None:
+    store.add_user("bea", "user", ANNA)
+    with pytest.raises(ConfigError, match="must be at most 128 printable characters"):
+        store.create_key("bea", name, KeyTerms(), ANNA)
+
+
 # -- the audit
 
 

@@ -167,6 +167,9 @@ def test_a_scope_that_the_key_has_not_is_refused() -> None:
         (KeyTerms(scopes=()), "scopes is [], must be some of infer, read, admin"),
         (KeyTerms(scopes=("root",)), "scopes is ['root'], must"),  # type: ignore[arg-type]
         (KeyTerms(models=()), "models is empty, must name models"),
+        (KeyTerms(models=("",)), "models has '', must be names of 1 to 260 printable characters"),
+        (KeyTerms(models=("\ud800",)), "models has '\\ud800', must be names"),
+        (KeyTerms(models=("x" * 261,)), "must be names of 1 to 260 printable characters"),
         (KeyTerms(cidrs=()), "cidrs is empty, must name networks"),
         (KeyTerms(cidrs=("10.0.0.1/8",)), "cidrs has '10.0.0.1/8', must be networks as"),
         (KeyTerms(cidrs=("home",)), "cidrs has 'home', must be networks as"),

@@ -30,6 +30,8 @@ PREFIX_LENGTH = 8
 SECRET_BYTES = 32
 PEPPER_BYTES = 32
 FORM = re.compile(r"kv-([0-9a-z]{8})-([A-Za-z0-9_-]{43})")
+MODEL_LENGTH = 260
+"""Of two names and a colon, at least."""
 MOST = 10**12
 """Of requests and tokens a minute."""
 
@@ -180,6 +182,12 @@ def check_terms(terms: KeyTerms, now: float) -> None:
         raise ConfigError(f"scopes is {list(terms.scopes)}, must be some of {', '.join(SCOPES)}")
     if terms.models is not None and not terms.models:
         raise ConfigError("models is empty, must name models; leave it out for all")
+    for name in terms.models or ():
+        if not (0 < len(name) <= MODEL_LENGTH and name.isprintable()):
+            raise ConfigError(
+                f"models has {name!r:.100}, must be names of 1 to {MODEL_LENGTH} printable"
+                " characters"
+            )
     if terms.cidrs is not None and not terms.cidrs:
         raise ConfigError("cidrs is empty, must name networks; leave it out for all")
     for cidr in terms.cidrs or ():

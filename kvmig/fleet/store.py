@@ -168,19 +168,22 @@ class Store:
         """Copy the database into a new file while it is in use. The pepper's file isn't in it."""
         if self.database.path is None:
             raise ConfigError("a backup of PostgreSQL is its own tools' work: run pg_dump")
-        if path.exists():
-            raise ConfigError(f"{path} is there already, must be a new file")
-        part = path.with_name(path.name + ".part")
+        if not path.is_absolute() or not str(path).isprintable():
+            raise ConfigError(f"{str(path)!r:.150} must be a new file's whole path")
+        part = Path(f"{path}.part")
         try:
+            if path.exists():
+                raise ConfigError(f"{path} is there already, must be a new file")
             part.unlink(missing_ok=True)
             part.touch(mode=0o600)
-            with self.database.raw() as source, closing(sqlite3.connect(part)) as target:
-                source.backup(target)
-            part.replace(path)
+            try:
+                with self.database.raw() as source, closing(sqlite3.connect(part)) as target:
+                    source.backup(target)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"{path} can't be written: {error}") from error
-        finally:
-            part.unlink(missing_ok=True)
 
     def version(self) -> int:
         """That of all here; every order makes it larger."""
@@ -375,8 +378,8 @@ class Store:
     def create_key(self, user: str, name: str, terms: KeyTerms, actor: Actor) -> tuple[KeyRow, str]:
         """Make a key; return it with what its user is shown, once. Raises NotThere, ConfigError."""
         check_terms(terms, self._clock())
-        if len(name) > 128:
-            raise ConfigError(f"name is {name!r:.150}, must be at most 128 characters")
+        if len(name) > 128 or not name.isprintable():
+            raise ConfigError(f"name is {name!r:.150}, must be at most 128 printable characters")
         with self.database.transaction() as connection:
             owner = _user(connection, user)
             if "admin" in terms.scopes and owner.role != "admin":
@@ -595,7 +598,8 @@ def _model_row(row: RowMapping) -> ModelRow:
 
 
 def _model(connection: Connection, name: str) -> ModelRow:
-    row = connection.execute(_newest().where(models.c.name == name)).mappings().first()
+    wanted = _newest().where(models.c.name == name)
+    row = connection.execute(wanted).mappings().first() if NAME.fullmatch(name) else None
     if row is None:
         raise NotThere(f"no model {name[:150]!r}")
     return _model_row(row)
@@ -643,7 +647,8 @@ def _user_row(row: RowMapping) -> UserRow:
 
 
 def _user(connection: Connection, name: str) -> UserRow:
-    row = connection.execute(select(users).where(users.c.name == name)).mappings().first()
+    wanted = select(users).where(users.c.name == name)
+    row = connection.execute(wanted).mappings().first() if NAME.fullmatch(name) else None
     if row is None:
         raise NotThere(f"no user {name[:150]!r}")
     return _user_row(row)
@@ -675,7 +680,7 @@ def _key_row(row: RowMapping) -> KeyRow:
 
 def _key(connection: Connection, prefix: str) -> KeyRow:
     wanted = _keys_of_users().where(api_keys.c.prefix == prefix)
-    row = connection.execute(wanted).mappings().first()
+    row = connection.execute(wanted).mappings().first() if NAME.fullmatch(prefix) else None
     if row is None:
         raise NotThere(f"no key {prefix[:50]!r}")
     return _key_row(row)
