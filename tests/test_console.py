@@ -88,6 +88,15 @@ def test_a_wrong_weight_is_named(kvmig: Kvmig) -> None:
     assert "'qwen' is no model" in kvmig.refused("alias", "set", "best", "qwen")
 
 
+def test_a_model_is_switched_off_and_on(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    kvmig("model", "off", "qwen")
+    assert [one["on"] for one in kvmig.json("model", "ls")] == [False]
+    assert "model qwen is off" in kvmig.refused("model", "wake", "qwen")
+    kvmig("model", "on", "qwen")
+    assert [one["on"] for one in kvmig.json("model", "ls")] == [True]
+
+
 def test_a_user_is_disabled_and_enabled(kvmig: Kvmig) -> None:
     kvmig("user", "add", "anna", "--role", "admin")
     kvmig("user", "add", "bea")

@@ -57,11 +57,12 @@ def test_a_model_is_added_once(store: Store, place: Place) -> None:
 
 def test_a_revision_is_made_where_the_spec_differs_only(store: Store, place: Place) -> None:
     store.add_model(place.spec(), ANNA)
-    assert store.change_model(place.spec(), ANNA).revision == 1
-    assert store.change_model(place.spec(max_held=5), Actor("bea")).revision == 2
+    store.apply(FleetFile((place.spec(),)), ANNA)
+    assert store.model("qwen").revision == 1
+    store.apply(FleetFile((place.spec(max_held=5),)), Actor("bea"))
     newest, first = store.revisions("qwen")
-    assert (newest.spec.max_held, newest.author) == (5, "bea")
-    assert (first.spec.max_held, first.author) == (1000, "anna")
+    assert (newest.revision, newest.spec.max_held, newest.author) == (2, 5, "bea")
+    assert (first.revision, first.spec.max_held, first.author) == (1, 1000, "anna")
 
 
 def test_scaling_is_a_revision(store: Store, place: Place) -> None:
@@ -349,6 +350,21 @@ def test_the_audit_is_never_changed(store: Store, place: Place, statement: objec
         store.database.transaction() as connection,
     ):
         connection.execute(statement)  # type: ignore[call-overload]
+    assert store.audit() == rows
+
+
+def test_the_audits_rows_are_not_replaced_nor_all_removed(store: Store, place: Place) -> None:
+    store.add_model(place.spec(), ANNA)
+    rows = store.audit()
+    if store.database.path is None:
+        statement = "TRUNCATE audit"
+    else:
+        statement = f"INSERT OR REPLACE INTO audit VALUES ({rows[0].id}, 0, '', '', '', '', '', '')"
+    with (
+        pytest.raises(StoreError, match="rows of audit are never changed"),
+        store.database.transaction() as connection,
+    ):
+        connection.execute(text(statement))
     assert store.audit() == rows
 
 

@@ -358,6 +358,20 @@ def scale_model(
     show(answer, as_json, lambda found: table_of(MODEL_COLUMNS, [model_row(found)]))
 
 
+@model_app.command("on")
+@said
+def switch_on(name: str) -> None:
+    """Let it serve again."""
+    where.client().post(f"models/{quote(name)}/switch", {"on": True})
+
+
+@model_app.command("off")
+@said
+def switch_off(name: str) -> None:
+    """Take no new requests; it ends after its last stream, and stays in the catalogue."""
+    where.client().post(f"models/{quote(name)}/switch", {"on": False})
+
+
 @model_app.command("wake")
 @said
 def wake_model(name: str) -> None:

@@ -244,12 +244,6 @@ class Store:
                 raise Taken(f"a model {spec.name!r} is there already")
             return self._renew(connection, old, spec, actor)
 
-    def change_model(self, spec: Spec, actor: Actor) -> ModelRow:
-        """A new revision, if that is a change. Raises NotThere, ConfigError."""
-        with self.database.transaction() as connection:
-            _model(connection, spec.name)
-            return self._renew(connection, _fleet(connection), spec, actor)
-
     def scale(
         self, name: str, actor: Actor, *, least: int | None = None, most: int | None = None
     ) -> ModelRow:
