@@ -314,6 +314,29 @@ async def test_a_channel_that_was_closed_says_so_and_keeps_a_buffer_in_use() -> 
     staging.close()
 
 
+@pytest.mark.parametrize("how", ["the next channel", "told"])
+async def test_memory_of_a_destination_that_has_ended_is_let_go(how: str) -> None:
+    """It stays on the destination's GPU as long as anybody maps it, and the next one wants it."""
+    staging = staging_on(0)
+    there = Destination(staging.offer(), gpu=1)
+    try:
+        slot = await staging.acquire(1)
+        await pushed(staging, there.token, b"data", slot)
+        mapped = len(fake_gpu.sizes())
+        there.end()
+        if how == "told":
+            staging.let_go()
+            assert len(fake_gpu.sizes()) == mapped - 1
+        else:
+            inbox = inbox_on(0, staging)
+            staging.channel(inbox.token)
+            assert len(fake_gpu.sizes()) == mapped  # one less, and the inbox's
+            inbox.close()
+    finally:
+        there.close()
+    staging.close()
+
+
 async def test_a_slot_that_nobody_has_acquired_has_no_buffer() -> None:
     staging = staging_on(0)
     inbox = inbox_on(0, staging)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
 from kvmig.engines import base
 from kvmig.ground.config import Transport
 from kvmig.ground.errors import MigrationRefused, RequestGone
+from kvmig.kvtransfer import migrations
 from kvmig.kvtransfer.messages import (
     Abort,
     Chunk,
@@ -90,6 +92,21 @@ def lose_first_token(them: Cluster, how: str) -> None:
         them.a.migrations.cancel_request("r", "aborted_by_client")
     elif how == "peer lost":
         them.a.migrations.peer_lost(them.b.server.endpoint)
+
+
+async def test_what_is_held_of_a_lost_peer_is_let_go_now_and_once_it_must_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(migrations, "END_S", 0.05)
+    called: list[str] = []
+    async with cluster() as them:
+        out = them.a.migrations._out
+        for name, staging in out.stagings.items():
+            monkeypatch.setattr(staging, "let_go", partial(called.append, name))
+        names = list(out.stagings)
+        them.a.migrations.peer_lost("tcp://nowhere")
+        assert called == names
+        await until(lambda: called == 2 * names)
 
 
 @pytest.mark.parametrize("how", ["aborted", "peer lost", "not decoding"])

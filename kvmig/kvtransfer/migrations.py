@@ -48,6 +48,9 @@ from kvmig.kvtransfer.wire import RefusalCounter
 
 log = logging.getLogger(__name__)
 
+END_S = 5.0
+"""Within which a process that loses its connections has ended, with a GPU's memory."""
+
 
 def kv_bytes(num_tokens: int, layout: KVLayout) -> int:
     """Bytes of KV cache that a request of so many tokens holds.
@@ -246,6 +249,12 @@ class Migrations:
         for session in self._departures.values():
             if session.endpoint == endpoint:
                 session.deliver(PeerLost())
+        self._let_go()
+        asyncio.get_running_loop().call_later(END_S, self._let_go)
+
+    def _let_go(self) -> None:
+        for staging in self._out.stagings.values():
+            staging.let_go()
 
     # -- in
 

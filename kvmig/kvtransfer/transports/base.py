@@ -48,6 +48,11 @@ class Channel(ABC):
     broken = False
     """Whether it can't be used any more: the next migration gets another."""
 
+    @property
+    def stale(self) -> bool:
+        """Whether the inbox is gone, and what this holds of it is held for nothing."""
+        return False
+
     @abstractmethod
     async def buffer(self, slot: int) -> memoryview:
         """Where blocks for this inbox are gathered [slot_bytes], writable, once a slot is acquired.
@@ -146,10 +151,17 @@ class Staging(ABC):
         if known is not None and known.broken:
             known.close()
             known = None
+        if known is None:
+            self.let_go()
         self._channels[token] = known or self._connect(token)
         while len(self._channels) > KEPT:
             self._channels.popitem(last=False)[1].close()
         return self._channels[token]
+
+    def let_go(self) -> None:
+        """Close the channels to inboxes that are gone."""
+        for token in [token for token, one in self._channels.items() if one.stale]:
+            self._channels.pop(token).close()
 
     @abstractmethod
     def _connect(self, token: str) -> Channel:

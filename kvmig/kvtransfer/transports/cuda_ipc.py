@@ -16,7 +16,6 @@ import ctypes
 import os
 import secrets
 import weakref
-from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -179,22 +178,30 @@ class CudaIpcChannel(Channel):
     ) -> None:
         self._staging = staging
         self._place = place
+        self._peer: PeerMemory | None = None  # not in the future, which lives as long as it likes
+        self._closed = False
         worker = Worker(f"{NAME} map")
-        self._peer: Future[PeerMemory] | None = worker.submit(
-            lambda: PeerMemory(driver, place.exported, refusals)
-        )
+        self._mapped = worker.submit(lambda: self._map(driver, refusals))
         worker.close()
+
+    @property
+    def stale(self) -> bool:
+        """Whether the destination has closed its inbox, or died: its GPU's memory is held here."""
+        return gone(self._place.exported.ticket)
 
     async def buffer(self, slot: int) -> memoryview:
         """The slot of the inbox; no host code may touch it, see `view`."""
         self._staging.check(slot)
-        if self._peer is None:
-            raise TransportError("the way to the destination's memory was given up")
         try:
-            peer = await asyncio.shield(asyncio.wrap_future(self._peer))
+            if not self._mapped.done():
+                await asyncio.shield(asyncio.wrap_future(self._mapped))
+            self._mapped.result()
         except (KvmigError, OSError) as error:
             self.broken = True
             raise TransportError(f"can't map the destination's memory: {error}") from error
+        peer = self._peer
+        if peer is None:
+            raise TransportError("the way to the destination's memory was given up")
         return view(peer.address + slot * self._place.slot_bytes, self._staging.slot_bytes, peer)
 
     async def push(self, chunk: Chunk, announce: Announce) -> None:
@@ -205,7 +212,11 @@ class CudaIpcChannel(Channel):
 
     def close(self) -> None:
         """The mapping goes with its last view."""
-        self._peer = None
+        self._closed, self._peer = True, None
+
+    def _map(self, driver: Driver, refusals: RefusalCounter) -> None:
+        peer = PeerMemory(driver, self._place.exported, refusals)
+        self._peer = None if self._closed else peer
 
 
 class CudaIpcInbox(Inbox):
