@@ -214,9 +214,7 @@ class Call:
 
     def end(self, upstream: Upstream, events: bool) -> None:
         """Whether its answer is complete or not."""
-        if self.gone:
-            return
-        if upstream.framing.ended:
+        if self.gone or upstream.framing.ended:
             self.finish()
         elif events and upstream.framing.whole:
             sentence = "the model's deployment ended while it answered"

@@ -1,0 +1,237 @@
+"""Calls to models that are not there yet: wanted once, held within bounds, answered in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmig.proxy import hold
+from kvmig.proxy.messages import Route
+from tests.proxy_site import EVENT, Deployment, Got, Site, site
+from tests.waiting import until
+
+BEATS = {"model": "count", "stream": True}
+
+
+def cold(**more: Any) -> Route:
+    return Route(name="count", state="cold", **more)
+
+
+async def events(got: Got) -> None:
+    got.events()
+    got.chunk()
+    got.last()
+
+
+def ask(door: Site, body: Any = None, path: str = "/v1/completions", **more: Any) -> Any:
+    return asyncio.create_task(door.ask(body or {"model": "count"}, path, **more))
+
+
+def held(door: Site) -> int:
+    return door.door.counts.states().get("count", (0, 0))[1]
+
+
+async def test_many_calls_to_a_cold_model_want_it_once_and_are_answered(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold(start_s=3.0))
+        async with door.client() as client:
+            calls = [
+                asyncio.create_task(client.post("/v1/completions", json={"model": "count"}))
+                for _ in range(20)
+            ]
+            await until(lambda: held(door) == 20)
+            assert door.wanted == ["count"]
+            async with door.deployment():
+                answers = await asyncio.gather(*calls)
+    assert {answer.status_code for answer in answers} == {200}
+    assert all(int(answer.headers["x-kvmig-cold-start-ms"]) >= 0 for answer in answers)
+
+
+async def test_a_warm_models_answer_names_no_cold_start(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.deployment():
+        assert "x-kvmig-cold-start-ms" not in (await door.ask()).headers
+
+
+async def test_those_that_wait_go_on_by_priority_then_by_arrival(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold(priority=5))
+        calls = []
+        for number, given in enumerate([{}, {"priority": 9}, {"priority": -1}, {}]):
+            calls.append(ask(door, {"model": "count", "n": number, **given}))
+            await until(lambda: held(door) == len(calls))
+        async with door.deployment() as there:
+            await asyncio.gather(*calls)
+    assert [one.fields["n"] for one in there.got] == [2, 0, 3, 1]
+
+
+async def test_a_call_that_does_not_wait_hears_so_at_once(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold(start_s=7.2))
+        answer = await door.ask(headers={"x-kvmig-cold": "refuse"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "8")
+    assert door.wanted == []
+
+
+async def test_more_than_may_wait_hear_when_to_try_again(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold(max_held=1, start_s=4.0))
+        first = ask(door)
+        await until(lambda: held(door) == 1)
+        answer = await door.ask()
+        async with door.deployment():
+            assert (await first).status_code == 200
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
+
+
+async def test_a_waiting_client_that_leaves_is_forgotten(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold())
+        _, writer = await door.connect()
+        writer.write(door.call({"model": "count"}))
+        await until(lambda: held(door) == 1)
+        writer.close()
+        await until(lambda: held(door) == 0)
+        async with door.deployment() as there:
+            await door.ask()
+    assert len(there.got) == 1
+
+
+async def test_a_start_that_takes_too_long_is_a_503_with_its_reason(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold(start_timeout_s=0.1, why="no room: needs 5 GiB"))
+        answer = await door.ask()
+    sentence = "count was not ready within 0.1 s: no room: needs 5 GiB"
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == sentence
+    assert "retry-after" in answer.headers
+
+
+async def test_a_start_that_fails_is_a_503_in_the_childs_own_words(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold())
+        call = ask(door)
+        await until(lambda: held(door) == 1)
+        door.tell(Route(name="count", state="failed", why="no such folder", retry_s=20.0))
+        answer = await call
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "20")
+    assert answer.json()["error"]["message"] == "no such folder"
+
+
+async def test_a_model_that_is_removed_while_calls_wait_is_not_found(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold())
+        call = ask(door)
+        await until(lambda: held(door) == 1)
+        door.tell(removed=("count",))
+        assert (await call).status_code == 404
+
+
+async def test_a_route_that_is_no_longer_ready_gets_no_new_call(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.deployment() as there:
+        await door.ask()
+        door.tell(cold())
+        call = ask(door)
+        await until(lambda: held(door) == 1)
+        assert len(there.got) == 1
+        door.ready()
+        assert (await call).status_code == 200
+
+
+async def test_a_deployment_that_is_not_there_is_tried_again(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.ready()
+        call = ask(door)
+        await until(lambda: held(door) == 1)
+        there = Deployment(f"{tmp_path}/count")
+        await there.open()
+        answer = await call
+        await there.close()
+    assert answer.status_code == 200
+
+
+# -- signs of life
+
+
+@pytest.mark.parametrize(
+    ("path", "sign"),
+    [
+        ("/v1/chat/completions", b": starting, 4 s left\n\n"),
+        ("/v1/completions", b": starting, 4 s left\n\n"),
+        ("/v1/responses", b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'),
+        ("/v1/messages", b'event: ping\ndata: {"type":"ping"}\n\n'),
+    ],
+)
+async def test_a_waiting_stream_hears_signs_of_life_of_its_apis_kind(
+    tmp_path: Path, path: str, sign: bytes
+) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold(heartbeat_after_s=0.05, start_s=4.0))
+        call = ask(door, BEATS, path)
+        await until(lambda: door.door.hold.waiting("count"))
+        await until(lambda: door.door.hold.waiting("count")[0].beaten)
+        async with door.deployment(events):
+            answer = await call
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.content == sign + EVENT
+
+
+async def test_signs_of_life_come_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold, "BEAT_S", 0.05)
+    async with site(tmp_path) as door:
+        door.tell(cold(heartbeat_after_s=0.05))
+        call = ask(door, BEATS)
+        await asyncio.sleep(0.4)
+        async with door.deployment(events):
+            content = (await call).content
+    assert content.count(b": starting\n\n") >= 3
+    assert content.endswith(EVENT)
+
+
+async def test_a_call_without_a_stream_gets_an_honest_status_however_late(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold(heartbeat_after_s=0.02, start_timeout_s=0.2))
+        answer = await door.ask({"model": "count"})
+    assert answer.status_code == 503
+
+
+async def test_a_failure_after_signs_of_life_is_the_streams_last_event(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold(heartbeat_after_s=0.02, start_timeout_s=0.1, why="it hangs"))
+        answer = await door.ask(BEATS)
+    error = answer.text.removeprefix(": cold: it hangs\n\n").removesuffix("data: [DONE]\n\n")
+    told = json.loads(error.removeprefix("data: "))
+    assert answer.status_code == 200
+    assert told["error"]["message"] == "count was not ready within 0.1 s: it hangs"
+
+
+async def test_a_refusal_of_the_deployment_after_signs_of_life_is_the_streams_last_event(
+    tmp_path: Path,
+) -> None:
+    async def refuses(got: Got) -> None:
+        got.json({"error": {"message": "max_tokens is too large"}}, status="400 Bad Request")
+
+    async with site(tmp_path) as door:
+        door.tell(cold(heartbeat_after_s=0.02))
+        call = ask(door, BEATS)
+        await until(lambda: door.door.hold.waiting("count"))
+        await until(lambda: door.door.hold.waiting("count")[0].beaten)
+        async with door.deployment(refuses):
+            text = (await call).text
+    assert '"message":"max_tokens is too large"' in text
+    assert text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_proxy_that_stops_holds_nobody(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold())
+        call = ask(door)
+        await until(lambda: held(door) == 1)
+        door.door.close()
+        assert (await call).status_code == 503

@@ -1,0 +1,193 @@
+"""What goes through the proxy: streams as they come, slow readers, and deployments that die."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvmig.proxy.relay import Broken, Chunked, parse_head
+from tests.proxy_site import EVENT, Got, Site, site
+from tests.waiting import until
+
+STREAM = {"model": "count", "stream": True}
+
+
+async def streamed(door: Site, path: str = "/v1/chat/completions") -> bytes:
+    """The whole of a stream."""
+    return bytes((await door.ask(STREAM, path)).content)
+
+
+# -- framing
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_chunks_are_followed_however_they_come_apart(size: int) -> None:
+    framing = Chunked()
+    wire = b"5\r\n0\r\n\r\n\r\nA;x=y\r\n0123456789\r\n0\r\ntrailer: 1\r\n\r\n"
+    ends = []
+    for at in range(0, len(wire), size):
+        assert not framing.ended
+        framing.feed(wire[at : at + size])
+        if framing.whole:
+            ends.append(min(len(wire), at + size))
+    assert framing.ended
+    if size == 1:
+        assert ends == [10, 29]
+
+
+def test_what_is_no_chunk_is_said_to_be_none() -> None:
+    with pytest.raises(Broken, match="a chunk begins with"):
+        Chunked().feed(b"data: 1\r\n")
+
+
+def test_a_head_that_is_none_is_said_to_be_none() -> None:
+    with pytest.raises(Broken, match="its answer begins with"):
+        parse_head(b"SSH-2.0-OpenSSH")
+
+
+# -- streams
+
+
+async def test_events_reach_the_client_while_the_stream_goes_on(tmp_path: Path) -> None:
+    read = asyncio.Event()
+
+    async def waits(got: Got) -> None:
+        got.events()
+        got.chunk()
+        await read.wait()
+        got.chunk(b"data: [DONE]\n\n")
+        got.last()
+
+    async with site(tmp_path) as door, door.deployment(waits), door.client() as client:
+        async with client.stream("POST", "/v1/completions", json=STREAM) as answer:
+            parts = answer.aiter_bytes()
+            assert await anext(parts) == EVENT
+            read.set()
+            assert await anext(parts) == b"data: [DONE]\n\n"
+        again = await client.get("/health")  # on the same connection
+    assert again.status_code == 200
+
+
+async def test_a_client_that_leaves_takes_its_request_with_it(tmp_path: Path) -> None:
+    async def forever(got: Got) -> None:
+        got.events()
+        got.chunk()
+        await asyncio.Event().wait()
+
+    async with site(tmp_path) as door, door.deployment(forever) as there:
+        _, writer = await door.connect()
+        writer.write(door.call(STREAM))
+        await until(lambda: there.got)
+        writer.close()
+        await until(lambda: there.left)
+        await until(lambda: door.door.counts.states() == {"count": (0, 0)})
+
+
+async def test_a_client_that_leaves_before_the_answer_takes_its_request_with_it(
+    tmp_path: Path,
+) -> None:
+    async def never(got: Got) -> None:
+        await asyncio.Event().wait()
+
+    async with site(tmp_path) as door, door.deployment(never) as there:
+        _, writer = await door.connect()
+        writer.write(door.call(STREAM))
+        await until(lambda: there.got)
+        writer.close()
+        await until(lambda: there.left)
+
+
+async def test_a_client_that_does_not_read_stops_its_deployment(tmp_path: Path) -> None:
+    most = 64 << 20
+    sent = 0
+
+    async def floods(got: Got) -> None:
+        nonlocal sent
+        got.events()
+        while sent < most:
+            got.chunk(EVENT * 1000)
+            sent += len(EVENT) * 1000
+            await got.writer.drain()
+        got.last()
+
+    async with site(tmp_path) as door, door.deployment(floods):
+        reader, writer = await door.connect()
+        writer.write(door.call(STREAM))
+        await reader.readuntil(b"\r\n\r\n")
+        before = -1
+        while before != sent:  # until nothing moves any more
+            before = sent
+            await asyncio.sleep(0.2)
+        stood_at = sent
+        while not (await reader.read(1 << 20)).endswith(b"0\r\n\r\n"):
+            pass
+        writer.close()
+    assert stood_at < most / 2
+    assert sent >= most
+
+
+# -- deployments that die
+
+
+async def test_a_stream_whose_deployment_dies_between_two_events_ends_with_an_error(
+    tmp_path: Path,
+) -> None:
+    async def dies(got: Got) -> None:
+        got.events()
+        got.chunk()
+
+    async with site(tmp_path) as door, door.deployment(dies):
+        content = await streamed(door)
+    assert content.startswith(EVENT + b'data: {"error":{"message":"the model\'s deployment ended')
+    assert content.endswith(b"\n\ndata: [DONE]\n\n")
+
+
+async def test_a_stream_of_messages_ends_with_an_error_of_their_kind(tmp_path: Path) -> None:
+    async def dies(got: Got) -> None:
+        got.events()
+
+    async with site(tmp_path) as door, door.deployment(dies):
+        content = await streamed(door, "/v1/messages")
+    assert content.startswith(b'event: error\ndata: {"type":"error","error":{"type":"api_error",')
+
+
+@pytest.mark.parametrize("part", [b"20\r\ndata: {", b"5", b"0\r\n"])
+async def test_a_stream_that_breaks_within_an_event_breaks_for_the_client(
+    tmp_path: Path, part: bytes
+) -> None:
+    async def dies(got: Got) -> None:
+        got.events()
+        got.chunk()
+        got.writer.write(part)
+
+    async with site(tmp_path) as door, door.deployment(dies):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await streamed(door)
+
+
+async def test_an_answer_that_is_too_short_breaks_for_the_client(tmp_path: Path) -> None:
+    async def dies(got: Got) -> None:
+        got.head("content-type: application/json", "content-length: 100")
+        got.writer.write(b"{")
+
+    async with site(tmp_path) as door, door.deployment(dies):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await door.ask()
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\n", b"SSH-2.0\r\n\r\n"])
+async def test_a_deployment_that_breaks_off_before_its_answer_is_said_to(
+    tmp_path: Path, said: bytes
+) -> None:
+    async def breaks_off(got: Got) -> None:
+        got.writer.write(said)
+
+    async with site(tmp_path) as door, door.deployment(breaks_off) as there:
+        answer = await door.ask()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "deployment_ended"
+    assert "retry-after" in answer.headers
+    assert len(there.got) == 1  # it may have begun: nobody asks twice
