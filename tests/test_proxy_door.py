@@ -323,6 +323,17 @@ async def test_the_servers_paths_are_relayed_to_it_with_the_clients_address(tmp_
     assert got.headers["authorization"] == f"Bearer {door.key}"
 
 
+async def test_the_servers_paths_take_no_body_without_a_key(tmp_path: Path) -> None:
+    async with (
+        site(tmp_path) as door,
+        door.deployment(name="api") as server,
+        door.client("-") as client,
+    ):
+        answer = await client.post("/kvmig/v2/models", content=b"x" * 1000)
+    assert answer.status_code == 401
+    assert server.got == []
+
+
 async def test_without_the_server_its_paths_say_so(tmp_path: Path) -> None:
     async with site(tmp_path) as door, door.client() as client:
         answer = await client.get("/kvmig/v2/models")

@@ -8,8 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvmig.proxy.messages import Keys, Route
 from kvmig.proxy.relay import Broken, Chunked, parse_head
-from tests.proxy_site import EVENT, Got, Site, site
+from tests.proxy_site import EVENT, Got, Site, key, site
 from tests.waiting import until
 
 STREAM = {"model": "count", "stream": True}
@@ -191,3 +192,43 @@ async def test_a_deployment_that_breaks_off_before_its_answer_is_said_to(
     assert answer.json()["error"]["code"] == "deployment_ended"
     assert "retry-after" in answer.headers
     assert len(there.got) == 1  # it may have begun: nobody asks twice
+
+
+# -- revoked keys
+
+
+async def test_a_stream_of_a_key_that_is_revoked_ends_and_others_go_on(tmp_path: Path) -> None:
+    given, grant = key()
+    go_on = asyncio.Event()
+
+    async def waits(got: Got) -> None:
+        got.events()
+        got.chunk()
+        await go_on.wait()
+        got.chunk()
+        got.last()
+
+    async with site(tmp_path, grant) as door, door.deployment(waits) as there:
+        other = asyncio.create_task(streamed(door))
+        async with (
+            door.client(given) as client,
+            client.stream("POST", "/v1/completions", json=STREAM) as mine,
+        ):
+            parts = mine.aiter_bytes()
+            assert await anext(parts) == EVENT
+            door.door.apply(Keys(version=9, removed=(grant.prefix,)))
+            last = await anext(parts)
+        go_on.set()
+        assert await other == EVENT * 2
+    assert last.startswith(b'data: {"error":{"message":"no such API key"')
+    assert there.left == 1
+
+
+async def test_a_call_that_waits_ends_when_its_key_is_revoked(tmp_path: Path) -> None:
+    given, grant = key()
+    async with site(tmp_path, grant) as door, door.client(given) as client:
+        door.tell(Route(name="count", state="cold"))
+        call = asyncio.create_task(client.post("/v1/completions", json={"model": "count"}))
+        await until(lambda: door.door.hold.waiting("count"))
+        door.door.apply(Keys(version=9, removed=(grant.prefix,)))
+        assert (await call).status_code == 401

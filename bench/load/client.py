@@ -72,11 +72,11 @@ class Client:
         self._made = 0
 
     def open(
-        self, streams: int, watched: int, in_flight: int, body: dict[str, Any]
+        self, streams: int, watched: int, in_flight: int, body: dict[str, Any], key: str = ""
     ) -> dict[str, Any]:
         """Open so many, at most `in_flight` of which wait for their first token at once.
 
-        watched: of so many, spread among them, it is noted when tokens come.
+        watched: of so many, spread among them, it is noted when tokens come. key: of the API.
         """
         self._counts = counts = Counts()
         text = json.dumps(body).encode()
@@ -85,7 +85,7 @@ class Client:
         while left or self._waiting:
             while left and self._waiting < in_flight:
                 left -= 1
-                self._connect(text, left % every == 0)
+                self._connect(text, left % every == 0, key)
             if self._take(1.0):
                 heard = time.monotonic()
             elif time.monotonic() - heard > PATIENCE_S:
@@ -119,13 +119,14 @@ class Client:
         self._streams.clear()
         return {}
 
-    def _connect(self, body: bytes, watched: bool) -> None:
+    def _connect(self, body: bytes, watched: bool, key: str) -> None:
         label = f"s{os.getpid()}.{self._made}"
         self._made += 1
         sock = socket.create_connection(("127.0.0.1", self._port), PATIENCE_S)
         sock.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-            b"X-Request-Id: %s\r\nContent-Length: %d\r\n\r\n%s" % (label.encode(), len(body), body)
+            b"Authorization: Bearer %s\r\nX-Request-Id: %s\r\nContent-Length: %d\r\n\r\n%s"
+            % (key.encode(), label.encode(), len(body), body)
         )
         sock.setblocking(False)
         stream = Stream(sock, label, seen=[] if watched else None)

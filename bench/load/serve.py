@@ -16,12 +16,11 @@ import uvloop
 from bench.load.orders import Orders, Start, Started
 from kvmig.cli import flags as kvmig_flags
 from kvmig.cli.cluster import Cluster
-from kvmig.cli.environment import take_port
 from kvmig.cli.processes import STOP_S, Handle, LlumletLaunch, leave, quiet
 from kvmig.cli.shapes import Shapes, shapes_of
 from kvmig.engines.kind import kind_of
 from kvmig.front_end import FrontLaunch
-from kvmig.serve import Server
+from kvmig.serve import Server, listening
 
 
 class StubHandle:
@@ -74,7 +73,7 @@ def main(argv: list[str]) -> int:
     args = kind.parse(rest)
     planned = shapes_of(args, rest, {}, config.instances, kind.parse)
     shapes = Shapes(rest, {}, planned, 0, kind.parse)
-    with take_port(args.host, args.port) as sock:
+    with listening(config.http.uds, args) as sock:
         launcher = StubLauncher(Orders(address))
         name, secret = secrets.token_hex(4), secrets.token_bytes(32)
         cluster = Cluster(name, config, secret, shapes, launcher)

@@ -29,6 +29,8 @@ class Setup:
     server: str
     front_ends: int
     instances: int
+    uds: str = ""
+    """Of kvmig: path of its socket, instead of a port."""
 
 
 class Site:
@@ -69,8 +71,9 @@ class Site:
         stubs = process.start("bench.load.host", address, engine, setup.instances, log=self._log)
         stack.callback(process.end, stubs)
         self.stubs = [stubs.pid]
+        place = ("--uds", setup.uds) if setup.uds else ("--port", self.port)
         served = process.start(
-            "bench.load.serve", address, BUNDLED, *COMMON, "--engine", engine, "--port", self.port,
+            "bench.load.serve", address, BUNDLED, *COMMON, "--engine", engine, *place,
             "--instances", setup.instances, "--front-ends", setup.front_ends,
             "--staging-buffers", 1, "--chunk-bytes", 4096, "--block-size", 32, log=self._log,
         )  # fmt: skip
@@ -110,7 +113,9 @@ class Site:
 
     def _wait(self, processes: list[subprocess.Popen[bytes]]) -> None:
         deadline = time.monotonic() + START_S
-        with httpx.Client(base_url=f"http://127.0.0.1:{self.port}", verify=False) as http:
+        path = self.setup.uds
+        transport = httpx.HTTPTransport(verify=False, uds=path or None)
+        with httpx.Client(base_url=f"http://127.0.0.1:{self.port}", transport=transport) as http:
             # Several front ends share the port: each may be the one that answers.
             answers = 0
             while answers < 4 * self.setup.front_ends:

@@ -188,7 +188,15 @@ RELAYS: dict[str, Callable[[str], ASGIApp]] = {
 
 def serve(name: str, port: int, path: str) -> None:
     logging.disable(logging.CRITICAL)
-    uvicorn.run(RELAYS[name](path), port=port, http=Shown, loop="uvloop", lifespan="off", ws="none")
+    uvicorn.run(
+        RELAYS[name](path),
+        port=port,
+        http=Shown,
+        loop="uvloop",
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
 
 
 # -- measured
@@ -200,7 +208,8 @@ RATES = {1: 500, 100: 5_000, 1000: 10_000}
 
 def sample(name: str, streams: int, seconds: float, folder: Path) -> dict[str, Any]:
     """One relay under so many streams."""
-    port, path = free_port(), str(folder / f"{name}{streams}.sock")
+    port = free_port()
+    path = str(folder / f"{port}.sock")
     rate = RATES[streams]
     with (folder / "log").open("ab") as log:
         upstream = process.start("bench.proxy.upstream", path, rate, log=log)

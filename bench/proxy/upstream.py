@@ -1,13 +1,14 @@
 """`python -m bench.proxy.upstream ADDRESS RATE`: a deployment that only writes.
 
 ADDRESS: a port, or the path of a Unix socket. Every stream gets the event of `bench.load.blaster`,
-RATE times a second over all, until its end or until MANY events; one that asks for one token gets
-one. What a stream can't take waits, so that the pace is that of whoever relays.
+RATE times a second over all, until its client leaves; one that asks for one token gets one. What a
+stream can't take waits, so that the pace is at most that of whoever relays.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import selectors
 import signal
 import socket
@@ -18,8 +19,11 @@ from bench.load.blaster import CHUNK, HEAD
 
 SLICE_S = 0.002
 BACKLOG = 4096
-ONE = b'"max_tokens": 1,'
+AT_ONCE = 1000
+"""Events between two looks at what comes."""
+ONE = re.compile(rb'"max_tokens": ?1[,}]')
 """In the body of a request that wants one token."""
+LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
@@ -42,6 +46,7 @@ class Upstream:
         self._poll = selectors.EpollSelector()
         self._poll.register(listening, selectors.EVENT_READ)
         self._streams: list[socket.socket] = []
+        self._asked: dict[socket.socket, bytes] = {}
 
     def run(self) -> None:
         sent, place, began = 0.0, 0, time.monotonic()
@@ -49,6 +54,7 @@ class Upstream:
             if self._take():
                 sent, began = 0.0, time.monotonic()
             due = (time.monotonic() - began) * self._rate
+            sent = max(sent, due - AT_ONCE)  # what can't be kept up with is left out
             while self._streams and sent < due:
                 stream = self._streams[place % len(self._streams)]
                 try:
@@ -74,13 +80,19 @@ class Upstream:
                 asked = b""
             if not asked:
                 self._drop(stream)
-            elif asked.startswith(b"POST"):
-                news = self._answer(stream, asked) or news
+            elif stream not in self._streams:
+                asked = self._asked.pop(stream, b"") + asked
+                head, _, body = asked.partition(b"\r\n\r\n")
+                length = LENGTH.search(head)
+                if length is None or len(body) < int(length[1]):
+                    self._asked[stream] = asked
+                else:
+                    news = self._answer(stream, asked) or news
         return news
 
     def _answer(self, stream: socket.socket, asked: bytes) -> bool:
         with contextlib.suppress(OSError):
-            if ONE in asked:
+            if ONE.search(asked):
                 stream.sendall(HEAD + CHUNK + END)
                 if b"connection: close" in asked.lower():
                     self._drop(stream)
@@ -95,6 +107,7 @@ class Upstream:
             self._poll.unregister(stream)
         if stream in self._streams:
             self._streams.remove(stream)
+        self._asked.pop(stream, None)
         stream.close()
 
 

@@ -169,7 +169,7 @@ def _form_fields(content: bytes, boundary: bytes) -> dict[str, slice]:
 
 # -- what a client is told
 
-_TYPES = {
+_TYPES: dict[int, str] = {
     HTTPStatus.BAD_REQUEST: "invalid_request_error",
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -178,7 +178,7 @@ _TYPES = {
 }
 
 
-def error_body(api: Api, status: HTTPStatus, message: str, code: str) -> bytes:
+def error_body(api: Api, status: int, message: str, code: str) -> bytes:
     """An error as the API's clients read it: in OpenAI's form, or in Anthropic's."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     if api == "messages":
@@ -188,7 +188,7 @@ def error_body(api: Api, status: HTTPStatus, message: str, code: str) -> bytes:
     return msgspec.json.encode({"error": error})
 
 
-def error_event(api: Api, status: HTTPStatus, message: str, code: str, number: int = 0) -> bytes:
+def error_event(api: Api, status: int, message: str, code: str, number: int = 0) -> bytes:
     """An error at the end of a stream. number: of the event."""
     if api == "messages":
         return b"event: error\ndata: %s\n\n" % error_body(api, status, message, code)

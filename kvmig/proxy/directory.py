@@ -77,6 +77,10 @@ class Directory:
         """Of a key; None if there is no such key."""
         return self._keys.find(presented)
 
+    def knows(self, prefix: str) -> bool:
+        """Whether there is a key with it."""
+        return prefix in self._grants
+
     def find(self, name: str, call_id: str) -> Found | None:
         """A model by its name, an alias, `model:adapter` or an adapter's name, in this order.
 

@@ -43,7 +43,7 @@ from kvmig.proxy.calls import (
 )
 from kvmig.proxy.directory import Directory
 from kvmig.proxy.hold import Counted, Counts, Go, Hold, Refused, Stay, Waiter, left_s, verdict
-from kvmig.proxy.messages import Down, ModelDemand, Route
+from kvmig.proxy.messages import Down, Keys, ModelDemand, Route, Snapshot
 from kvmig.proxy.relay import LAST_CHUNK, OWN, Broken, Chunked, Head, Unframed, Upstream
 
 SHOWN = "kvmig.connection"
@@ -66,6 +66,11 @@ EVENTS = (
     b"cache-control: no-cache\r\ntransfer-encoding: chunked\r\n"
 )
 NOTHING = (b"", b"")
+DIED = Refused(
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    "the model's deployment ended while it answered",
+    "deployment_ended",
+)
 
 
 def _nothing() -> None:
@@ -121,6 +126,8 @@ class Call:
         """Head and body, as they go on."""
         self.beats = 0
         """Signs of life that were sent; from the first on the answer is a stream."""
+        self.cut: Refused | None = None
+        """Why it may not go on."""
 
     @property
     def address(self) -> str:
@@ -133,6 +140,17 @@ class Call:
         """Whether the client has left."""
         return self.connection.transport.is_closing()
 
+    @property
+    def key(self) -> str:
+        """As OpenAI's clients send it, or Anthropic's."""
+        kind, _, given = self.headers.get("authorization", "").partition(" ")
+        return (given if kind.lower() == "bearer" else self.headers.get("x-api-key", "")).strip()
+
+    @property
+    def has_body(self) -> bool:
+        """Whether one comes, or is there."""
+        return self.headers.get("content-length", "0") != "0" or "transfer-encoding" in self.headers
+
     def ask(self, path: bytes, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
         """What a deployment, or the server, will be asked. path: with the query."""
         lines = [b"%s %s HTTP/1.1" % (self.method.encode(), path)]
@@ -142,11 +160,18 @@ class Call:
             lines.append(b"content-length: %d" % len(content))
         self.asking = (b"\r\n".join(lines) + b"\r\n\r\n", content)
 
+    def check(self) -> None:
+        """Raises Gone for a client that has left, Refused for a call that may not go on."""
+        if self.gone:
+            raise Gone
+        if self.cut is not None:
+            raise self.cut
+
     # -- answers of the proxy's own
 
     async def answer(
         self,
-        status: HTTPStatus,
+        status: int,
         body: bytes,
         kind: str = "application/json",
         headers: dict[str, str] | None = None,
@@ -168,7 +193,7 @@ class Call:
         headers = {}
         if why.again_s is not None:
             headers["Retry-After"] = str(max(1, ceil(why.again_s)))
-        if why.status is HTTPStatus.UNAUTHORIZED:
+        if why.status == HTTPStatus.UNAUTHORIZED:
             headers["WWW-Authenticate"] = "Bearer"
         if unread:
             headers["connection"] = "close"
@@ -217,9 +242,8 @@ class Call:
         if self.gone or upstream.framing.ended:
             self.finish()
         elif events and upstream.framing.whole:
-            sentence = "the model's deployment ended while it answered"
-            status = HTTPStatus.INTERNAL_SERVER_ERROR
-            self._write_chunk(error_event(self.api, status, sentence, "deployment_ended"))
+            why = self.cut or DIED
+            self._write_chunk(error_event(self.api, why.status, str(why), why.code))
             self.connection.transport.write(LAST_CHUNK)
             self.finish()
         else:
@@ -322,13 +346,20 @@ class Door:
         self._wall = wall
         self._closed = False
         self._turns: dict[Waiter, asyncio.Future[None]] = {}
+        self._calls: dict[str, set[Call]] = {}
+        """By the prefixes of their keys."""
 
     # -- what the server tells, and hears
 
     def apply(self, message: Down) -> None:
-        """Take it; those go on who waited for it, in their order."""
+        """Take it; those go on who waited for it, in their order. What revoked keys do ends."""
         for model in self.directory.apply(message):
             self._wake(model)
+        if isinstance(message, (Keys, Snapshot)):
+            for prefix in [one for one in self._calls if not self.directory.knows(one)]:
+                for call in list(self._calls[prefix]):
+                    call.cut = _refused(BAD_KEY)
+                    call.connection.on_lost()  # what it waits for
 
     def wishes(self) -> list[str]:
         """Cold models that somebody waits for."""
@@ -364,10 +395,8 @@ class Door:
         except Refused as why:
             self.count_refused(why.status)
             if not call.gone:
-                unread = (
-                    UNREAD_BYTES if call.cycle.more_body and "expect" not in call.headers else 0
-                )
-                await call.refuse(why, unread)
+                comes = call.cycle.more_body and "expect" not in call.headers
+                await call.refuse(why, UNREAD_BYTES if comes else 0)
         except gateway.Refused as refused:  # for its body
             self.count_refused(refused.answer.status_code)
             if refused.unread and "expect" not in call.headers:
@@ -393,10 +422,7 @@ class Door:
 
     def _let_in(self, call: Call, scope: KeyScope) -> KeyGrant:
         """Raises Refused, 401 or 403."""
-        kind, _, given = call.headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer":
-            given = call.headers.get("x-api-key", "")
-        grant = self.directory.grant(given.strip())
+        grant = self.directory.grant(call.key)
         if grant is None:
             raise _refused(BAD_KEY)
         denied = allows(grant, None, call.address, self._wall(), scope)
@@ -426,6 +452,8 @@ class Door:
     # -- to the server
 
     async def _ask_server(self, call: Call) -> None:
+        if call.has_body and self.directory.grant(call.key) is None:
+            raise _refused(BAD_KEY)  # the server looks at the key; this keeps no stranger's body
         content = await self._read(call)
         headers = _passed(call, (FORWARDED, KVMIG))
         headers.append((b"x-forwarded-for", call.address.encode()))
@@ -434,18 +462,23 @@ class Door:
         if upstream is None:
             sentence = "the fleet's server is not there, try again"
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "server_away", 1.0)
-        await self._relay(call, upstream, "the server", [])
+        await self._relay(call, upstream, "", [])
 
     # -- to a model
 
     async def _infer(self, call: Call, grant: KeyGrant) -> None:
         waiter = await self._prepare(call, grant)
+        calls = self._calls.setdefault(grant.prefix, set())
+        calls.add(call)
         counted = self.counts.arrive(waiter.model, self._clock())
         try:
             upstream = await self._reach(call, waiter, counted)
             await self._relay(call, upstream, waiter.model, self._cold_start(waiter))
         finally:
             counted.be("over", self._clock())
+            calls.remove(call)
+            if not calls:
+                self._calls.pop(grant.prefix, None)
 
     async def _prepare(self, call: Call, grant: KeyGrant) -> Waiter:
         """Know what the call asks for. Raises Refused, or Gone."""
@@ -500,10 +533,11 @@ class Door:
                     case Go(socket):
                         counted.be("running", self._clock())  # before anything of it is on its way
                         upstream = await _connect(socket)
-                        if call.gone:
-                            raise Gone
-                        if upstream is not None:
+                        if upstream is not None and not call.gone and call.cut is None:
                             return upstream
+                        if upstream is not None:
+                            upstream.abort()
+                        call.check()
                         waiter.tried = self._clock()
                     case Stay(seconds, beat):
                         assert route is not None
@@ -545,17 +579,19 @@ class Door:
         finally:
             del self._turns[waiter]
             call.connection.on_lost = _nothing
-        if call.gone:
-            raise Gone
+        call.check()
 
     async def _relay(
         self,
         call: Call,
         upstream: Upstream,
-        who: str,
+        model: str,
         own: list[tuple[bytes, bytes]],
     ) -> None:
-        """The call, then the answer. Raises Refused before the answer has begun; or Gone."""
+        """The call, then the answer. Raises Refused before the answer has begun; or Gone.
+
+        model: empty for the server.
+        """
         call.connection.on_lost = upstream.abort
         try:
             upstream.send(call.method, *call.asking)
@@ -563,9 +599,8 @@ class Door:
             try:
                 head = await upstream.head
             except Broken as error:
-                if call.gone:
-                    raise Gone from error
-                sentence = f"{who} broke off before it answered: {error}"
+                call.check()
+                sentence = f"{model or 'the server'} broke off before it answered: {error}"
                 status = HTTPStatus.SERVICE_UNAVAILABLE
                 raise Refused(status, sentence, "deployment_ended", 1.0) from error
             if call.beats and not (head.status == 200 and isinstance(upstream.framing, Chunked)):
@@ -576,7 +611,7 @@ class Door:
                 call.begin(head, own)
             await call.pass_on(upstream)
             self.metrics.relayed.inc(upstream.passed)
-            self.metrics.requests.labels(who, head.status).inc()
+            self.metrics.requests.labels(model, head.status).inc()
             call.end(upstream, head.events)
         finally:
             call.connection.on_lost = _nothing
@@ -626,7 +661,7 @@ async def _error_of(head: Head, upstream: Upstream) -> Refused:
         message = str(error["message"])
     except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
         message = f"the deployment answered with status {head.status}"
-    return Refused(HTTPStatus(head.status), message, "deployment_refused")
+    return Refused(head.status, message, "deployment_refused")
 
 
 def _passed(call: Call, dropped: tuple[bytes, ...]) -> list[tuple[bytes, bytes]]:

@@ -27,9 +27,7 @@ class Refused(Exception):
     again_s: until another try makes sense; None: it doesn't.
     """
 
-    def __init__(
-        self, status: HTTPStatus, message: str, code: str, again_s: float | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, code: str, again_s: float | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
@@ -128,9 +126,9 @@ def verdict(route: Route | None, waiter: Waiter, now: float) -> Go | Stay | Refu
         again_s = route.start_s or SOON_S
         return Refused(HTTPStatus.SERVICE_UNAVAILABLE, message, "model_starting", again_s)
     retry_s = 0.0 if waiter.tried is None else waiter.tried + TRY_S - now
-    if route.state == "ready" and retry_s <= 0:
+    if route.state == "ready" and route.socket and retry_s <= 0:
         return Go(route.socket)
-    waits_s = min(left_s, retry_s) if route.state == "ready" else left_s
+    waits_s = min(left_s, retry_s) if retry_s > 0 else left_s
     if not waiter.beats:
         return Stay(waits_s, beat=False)
     first = waiter.since + route.heartbeat_after_s
