@@ -12,7 +12,10 @@ import os
 import secrets
 import socket
 import tempfile
+import time
 from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -31,6 +34,9 @@ from kvmig.gateway.access import access
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.discreet import Discreet
 from kvmig.ground.errors import StartupError
+
+if TYPE_CHECKING:
+    from kvmig.gateway.usage import UsageWriter
 
 COLLECT = (20_000, 20, 50)
 """Thresholds of Python's garbage collector. With the default ones it walks all streams again and
@@ -67,8 +73,10 @@ class FrontEnd:
 
         from kvmig.gateway.http import HttpState
         from kvmig.gateway.launcher import LauncherLink, Membership
+        from kvmig.gateway.meter import Meter
         from kvmig.gateway.metrics import Metrics
         from kvmig.gateway.router import Router
+        from kvmig.gateway.usage import UsageWriter
         from kvmig.openai_server.base import openai_server
 
         self._launch = launch
@@ -77,6 +85,13 @@ class FrontEnd:
         config = launch.config
         self._server = openai_server(config, launch.engine_argv, args, sock)
         metrics = Metrics(REGISTRY, config.priorities)
+        names = args.served_model_name or [args.model]
+        self._model = names[0]
+        self._usage: UsageWriter | None = None
+        if config.http.usage_spool:
+            meter = Meter(self._model, time.time)
+            path = Path(config.http.usage_spool, f"{launch.name}.sqlite")
+            self._usage = UsageWriter(meter, path)
         self._router = Router(
             launch.name,
             launch.secret,
@@ -84,6 +99,7 @@ class FrontEnd:
             self._server.sink,
             self._server.decode,
             observer=metrics,
+            meter=None if self._usage is None else self._usage.meter,
         )
         self._http = HttpState(
             config.http,
@@ -99,6 +115,7 @@ class FrontEnd:
             launch.launcher, launch.secret, launch.name, self._membership.hear
         )
         self._started = False
+        self._writing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Return once requests are taken: the launcher has named the instances, and they answer.
@@ -107,17 +124,18 @@ class FrontEnd:
         """
         from kvmig.gateway.app import extend
 
-        args, config = self._args, self._launch.config
+        config = self._launch.config
         await self._server.load()  # while the instances load theirs
         end_loading()
         ready = await self._membership.first(config.start_timeout_s)
         block_tokens = self._server.learn(ready)
         # What instances report in, see `engines.vllm.load`.
         self._router.fleet.block_tokens = config.migration.unit_tokens or block_tokens
-        names = args.served_model_name or [args.model]
+        if self._usage is not None:
+            self._writing = asyncio.create_task(self._usage.run(), name="usage")
         self._started = True
         app = await self._server.make_app(self._router)
-        extend(app, self._http, self._router, self._membership, self._launcher, names[0])
+        extend(app, self._http, self._router, self._membership, self._launcher, self._model)
         await self._server.serve(app)
         gc.collect()
         gc.freeze()  # what is there by now stays
@@ -146,6 +164,11 @@ class FrontEnd:
         await self._launcher.close()
         await self._membership.close()
         await self._router.close()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+            assert self._usage is not None
+            await self._usage.write()  # nothing is counted any more
         self._sock.close()
 
     async def _empty(self) -> None:

@@ -13,6 +13,7 @@ from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests import fake_gpu, postgres
 from tests.fleet_stores import Place
+from tests.fleets import ToyFleet
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.retries import SESSION
 from tests.toys import Toys
@@ -148,3 +149,19 @@ def place(request: pytest.FixtureRequest) -> Place:
     """Where a store may be opened: each kind of database."""
     found: Place = request.getfixturevalue(f"{request.param}_place")
     return found
+
+
+@pytest.fixture(scope="session")
+def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyFleet]:
+    """`kvmig up`, without a model."""
+    with ToyFleet(tmp_path_factory.mktemp("fleet")) as made:
+        yield made
+
+
+@pytest.fixture
+def fleet(shared_fleet: ToyFleet) -> Iterator[ToyFleet]:
+    """The shared one; afterwards there is no model."""
+    yield shared_fleet
+    shared_fleet.hold(None)
+    for one in shared_fleet.get("models")["data"]:
+        shared_fleet.ask("DELETE", f"models/{one['name']}")

@@ -3,82 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.fleets import FleetUp, ended, kill
+from kvmig.ground.errors import StartupError
+from tests.fleets import PATH, Streamed, ToyFleet, answer, ask, counted, ended, kill
 
 pytestmark = pytest.mark.server
 
-PATH = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUp]:
-    with FleetUp(tmp_path_factory.mktemp("fleet")) as made:
-        yield made
-
-
-@pytest.fixture
-def fleet(shared: FleetUp) -> Iterator[FleetUp]:
-    """The shared one; afterwards there is no model."""
-    yield shared
-    shared.hold(None)
-    for one in shared.get("models")["data"]:
-        shared.ask("DELETE", f"models/{one['name']}")
-
-
-def ask(model: str, tokens: int = 10, start: int = 17, **more: Any) -> dict[str, Any]:
-    prompt = f"Count: {start:04} {start + 1:04}"
-    return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
-
-
-def counted(tokens: int, start: int = 17) -> str:
-    """What comes after `ask`'s prompt."""
-    return "".join(f" {number:04}" for number in range(start + 2, start + 3 + tokens))[:tokens]
-
-
-async def answer(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
-    found = await client.post(PATH, json=body)
-    assert found.status_code == 200, found.text
-    return str(found.json()["choices"][0]["text"])
-
-
-class Streamed:
-    """A stream that is followed while it comes."""
-
-    def __init__(self, fleet: FleetUp, body: dict[str, Any]) -> None:
-        self.text = ""
-        self.error: dict[str, Any] | None = None
-        self.task = asyncio.create_task(self._follow(fleet, {**body, "stream": True}))
-
-    async def _follow(self, fleet: FleetUp, body: dict[str, Any]) -> str:
-        async with fleet.client() as client, client.stream("POST", PATH, json=body) as found:
-            assert found.status_code == 200, await found.aread()
-            async for line in found.aiter_lines():
-                if line.startswith("data: {"):
-                    chunk = json.loads(line.removeprefix("data: "))
-                    self.error = chunk.get("error") or self.error
-                    for choice in chunk.get("choices", []):
-                        self.text += choice["text"]
-        return self.text
-
-    async def reach(self, tokens: int) -> None:
-        async with asyncio.timeout(60):
-            while len(self.text) < tokens:
-                assert not self.task.done(), await self.task
-                await asyncio.sleep(0.01)
-
 
 async def test_fifty_clients_of_a_cold_model_start_it_once_and_all_are_answered(
-    fleet: FleetUp,
+    fleet: ToyFleet,
 ) -> None:
     fleet.add_toy("a")
     before = fleet.get("status")["starts"]
@@ -91,7 +30,7 @@ async def test_fifty_clients_of_a_cold_model_start_it_once_and_all_are_answered(
     assert fleet.get("status")["starts"] == before + 1
 
 
-async def test_an_idle_model_goes_to_zero_and_comes_back(fleet: FleetUp) -> None:
+async def test_an_idle_model_goes_to_zero_and_comes_back(fleet: ToyFleet) -> None:
     fleet.add_toy("a", instances={"zero_after_s": 0.5})
     async with fleet.client() as client:
         first = await answer(client, ask("a"))
@@ -102,7 +41,7 @@ async def test_an_idle_model_goes_to_zero_and_comes_back(fleet: FleetUp) -> None
 
 
 async def test_a_stream_keeps_its_model_and_a_request_that_comes_keeps_it_longer(
-    fleet: FleetUp,
+    fleet: ToyFleet,
 ) -> None:
     fleet.add_toy("a", instances={"zero_after_s": 0.5})
     fleet.hold(8)
@@ -115,7 +54,7 @@ async def test_a_stream_keeps_its_model_and_a_request_that_comes_keeps_it_longer
     fleet.until("models/a", state="zero")
 
 
-async def test_a_model_that_is_removed_under_forty_streams_ends_after_them(fleet: FleetUp) -> None:
+async def test_a_model_that_is_removed_under_forty_streams_ends_after_them(fleet: ToyFleet) -> None:
     fleet.add_toy("a")
     fleet.hold(8)
     streams = [Streamed(fleet, ask("a", 60, start)) for start in range(40)]
@@ -133,14 +72,14 @@ async def test_a_model_that_is_removed_under_forty_streams_ends_after_them(fleet
     await asyncio.to_thread(until_no, fleet, "kvmig.serve")
 
 
-def until_no(fleet: FleetUp, words: str) -> None:
+def until_no(fleet: ToyFleet, words: str) -> None:
     deadline = time.monotonic() + 60
     while fleet.processes(words):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-async def test_a_start_that_fails_is_answered_with_its_own_sentence(fleet: FleetUp) -> None:
+async def test_a_start_that_fails_is_answered_with_its_own_sentence(fleet: ToyFleet) -> None:
     fleet.add_toy("a", flags=["--nonsense=1"])
     async with fleet.client() as client:
         refused = await client.post(PATH, json=ask("a"))
@@ -152,7 +91,7 @@ async def test_a_start_that_fails_is_answered_with_its_own_sentence(fleet: Fleet
 
 
 async def test_streams_and_warm_models_go_on_without_the_server_and_the_next_one_takes_over(
-    fleet: FleetUp,
+    fleet: ToyFleet,
 ) -> None:
     fleet.add_toy("a")
     fleet.hold(8)
@@ -173,7 +112,7 @@ async def test_streams_and_warm_models_go_on_without_the_server_and_the_next_one
     assert stream.error is None
 
 
-def until_other(fleet: FleetUp, server: int) -> None:
+def until_other(fleet: ToyFleet, server: int) -> None:
     """Wait for the next server's API."""
     deadline = time.monotonic() + 60
     while server in fleet.processes("kvmig.fleet.server") or not fleet.listens():
@@ -182,7 +121,7 @@ def until_other(fleet: FleetUp, server: int) -> None:
 
 
 async def test_a_stream_of_a_deployment_that_dies_ends_with_an_error_and_the_model_comes_back(
-    fleet: FleetUp,
+    fleet: ToyFleet,
 ) -> None:
     fleet.add_toy("a")
     fleet.hold(8)
@@ -198,7 +137,7 @@ async def test_a_stream_of_a_deployment_that_dies_ends_with_an_error_and_the_mod
         assert await answer(client, ask("a")) == counted(10)
 
 
-async def test_a_proxy_that_dies_is_started_again(fleet: FleetUp) -> None:
+async def test_a_proxy_that_dies_is_started_again(fleet: ToyFleet) -> None:
     fleet.add_toy("a")
     (proxy,) = fleet.processes("kvmig.proxy")
     kill(proxy)
@@ -207,7 +146,7 @@ async def test_a_proxy_that_dies_is_started_again(fleet: FleetUp) -> None:
     assert fleet.processes("kvmig.proxy") != [proxy]
 
 
-async def test_a_key_sees_and_uses_its_models_only(fleet: FleetUp) -> None:
+async def test_a_key_sees_and_uses_its_models_only(fleet: ToyFleet) -> None:
     fleet.add_toy("a")
     fleet.add_toy("b")
     assert fleet.ask("POST", "users", {"name": "eve"}).status_code == 201
@@ -223,7 +162,7 @@ async def test_a_key_sees_and_uses_its_models_only(fleet: FleetUp) -> None:
     assert admin.status_code == 403
 
 
-async def test_a_revoked_key_is_refused_within_a_second(fleet: FleetUp) -> None:
+async def test_a_revoked_key_is_refused_within_a_second(fleet: ToyFleet) -> None:
     made = fleet.ask("POST", "keys", {"user": "admin"}).json()
     async with fleet.client(made["key"]) as client:
         assert (await client.get("/v1/models")).status_code == 200
@@ -232,20 +171,20 @@ async def test_a_revoked_key_is_refused_within_a_second(fleet: FleetUp) -> None:
         assert (await client.get("/v1/models")).status_code == 401
 
 
-async def test_without_a_key_nothing_is_answered(fleet: FleetUp) -> None:
+async def test_without_a_key_nothing_is_answered(fleet: ToyFleet) -> None:
     async with httpx.AsyncClient(base_url=fleet.url) as client:
         for path in ("/v1/models", "/kvmig/v2/status"):
             assert (await client.get(path)).status_code == 401
         assert (await client.post(PATH, json=ask("a"))).status_code == 401
 
 
-async def test_an_alias_is_another_name(fleet: FleetUp) -> None:
+async def test_an_alias_is_another_name(fleet: ToyFleet) -> None:
     fleet.add_toy("a", aliases=["gpt-4"])
     async with fleet.client() as client:
         assert await answer(client, ask("gpt-4")) == counted(10)
 
 
-async def test_a_model_that_nobody_needs_any_more_frees_its_instances_live(fleet: FleetUp) -> None:
+async def test_a_model_that_nobody_needs_any_more_frees_its_instances_live(fleet: ToyFleet) -> None:
     """From three instances to one under forty streams: all are whole."""
     fleet.add_toy("a", instances={"min": 3, "max": 3, "target": 1})
     fleet.until("models/a", state="serving", serving=3)
@@ -263,9 +202,9 @@ async def test_a_model_that_nobody_needs_any_more_frees_its_instances_live(fleet
 
 
 async def test_a_second_fleet_in_the_same_folder_is_refused_by_name(tmp_path: Path) -> None:
-    with FleetUp(tmp_path) as first:
-        other = FleetUp(tmp_path)
-        with pytest.raises(AssertionError):
+    with ToyFleet(tmp_path) as first:
+        other = ToyFleet(tmp_path)
+        with pytest.raises(StartupError):
             other.start()
         assert other.process is not None
         assert other.process.returncode == 2
@@ -274,7 +213,7 @@ async def test_a_second_fleet_in_the_same_folder_is_refused_by_name(tmp_path: Pa
 
 
 async def test_nothing_outlives_init(tmp_path: Path) -> None:
-    with FleetUp(tmp_path) as fleet:
+    with ToyFleet(tmp_path) as fleet:
         fleet.add_toy("a", instances={"min": 1})
         fleet.until("models/a", state="serving")
         children = fleet.processes("kvmig")
@@ -287,7 +226,7 @@ async def test_nothing_outlives_init(tmp_path: Path) -> None:
 
 
 async def test_what_the_catalogue_holds_is_there_after_a_restart(tmp_path: Path) -> None:
-    with FleetUp(tmp_path) as fleet:
+    with ToyFleet(tmp_path) as fleet:
         fleet.add_toy("a")
         key = fleet.key
         async with fleet.client() as client:

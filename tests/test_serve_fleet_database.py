@@ -11,8 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvmig.ground.errors import StartupError
 from tests import postgres
-from tests.fleets import FleetUp, kill
+from tests.fleets import ToyFleet, kill
 
 pytestmark = pytest.mark.server
 
@@ -27,7 +28,7 @@ async def answered(client: httpx.AsyncClient, model: str) -> str:
     return str(found.json()["choices"][0]["text"])
 
 
-async def refused(fleet: FleetUp, sentence: str) -> None:
+async def refused(fleet: ToyFleet, sentence: str) -> None:
     """An order, by 503; the API answers on."""
     answer = await asyncio.to_thread(fleet.ask, "POST", "users", {"name": "carl"})
     assert answer.status_code == 503
@@ -35,14 +36,14 @@ async def refused(fleet: FleetUp, sentence: str) -> None:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[FleetUp]:
-    with FleetUp(tmp_path) as made:
+def fleet(tmp_path: Path) -> Iterator[ToyFleet]:
+    with ToyFleet(tmp_path) as made:
         made.add_toy("warm")
         made.add_toy("cold")
         yield made
 
 
-async def test_while_the_database_is_locked_models_serve_and_start(fleet: FleetUp) -> None:
+async def test_while_the_database_is_locked_models_serve_and_start(fleet: ToyFleet) -> None:
     file = fleet.folder / "kvmig.sqlite"
     async with fleet.client() as client:
         assert await answered(client, "warm") == NEXT
@@ -59,7 +60,7 @@ async def test_while_the_database_is_locked_models_serve_and_start(fleet: FleetU
 async def test_without_postgres_models_serve_and_the_next_server_waits_for_it(
     postgres_cluster: postgres.Cluster, tmp_path: Path
 ) -> None:
-    with FleetUp(tmp_path, f"--database={postgres_cluster.new()}") as fleet:
+    with ToyFleet(tmp_path, f"--database={postgres_cluster.new()}") as fleet:
         fleet.add_toy("warm")
         async with fleet.client() as client:
             assert await answered(client, "warm") == NEXT
@@ -81,11 +82,11 @@ async def test_without_postgres_models_serve_and_the_next_server_waits_for_it(
 
 
 async def test_a_damaged_database_is_refused_by_name_and_left_as_it_is(tmp_path: Path) -> None:
-    fleet = FleetUp(tmp_path)
+    fleet = ToyFleet(tmp_path)
     file = fleet.folder / "kvmig.sqlite"
     file.parent.mkdir()
     file.write_bytes(b"certainly no database, " * 500)
-    with pytest.raises(AssertionError, match=r"kvmig\.sqlite is no SQLite database"):
+    with pytest.raises(StartupError, match=r"kvmig\.sqlite is no SQLite database"):
         fleet.start()
     assert fleet.process is not None
     assert fleet.process.wait(10) == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fleets import FleetUp
+from tests.fleets import ToyFleet
 
 pytestmark = pytest.mark.server
 
@@ -18,7 +18,7 @@ MOST_S = 120
 
 
 def test_no_call_of_the_api_is_a_servers_error(tmp_path: Path) -> None:
-    with FleetUp(tmp_path) as fleet:
+    with ToyFleet(tmp_path) as fleet:
         done = subprocess.run(
             [
                 Path(sys.executable).parent / "schemathesis",

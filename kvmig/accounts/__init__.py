@@ -1,1 +1,1 @@
-"""Keys: who may use which model, and how much."""
+"""Who may use which model, and what was used."""

@@ -302,6 +302,12 @@ def _add_http(root: _Parser) -> None:
         metavar="SECONDS",
     )
     group.add(
+        "--usage-spool",
+        "usage_spool",
+        "keep the tokens of every call in a file there, until somebody has taken them",
+        metavar="FOLDER",
+    )
+    group.add(
         "--uds",
         "uds",
         "listen on this Unix socket, which only this user can connect to, instead of a port",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shlex
@@ -211,6 +212,27 @@ def audit(
             ],
         ),
     )
+
+
+@app.command()
+@said
+def usage(
+    by: Annotated[str, typer.Option(help="Some of key, user, model, day.")] = "model",
+    since: Annotated[str, typer.Option(help="First day, as 2026-11-01 (UTC).")] = "",
+    until: Annotated[str, typer.Option(help="Last day.")] = "",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Calls and tokens; the largest first."""
+    answer = where.client().get("usage", by=by, since=since, until=until)
+    columns = [*(one for one in by.split(",") if one), "calls", "prompt", "output"]
+    rows = [[one[name] for name in columns] for one in answer["data"]]
+    if as_csv:
+        writer = csv.writer(sys.stdout)
+        writer.writerow(columns)
+        writer.writerows(rows)
+    else:
+        show(answer, as_json, lambda _: table_of(columns, rows))
 
 
 @app.command()

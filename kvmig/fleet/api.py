@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvmig.accounts.keys import BAD_KEY, Keys, KeyTerms, allows
+from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.models import Model, Models
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import fleet_of, spec_of
@@ -35,6 +36,7 @@ from kvmig.gateway.problems import as_problem, invalid, problem
 from kvmig.ground.errors import ConfigError
 
 PREFIX = "/kvmig/v2"
+DAY = r"^(\d{4}-\d{2}-\d{2})?$"
 LOG_LINES = 1000
 FORWARDED = "x-forwarded-for"
 """The proxy says by it for whom it speaks; clients' own are dropped there."""
@@ -88,18 +90,22 @@ def make_app(backend: Backend) -> FastAPI:
         app.add_exception_handler(kind, answer_with(status))
     app.add_exception_handler(RequestValidationError, refuse_input)
     app.add_exception_handler(HTTPException, as_problem)
-    by = Depends(actor)
-    for api in (fleet_api(backend, by), accounts_api(backend, by), models_api(backend, by)):
+    caller = Depends(actor)
+    for api in (
+        fleet_api(backend, caller),
+        accounts_api(backend, caller),
+        models_api(backend, caller),
+    ):
         app.include_router(api, prefix=PREFIX)
     return app
 
 
-def fleet_api(backend: Backend, by: Any) -> APIRouter:
-    """Routes of the fleet as a whole. by: who calls."""
+def fleet_api(backend: Backend, caller: Any) -> APIRouter:
+    """Routes of the fleet as a whole. caller: who calls."""
     api, store, models = APIRouter(), backend.store, backend.models
 
     @api.get("/status")
-    async def status(_: Actor = by) -> Body:
+    async def status(_: Actor = caller) -> Body:
         """The fleet at a glance."""
         return {
             "address": f"http://{backend.settings.host}:{backend.settings.port}",
@@ -110,7 +116,7 @@ def fleet_api(backend: Backend, by: Any) -> APIRouter:
         }
 
     @api.post("/apply")
-    async def apply(body: ApplyBody, actor: Actor = by) -> Body:
+    async def apply(body: ApplyBody, actor: Actor = caller) -> Body:
         """Make the catalogue what a file says."""
         fleet = fleet_of(body.fleet, Path(body.folder) if body.folder else None)
         changes = await backend.stored(
@@ -121,31 +127,46 @@ def fleet_api(backend: Backend, by: Any) -> APIRouter:
         return {"data": msgspec.to_builtins(changes)}
 
     @api.get("/aliases")
-    async def list_aliases(_: Actor = by) -> Body:
+    async def list_aliases(_: Actor = caller) -> Body:
         """Names that stand for models by weights; a model's own other names are in its spec."""
         return {"data": (await backend.stored(store.fleet)).aliases}
 
     @api.put("/aliases/{name:path}")
-    async def set_alias(name: str, body: AliasBody, actor: Actor = by) -> Body:
+    async def set_alias(name: str, body: AliasBody, actor: Actor = caller) -> Body:
         """Let a name stand for models: of how many requests each gets how many."""
         await backend.stored(store.set_alias, name, body.targets, actor)
         await backend.changed()
         return {"name": name, "targets": body.targets}
 
     @api.delete("/aliases/{name:path}")
-    async def remove_alias(name: str, actor: Actor = by) -> Body:
+    async def remove_alias(name: str, actor: Actor = caller) -> Body:
         """Let it stand for nothing."""
         await backend.stored(store.set_alias, name, {}, actor)
         await backend.changed()
         return {"name": name}
 
     @api.get("/audit")
-    async def audit(limit: Annotated[int, Query(ge=1, le=1000)] = 100, _: Actor = by) -> Body:
+    async def audit(limit: Annotated[int, Query(ge=1, le=1000)] = 100, _: Actor = caller) -> Body:
         """Who changed what, newest first."""
         return {"data": msgspec.to_builtins(await backend.stored(store.audit, None, limit))}
 
+    @api.get("/usage")
+    async def usage(
+        by: str = "model",
+        since: Annotated[str, Query(pattern=DAY)] = "",
+        until: Annotated[str, Query(pattern=DAY)] = "",
+        _: Actor = caller,
+    ) -> Body:
+        """Calls and tokens by some of key, user, model, day; since, until: days in UTC."""
+        named = [one for one in by.split(",") if one]
+        if unknown := [one for one in named if one not in FIELDS]:
+            allowed = ", ".join(FIELDS)
+            raise ConfigError(f"by has {unknown[0]!r:.100}, must be some of {allowed}")
+        fields = tuple(dict.fromkeys(named))
+        return {"data": await backend.stored(sums, store.database, fields, since, until)}
+
     @api.post("/backup")
-    async def backup(body: BackupBody, _: Actor = by) -> Body:
+    async def backup(body: BackupBody, _: Actor = caller) -> Body:
         """Copy the database to a path on the server's disk."""
         await backend.stored(store.backup, Path(body.path))
         return {"path": body.path}
@@ -153,38 +174,38 @@ def fleet_api(backend: Backend, by: Any) -> APIRouter:
     return api
 
 
-def models_api(backend: Backend, by: Any) -> APIRouter:
+def models_api(backend: Backend, caller: Any) -> APIRouter:
     """Routes of the catalogue. A name may hold slashes, so what follows it comes first here."""
     api, store, models = APIRouter(prefix="/models"), backend.store, backend.models
 
     @api.get("")
-    async def list_models(_: Actor = by) -> Body:
+    async def list_models(_: Actor = caller) -> Body:
         """All models of the catalogue."""
         return {"data": [backend.shown(row) for row in await backend.stored(store.models)]}
 
     @api.post("", status_code=HTTPStatus.CREATED)
-    async def add_model(body: Body, actor: Actor = by) -> Body:
+    async def add_model(body: Body, actor: Actor = caller) -> Body:
         """Put one into the catalogue: the specification as a fleet's file has it."""
         row = await backend.stored(store.add_model, spec_of(body), actor)
         await backend.changed()
         return backend.shown(row)
 
     @api.post("/{name:path}/scale")
-    async def scale(name: str, body: ScaleBody, actor: Actor = by) -> Body:
+    async def scale(name: str, body: ScaleBody, actor: Actor = caller) -> Body:
         """Set the least and the greatest number of instances."""
         row = await backend.stored(store.scale, name, actor, least=body.min, most=body.max)
         await backend.changed()
         return backend.shown(row)
 
     @api.post("/{name:path}/switch")
-    async def switch(name: str, body: SwitchBody, actor: Actor = by) -> Body:
+    async def switch(name: str, body: SwitchBody, actor: Actor = caller) -> Body:
         """Let it serve or not; when it is switched off, its requests end first."""
         row = await backend.stored(store.switch, name, actor, on=body.on)
         await backend.changed()
         return backend.shown(row)
 
     @api.post("/{name:path}/wake")
-    async def wake(name: str, _: Actor = by) -> Body:
+    async def wake(name: str, _: Actor = caller) -> Body:
         """Start it now, also where a start has failed."""
         row = await backend.row(name)
         if not row.on:
@@ -194,7 +215,7 @@ def models_api(backend: Backend, by: Any) -> APIRouter:
 
     @api.get("/{name:path}/logs")
     async def logs(
-        name: str, lines: Annotated[int, Query(ge=1, le=LOG_LINES)] = 50, _: Actor = by
+        name: str, lines: Annotated[int, Query(ge=1, le=LOG_LINES)] = 50, _: Actor = caller
     ) -> Body:
         """The last lines that its processes have printed."""
         await backend.row(name)
@@ -202,14 +223,14 @@ def models_api(backend: Backend, by: Any) -> APIRouter:
         return {"data": await anyio.to_thread.run_sync(last_lines, path, lines)}
 
     @api.delete("/{name:path}")
-    async def remove_model(name: str, actor: Actor = by) -> Body:
+    async def remove_model(name: str, actor: Actor = caller) -> Body:
         """Take it out of the catalogue; its requests end first."""
         await backend.stored(store.remove_model, name, actor)
         await backend.changed()
         return {"name": name}
 
     @api.get("/{name:path}")
-    async def show_model(name: str, _: Actor = by) -> Body:
+    async def show_model(name: str, _: Actor = caller) -> Body:
         """One, with its revisions and what was decided about it."""
         row = await backend.row(name)
         events = [msgspec.to_builtins(one) for one in models.events if one.model == name]
@@ -220,23 +241,23 @@ def models_api(backend: Backend, by: Any) -> APIRouter:
     return api
 
 
-def accounts_api(backend: Backend, by: Any) -> APIRouter:
+def accounts_api(backend: Backend, caller: Any) -> APIRouter:
     """Routes of users and keys."""
     api, store = APIRouter(), backend.store
 
     @api.get("/users")
-    async def list_users(_: Actor = by) -> Body:
+    async def list_users(_: Actor = caller) -> Body:
         """All users."""
         return {"data": msgspec.to_builtins(await backend.stored(store.users))}
 
     @api.post("/users", status_code=HTTPStatus.CREATED)
-    async def add_user(body: UserBody, actor: Actor = by) -> Body:
+    async def add_user(body: UserBody, actor: Actor = caller) -> Body:
         """Make one."""
         await backend.stored(store.add_user, body.name, body.role, actor)
         return {"name": body.name, "role": body.role}
 
     @api.patch("/users/{name:path}")
-    async def set_user(name: str, body: UserChange, actor: Actor = by) -> Body:
+    async def set_user(name: str, body: UserChange, actor: Actor = caller) -> Body:
         """Change a role, or refuse all of the user's keys until they are enabled again."""
         row = await backend.stored(
             store.set_user, name, actor, role=body.role, disabled=body.disabled
@@ -246,12 +267,12 @@ def accounts_api(backend: Backend, by: Any) -> APIRouter:
         return found
 
     @api.get("/keys")
-    async def list_keys(_: Actor = by) -> Body:
+    async def list_keys(_: Actor = caller) -> Body:
         """All keys, by their prefixes."""
         return {"data": msgspec.to_builtins(await backend.stored(store.keys))}
 
     @api.post("/keys", status_code=HTTPStatus.CREATED)
-    async def add_key(body: KeyBody, actor: Actor = by) -> Body:
+    async def add_key(body: KeyBody, actor: Actor = caller) -> Body:
         """Make one; the answer shows it this once."""
         terms = KeyTerms(
             scopes=tuple(body.scopes),
@@ -267,7 +288,7 @@ def accounts_api(backend: Backend, by: Any) -> APIRouter:
     async def rotate_key(
         prefix: str,
         keep_s: Annotated[float, Query(ge=0, le=MOST_KEEP_S, allow_inf_nan=False)] = 0.0,
-        actor: Actor = by,
+        actor: Actor = caller,
     ) -> Body:
         """Make another with the same rights; this one is refused, after `keep_s`."""
         row, key = await backend.stored(store.rotate_key, prefix, actor, keep_s=keep_s)
@@ -275,7 +296,7 @@ def accounts_api(backend: Backend, by: Any) -> APIRouter:
         return {"key": key, "prefix": row.prefix}
 
     @api.delete("/keys/{prefix}")
-    async def revoke_key(prefix: str, actor: Actor = by) -> Body:
+    async def revoke_key(prefix: str, actor: Actor = caller) -> Body:
         """Refuse it everywhere, within a second."""
         await backend.stored(store.revoke_key, prefix, actor)
         await backend.changed()

@@ -485,6 +485,7 @@ def words(wanted: Wanted, socket: str, settings: FleetSettings) -> tuple[str, ..
         f"--engine={spec.engine}",
         f"--served-model-name={wanted.name}",
         f"--uds={socket}",
+        f"--usage-spool={settings.spools}",
         "--end-with-stdin",
         f"--instances={max(1, instances.min)}",
         f"--max-instances={instances.max}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -22,18 +23,28 @@ import uvicorn
 import uvloop
 
 from kvmig.accounts.keys import KeyGrant, Keys
+from kvmig.accounts.usage import Spool
 from kvmig.cli.environment import take_path
 from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.fleet.api import Backend, make_app
+from kvmig.fleet.ledger import merge
 from kvmig.fleet.models import Models, Wanted
 from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, encode, news_of
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.store import Store
+from kvmig.fleet.tables import StoreError
 from kvmig.ground.errors import ConfigError, KvmigError, StartupError
 from kvmig.proxy import messages
 from kvmig.proxy.link import ProxyLinks
 from kvmig.proxy.messages import Aliases, Demand, Route, Routes, Snapshot, Want
+
+MERGE_S = 1.0
+"""Between two looks at what front ends have counted."""
+OLD_S = 3600.0
+"""A front end writes at least so often, if it counts at all."""
+
+log = logging.getLogger(__name__)
 
 
 class InitLink:
@@ -116,6 +127,7 @@ class FleetServer:
         )
         self._turning: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._counting: asyncio.Task[None] | None = None
         self._http: uvicorn.Server | None = None
 
     async def start(self) -> None:
@@ -130,6 +142,7 @@ class FleetServer:
         await self._links.open()
         self._init.listen()  # what runs is judged by the catalogue
         self._turning = asyncio.create_task(self._models.run(), name="models")
+        self._counting = asyncio.create_task(self._count(), name="usage")
         await self._serve(take_path(str(self._settings.api)))
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -142,19 +155,33 @@ class FleetServer:
                 raise StartupError("its HTTP server has stopped")
             await asyncio.sleep(0.01)
 
+    async def _count(self) -> None:
+        """Merge what front ends have counted, every MERGE_S, until cancelled."""
+        while True:
+            await asyncio.sleep(MERGE_S)
+            for path in sorted(self._settings.spools.glob("*.sqlite")):
+                try:
+                    merged = await self._backend.stored(merge, self._store.database, path)
+                    if not merged:
+                        await asyncio.to_thread(remove_old, path)
+                except (StoreError, OSError) as error:
+                    log.warning("usage in %s waits to be counted: %s", path, error)
+
     async def ended(self) -> None:
         """Return, or raise, when something that must go on has ended."""
         assert self._turning is not None
         assert self._serving is not None
-        tasks = (self._turning, self._serving)
+        assert self._counting is not None
+        tasks = (self._turning, self._serving, self._counting)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         done.pop().result()
 
     async def close(self) -> None:
         """End all but the deployments, which run on."""
-        if self._turning is not None:
-            self._turning.cancel()
-            await asyncio.gather(self._turning, return_exceptions=True)
+        for task in (self._turning, self._counting):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self._http is not None:
             self._http.should_exit = True
         if self._serving is not None:
@@ -220,6 +247,15 @@ class FleetServer:
                 self._models.take_demand(proxy, message)
             case None:
                 self._models.forget_proxy(proxy)
+
+
+def remove_old(path: Path) -> None:
+    """Remove a spool that nobody has written to for long: its front end is gone."""
+    files = [path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")]
+    newest = max(file.stat().st_mtime for file in files if file.exists())
+    if time.time() - newest > OLD_S and not Spool(path).read(1):
+        for file in files:
+            file.unlink(missing_ok=True)
 
 
 def keep_key(path: Path, key: str) -> None:

@@ -50,6 +50,11 @@ class FleetSettings(Discreet, frozen=True, kw_only=True):
         """Where the server hears proxies."""
         return self.path("run", "proxies.sock")
 
+    @property
+    def spools(self) -> Path:
+        """Of files in which front ends keep what calls use."""
+        return self.path("spools")
+
     def log(self, name: str) -> Path:
         """Of one of its processes."""
         return self.path("logs", f"{name}.log")
@@ -82,7 +87,7 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
 
 def make_folders(settings: FleetSettings) -> None:
     """The folder and what is in it, for this user alone. Raises ConfigError."""
-    for folder in (settings.path(), settings.path("run"), settings.path("logs")):
+    for folder in (settings.path(), settings.path("run"), settings.path("logs"), settings.spools):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from sqlalchemy import (
     JSON,
+    BigInteger,
     Boolean,
     Column,
     Double,
@@ -39,7 +40,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.ground.errors import ConfigError, KvmigError
 
-SCHEMA = 1
+SCHEMA = 2
 """The newest migration's number."""
 LOCK_KEY = 0x6B766D6967
 """Of PostgreSQL's advisory lock."""
@@ -136,6 +137,35 @@ audit = Table(
     Column("before", JSON(none_as_null=True)),
     Column("after", JSON(none_as_null=True)),
     sqlite_autoincrement=True,
+)
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("source", Text, primary_key=True),
+    Column("seq", Integer, primary_key=True, autoincrement=False),
+    Column("call_id", Text, nullable=False),
+    Column("key_id", Text, nullable=False, index=True),
+    Column("model", Text, nullable=False),
+    Column("began", Double, nullable=False, index=True),
+    Column("ended", Double),
+    Column("prompt", BigInteger, nullable=False),
+    Column("output", BigInteger, nullable=False),
+    Column("sequences", Integer, nullable=False),
+    Column("reruns", Integer, nullable=False),
+    Column("ttft_ms", Double),
+    Column("status", Text, nullable=False),
+)
+
+usage_daily = Table(
+    "usage_daily",
+    metadata,
+    Column("day", Text, primary_key=True),
+    Column("key_id", Text, primary_key=True),
+    Column("model", Text, primary_key=True),
+    Column("calls", BigInteger, nullable=False),
+    Column("prompt", BigInteger, nullable=False),
+    Column("output", BigInteger, nullable=False),
 )
 
 

@@ -36,6 +36,7 @@ from kvmig.ground.priorities import PriorityClass, named, names_and_numbers, wit
 CALL_ID = "x-request-id"
 PRIORITY = "x-vllm-priority"
 PRIORITY_FIELD = "priority"
+ACCOUNT = "x-kvmig-account"
 SCOPE = "kvmig.call"
 """Key of an ASGI scope's `HttpCall`; the connection looks for it there."""
 UNREAD_BYTES = 1 << 20
@@ -103,6 +104,10 @@ class HttpState:
             registry=self.registry,
         )
 
+    def account(self, headers: MutableHeaders) -> str:
+        """The key that a call counts for, as a proxy says it; on a port nobody is believed."""
+        return headers.get(ACCOUNT, "") if self.config.uds else ""
+
     def count(self, status: int) -> None:
         """Count an answer that begins, if it is an error of the client's."""
         if 400 <= status < 500:
@@ -122,7 +127,7 @@ class HttpMiddleware:
         state: HttpState = scope["app"].state.kvmig
         # A copy: the server's own list stays as it came.
         headers = MutableHeaders(raw=list(scope["headers"]))
-        call = scope[SCOPE] = HttpCall(accepted(headers.get(CALL_ID)))
+        call = scope[SCOPE] = HttpCall(accepted(headers.get(CALL_ID)), state.account(headers))
         headers[CALL_ID] = call.call_id
 
         async def send_counted(message: Message) -> None:
@@ -130,6 +135,8 @@ class HttpMiddleware:
                 MutableHeaders(scope=message)[CALL_ID] = call.call_id
                 state.count(message["status"])
             await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                call.answered = True
 
         token = current_call.set(call)
         try:
@@ -140,6 +147,7 @@ class HttpMiddleware:
                 await self._serve(state, call, inner, headers, receive, send_counted)
         finally:
             current_call.reset(token)
+            call.leave()
 
     async def _serve(
         self,
@@ -171,10 +179,7 @@ class HttpMiddleware:
             return
         if path in WORK:
             call.enter(lambda change: state.shedding.hold(priority, change, state.clock()))
-        try:
-            await self.app(scope, first(message, receive), send)
-        finally:
-            call.leave()
+        await self.app(scope, first(message, receive), send)
 
 
 # -- the call's id

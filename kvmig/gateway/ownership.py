@@ -302,7 +302,7 @@ class Ownership:
         if not requests:
             return
         for request in requests:
-            self._table.remove(request.request_id)
+            self._table.remove(request.request_id, failed=True)
         self.abort(requests)
         self._fail([request.request_id for request in requests], reason, retry)
 

@@ -7,12 +7,15 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvmig.engines.base import Frame
 from kvmig.gateway.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.gateway.splice import Splicer
+
+if TYPE_CHECKING:
+    from kvmig.gateway.meter import Meter
 
 REMEMBERED = 4096
 """Ended requests that are still told apart from unknown ones."""
@@ -150,12 +153,19 @@ class HttpCall:
     """
 
     __slots__ = (
-        "_hold", "_marks", "_submitted", "_unserved", "_waiting", "call_id", "request_ids",
+        "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "answered",
+        "call_id", "over", "request_ids",
     )  # fmt: skip
 
-    def __init__(self, call_id: str = "") -> None:
+    def __init__(self, call_id: str = "", account: str = "") -> None:
+        """account: the key that the call counts for; empty: none is known."""
         self.call_id = call_id
+        self.account = account
         self.request_ids: set[str] = set()
+        self.over = False
+        """Whether nothing more comes of it: it has its answer, or its client has left."""
+        self.answered = False
+        """Whether the client was sent all of its answer."""
         self._unserved: set[str] = set()
         self._submitted = False
         self._waiting = 0
@@ -174,6 +184,7 @@ class HttpCall:
 
     def leave(self) -> None:
         """The call is over: nothing of it waits."""
+        self.over = True
         self._count(0)
         self._hold = None
 
@@ -231,7 +242,9 @@ def current_call_id() -> str:
 class RequestTable:
     """All live requests by id, and the ids of those that ended lately."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter | None = None) -> None:
+        """meter: hears of every request."""
+        self._meter = meter
         self.live: dict[str, LiveRequest] = {}
         """Live requests by request id; read only."""
         self.runs: dict[str, LiveRequest] = {}
@@ -254,15 +267,19 @@ class RequestTable:
             self._calls[name].add(request.request_id)
         if request.call is not None:
             request.call.submitted(request.request_id)
+        if self._meter is not None:
+            self._meter.began(request)
 
-    def remove(self, request_id: str) -> LiveRequest | None:
-        """Forget an ended request; None if it isn't here."""
+    def remove(self, request_id: str, *, failed: bool = False) -> LiveRequest | None:
+        """Forget an ended request; None if it isn't here. failed: its client gets an error."""
         request = self.live.pop(request_id, None)
         if request is None:
             return None
         del self.runs[request.run_id]
         if request.call is not None:
             request.call.ended(request_id)
+        if self._meter is not None:
+            self._meter.ended(request, failed)
         names = {request.call_id, request.external_id}
         for name in names:
             self._calls[name].discard(request_id)

@@ -47,6 +47,7 @@ from kvmig.gateway.inventory import (
     others_requests,
     request_rows,
 )
+from kvmig.gateway.meter import Meter
 from kvmig.gateway.ownership import Ownership
 from kvmig.gateway.ports import Decode, Item, Observer, Sink
 from kvmig.gateway.questions import Questions
@@ -87,11 +88,15 @@ class Router:
         decode: Decode,
         *,
         observer: Observer | None = None,
+        meter: Meter | None = None,
         clock: Clock = monotonic,
         lost_after_s: float = 10.0,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
-        """name: of this front end; it counts what happens to its own requests."""
+        """name: of this front end; it counts what happens to its own requests.
+
+        meter: counts what its calls use.
+        """
         self.fleet = Fleet(name, secret, config, clock, lost_after_s, self)
         self.reports: deque[MigrationReport] = deque(maxlen=RECENT)
         """Reports of the last migrations, by hand or by policy, oldest first."""
@@ -102,7 +107,7 @@ class Router:
         self._observer = observer = observer or Observer()
         self._clock = clock
         self._fence_timeout_s = fence_timeout_s
-        self._table = RequestTable()
+        self._table = RequestTable(meter)
         self._questions = Questions(self.fleet.send)
         self._streams = Streams(self._table, sink, decode, self.fleet, observer, clock)
         self._ownership = Ownership(

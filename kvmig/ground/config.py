@@ -123,6 +123,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a request that its client hasn't read; 0: no limit."""
     send_timeout_s: float = 300.0
     """For a client to go on reading."""
+    usage_spool: str = ""
+    """Folder of the files in which front ends keep what calls use; empty: none does."""
     uds: str = ""
     """Path of the Unix socket that takes the port's place; empty: none does."""
 

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 TELL_S = 0.5
 """Between two demands."""
+FIRST_S = 2.0
+"""For the server to say what there is, before the door opens."""
 KEEP_S = 1.0
 """Between two writings of the file."""
 
@@ -43,6 +45,8 @@ class Proxy(HttpTask):
         self._heard_at = 0.0
         """When the server was last there, in Unix time."""
         self._told_at = monotonic()
+        self._told = asyncio.Event()
+        """Set once the server has said what there is."""
         self._uvicorn: uvicorn.Server | None = None
         self._link: ServerLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -54,6 +58,9 @@ class Proxy(HttpTask):
         """Take calls. Raises StartupError."""
         self._load()
         self._link = ServerLink(self._launch.links, self._launch.name, self._take)
+        with contextlib.suppress(TimeoutError):  # without a server, by what was known before
+            async with asyncio.timeout(FIRST_S):
+                await self._told.wait()
         self._tasks = [
             asyncio.create_task(self._tell(), name="demands"),
             asyncio.create_task(self._keep(), name="snapshot"),
@@ -86,6 +93,7 @@ class Proxy(HttpTask):
         self.door.apply(message)
         self._unsaved = True
         self._heard_at = time.time()
+        self._told.set()
         if isinstance(message, Routes):
             self._tell_now()  # the server may wait for it before it ends a deployment
 

@@ -1,0 +1,175 @@
+"""A model from zero: how long its first client waits, beside plain vLLM started for it.
+
+`kvmig up` with one model of real vLLM. Again and again the model goes to zero and a client asks:
+the time to its first token, in phases (the order, the start until it serves, the rest). Then many
+clients ask a cold model at once: how often it was started, how many answers are wrong, and how long
+after it was ready the last one had its first token; with one proxy and with two. Plain vLLM's own
+server is started and asked in the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from bench import report
+from bench.models import model_folder
+from bench.overhead import PLAIN_VLLM, plain_environment
+from bench.site import ENGINE_FLAGS
+from kvmig_tools.fleet import FleetUp
+from kvmig_tools.served import Served
+
+CLIENTS = 50
+TOKENS = 20
+PATH = "/v1/completions"
+WARM_UP_S = 120.0
+
+
+def body_of(model: str, start: int) -> dict[str, Any]:
+    """A call that counts on from there; what any other model says is as good for a clock."""
+    return {
+        "model": model, "prompt": f"Count: {start:04} {start + 1:04}", "max_tokens": TOKENS,
+        "temperature": 0, "stream": True,
+    }  # fmt: skip
+
+
+def counted(start: int) -> str:
+    """What the bundled model says."""
+    return "".join(f" {number:04}" for number in range(start + 2, start + 2 + TOKENS))[:TOKENS]
+
+
+async def ask(client: httpx.AsyncClient, model: str, start: int) -> tuple[float, str]:
+    """Time to the first token, by a steady clock's reading, and the text."""
+    first, text = 0.0, ""
+    async with client.stream("POST", PATH, json=body_of(model, start)) as answer:
+        if answer.is_error:
+            return time.monotonic(), (await answer.aread()).decode()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                first = first or time.monotonic()
+                text += "".join(one["text"] for one in json.loads(line[6:]).get("choices", []))
+    return first, text
+
+
+def to_zero(fleet: FleetUp, model: str) -> None:
+    """Let it end, and let it be wanted again."""
+    fleet.ask("POST", f"models/{model}/switch", {"on": False})
+    fleet.until(f"models/{model}", state="zero")
+    fleet.ask("POST", f"models/{model}/switch", {"on": True})
+
+
+async def once(fleet: FleetUp, model: str) -> dict[str, Any]:
+    """One cold start, in phases."""
+    asked, wall = time.monotonic(), time.time()
+    async with fleet.client() as client:
+        first, text = await ask(client, model, 17)
+    entered = {
+        one["what"].partition("-> ")[2]: one["at"] - wall
+        for one in fleet.get(f"models/{model}")["events"]
+        if one["at"] >= wall
+    }
+    return {
+        "what": "cold",
+        "ttft_s": first - asked,
+        "ordered_s": entered.get("starting"),
+        "serving_s": entered.get("serving"),
+        "right": text == counted(17),
+    }
+
+
+async def at_once(fleet: FleetUp, model: str, clients: int, proxies: int) -> dict[str, Any]:
+    """Many clients of a cold model."""
+    starts, asked, wall = fleet.get("status")["starts"], time.monotonic(), time.time()
+    async with fleet.client() as client:
+        answers = await asyncio.gather(*(ask(client, model, start) for start in range(clients)))
+    ready = next(
+        one["at"] - wall
+        for one in fleet.get(f"models/{model}")["events"]
+        if one["at"] >= wall and one["what"].endswith("-> serving")
+    )
+    return {
+        "what": f"{clients} at once, {proxies} proxies",
+        "starts": fleet.get("status")["starts"] - starts,
+        "wrong": sum(text != counted(start) for start, (_, text) in enumerate(answers)),
+        "last_ttft_s": max(first for first, _ in answers) - asked,
+        "last_after_ready_s": max(first for first, _ in answers) - asked - ready,
+    }
+
+
+def of_fleet(model: str, folder: Path, proxies: int, repeats: int) -> list[dict[str, Any]]:
+    """All samples of one fleet."""
+    rows = []
+    with (
+        tempfile.TemporaryDirectory() as data,
+        FleetUp(Path(data), f"--proxies={proxies}") as fleet,
+    ):
+        flags = [*ENGINE_FLAGS, "--max-model-len=2048"]
+        fleet.add({"name": "m", "source": f"path:{folder.absolute()}", "flags": flags})
+        first = asyncio.run(once(fleet, "m"))
+        rows.append({**first, "what": "first of the fleet, its nursery loads"})
+        for _ in range(repeats if proxies == 1 else 0):
+            to_zero(fleet, "m")
+            rows.append(asyncio.run(once(fleet, "m")))
+        if model == "count":
+            to_zero(fleet, "m")
+            rows.append(asyncio.run(at_once(fleet, "m", CLIENTS, proxies)))
+    return rows
+
+
+def plain(folder: Path) -> dict[str, Any]:
+    """vLLM's own server from nothing to the first token."""
+    began = time.monotonic()
+    flags = [*ENGINE_FLAGS, "--max-model-len=2048"]
+    environment = plain_environment()
+    with Served(flags, model=folder, command=PLAIN_VLLM, environment=environment) as served:
+
+        async def first() -> float:
+            async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+                return (await ask(client, str(folder), 17))[0]
+
+        return {"what": "plain vLLM", "ttft_s": asyncio.run(first()) - began}
+
+
+def main(argv: list[str] | None = None) -> int:
+    root = report.parser(__doc__)
+    root.add_argument("--model", default="count", help="or qwen3-0.6b, or a folder")
+    options = root.parse_args(argv)
+    folder = model_folder(options.model)
+    repeats = 2 if options.quick else 10
+    result = report.begin("cold", {"model": options.model, "repeats": repeats, "clients": CLIENTS})
+    result.samples.append(plain(folder))
+    for proxies in (1, 2):
+        result.samples += of_fleet(options.model, folder, proxies, repeats)
+        report.say(f"{proxies} proxies")
+    cold = sorted(one["ttft_s"] for one in result.samples if one["what"] == "cold")
+    serving = median(one["serving_s"] for one in result.samples if one["what"] == "cold")
+    alone = result.samples[0]["ttft_s"]
+    result.summary = {
+        "cold ttft_s median": median(cold),
+        "cold ttft_s p90": cold[math.ceil(0.9 * len(cold)) - 1],
+        "cold serving_s median": serving,
+        "plain vLLM ttft_s": alone,
+        "cold / plain vLLM": median(cold) / alone,
+    }
+    result.targets = {"cold ttft_s median": {"max": 5.0}}
+    for one in result.samples:
+        if "starts" in one:
+            for field in ("starts", "wrong", "last_after_ready_s"):
+                result.summary[f"{one['what']}: {field}"] = one[field]
+            result.targets[f"{one['what']}: starts"] = {"min": 1, "max": 1}
+            result.targets[f"{one['what']}: wrong"] = {"max": 0}
+            result.targets[f"{one['what']}: last_after_ready_s"] = {"max": 1.0}
+    return report.finish(result, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

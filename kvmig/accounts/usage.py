@@ -1,0 +1,90 @@
+"""What a call has used, and the file in which a front end keeps that until it is merged.
+
+A record says all of a call so far; a later one of the same number takes its place. So a record may
+be written, read and merged again and again, and counts once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+Status = Literal["running", "finished", "cut"]
+
+
+class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One call, as far as it has come. Tokens are those that went to the client."""
+
+    seq: int
+    """Unique among those of its file."""
+    call_id: str
+    """The x-request-id, which clients may choose."""
+    account: str
+    """Id of the key; empty: without one."""
+    model: str
+    """As the deployment is called."""
+    began: float
+    """Unix time."""
+    ended: float | None = None
+    prompt: int = 0
+    """Tokens, once a prompt, however many answers it has."""
+    output: int = 0
+    sequences: int = 0
+    reruns: int = 0
+    ttft_ms: float | None = None
+    status: Status = "running"
+    """finished: the client was sent the whole answer. cut: it left, or got an error."""
+
+
+class Spool:
+    """A SQLite file of records. The front end writes, the fleet's server takes. Blocking."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, records: Iterable[UsageRecord]) -> None:
+        """Keep them, in place of older ones of their numbers. Raises OSError."""
+        rows = [(one.seq, msgspec.json.encode(one)) for one in records]
+        with self._open() as file, file:
+            file.executemany(
+                "INSERT INTO records VALUES (?, ?) ON CONFLICT (seq) DO UPDATE SET record ="
+                " excluded.record",
+                rows,
+            )
+
+    def read(self, after: int = 0, most: int = 5_000) -> list[UsageRecord]:
+        """Those with greater numbers than `after`, in their order. Raises OSError."""
+        with self._open() as file:
+            rows = file.execute(
+                "SELECT record FROM records WHERE seq > ? ORDER BY seq LIMIT ?", (after, most)
+            )
+            return [msgspec.json.decode(record, type=UsageRecord) for (record,) in rows]
+
+    def forget(self, merged: Iterable[UsageRecord]) -> None:
+        """Drop those that have ended and are kept elsewhere, as they were read. Raises OSError."""
+        rows = [(one.seq, msgspec.json.encode(one)) for one in merged if one.ended is not None]
+        with self._open() as file, file:
+            file.executemany("DELETE FROM records WHERE seq = ? AND record = ?", rows)
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        try:
+            file = sqlite3.connect(self._path, timeout=5.0)
+        except sqlite3.Error as error:
+            raise OSError(f"{self._path}: {error}") from error
+        try:
+            file.execute("PRAGMA journal_mode = WAL")
+            file.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing
+            file.execute(
+                "CREATE TABLE IF NOT EXISTS records (seq INTEGER PRIMARY KEY, record BLOB NOT NULL)"
+            )
+            yield file
+        except sqlite3.Error as error:
+            raise OSError(f"{self._path}: {error}") from error
+        finally:
+            file.close()

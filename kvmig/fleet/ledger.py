@@ -1,0 +1,130 @@
+"""The ledger: what every call has used, merged exactly once from the front ends' spools.
+
+A record says all of its call so far. Merging it writes the call's row and adds what is new since
+the last merge to the day's sums, in one transaction; so a record that is merged again, after
+whatever has died in between, adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from sqlalchemy import func, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from kvmig.accounts.usage import Spool, UsageRecord
+from kvmig.fleet.tables import Database, api_keys, usage, usage_daily, users
+
+FIELDS = ("key", "user", "model", "day")
+"""That sums can be by."""
+AT_ONCE = 500
+"""Records of a statement: SQLite takes so many variables only."""
+SUMS = ("calls", "prompt", "output")
+
+
+def merge(database: Database, spool: Path) -> int:
+    """Take what a spool holds into the ledger; how many records. Raises StoreError, OSError.
+
+    Those of calls that run stay in the spool.
+    """
+    file, merged, after = Spool(spool), 0, 0
+    while records := file.read(after):
+        with database.transaction() as connection:
+            for first in range(0, len(records), AT_ONCE):
+                _merge(connection, spool.stem, records[first : first + AT_ONCE])
+        file.forget(records)
+        merged, after = merged + len(records), records[-1].seq
+    return merged
+
+
+def _merge(connection: Connection, source: str, records: Sequence[UsageRecord]) -> None:
+    seqs = [one.seq for one in records]
+    wanted = select(usage.c.seq, usage.c.prompt, usage.c.output).where(
+        usage.c.source == source, usage.c.seq.in_(seqs)
+    )
+    before = {seq: (prompt, output) for seq, prompt, output in connection.execute(wanted)}
+    sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for one in records:
+        prompt, output = before.get(one.seq, (0, 0))
+        day = sums[_day(one.began), one.account, one.model]
+        day[0] += one.seq not in before
+        day[1] += one.prompt - prompt
+        day[2] += one.output - output
+    _upsert(connection, usage, ("source", "seq"), [_row(source, one) for one in records])
+    days = [
+        {"day": day, "key_id": key_id, "model": model, **dict(zip(SUMS, sum_, strict=True))}
+        for (day, key_id, model), sum_ in sums.items()
+    ]
+    _upsert(connection, usage_daily, ("day", "key_id", "model"), days, add=SUMS)
+
+
+def _row(source: str, record: UsageRecord) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(record)
+    return {"source": source, "key_id": fields.pop("account"), **fields}
+
+
+def _upsert(
+    connection: Connection,
+    table: Any,
+    keys: Sequence[str],
+    rows: list[dict[str, Any]],
+    add: Iterable[str] = (),
+) -> None:
+    """Write rows in place of those with their keys; add: columns that are added to."""
+    insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+    statement: Any = insert(table)
+    added = set(add)
+    changes = {
+        name: table.c[name] + statement.excluded[name]
+        if name in added
+        else statement.excluded[name]
+        for name in rows[0]
+        if name not in keys
+    }
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=list(keys), set_=changes), rows
+    )
+
+
+def _day(unix: float) -> str:
+    return datetime.fromtimestamp(unix, UTC).date().isoformat()
+
+
+def sums(
+    database: Database, by: Sequence[str], since: str = "", until: str = ""
+) -> list[dict[str, Any]]:
+    """Calls and tokens, by some of FIELDS, largest output first. since, until: days, both included.
+
+    Raises StoreError.
+    """
+    columns: dict[str, Any] = {
+        "key": func.coalesce(api_keys.c.prefix, usage_daily.c.key_id),
+        "user": func.coalesce(users.c.name, ""),
+        "model": usage_daily.c.model,
+        "day": usage_daily.c.day,
+    }
+    named = [columns[field].label(field) for field in by]
+    counted = [func.sum(usage_daily.c[name]).label(name) for name in SUMS]
+    wanted = select(*named, *counted).select_from(
+        usage_daily.outerjoin(api_keys, api_keys.c.id == usage_daily.c.key_id).outerjoin(
+            users, users.c.id == api_keys.c.user_id
+        )
+    )
+    if since:
+        wanted = wanted.where(usage_daily.c.day >= since)
+    if until:
+        wanted = wanted.where(usage_daily.c.day <= until)
+    if named:
+        wanted = wanted.group_by(*named)
+    wanted = wanted.order_by(func.sum(usage_daily.c.output).desc(), *named)
+    with database.transaction(reading=True) as connection:
+        return [
+            {name: int(value or 0) if name in SUMS else value for name, value in row.items()}
+            for row in connection.execute(wanted).mappings()
+        ]

@@ -1,0 +1,103 @@
+"""What each call uses, counted where tokens are spliced: moves and re-runs count once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvmig.accounts.usage import Status, UsageRecord
+from kvmig.gateway.requests import HttpCall, LiveRequest
+
+
+@dataclass(eq=False)
+class _Metered:
+    """A call of which something is live, or whose end isn't written yet."""
+
+    seq: int
+    began: float
+    live: dict[str, LiveRequest] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)
+    """By the engine's id of the prompt, which several answers may share."""
+    output: int = 0
+    """Of the sequences that have ended."""
+    sequences: int = 0
+    reruns: int = 0
+    failed: bool = False
+    ttft_ms: float | None = None
+    changed: bool = True
+
+
+class Meter:
+    """Counts for one front end. Hears of requests from the `RequestTable`."""
+
+    def __init__(self, model: str, wall: Callable[[], float]) -> None:
+        """model: what it is called in records. wall: Unix time."""
+        self._model = model
+        self._wall = wall
+        self._next = 1
+        self._calls: dict[HttpCall, _Metered] = {}
+
+    def began(self, request: LiveRequest) -> None:
+        """A call has one more sequence."""
+        call = request.call
+        if call is None:  # not of a client
+            return
+        found = self._calls.get(call)
+        if found is None:
+            found = self._calls[call] = _Metered(self._next, self._wall())
+            self._next += 1
+        found.live[request.request_id] = request
+        found.prompts[request.external_id] = request.prompt_tokens
+        found.sequences += 1
+        found.changed = True
+
+    def ended(self, request: LiveRequest, failed: bool) -> None:
+        """A sequence gets no more tokens. failed: but an error."""
+        found = None if request.call is None else self._calls.get(request.call)
+        if found is None or found.live.pop(request.request_id, None) is None:
+            return
+        found.output += request.splicer.next
+        found.reruns += request.run
+        found.failed = found.failed or failed
+        self._note_first(found, request)
+        found.changed = True
+
+    def take(self) -> list[UsageRecord]:
+        """Records of all calls of which something has changed since; the ended ones are let go."""
+        records = []
+        for call, found in list(self._calls.items()):
+            running = sum(one.splicer.next for one in found.live.values())
+            for one in found.live.values():
+                self._note_first(found, one)
+            over = call.over and not found.live
+            if over or found.changed or running:
+                records.append(self._record(call, found, running, over))
+            found.changed = False
+            if over:
+                del self._calls[call]
+        return records
+
+    def _note_first(self, found: _Metered, request: LiveRequest) -> None:
+        if found.ttft_ms is None and request.first_at is not None:
+            found.ttft_ms = (request.first_at - request.arrived) * 1e3
+
+    def _record(self, call: HttpCall, found: _Metered, running: int, over: bool) -> UsageRecord:
+        reruns = found.reruns + sum(one.run for one in found.live.values())
+        return UsageRecord(
+            seq=found.seq,
+            call_id=call.call_id,
+            account=call.account,
+            model=self._model,
+            began=found.began,
+            ended=self._wall() if over else None,
+            prompt=sum(found.prompts.values()),
+            output=found.output + running,
+            sequences=found.sequences,
+            reruns=reruns,
+            ttft_ms=found.ttft_ms,
+            status=_status(call, found) if over else "running",
+        )
+
+
+def _status(call: HttpCall, found: _Metered) -> Status:
+    return "finished" if call.answered and not found.failed else "cut"

@@ -1,0 +1,126 @@
+"""`kvmig up`, with clients of its door and its API, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import psutil
+
+from kvmig.ground.errors import StartupError
+from kvmig_tools.served import free_port
+
+START_S = 60.0
+STOP_S = 60.0
+PATIENCE_S = 60.0
+
+
+class FleetUp:
+    """`kvmig up` with its files in `folder`, until the end of the block."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder = folder / "data"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "log"
+        self._command = [
+            sys.executable, "-m", "kvmig", f"--data={self.folder}", "up", f"--port={self.port}",
+            "--shutdown-timeout=5", *flags,
+        ]  # fmt: skip
+        self.process: subprocess.Popen[bytes] | None = None
+        transport = httpx.HTTPTransport(uds=str(self.folder / "run" / "api.sock"))
+        self._api = httpx.Client(transport=transport, base_url="http://x", timeout=PATIENCE_S)
+
+    def start(self) -> None:
+        """Return once it serves."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        deadline = time.monotonic() + START_S
+        while f"serving on {self.url}" not in self.log.read_text():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise StartupError(self.log.read_text()[-3000:])
+            time.sleep(0.02)
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """Its exit code."""
+        assert self.process is not None
+        self.process.send_signal(how)
+        return self.process.wait(STOP_S)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._api.close()
+        if error is not None:
+            print(self.log.read_text()[-4000:], file=sys.stderr)
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.stop()
+
+    @property
+    def key(self) -> str:
+        """The first admin's."""
+        return (self.folder / "admin-key").read_text().strip()
+
+    def client(self, key: str | None = None) -> httpx.AsyncClient:
+        """Of the door."""
+        headers = {"authorization": f"Bearer {self.key if key is None else key}"}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=PATIENCE_S)
+
+    def ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """Of the server's API."""
+        return self._api.request(method, f"/kvmig/v2/{path}", json=body)
+
+    def get(self, path: str) -> Any:
+        """The same, JSON of an answer that is right."""
+        answer = self.ask("GET", path)
+        answer.raise_for_status()
+        return answer.json()
+
+    def add(self, spec: Mapping[str, Any]) -> None:
+        """Put a model into the catalogue."""
+        answer = self.ask("POST", "models", dict(spec))
+        if answer.status_code != 201:
+            raise StartupError(answer.text)
+
+    def listens(self) -> bool:
+        """Whether the server takes calls."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.folder / "run" / "api.sock")) == 0
+
+    def until(self, path: str, **wanted: Any) -> Any:
+        """What the API says there once it has these values."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            found = self.get(path)
+            if all(found.get(field) == value for field, value in wanted.items()):
+                return found
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path} is {found}, not {wanted}")
+            time.sleep(0.02)
+
+    def processes(self, words: str) -> list[int]:
+        """Of this fleet, while it runs: those whose command line has the words."""
+        assert self.process is not None
+        found = []
+        for one in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if words in " ".join(one.cmdline()) and one.status() != psutil.STATUS_ZOMBIE:
+                    found.append(one.pid)
+        return found

@@ -1,0 +1,170 @@
+"""The ledger: what is in a spool counts once, however often it is merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import select
+
+from kvmig.accounts.keys import KeyTerms
+from kvmig.accounts.usage import Spool, UsageRecord
+from kvmig.fleet.ledger import merge, sums
+from kvmig.fleet.store import Store
+from kvmig.fleet.tables import usage
+from tests.fleet_stores import ANNA, Place
+
+DAY = 86400.0
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[Store]:
+    made = place.store()
+    made.open()
+    yield made
+    made.close()
+
+
+def record(seq: int = 1, **more: Any) -> UsageRecord:
+    given: dict[str, Any] = {"seq": seq, "call_id": f"c{seq}", "account": "k1", "model": "a"}
+    return UsageRecord(**{**given, "began": 0.0, "sequences": 1, **more})
+
+
+def total(store: Store) -> tuple[int, int, int]:
+    """Calls, prompt and output tokens."""
+    (row,) = sums(store.database, ())
+    return row["calls"], row["prompt"], row["output"]
+
+
+def rows(store: Store) -> list[tuple[int, int, str]]:
+    """Number, output and status of each call."""
+    wanted = select(usage.c.seq, usage.c.output, usage.c.status).order_by(usage.c.seq)
+    with store.database.transaction(reading=True) as connection:
+        return [(seq, output, status) for seq, output, status in connection.execute(wanted)]
+
+
+def test_what_a_call_has_used_so_far_is_replaced_by_what_it_has_used_later(
+    store: Store, tmp_path: Path
+) -> None:
+    path = tmp_path / "front-1.sqlite"
+    spool = Spool(path)
+    spool.write([record(prompt=5, output=10)])
+    merge(store.database, path)
+    assert total(store) == (1, 5, 10)
+    spool.write([record(prompt=5, output=30, ended=9.0, status="finished")])
+    merge(store.database, path)
+    assert total(store) == (1, 5, 30)
+    assert rows(store) == [(1, 30, "finished")]
+    assert spool.read() == []
+
+
+def test_a_merge_that_is_repeated_adds_nothing(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was killed after its transaction has forgotten nothing in the spool."""
+    path = tmp_path / "front-1.sqlite"
+    Spool(path).write([record(seq, prompt=1, output=10, ended=9.0) for seq in range(1, 4)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "forget", lambda *_: None)
+        for _ in range(3):
+            merge(store.database, path)
+    merge(store.database, path)
+    assert total(store) == (3, 3, 30)
+
+
+def test_what_is_written_while_it_is_merged_is_not_forgotten(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "front-1.sqlite"
+    spool = Spool(path)
+    spool.write([record(output=10, ended=9.0)])
+    forget = Spool.forget
+
+    def later(self: Spool, merged: list[UsageRecord]) -> None:
+        spool.write([record(output=12, ended=10.0)])  # one more sequence of the call
+        forget(self, merged)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "forget", later)
+        merge(store.database, path)
+    merge(store.database, path)
+    assert total(store) == (1, 0, 12)
+
+
+def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "front-1.sqlite"
+    Spool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, 1002)])
+    from kvmig.fleet import ledger
+
+    upsert, done = ledger._upsert, 0
+
+    def dies(*args: Any, **more: Any) -> None:
+        nonlocal done
+        done += 1
+        if done == 4:
+            raise RuntimeError("killed")
+        upsert(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "_upsert", dies)
+        with pytest.raises(RuntimeError):
+            merge(store.database, path)
+    assert sums(store.database, ()) == [{"calls": 0, "prompt": 0, "output": 0}]
+    assert merge(store.database, path) == 1001
+    assert total(store) == (1001, 0, 1001)
+
+
+def test_sums_are_by_key_user_model_and_day(store: Store, tmp_path: Path) -> None:
+    store.add_user("eve", "user", ANNA)
+    key, _ = store.create_key("eve", "", KeyTerms(), ANNA)
+    path = tmp_path / "front-1.sqlite"
+    Spool(path).write([
+        record(1, account=key.key_id, prompt=1, output=100, ended=1.0),
+        record(2, account=key.key_id, model="b", prompt=1, output=10, ended=1.0),
+        record(3, account="gone", began=DAY, prompt=1, output=1, ended=1.0),
+    ])  # fmt: skip
+    merge(store.database, path)
+    by_user = sums(store.database, ("user",))
+    assert [(row["user"], row["output"]) for row in by_user] == [("eve", 110), ("", 1)]
+    by_both = sums(store.database, ("model", "day"))
+    assert [(row["model"], row["day"], row["output"]) for row in by_both] == [
+        ("a", "1970-01-01", 100),
+        ("b", "1970-01-01", 10),
+        ("a", "1970-01-02", 1),
+    ]
+    assert sums(store.database, (), since="1970-01-02")[0]["output"] == 1
+    assert sums(store.database, (), until="1970-01-01")[0]["output"] == 110
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 50), st.booleans()), max_size=30))
+def test_the_ledger_is_what_was_said_last_of_each_call(
+    sqlite_place: Place, steps: list[tuple[int, int, bool]]
+) -> None:
+    """Outputs grow; merges come at any time."""
+    store = sqlite_place.store()
+    store.open()
+    path = sqlite_place.folder / f"front-{len(list(sqlite_place.folder.iterdir()))}.sqlite"
+    before = sums(store.database, ())[0]["output"]
+    said: dict[int, int] = {}
+    for seq, more, merges in steps:
+        said[seq] = said.get(seq, 0) + more
+        Spool(path).write([record(seq, output=said[seq], ended=1.0 if more % 2 else None)])
+        if merges:
+            merge(store.database, path)
+    merge(store.database, path)
+    assert sums(store.database, ())[0]["output"] - before == sum(said.values())
+    store.close()
+
+
+def test_a_file_that_is_no_spool_is_refused_by_name(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "x.sqlite"
+    path.write_bytes(b"nonsense " * 100)
+    with pytest.raises(OSError, match=r"x\.sqlite: file is not a database"):
+        merge(store.database, path)

@@ -1,0 +1,122 @@
+"""Usage of a fleet: what clients got is in the ledger once, whatever moves, ends or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fleets import PATH, Streamed, ToyFleet, answer, ask, counted, kill
+
+pytestmark = pytest.mark.server
+
+PATIENCE_S = 30.0
+
+
+def used(fleet: ToyFleet, key: str, wanted: int | None = None) -> dict[str, Any]:
+    """Sums of a key; wanted: once it has so much output."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        rows = fleet.get("usage?by=key")["data"]
+        row = next((one for one in rows if one["key"] == key.split("-")[1]), None)
+        if row is not None and (wanted is None or row["output"] >= wanted):
+            return dict(row)
+        assert time.monotonic() < deadline, rows
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def key(fleet: ToyFleet) -> str:
+    """Another for each test."""
+    return str(fleet.ask("POST", "keys", {"user": "admin"}).json()["key"])
+
+
+async def usage_of(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, int]:
+    """Prompt and output tokens, as the client is told."""
+    found = (await http.post(PATH, json=body)).json()["usage"]
+    return found["prompt_tokens"], found["completion_tokens"]
+
+
+async def test_the_ledger_has_what_clients_were_told(fleet: ToyFleet, key: str) -> None:
+    fleet.add_toy("a")
+    async with fleet.client(key) as http:
+        bodies = [ask("a", 10 + number, number, n=1 + number % 2) for number in range(20)]
+        told = await asyncio.gather(*(usage_of(http, body) for body in bodies))
+    prompt, output = (sum(both) for both in zip(*told, strict=True))
+    found = await asyncio.to_thread(used, fleet, key, output)
+    assert (found["calls"], found["prompt"], found["output"]) == (20, prompt, output)
+
+
+async def test_a_stream_that_moves_is_counted_once(fleet: ToyFleet, key: str) -> None:
+    fleet.add_toy("a", instances={"min": 2, "max": 2, "target": 1})
+    fleet.until("models/a", state="serving", serving=2)
+    fleet.hold(8)
+    streams = [Streamed(fleet, ask("a", 60, start), key) for start in range(8)]
+    for stream in streams:
+        await stream.reach(8)
+    assert fleet.ask("POST", "models/a/scale", {"min": 1, "max": 1}).status_code == 200
+    fleet.until("models/a", serving=1)
+    fleet.hold(None)
+    assert [await stream.task for stream in streams] == [counted(60, start) for start in range(8)]
+    found = await asyncio.to_thread(used, fleet, key, 480)
+    assert (found["calls"], found["output"]) == (8, 480)
+
+
+async def test_a_server_that_is_killed_again_and_again_counts_everything_once(
+    fleet: ToyFleet, key: str
+) -> None:
+    fleet.add_toy("a")
+    total = 0
+    async with fleet.client(key) as http:
+        await answer(http, ask("a"))
+        total += 10
+        for number in range(5):
+            bodies = [ask("a", 20 + number, start) for start in range(10)]
+            told = await asyncio.gather(*(usage_of(http, body) for body in bodies))
+            total += sum(output for _, output in told)
+            for server in fleet.processes("kvmig.fleet.server"):
+                kill(server)
+            await asyncio.sleep(0.3 * number)
+    await asyncio.to_thread(fleet.until_it_listens)
+    found = await asyncio.to_thread(used, fleet, key, total)
+    await asyncio.sleep(2.5)
+    assert used(fleet, key)["output"] == total
+    assert found["calls"] == 51
+
+
+async def test_a_client_that_leaves_has_used_what_it_got(fleet: ToyFleet, key: str) -> None:
+    fleet.add_toy("a")
+    fleet.hold(8)
+    stream = Streamed(fleet, ask("a", 4000), key)
+    await stream.reach(8)
+    stream.task.cancel()
+    await asyncio.wait([stream.task])
+    fleet.hold(None)
+    found = await asyncio.to_thread(used, fleet, key, 8)
+    assert found["output"] < 4000
+
+
+async def test_a_front_end_that_is_killed_has_lost_a_second_at_most(
+    fleet: ToyFleet, key: str
+) -> None:
+    fleet.add_toy("a")
+    fleet.hold(8)
+    stream = Streamed(fleet, ask("a", 60), key)
+    await stream.reach(8)
+    await asyncio.sleep(2.5)
+    for one in fleet.processes("kvmig.serve"):
+        kill(one)
+    await asyncio.wait([stream.task])
+    fleet.hold(None)
+    assert used(fleet, key, 8)["output"] == len(stream.text)
+
+
+async def test_a_deployment_that_ends_has_written_all(fleet: ToyFleet, key: str) -> None:
+    fleet.add_toy("a")
+    async with fleet.client(key) as http:
+        await answer(http, ask("a", 33))
+    assert fleet.ask("DELETE", "models/a").status_code == 200
+    assert (await asyncio.to_thread(used, fleet, key, 33))["output"] == 33
