@@ -75,6 +75,10 @@ def main(argv: Sequence[str]) -> int:
             config=config,
             engine_argv=[*rest, *kind.flags_for(every, config)],
         )
+        if config.lifecycle.check:
+            argv = front.engine_argv
+            shapes_of(kind.parse(argv), argv, own, planned_instances(config), kind.parse)
+            return 0
         if config.ray is not None:
             return serve(front, own, trees, kind, None)
         with Host(config.engine, planned_instances(config)) as host:

@@ -20,6 +20,7 @@ from kvmig.fleet import init
 from kvmig.fleet.api import Backend, make_app
 from kvmig.fleet.models import Models
 from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store
 from tests.fleet_stores import Place
 
@@ -61,8 +62,11 @@ def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmi
         async def changed() -> None:
             return
 
+        async def fine(_: Spec) -> None:
+            return
+
         models = Models(settings, lambda _: None, lambda _, __: 0)
-        backend = Backend(settings, store, thread, models, changed, lambda: Keys(b""))
+        backend = Backend(settings, store, thread, models, changed, fine, lambda: Keys(b""))
         client = Client("unused")
         with TestClient(make_app(backend)) as http:
             monkeypatch.setattr(client, "_http", http)

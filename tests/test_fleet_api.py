@@ -14,8 +14,10 @@ from kvmig.accounts.keys import Keys
 from kvmig.fleet.api import FORWARDED, Backend, make_app
 from kvmig.fleet.models import Models
 from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import StoreError
+from kvmig.ground.errors import ConfigError
 from tests.fleet_stores import Place
 
 
@@ -35,12 +37,18 @@ class Api:
             ThreadPoolExecutor(1),
             self.models,
             self._changed,
+            self._check,
             lambda: self.keys,
         )
         app = make_app(self.backend)
         self._http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
         )
+
+    async def _check(self, spec: Spec) -> None:
+        """As an engine that knows no --nonsense."""
+        if "--nonsense" in spec.flags:
+            raise ConfigError(f"model {spec.name}: unrecognized arguments: --nonsense")
 
     async def _changed(self) -> None:
         self.changes += 1

@@ -36,7 +36,7 @@ def test_flags_may_be_one_text() -> None:
 
 
 def test_it_is_the_same_after_json() -> None:
-    spec = spec_of(given(aliases=["a"], instances={"min": 1, "max": 3}, warm="always"))
+    spec = spec_of(given(aliases=["a"], instances={"min": 1, "max": 3}))
     assert msgspec.json.decode(msgspec.json.encode(spec), type=Spec) == spec
 
 
@@ -90,8 +90,8 @@ def test_it_is_the_same_after_json() -> None:
         ({"flags": ["\ud800"]}, "must be Unicode text without 0"),
         ({"flags": ["x" * 70000]}, "at most 65536 bytes"),
         ({"priority": 1001}, "priority is 1001, must be -1000 to 1000"),
-        ({"warm": "hot"}, "warm is 'hot', must be none or always"),
-        ({"warm": "parked"}, "warm is 'parked': parked engines come later"),
+        ({"warm": "parked"}, "warm is 'parked': an engine that is parked (instances.min: 1 keeps"),
+        ({"engine": "toy", "adapters": {"l": "/"}}, "adapters is given, must be left out: toy has"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_sentence(wrong: dict[str, Any], sentence: str) -> None:

@@ -79,15 +79,27 @@ def until_no(fleet: ToyFleet, words: str) -> None:
         time.sleep(0.05)
 
 
-async def test_a_start_that_fails_is_answered_with_its_own_sentence(fleet: ToyFleet) -> None:
-    fleet.add_toy("a", flags=["--nonsense=1"])
+async def test_a_start_that_fails_is_answered_with_its_own_sentence(
+    fleet: ToyFleet, tmp_path: Path
+) -> None:
+    fleet.add_toy("a", flags=[f"--script={tmp_path}"])  # a folder
     async with fleet.client() as client:
         refused = await client.post(PATH, json=ask("a"))
         at_once = await client.post(PATH, json=ask("a"))
     assert refused.status_code == at_once.status_code == 503
-    assert "--nonsense" in refused.json()["error"]["message"]
+    assert "instance i0 died while starting" in refused.json()["error"]["message"]
     assert int(at_once.headers["retry-after"]) >= 1
     assert fleet.get("models/a")["state"] == "failed"
+
+
+def test_flags_that_the_engine_does_not_know_are_refused_at_the_door(fleet: ToyFleet) -> None:
+    spec = {"name": "a", "source": "path:/toy", "engine": "toy", "flags": ["--nonsense=1"]}
+    added = fleet.ask("POST", "models", spec)
+    applied = fleet.ask("POST", "apply", {"fleet": {"models": [spec]}, "dry_run": True})
+    assert added.status_code == applied.status_code == 400
+    assert "model a: " in added.json()["error"]["message"]
+    assert "--nonsense" in added.json()["error"]["message"]
+    assert fleet.get("models")["data"] == []
 
 
 async def test_streams_and_warm_models_go_on_without_the_server_and_the_next_one_takes_over(

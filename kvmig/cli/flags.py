@@ -356,6 +356,7 @@ def _add_lifecycle(root: _Parser) -> None:
         metavar="SECONDS",
     )
     group.add("--front-ends", "front_ends", "HTTP processes that share the port")
+    group.add("--check", "check", "read all flags, say what is wrong with them, and end")
     group.add(
         "--end-with-stdin",
         "end_with_stdin",

@@ -12,7 +12,8 @@ from kvmig.ground.errors import KvmigError
 
 URL, KEY = "KVMIG_URL", "KVMIG_KEY"
 """Environment variables: the door of a fleet elsewhere, and a key for it."""
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
+"""The first check of an engine's flags loads its libraries."""
 
 
 class Failed(KvmigError):

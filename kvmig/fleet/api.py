@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -29,7 +29,7 @@ from kvmig.accounts.keys import BAD_KEY, Keys, KeyTerms, allows
 from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.models import Model, Models
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.spec import fleet_of, spec_of
+from kvmig.fleet.spec import Spec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, Actor, ModelRow, NotThere, Store, Taken
 from kvmig.fleet.tables import StoreError
 from kvmig.gateway.problems import as_problem, invalid, problem
@@ -58,6 +58,8 @@ class Backend:
     models: Models
     changed: Callable[[], Awaitable[None]]
     """To be awaited after every change of the catalogue or of keys."""
+    check: Callable[[Spec], Awaitable[None]]
+    """Lets a model's engine read its flags; raises ConfigError."""
     keys: Callable[[], Keys]
     """Those that let calls in now."""
 
@@ -71,6 +73,15 @@ class Backend:
     async def row(self, name: str) -> ModelRow:
         """Of a model. Raises NotThere."""
         return await self.stored(self.store.model, name)
+
+    async def checked(self, specs: Iterable[Spec]) -> None:
+        """Let engines read the flags of models that are new or start otherwise.
+
+        Raises ConfigError, StoreError.
+        """
+        known = {row.name: started_as(row.spec) for row in await self.stored(self.store.models)}
+        new = [one for one in specs if known.get(one.name) != started_as(one)]
+        await asyncio.gather(*map(self.check, new))
 
     def shown(self, row: ModelRow) -> Body:
         """A model as the API shows it."""
@@ -119,6 +130,7 @@ def fleet_api(backend: Backend, caller: Any) -> APIRouter:
     async def apply(body: ApplyBody, actor: Actor = caller) -> Body:
         """Make the catalogue what a file says."""
         fleet = fleet_of(body.fleet, Path(body.folder) if body.folder else None)
+        await backend.checked(fleet.models)
         changes = await backend.stored(
             store.apply, fleet, actor, dry_run=body.dry_run, prune=body.prune
         )
@@ -186,7 +198,9 @@ def models_api(backend: Backend, caller: Any) -> APIRouter:
     @api.post("", status_code=HTTPStatus.CREATED)
     async def add_model(body: Body, actor: Actor = caller) -> Body:
         """Put one into the catalogue: the specification as a fleet's file has it."""
-        row = await backend.stored(store.add_model, spec_of(body), actor)
+        spec = spec_of(body)
+        await backend.checked([spec])
+        row = await backend.stored(store.add_model, spec, actor)
         await backend.changed()
         return backend.shown(row)
 
@@ -303,6 +317,11 @@ def accounts_api(backend: Backend, caller: Any) -> APIRouter:
         return {"prefix": prefix}
 
     return api
+
+
+def started_as(spec: Spec) -> tuple[object, ...]:
+    """What decides a deployment's command line."""
+    return spec.engine, spec.source, spec.flags, spec.adapters, spec.instances
 
 
 # -- what comes

@@ -18,8 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +41,8 @@ from kvmig.cli.processes import (
 )
 from kvmig.fleet.orders import (
     MESSAGE_BYTES,
+    Check,
+    Checked,
     Deployed,
     Ended,
     Load,
@@ -62,6 +65,8 @@ NURSERY_S = 120.0
 LOOK_S = 0.05
 GRACE_S = 20.0
 """For a deployment to end, beyond the time that its requests get."""
+CHECK_S = 60.0
+"""For flags to be read."""
 LOG_BYTES = 10_000_000
 """A log that is longer is kept as NAME.log.1, and begins anew."""
 LOG_LOOK_S = 5.0
@@ -319,6 +324,8 @@ class Init:
             case Stop(deployment, kill):
                 if (found := self._deployments.get(deployment)) is not None:
                     self._task(self._end_deployment(found, kill), f"end of {deployment}")
+            case Check() as check:
+                self._task(self._check(check), "check of flags")
             case Load(engine):
                 self._task(self._load(engine), f"nursery of {engine}")
 
@@ -376,7 +383,9 @@ class Init:
         stdin, deployment.lifeline = os.pipe()
         out = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            deployment.process = await self._forked(start, environment, stdin, out)
+            deployment.process = await self._forked(
+                start.engine, start.words, environment, stdin, out
+            )
         finally:
             os.close(stdin)
             os.close(out)
@@ -385,18 +394,43 @@ class Init:
         return deployment.process
 
     async def _forked(
-        self, start: Start, environment: Mapping[str, str], stdin: int, out: int
+        self,
+        engine: str,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: int,
+        out: int,
     ) -> Process:
+        """A `kvmig.serve`. Raises OSError."""
         try:
-            nursery = await self._nurseries.server(start.engine)
-            order = ForkOrder("kvmig.serve", start.words, environment)
+            nursery = await self._nurseries.server(engine)
+            order = ForkOrder("kvmig.serve", words, environment)
             return await nursery.carry_out(order, (stdin, out, out))
         except StartupError as error:
             log.warning("%s; a deployment starts by itself, which takes longer", error)
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvmig.serve", *start.words,
+            sys.executable, "-m", "kvmig.serve", *words,
             stdin=stdin, stdout=out, stderr=out, env=dict(environment), process_group=0,
         )  # fmt: skip
+
+    async def _check(self, check: Check) -> None:
+        """Read a deployment's flags as it would, in a process like its own."""
+        with tempfile.TemporaryFile() as said:
+            environment = environment_of(self._settings)
+            words = (*check.words, "--check")
+            try:
+                process = await self._forked(
+                    check.engine, words, environment, said.fileno(), said.fileno()
+                )
+                async with asyncio.timeout(CHECK_S):
+                    code = await process.wait()
+            except (OSError, StartupError) as error:  # a TimeoutError too
+                wrong = f"the flags can't be checked: {str(error) or 'it takes too long'}"
+            else:
+                said.seek(0)
+                lines = said.read().decode(errors="replace").splitlines()
+                wrong = (last_of(lines) or how_it_ended(code)) if code else ""
+        self._tell(Checked(check.check, wrong))
 
     async def _end_deployment(self, deployment: Deployment, kill: bool) -> None:
         deployment.end()
@@ -488,6 +522,11 @@ def last_sentence(path: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
+    return last_of(lines)
+
+
+def last_of(lines: Sequence[str]) -> str:
+    """The last sentence of kvmig's own."""
     said = [line.removeprefix("kvmig: ") for line in lines if line.startswith("kvmig: ")]
     return said[-1] if said else ""
 

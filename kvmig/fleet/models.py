@@ -496,4 +496,7 @@ def words(wanted: Wanted, socket: str, settings: FleetSettings) -> tuple[str, ..
         least = max(1, instances.min)
         own += [f"--autoscale={instances.target:g},{6 * instances.target:g}"]
         own += [f"--min-instances={least}"]
+    if spec.adapters:
+        own += ["--enable-lora", "--lora-modules"]
+        own += [f"{name}={folder}" for name, folder in spec.adapters.items()]
     return (*own, *spec.flags)

@@ -33,7 +33,16 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     engine: str
 
 
-Order = Start | Stop | Load
+class Check(msgspec.Struct, frozen=True, tag=True):
+    """To init: let the engine's own parser read these words."""
+
+    check: str
+    """Comes back in `Checked`."""
+    engine: str
+    words: tuple[str, ...]
+
+
+Order = Start | Stop | Load | Check
 
 
 class Deployed(msgspec.Struct, frozen=True):
@@ -68,7 +77,14 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """Its own last sentence."""
 
 
-News = Running | Started | Ended
+class Checked(msgspec.Struct, frozen=True, tag=True):
+    """From init: what is wrong with words that were to be checked; empty: nothing."""
+
+    check: str
+    wrong: str
+
+
+News = Running | Started | Ended | Checked
 
 
 def encode(message: Order | News) -> bytes:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -29,9 +30,10 @@ from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.fleet.api import Backend, make_app
 from kvmig.fleet.ledger import merge
-from kvmig.fleet.models import Models, Wanted
-from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, encode, news_of
+from kvmig.fleet.models import Models, Wanted, words
+from kvmig.fleet.orders import MESSAGE_BYTES, Check, Checked, News, Order, encode, news_of
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
+from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import StoreError
 from kvmig.ground.errors import ConfigError, KvmigError, StartupError
@@ -39,6 +41,8 @@ from kvmig.proxy import messages
 from kvmig.proxy.link import ProxyLinks
 from kvmig.proxy.messages import Aliases, Demand, Route, Routes, Snapshot, Want
 
+CHECK_S = 180.0
+"""For flags to be checked: their engine's libraries may have to be loaded first."""
 MERGE_S = 1.0
 """Between two looks at what front ends have counted."""
 OLD_S = 3600.0
@@ -120,11 +124,19 @@ class FleetServer:
         self._keys_version = 0
         self._aliases: Mapping[str, Mapping[str, int]] = {}
         self._models = Models(settings, self._order, self._tell_routes, wall=time.time)
-        self._init = InitLink(to_init, self._models.take_news)
+        self._init = InitLink(to_init, self._hear_init)
         self._links = ProxyLinks(str(settings.links), self._snapshot, self._hear)
         self._backend = Backend(
-            settings, self._store, self._thread, self._models, self.reload, lambda: self._keys
+            settings,
+            self._store,
+            self._thread,
+            self._models,
+            self.reload,
+            self.check,
+            lambda: self._keys,
         )
+        self._checks: dict[str, asyncio.Future[str]] = {}
+        """Flags that are being checked."""
         self._turning: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
@@ -238,6 +250,29 @@ class FleetServer:
 
     def _order(self, order: Order) -> None:
         self._init.order(order)
+
+    def _hear_init(self, news: News) -> None:
+        if not isinstance(news, Checked):
+            self._models.take_news(news)
+        elif (checking := self._checks.pop(news.check, None)) and not checking.done():
+            checking.set_result(news.wrong)
+
+    async def check(self, spec: Spec) -> None:
+        """Let the engine's own parser read a model's flags. Raises ConfigError, StoreError."""
+        name = secrets.token_hex(4)
+        checking = self._checks[name] = asyncio.get_running_loop().create_future()
+        socket_path = str(self._settings.path("run", f"d-{name}.sock"))
+        wanted = Wanted(spec.name, 0, True, spec)
+        self._order(Check(name, spec.engine, words(wanted, socket_path, self._settings)))
+        try:
+            async with asyncio.timeout(CHECK_S):
+                wrong = await checking
+        except TimeoutError as error:
+            raise StoreError(f"model {spec.name}: its flags can't be checked now") from error
+        finally:
+            self._checks.pop(name, None)
+        if wrong:
+            raise ConfigError(f"model {spec.name}: {wrong}")
 
     def _hear(self, proxy: str, message: Want | Demand | None) -> None:
         match message:

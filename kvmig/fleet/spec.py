@@ -28,6 +28,7 @@ LATER = {
     "gpus_per_instance": "placement on given GPUs",
     "cpu_offload": "placement on given GPUs",
     "load": "streamed loading",
+    "warm": "an engine that is parked (instances.min: 1 keeps one serving)",
 }
 """Fields that have their place and no meaning yet."""
 OURS = {
@@ -54,7 +55,6 @@ FLAG_BYTES = 1 << 16
 
 Engine = Literal["vllm", "transformers", "toy"]
 TargetKind = Literal["concurrency", "rps", "freeness"]
-Warm = Literal["none", "always"]
 
 
 class Instances(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,7 +86,6 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Other names of it."""
     adapters: Mapping[str, str] = {}
     """LoRA adapters by the name that requests give: a folder each."""
-    warm: Warm = "none"
     priority: int = 0
     """Who waits for a start is served by it: smaller ones first."""
     max_held: int = 1000
@@ -103,7 +102,6 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 ALLOWED = {
     "engine": get_args(Engine),
     "instances.target_kind": get_args(TargetKind),
-    "warm": get_args(Warm),
 }
 """Of each field that takes certain words."""
 FIELDS = {"": Spec.__struct_fields__, "instances": Instances.__struct_fields__}
@@ -119,8 +117,6 @@ def spec_of(given: Any) -> Spec:
     for field, what in LATER.items():
         if field in given:
             raise ConfigError(f"model {who}: {field} is {given[field]!r:.100}: {what} comes later")
-    if given.get("warm") == "parked":
-        raise ConfigError(f"model {who}: warm is 'parked': parked engines come later")
     flags = given.get("flags")
     if isinstance(flags, str):
         try:
@@ -168,6 +164,8 @@ def check_spec(spec: Spec) -> Spec:
         )
     if spec.engine != "toy":
         _check_folder(f"{where}: source", spec.folder)
+    if spec.adapters and spec.engine != "vllm":
+        raise ConfigError(f"{where}: adapters is given, must be left out: {spec.engine} has none")
     for name, folder in spec.adapters.items():
         _check_folder(f"{where}: adapters.{name}", folder)
     _check_instances(where, spec.instances)

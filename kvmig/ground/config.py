@@ -140,6 +140,8 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a drain hasn't moved by then goes on elsewhere by recompute."""
     front_ends: int = 1
     """Processes that share the port."""
+    check: bool = False
+    """Whether only the flags are read."""
     end_with_stdin: bool = False
     """Whether the end of stdin ends the server as a signal would."""
 
