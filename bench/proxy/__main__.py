@@ -1,4 +1,4 @@
-"""What a proxy costs: kvmig's, nginx and LiteLLM's, side by side in one run.
+"""What a proxy costs: kvmig's and nginx, side by side in one run.
 
 Upstream of each is `bench.proxy.upstream`, a deployment that only writes; `direct` is a client
 without any proxy. `us a token`: processor time of the proxy's processes for each token that the
@@ -10,14 +10,12 @@ fast as it can, which is bounded by this machine's cores: upstream, proxy and cl
 `front` and `front + kvmig` are kvmig's front end on engines that compute nothing, alone and behind
 the proxy, with tokens for 1,000 streams at more than it can do: what the proxy takes from a server.
 
-nginx is a program that `--nginx` names (Debian's package needs not be installed: `dpkg -x` unpacks
-it). LiteLLM is one that `--litellm` names, `bin/litellm` of an environment of its own; it runs
-without its database, and so without keys, limits and budgets: its fastest mode.
+nginx, the least that a proxy can cost, is a program that `--nginx` names (Debian's package needs
+not be installed: `dpkg -x` unpacks it).
 """
 
 from __future__ import annotations
 
-import argparse
 import getpass
 import json
 import os
@@ -27,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -47,6 +45,8 @@ from kvmig.accounts.keys import KeyGrant, new_key
 from kvmig.proxy.messages import ProxyLaunch, Route, Snapshot
 from kvmig_tools.served import free_port
 
+Make = Callable[[int, str, Path], AbstractContextManager[list[int]]]
+"""Starts a proxy at a port, for an upstream at a path or port; gives its processes."""
 PEPPER = bytes(32)
 KEY = new_key(PEPPER)
 START_S = 120.0
@@ -56,11 +56,6 @@ STREAMS, BESIDE = 1000, 100
 PACE, BESIDE_PACE, MOST, FRONT_PACE = 5_000, 2_000, 1_000_000, 50_000
 """Tokens a second of all streams; of front ends far more than they can do."""
 INSTANCES = 10
-LITELLM = """\
-model_list:
-  - model_name: count
-    litellm_params: {{model: text-completion-openai/count, api_base: "{base}", api_key: none}}
-"""
 NGINX = """\
 user {user}; worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ worker_connections 8192; }}
@@ -142,30 +137,20 @@ def running(words: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[byt
             one.wait()
 
 
-class Others:
-    """nginx and LiteLLM, where they are."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._nginx: str = options.nginx
-        self._litellm: str = options.litellm
+def nginx(program: str) -> Make:
+    """Started for an upstream."""
 
     @contextmanager
-    def nginx(self, port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
-        text = NGINX.format(user=getpass.getuser(), folder=folder, path=upstream, port=port)
+    def make(port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
+        user = getpass.getuser()
+        text = NGINX.format(user=user, folder=folder, path=upstream, port=port)
         (folder / "nginx.conf").write_text(text)
-        words = [self._nginx, "-p", str(folder), "-c", str(folder / "nginx.conf")]
+        words = [program, "-p", str(folder), "-c", str(folder / "nginx.conf")]
         with running(words, folder) as one:
             wait_for(port, folder)
             yield [one.pid, *process.descendants(one.pid)]
 
-    @contextmanager
-    def litellm(self, port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
-        base = f"http://127.0.0.1:{upstream}/v1"
-        (folder / "litellm.yaml").write_text(LITELLM.format(base=base))
-        words = [self._litellm, "--config", "litellm.yaml", "--port", str(port)]
-        with running([*words, "--host", "127.0.0.1"], folder) as one:
-            wait_for(port, folder)
-            yield [one.pid, *process.descendants(one.pid)]
+    return make
 
 
 def wait_for(port: int, folder: Path) -> None:
@@ -211,24 +196,19 @@ def first_ms(port: int) -> list[float]:
 class Bench:
     """One proxy at a time, each in a folder of its own."""
 
-    def __init__(self, seconds: float, logs: Path, others: Others) -> None:
+    def __init__(self, seconds: float, logs: Path, nginx: str) -> None:
         self._seconds = seconds
         self._logs = logs
-        self._others = others
+        self._nginx = nginx
 
     @contextmanager
     def _up(self, name: str, rate: int) -> Iterator[tuple[Driver, int, list[int]]]:
         """A proxy before an upstream of this pace; its client, port and processes."""
-        make = {
-            "direct": direct, "kvmig": kvmig, "nginx": self._others.nginx,
-            "litellm": self._others.litellm,
-        }[name]  # fmt: skip
+        make = {"direct": direct, "kvmig": kvmig, "nginx": nginx(self._nginx)}[name]
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._logs)))
             port = free_port()
-            address = {"direct": str(port), "litellm": str(free_port())}.get(
-                name, str(folder / "up")
-            )
+            address = str(port) if name == "direct" else str(folder / "up")
             log = stack.enter_context((folder / "upstream.log").open("wb"))
             upstream = process.start("bench.proxy.upstream", address, rate, log=log)
             stack.callback(process.end, upstream)
@@ -302,19 +282,17 @@ class Bench:
 def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--nginx", default=shutil.which("nginx") or "", help="the program")
-    root.add_argument("--litellm", default=shutil.which("litellm") or "", help="the program")
     root.add_argument("--rounds", type=int, help="instead of 3")
     options = root.parse_args(argv)
     seconds, rounds = (3.0, 1) if options.quick else (8.0, options.rounds or 3)
-    names = ["direct", "kvmig"]
-    names += [name for name in ("nginx", "litellm") if getattr(options, name)]
+    names = ["direct", "kvmig", *(["nginx"] if options.nginx else [])]
     result = report.begin(
         "proxy", {"seconds": seconds, "rounds": rounds, "streams": STREAMS, "pace": PACE}
     )
     samples: list[Sample] = []
     fronts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as logs:
-        bench = Bench(seconds, Path(logs), Others(options))
+        bench = Bench(seconds, Path(logs), options.nginx)
         for number in range(rounds):
             for name in names if number % 2 == 0 else reversed(names):
                 report.say(f"round {number + 1}: {name}")
