@@ -15,18 +15,16 @@ from kvmig.kernels.driver import Driver
 
 
 def export_cache(
-    worker: Any, layer_names: Sequence[str], library: str, first: int = 0
+    worker: Any, layer_names: Sequence[str], library: str
 ) -> tuple[RankCache, ipc.Allocation]:
     """In the place of `kvmig.engines.vllm.worker.export_cache`: the cache, still unused, moves to
     its rank's GPU of the tests' own, in which the CPU may compute, too.
 
-    library: this process's copy of it, for the other one has begun it before the fork; first: the
-    GPU of rank 0.
+    library: this process's copy of it, for the other one has begun it before the fork.
     """
-    number = first + worker.rank
     driver.LIBRARY = library
     driver._initialised.cache_clear()
-    gpu = Driver(number)
+    gpu = Driver(worker.rank)
 
     def on_gpu(nbytes: int) -> torch.UntypedStorage:
         address = gpu.allocate(nbytes)
@@ -35,7 +33,7 @@ def export_cache(
         return torch.frombuffer(memory, dtype=torch.uint8).zero_().untyped_storage()
 
     real.move_cache(worker, layer_names, on_gpu)
-    worker.device = torch.device("cuda", number)
+    worker.device = torch.device("cuda", worker.rank)
     try:
         return real.export_cache(worker, layer_names)
     finally:
