@@ -154,6 +154,8 @@ class Models:
         self._proxies: dict[str, Proxy] = {}
         self._routes: dict[str, Route] = {}
         self._changed = asyncio.Event()
+        self._told = False
+        """Whether init has said what runs."""
 
     # -- what is heard
 
@@ -178,6 +180,7 @@ class Models:
         """Of init."""
         match news:
             case Running(deployments):
+                self._told = True
                 for one in deployments:
                     self._adopt(one)
             case Started(deployment, pid):
@@ -209,6 +212,10 @@ class Models:
     def forget_proxy(self, proxy: str) -> None:
         """It is gone, or its link is."""
         self._proxies.pop(proxy, None)
+
+    def is_over(self, deployment: str) -> bool:
+        """Whether it has ended."""
+        return self._told and deployment not in self._whose
 
     def wake(self, name: str) -> None:
         """Start it now, whatever failed before."""
@@ -333,9 +340,7 @@ class Models:
 
     def _start(self, model: Model) -> None:
         wanted, deployment = model.wanted, secrets.token_hex(4)
-        note = Note(
-            wanted.name, wanted.revision, str(self._settings.path("run", f"d-{deployment}.sock"))
-        )
+        note = Note(wanted.name, wanted.revision, socket_of(deployment, self._settings))
         self._keep(model, deployment, note)
         model.scaling = Scaling(max(1, wanted.spec.instances.min))
         self.starts += 1
@@ -343,7 +348,7 @@ class Models:
             Start(
                 deployment,
                 wanted.spec.engine,
-                words(wanted, note.socket, self._settings),
+                words(wanted, deployment, self._settings),
                 msgspec.json.encode(note).decode(),
                 str(self._settings.log(quote(wanted.name, safe=""))),
             )
@@ -477,15 +482,20 @@ def scaling_rule(spec: Spec) -> ScalingRule:
     return ScalingRule(instances.min, instances.max, instances.target, kind)
 
 
-def words(wanted: Wanted, socket: str, settings: FleetSettings) -> tuple[str, ...]:
+def socket_of(deployment: str, settings: FleetSettings) -> str:
+    """Path of a deployment's socket."""
+    return str(settings.path("run", f"d-{deployment}.sock"))
+
+
+def words(wanted: Wanted, deployment: str, settings: FleetSettings) -> tuple[str, ...]:
     """A deployment's command line behind `kvmig.serve`."""
     spec, instances = wanted.spec, wanted.spec.instances
     own = [
         spec.folder,
         f"--engine={spec.engine}",
         f"--served-model-name={wanted.name}",
-        f"--uds={socket}",
-        f"--usage-spool={settings.spools}",
+        f"--uds={socket_of(deployment, settings)}",
+        f"--usage-spool={settings.spools / deployment}",
         "--end-with-stdin",
         f"--instances={max(1, instances.min)}",
         f"--max-instances={instances.max}",

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import socket
 import sys
 import time
@@ -45,8 +46,6 @@ CHECK_S = 180.0
 """For flags to be checked: their engine's libraries may have to be loaded first."""
 MERGE_S = 1.0
 """Between two looks at what front ends have counted."""
-OLD_S = 3600.0
-"""A front end writes at least so often, if it counts at all."""
 
 log = logging.getLogger(__name__)
 
@@ -171,13 +170,15 @@ class FleetServer:
         """Merge what front ends have counted, every MERGE_S, until cancelled."""
         while True:
             await asyncio.sleep(MERGE_S)
-            for path in sorted(self._settings.spools.glob("*.sqlite")):
+            for folder in sorted(self._settings.spools.iterdir()):
+                over = self._models.is_over(folder.name)  # it writes nothing any more
                 try:
-                    merged = await self._backend.stored(merge, self._store.database, path)
-                    if not merged:
-                        await asyncio.to_thread(remove_old, path)
+                    for path in sorted(folder.glob("*.sqlite")):
+                        await self._backend.stored(merge, self._store.database, path)
+                    if over:
+                        await asyncio.to_thread(remove_empty, folder)
                 except (StoreError, OSError) as error:
-                    log.warning("usage in %s waits to be counted: %s", path, error)
+                    log.warning("usage in %s waits to be counted: %s", folder, error)
 
     async def ended(self) -> None:
         """Return, or raise, when something that must go on has ended."""
@@ -261,9 +262,8 @@ class FleetServer:
         """Let the engine's own parser read a model's flags. Raises ConfigError, StoreError."""
         name = secrets.token_hex(4)
         checking = self._checks[name] = asyncio.get_running_loop().create_future()
-        socket_path = str(self._settings.path("run", f"d-{name}.sock"))
         wanted = Wanted(spec.name, 0, True, spec)
-        self._order(Check(name, spec.engine, words(wanted, socket_path, self._settings)))
+        self._order(Check(name, spec.engine, words(wanted, name, self._settings)))
         try:
             async with asyncio.timeout(CHECK_S):
                 wrong = await checking
@@ -284,13 +284,10 @@ class FleetServer:
                 self._models.forget_proxy(proxy)
 
 
-def remove_old(path: Path) -> None:
-    """Remove a spool that nobody has written to for long: its front end is gone."""
-    files = [path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")]
-    newest = max(file.stat().st_mtime for file in files if file.exists())
-    if time.time() - newest > OLD_S and not Spool(path).read(1):
-        for file in files:
-            file.unlink(missing_ok=True)
+def remove_empty(folder: Path) -> None:
+    """Remove the spools of a deployment that has ended, once all is counted. Raises OSError."""
+    if not any(Spool(path).read(most=1) for path in folder.glob("*.sqlite")):
+        shutil.rmtree(folder)
 
 
 def keep_key(path: Path, key: str) -> None:

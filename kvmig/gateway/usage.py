@@ -20,6 +20,7 @@ class UsageWriter:
 
     def __init__(self, meter: Meter, path: Path) -> None:
         self.meter = meter
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._spool = Spool(path)
         self._unwritten: dict[int, UsageRecord] = {}
 
