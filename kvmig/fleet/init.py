@@ -110,6 +110,8 @@ class Deployment:
     """Our end of its stdin."""
     process: Process | None = None
     ending: bool = False
+    log_from: int = 0
+    """Where its log begins: what is before is of others."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self) -> None:
@@ -370,7 +372,9 @@ class Init:
             deployment.kill()
             deployment.done.set()
             del self._deployments[start.deployment]
-        self._tell(Ended(start.deployment, how, last_sentence(Path(start.log))))
+        self._tell(
+            Ended(start.deployment, how, last_sentence(Path(start.log), deployment.log_from))
+        )
 
     async def _spawn(self, deployment: Deployment) -> Process:
         """A fork of its engine's nursery; a process of its own where there is none.
@@ -381,6 +385,7 @@ class Init:
         address = self._nurseries.address(start.engine)
         environment = {**environment_of(self._settings), HANDED: address}
         stdin, deployment.lifeline = os.pipe()
+        deployment.log_from = size_of(Path(start.log))
         out = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             deployment.process = await self._forked(
@@ -514,11 +519,23 @@ async def hangs(heartbeats: Heartbeats) -> str:
     return f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s"
 
 
-def last_sentence(path: Path) -> str:
-    """What a process said last of its own: its last line that begins with "kvmig: "."""
+def size_of(path: Path) -> int:
+    """In bytes; 0 if there is no such file."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def last_sentence(path: Path, begin: int) -> str:
+    """What a process said last of its own: its last line that begins with "kvmig: ".
+
+    begin: where its lines begin, unless the log was begun anew meanwhile.
+    """
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LAST_BYTES))
+            size = size_of(path)
+            file.seek(max(begin if begin <= size else 0, size - LAST_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""

@@ -154,6 +154,8 @@ class Models:
         self._proxies: dict[str, Proxy] = {}
         self._routes: dict[str, Route] = {}
         self._changed = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
+        """Connections to deployments that have ended."""
         self._told = False
         """Whether init has said what runs."""
 
@@ -262,6 +264,7 @@ class Models:
 
     async def close(self) -> None:
         """Follow no deployment any more; they run on."""
+        await asyncio.gather(*self._closing)
         for model in self._models.values():
             if model.ordering is not None:
                 model.ordering.cancel()
@@ -333,7 +336,9 @@ class Models:
         if life.state in ("serving", "failed"):
             model.asked = False
         if life.state in ("zero", "failed") and model.watched is not None:
-            asyncio.create_task(model.watched.close())  # noqa: RUF006 - it only lets go
+            closing = asyncio.create_task(model.watched.close(), name="let go")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
             model.watched, model.note, model.pid = None, None, 0
         why = f": {life.why}" if life.why else ""
         self._note(model, f"{before.state} -> {life.state}{why}")

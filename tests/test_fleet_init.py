@@ -1,0 +1,46 @@
+"""What init does beside processes: the sentences of those that ended, and their logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvmig.fleet import init
+from kvmig.fleet.init import last_sentence, size_of, turn_log
+
+
+def test_the_last_sentence_is_the_processs_own(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("kvmig: an older one\nvLLM's words\n")
+    begin = size_of(log)
+    assert last_sentence(log, begin) == ""
+    with log.open("a") as file:
+        file.write("kvmig: instance i0 starts\nWARNING x\nkvmig: not enough memory\nmore\n")
+    assert last_sentence(log, begin) == "not enough memory"
+
+
+def test_of_a_log_that_was_begun_anew_it_is_the_last_one(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("kvmig: the last\n")
+    assert last_sentence(log, 10_000) == "the last"
+
+
+def test_without_a_log_there_is_none(tmp_path: Path) -> None:
+    assert last_sentence(tmp_path / "none.log", 0) == ""
+
+
+def test_a_long_log_is_kept_once_and_begun_anew_for_who_appends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "LOG_BYTES", 10)
+    log = tmp_path / "qwen2.5.log"
+    with log.open("a") as file:
+        file.write("a line that is long\n")
+        file.flush()
+        turn_log(log)
+        file.write("next\n")
+    assert log.read_text() == "next\n"
+    assert (tmp_path / "qwen2.5.log.1").read_text() == "a line that is long\n"
+    turn_log(log)
+    assert log.read_text() == "next\n"
