@@ -17,7 +17,7 @@ from kvmig.kvtransfer import source_machine as here
 from kvmig.kvtransfer.destination_machine import DestinationMachine, Tombstones
 from kvmig.kvtransfer.messages import Commit
 from kvmig.kvtransfer.source_machine import E, S, SourceMachine
-from kvmig_tools.check.__main__ import _chosen, main
+from kvmig_tools.check.__main__ import _chosen, _options, main
 from kvmig_tools.check.explore import Result
 from kvmig_tools.check.freeze import freeze
 from kvmig_tools.check.request import Request
@@ -208,7 +208,7 @@ def test_what_was_explored_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_long_scenarios_are_explored_only_when_asked_for() -> None:
     def names(*arguments: str) -> list[str]:
-        return [one.name for one in _chosen(arguments)]
+        return [one.name for one in _chosen(_options(arguments))]
 
     assert "two long, one way" not in names()
     assert "two, one way" in names()

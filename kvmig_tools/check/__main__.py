@@ -1,4 +1,7 @@
-"""Explores the handshake: `python -m kvmig_tools.check`; exits with 1 on a broken invariant."""
+"""Explores the handshake, and a model's life in a fleet: `python -m kvmig_tools.check`.
+
+Exits with 1 on a broken invariant.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from kvmig_tools.check import life
 from kvmig_tools.check.explore import Result
 from kvmig_tools.check.scenarios import SCENARIOS, Scenario, explore
 
@@ -23,12 +27,17 @@ Invariants, in every state:
   some side decodes it again after a lease at most, and a reply's time-out for each further fault
 and at every end, which comes whatever happens (there is no circle):
   every reserved block is given back, no migration is left
-  the client has its whole answer, if an instance and its front end live"""
+  the client has its whole answer, if an instance and its front end live
+and of a model that starts from zero, whatever dies, in every state:
+  it has one deployment at most, which answers until its last stream has ended
+  no request is sent to one that was told to end
+  who waits for it can be served, unless it is off"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status."""
-    chosen = _chosen(arguments)
+    options = _options(arguments)
+    chosen = _chosen(options)
     print(INVARIANTS, end="\n\n")
     columns = f"{'faults':>7}{'states':>10}{'events':>10}{'ends':>7}{'gap s':>7}{'cpu s':>7}"
     print(f"{'scenario':21}{columns}")
@@ -45,7 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"Longest time for which nobody decodes: {longest.gap_s:g} s, as time-outs are by default:"
     )
     print("\n".join(f"  {one}" for one in longest.gap))
-    broken = [one for one in results if one.violation]
+    broken = any(one.violation for one in results)
+    if options.only is None:
+        lives = life.explore(2 if options.long else 1)
+        print(f"A model's life: {lives.states:,} states, {lives.events:,} events.")
+        _print_violation(lives)
+        broken = broken or bool(lives.violation)
     print("An invariant is broken." if broken else "All invariants hold.")
     return 1 if broken else 0
 
@@ -59,7 +73,7 @@ def _explored(chosen: list[Scenario]) -> Iterator[Result]:
         yield from pool.imap(explore, chosen)
 
 
-def _chosen(arguments: Sequence[str] | None) -> list[Scenario]:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kvmig_tools.check", description=__doc__)
     names = [scenario.name for scenario in SCENARIOS]
     parser.add_argument("--only", metavar="NAME", choices=names, help=f"one of: {', '.join(names)}")
@@ -69,8 +83,15 @@ def _chosen(arguments: Sequence[str] | None) -> list[Scenario]:
     parser.add_argument(
         "--whole", action="store_true", help="compare two requests of three stages with faults, too"
     )
-    parser.add_argument("--long", action="store_true", help="two requests of three stages, too")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--long",
+        action="store_true",
+        help="two requests of three stages, and more clients of a model, too",
+    )
+    return parser.parse_args(arguments)
+
+
+def _chosen(options: argparse.Namespace) -> list[Scenario]:
     long = options.long or options.whole
     chosen = [
         one
@@ -96,6 +117,10 @@ def _print(scenario: Scenario, result: Result) -> None:
     )
     if result.pairs:
         print(f"  both: {result.pairs:,} states; at one process: {result.shared:,}, compared")
+    _print_violation(result)
+
+
+def _print_violation(result: Result | life.Lives) -> None:
     if result.violation:
         print(f"\n{result.violation}:")
         print("\n".join(f"  {at + 1:3} {label}" for at, label in enumerate(result.trace)))

@@ -1,0 +1,265 @@
+"""Every order of events in the life of a fleet's model: `kvmig.fleet.lifecycle` with one proxy.
+
+The server sees what the proxy said last and tells it routes, both late; requests come, processes
+get ready, fail, crash and end, people switch the model off and on, the server is killed and another
+takes over, the proxy is killed and comes back. Time stands still but for one event, after which
+everything is late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from kvmig.fleet.lifecycle import Life, Seen, Wish, turn
+
+FAILURES = 4
+LATE_S = 1e6
+WISH = Wish()
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All that counts of one model. Times are relative to now."""
+
+    most: int = 1
+    """Requests that run, and that wait."""
+    life: Life = field(default_factory=Life)
+    on: bool = True
+    process: bool = False
+    ready: bool = False
+    stopping: bool = False
+    ended: str = ""
+    """How its process ended; the server hasn't seen it yet."""
+    idle: bool = False
+    """Whether nothing was asked for long."""
+    asked: bool = False
+    """Whether the server has heard that it is wanted."""
+    told: bool = False
+    """What the server told proxies last: whether it is ready."""
+    # the proxy
+    up: bool = True
+    routed: bool = False
+    news: tuple[bool, ...] = ()
+    """Routes on their way to it."""
+    held: int = 0
+    running: int = 0
+    # what the server knows of it
+    said_held: int = 0
+    said_running: int = 0
+    said_unrouted: bool = False
+
+
+class Broken(Exception):
+    """An invariant is."""
+
+
+def require(holds: bool, what: str) -> None:
+    """Raises Broken."""
+    if not holds:
+        raise Broken(what)
+
+
+# -- what may happen. Each gives the world after it; None: it can't happen now
+
+
+def arrives(now: World) -> World | None:
+    """A request comes to the proxy."""
+    if not now.up or now.held >= now.most or now.running >= now.most:
+        return None
+    busy = replace(now, idle=False)
+    if not now.routed or not now.process:
+        return replace(busy, held=now.held + 1)
+    require(not now.stopping, "a request is sent to a deployment that stops")
+    return replace(busy, running=now.running + 1)
+
+
+def wants(now: World) -> World | None:
+    """The proxy says that a request waits."""
+    return replace(now, asked=True) if now.up and now.held and not now.asked else None
+
+
+def hears(now: World) -> World | None:
+    """The proxy hears the next route; who waits goes on if it is ready."""
+    if not now.up or not now.news:
+        return None
+    routed, *rest = now.news
+    heard = replace(now, routed=routed, news=tuple(rest))
+    if routed and now.held and now.process:
+        require(not now.stopping, "who waits is sent to a deployment that stops")
+        running = min(now.most, now.running + now.held)
+        return replace(heard, running=running, held=0)
+    return heard
+
+
+def says(now: World) -> World | None:
+    """The proxy tells the server what it does."""
+    if not now.up:
+        return None
+    unrouted = not now.news and not now.routed
+    return replace(now, said_held=now.held, said_running=now.running, said_unrouted=unrouted)
+
+
+def finishes(now: World) -> World | None:
+    """A request ends."""
+    return replace(now, running=now.running - 1) if now.running and now.process else None
+
+
+def gets_ready(now: World) -> World | None:
+    """The deployment serves."""
+    return replace(now, ready=True) if now.process and not now.ready and not now.stopping else None
+
+
+def ends(now: World) -> World | None:
+    """A deployment that was told to has ended."""
+    if not now.process or not now.stopping:
+        return None
+    require(not now.running, "streams are cut")
+    return gone(now, "exit code 0")
+
+
+def crashes(now: World) -> World | None:
+    """A deployment dies."""
+    return gone(now, "killed") if now.process else None
+
+
+def gone(now: World, how: str) -> World:
+    """Without its process; its streams have ended with an error."""
+    return replace(now, process=False, ready=False, stopping=False, ended=how, running=0)
+
+
+def is_late(now: World) -> World | None:
+    """All time-outs are over."""
+    life = replace(now.life, since=-LATE_S, retry_at=0.0)
+    late = replace(now, life=life, idle=not now.held and not now.running)
+    return late if late != now else None
+
+
+def switched(now: World) -> World | None:
+    """Somebody switches the model off, or on."""
+    return replace(now, on=not now.on)
+
+
+def another_server(now: World) -> World | None:
+    """The server is killed; the next one hears what runs, and nothing else."""
+    fresh = replace(now, life=Life(), asked=False, told=False, ended="", idle=False)
+    return replace(fresh, news=(), said_held=0, said_running=0, said_unrouted=False)
+
+
+def another_proxy(now: World) -> World | None:
+    """The proxy is killed with its connections, and the next one knows what the server tells."""
+    fresh = replace(now, routed=False, news=(now.told,), held=0, running=0)
+    return replace(fresh, said_held=0, said_running=0, said_unrouted=False)
+
+
+def decides(now: World) -> World | None:
+    """The server's next round."""
+    running = now.said_running
+    seen = Seen(
+        deployment=now.process,
+        ready=now.ready,
+        ended=now.ended,
+        clean=now.ended == "exit code 0",
+        wanted=now.asked or now.said_held > 0,
+        running=max(running, now.running if now.ready else 0),  # its front end says so, too
+        idle_s=LATE_S if now.idle and not running and not now.said_held else 0.0,
+        unrouted=now.said_unrouted,
+    )
+    life, action = turn(now.life, replace(WISH, on=now.on), seen, 0.0)
+    life = replace(life, failures=min(life.failures, FAILURES))
+    after = replace(now, life=life, ended="")
+    if life.state in ("serving", "failed") and now.life.state != life.state:
+        after = replace(after, asked=False)
+    if action == "start":
+        require(not now.process, "two deployments at once")
+        after = replace(after, process=True, ready=False)
+    elif action == "stop":
+        require(not now.running, "a deployment is told to end while it answers")
+        require(not now.routed and True not in now.news, "one that is told to end has its route")
+        after = replace(after, stopping=True, ready=False)
+    elif action == "kill":
+        after = gone(after, "killed")
+    told = life.state == "serving" and after.ready and after.on
+    if told != now.told:
+        news = (*now.news, told) if now.up else now.news
+        after = replace(after, told=told, news=news[-3:])
+        if not told:
+            after = replace(after, said_unrouted=False)
+    return after if after != now else None
+
+
+Event = Callable[[World], World | None]
+FAIR: tuple[Event, ...] = (decides, wants, hears, says, finishes, gets_ready, ends, is_late)
+"""What happens some time, if nobody prevents it."""
+ALL: tuple[Event, ...] = (*FAIR, arrives, crashes, switched, another_server, another_proxy)
+
+
+@dataclass
+class Lives:
+    """What was found. violation: empty if every invariant holds; then trace says how it came."""
+
+    states: int = 0
+    events: int = 0
+    seconds: float = 0.0
+    violation: str = ""
+    trace: list[str] = field(default_factory=list)
+
+
+def explore(most: int) -> Lives:
+    """Every state that can be reached, and whether who waits can be served from each.
+
+    most: requests that run, and that wait.
+    """
+    began, found = time.process_time(), Lives()
+    start = World(most=most)
+    came: dict[World, tuple[World, str] | None] = {start: None}
+    before: dict[World, list[World]] = {}
+    left = deque([start])
+    while left and not found.violation:
+        now = left.popleft()
+        for event in ALL:
+            try:
+                after = event(now)
+            except Broken as broken:
+                found.violation = str(broken)
+                found.trace = [*_trace(came, now), event.__name__]
+                break
+            if after is None:
+                continue
+            found.events += 1
+            if event in FAIR:
+                before.setdefault(after, []).append(now)
+            if after not in came:
+                came[after] = (now, event.__name__)
+                left.append(after)
+    found.states = len(came)
+    if not found.violation:
+        for stuck in _stuck(came, before):
+            found.violation, found.trace = "who waits is never served", _trace(came, stuck)
+            break
+    found.seconds = time.process_time() - began
+    return found
+
+
+def _stuck(
+    came: dict[World, tuple[World, str] | None], before: dict[World, list[World]]
+) -> Iterator[World]:
+    """States in which somebody waits for a model that is on, and from which nobody is served."""
+    served = [one for one in came if not one.held]
+    can = set(served)
+    while served:
+        for one in before.get(served.pop(), ()):
+            if one not in can:
+                can.add(one)
+                served.append(one)
+    return (one for one in came if one.on and one.held and one.up and one not in can)
+
+
+def _trace(came: dict[World, tuple[World, str] | None], world: World) -> list[str]:
+    steps: list[str] = []
+    while (step := came[world]) is not None:
+        world, name = step
+        steps.append(name)
+    return steps[::-1]

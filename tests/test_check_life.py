@@ -1,0 +1,55 @@
+"""The exploration of a model's life: it finds what is wrong, and nothing where nothing is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvmig.fleet.lifecycle import Action, Life, Seen, Wish, turn
+from kvmig_tools.check import life
+
+
+def test_nothing_is_wrong_with_it() -> None:
+    found = life.explore(1)
+    assert found.violation == ""
+    assert found.states > 10_000
+
+
+def hasty(now: Life, wish: Wish, seen: Seen, at: float) -> tuple[Life, Action | None]:
+    """It stops what proxies may still send requests to."""
+    return turn(now, wish, replace(seen, unrouted=True), at)
+
+
+def blind(now: Life, wish: Wish, seen: Seen, at: float) -> tuple[Life, Action | None]:
+    """It stops what still answers."""
+    return turn(now, wish, replace(seen, running=0), at)
+
+
+def stubborn(now: Life, wish: Wish, seen: Seen, at: float) -> tuple[Life, Action | None]:
+    """It never comes back from a failure."""
+    return (now, None) if now.state == "failed" else turn(now, wish, seen, at)
+
+
+def forgetful(now: Life, wish: Wish, seen: Seen, at: float) -> tuple[Life, Action | None]:
+    """It doesn't see what another server has started."""
+    known = now.state not in ("zero", "failed")
+    return turn(now, wish, replace(seen, deployment=seen.deployment and known), at)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "violation"),
+    [
+        (hasty, "one that is told to end has its route"),
+        (blind, "a deployment is told to end while it answers"),
+        (stubborn, "who waits is never served"),
+        (forgetful, "two deployments at once"),
+    ],
+)
+def test_what_is_wrong_is_found(
+    wrong: object, violation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life, "turn", wrong)
+    found = life.explore(1)
+    assert found.violation == violation
+    assert found.trace
