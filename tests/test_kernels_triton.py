@@ -55,6 +55,44 @@ def test_the_interpreted_kernels_pass_the_tests_of_every_implementation() -> Non
     assert "skipped" not in done.stdout
 
 
+ORDER = """
+import numpy as np
+from triton.runtime.interpreter import interpreter_builder as builder
+from kvmig.ground.layout import Region
+from kvmig.kernels.triton_kernels import TritonKernels
+
+source, target = np.arange(6 * 4096, dtype=np.uint8), np.zeros(6 * 4096, np.uint8)
+begin, seen, load = source.ctypes.data, [], builder.create_masked_load
+
+def noted(pointers, *rest):
+    at = int(pointers.data.ravel()[0]) - begin
+    if 0 <= at < source.nbytes:
+        seen.append(at // 4096)
+    return load(pointers, *rest)
+
+builder.create_masked_load = noted
+ids = np.arange(6)
+regions = [[Region(one.ctypes.data, 4096, 4096)] for one in (source, target)]
+TritonKernels("cpu").copy(*regions, ids, ids, checksums=False, workers=2).wait()
+assert (source == target).all()
+print(seen)
+"""
+
+
+def test_a_program_copies_blocks_that_are_neighbours() -> None:
+    """Programs are interpreted one after the other: two have three blocks each."""
+    done = subprocess.run(
+        [sys.executable, "-c", ORDER],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[0, 1, 2, 3, 4, 5]"
+
+
 # -- compiled
 
 

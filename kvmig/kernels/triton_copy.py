@@ -51,7 +51,8 @@ def copy_kernel(
     writes: tl.constexpr,
     sums: tl.constexpr,
 ) -> None:
-    """Item by item: one tile of one run of one block, `items` = n * n_regions * tiles.
+    """Item by item: one tile of one run of one block, `items` = n * n_regions * tiles. A program's
+    items are neighbours, so that few programs read and write few places at once.
 
     table: int64 [n_regions * COLUMNS], then the source ids [n], then the destination ids [n].
     checksums: uint64 [n], zeros at the start. tile: bytes; unit: the unsigned type that is
@@ -59,8 +60,10 @@ def copy_kernel(
     """
     size: tl.constexpr = unit.primitive_bitwidth // 8
     lane = tl.arange(0, tile // size)
-    item = tl.program_id(0)
-    while item < items:
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    item = (program * items // programs).to(tl.int32)
+    end = ((program + 1) * items // programs).to(tl.int32)
+    while item < end:
         start = (item % tiles).to(tl.int64) * tile
         block = item // tiles // n_regions
         region = table + item // tiles % n_regions * COLUMNS
@@ -81,4 +84,4 @@ def copy_kernel(
             inside_words = place < (left * size + 7) // 8
             total = tl.sum(tl.where(inside_words, terms, 0))
             tl.atomic_add(checksums + block, total, sem="relaxed")
-        item += tl.num_programs(0)
+        item += 1
