@@ -186,4 +186,14 @@ HEADLINES = (
         Source("load", "kvmig_over_vllm_2.delivered_at_50000"),
         None,
     ),
+    Headline(
+        "a fleet's model from zero, first token / plain vLLM started for it",
+        Source("cold", "cold / plain vLLM"),
+        None,
+    ),
+    Headline(
+        "the same with a model of Qwen3-0.6B's shape",
+        Source("cold-qwen3-0.6b", "cold / plain vLLM"),
+        None,
+    ),
 )
