@@ -278,3 +278,34 @@ async def test_more_instances_come_when_more_requests_run(
     await model.ordering
     assert asked == [2]
     assert bench.models.events[-1].what == "up to 3: 6.0 at 2 an instance"
+
+
+async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.fleet.models.PAUSE_S", 0.0)
+    await serving(bench, instances=Instances(min=2, max=2))
+    model = bench.models.shown("a")
+    assert model is not None
+    watched = model.watched
+    assert watched is not None
+    ordered: list[object] = []
+
+    async def add(count: int) -> None:
+        ordered.append(count)
+
+    async def drain(instance: str) -> None:
+        ordered.append(instance)
+        bench.serve(1)
+
+    monkeypatch.setattr(watched, "add", add)
+    monkeypatch.setattr(watched, "drain", drain)
+    assert model.ordering is not None
+    await model.ordering  # the second one was asked for
+    assert ordered == [1]
+    rows = (InstanceRow("i0", "serving", 1000), InstanceRow("i1", "failed"))
+    watched.told = Told(0, rows)
+    for _ in range(2):
+        bench.turn(1)
+        await model.ordering
+    assert ordered == [1, "i1", 1]

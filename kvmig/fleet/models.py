@@ -46,6 +46,8 @@ RECENT = 1000
 """Events that are kept."""
 STARTS = 9
 """Of which the median is told to clients that wait."""
+PAUSE_S = 10.0
+"""After an order about instances that was refused, or one that has failed."""
 ROOM = 10.0
 """Blocks by which each request could still grow on the survivors of a step down."""
 
@@ -385,7 +387,8 @@ class Models:
         if watched is None or model.life.state != "serving":
             return
         rows = watched.told.data
-        counted = [one for one in rows if one.state != "draining"]
+        counted = [one for one in rows if one.state not in ("draining", "failed")]
+        failed = [one.id for one in rows if one.state == "failed"]
         if spec.instances.target_kind == "freeness" or not counted:
             return
         rule = scaling_rule(spec)
@@ -406,21 +409,35 @@ class Models:
         if decided.why and decided != model.scaling and decided.wanted != model.scaling.wanted:
             self._note(model, decided.why)
         model.scaling = decided
-        if decided.wanted != len(counted) and (model.ordering is None or model.ordering.done()):
-            work = self._set_instances(model, watched, decided.wanted - len(counted))
+        if model.ordering is not None and not model.ordering.done():
+            return
+        if failed or decided.wanted != len(counted):
+            work = self._set_instances(model, watched, decided.wanted - len(counted), failed)
             model.ordering = asyncio.create_task(work, name=f"scale {model.wanted.name}")
 
-    async def _set_instances(self, model: Model, watched: Watched, more: int) -> None:
+    async def _set_instances(
+        self, model: Model, watched: Watched, more: int, failed: Sequence[str]
+    ) -> None:
+        """One step. failed: given up by the deployment; another one takes the place later."""
         try:
-            if more > 0:
+            if failed:
+                for instance in failed:
+                    self._note(model, f"instance {instance} has failed, and is taken out")
+                    await watched.drain(instance)
+                await asyncio.sleep(PAUSE_S)
+            elif more > 0:
                 await watched.add(more)
-                return
-            staying = [one for one in watched.told.data if one.state == "serving"]
-            if len(staying) > 1:  # the one whose requests move fastest
-                await watched.drain(min(staying, key=lambda one: one.blocks_used).id)
+            else:
+                await self._drain_one(watched)
         except StartupError as error:
-            self._note(model, f"{'up' if more > 0 else 'down'}: {error}")
-            await asyncio.sleep(STABLE_S / 6)
+            self._note(model, f"instances: {error}")
+            await asyncio.sleep(PAUSE_S)
+
+    async def _drain_one(self, watched: Watched) -> None:
+        """The one whose requests move fastest; the last one stays."""
+        staying = [one for one in watched.told.data if one.state == "serving"]
+        if len(staying) > 1:
+            await watched.drain(min(staying, key=lambda one: one.blocks_used).id)
 
     # -- routes
 
