@@ -18,6 +18,7 @@ from kvmig.console import app as console
 from kvmig.console.client import KEY, Client
 from kvmig.fleet import init
 from kvmig.fleet.api import Backend, make_app
+from kvmig.fleet.memory import Memory
 from kvmig.fleet.models import Models
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Spec
@@ -65,7 +66,7 @@ def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmi
         async def fine(_: Spec) -> None:
             return
 
-        models = Models(settings, lambda _: None, lambda _, __: 0)
+        models = Models(settings, lambda _: None, lambda _, __: 0, Memory())
         backend = Backend(settings, store, thread, models, changed, fine, lambda: Keys(b""))
         client = Client("unused")
         with TestClient(make_app(backend)) as http:

@@ -12,6 +12,7 @@ import pytest
 
 from kvmig.accounts.keys import Keys
 from kvmig.fleet.api import FORWARDED, Backend, make_app
+from kvmig.fleet.memory import Memory
 from kvmig.fleet.models import Models
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Spec
@@ -30,7 +31,7 @@ class Api:
         self.store = Store(place.url, place.folder / "pepper", wait_s=0.2)
         self.keys = Keys(b"")
         self.changes = 0
-        self.models = Models(settings, lambda _: None, lambda _, __: 0)
+        self.models = Models(settings, lambda _: None, lambda _, __: 0, Memory())
         self.backend = Backend(
             settings,
             self.store,

@@ -28,6 +28,41 @@ def test_one_with_a_least_number_of_instances_starts_by_itself() -> None:
     assert turn(Life(), replace(WISH, least=1), Seen(), 0)[1] == "start"
 
 
+def test_one_without_room_waits_with_the_reason_until_there_is_some() -> None:
+    wanted = Seen(wanted=True, no_room="no room: 5 of 4 GiB")
+    life, action = turn(Life(), WISH, wanted, 5)
+    assert (life.state, life.since, life.why, action) == ("waiting", 5, wanted.no_room, None)
+    life, _ = turn(life, WISH, replace(wanted, no_room="no room: 5 of 4.5 GiB"), 6)
+    assert (life.since, life.why) == (5, "no room: 5 of 4.5 GiB")
+    life, action = turn(life, WISH, Seen(wanted=True), 7)
+    assert (life.state, life.why, action) == ("starting", "", "start")
+
+
+def test_one_that_nobody_waits_for_any_more_wants_no_room() -> None:
+    life = Life("waiting", 5, why="no room")
+    assert turn(life, WISH, Seen(no_room="no room"), 6) == (Life(since=6), None)
+
+
+def test_one_that_can_never_start_has_failed() -> None:
+    life, action = turn(Life(), WISH, Seen(wanted=True, never="too large"), 5)
+    assert (life.state, life.why, action) == ("failed", "too large", None)
+
+
+def test_an_idle_one_makes_room_and_who_wants_it_then_waits() -> None:
+    yields = replace(READY, yields=True)
+    life, _ = turn(Life("serving"), WISH, yields, 900)
+    assert life.state == "emptying"
+    assert turn(life, WISH, replace(yields, wanted=True), 901)[0].state == "emptying"
+    assert turn(life, WISH, replace(yields, wanted=True, running=1), 901)[0].state == "serving"
+
+
+def test_one_that_answers_makes_no_room() -> None:
+    yields = replace(READY, yields=True)
+    for used in (replace(yields, running=1), replace(yields, wanted=True)):
+        assert turn(Life("serving"), WISH, used, 900)[0].state == "serving"
+    assert turn(Life("serving"), replace(WISH, least=1), yields, 900)[0].state == "serving"
+
+
 def test_one_that_is_off_does_not_start() -> None:
     assert turn(Life(), replace(WISH, on=False, least=1), Seen(wanted=True), 0)[1] is None
 

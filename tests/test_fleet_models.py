@@ -11,6 +11,7 @@ import pytest
 
 from kvmig.fleet.deployments import InstanceRow, Told
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
+from kvmig.fleet.memory import Memory
 from kvmig.fleet.models import Models, Note, Wanted
 from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
 from kvmig.fleet.schedule import Floor
@@ -31,6 +32,7 @@ class Bench:
             FleetSettings(data=str(folder)),
             self.ordered.append,
             self._tell,
+            Memory(),
             lambda: self.now,
             lambda: self.now,
         )

@@ -134,9 +134,14 @@ def available_memory() -> int:
     return _memory("MemAvailable")
 
 
+def total_memory() -> int:
+    """Bytes of this machine. Raises ConfigError."""
+    return _memory("MemTotal")
+
+
 def part_of_memory(share: float) -> int:
     """Bytes of an instance that may take `share` (0 to 1) of this machine. Raises ConfigError."""
-    return min(available_memory(), int(_memory("MemTotal") * share))
+    return min(available_memory(), int(total_memory() * share))
 
 
 def _memory(field: str) -> int:
@@ -226,7 +231,7 @@ def memory_flags(
         if by_share or kv_bytes is not None or per_gpu == 1:
             return []
         return ["--gpu-memory-utilization", f"{GPU_SHARE / per_gpu:.3f}"]
-    fixed = [_processes(count) * INSTANCE_OVERHEAD + weights for count in workers]
+    fixed = [fixed_memory(count, weights) for count in workers]
     space = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
     kv = int(space) * GIB if kv_bytes is None and space.isdecimal() else kv_bytes
     if kv is None:
@@ -245,6 +250,11 @@ def memory_flags(
             "--kv-cache-memory-bytes"
         )
     return flags
+
+
+def fixed_memory(workers: int, weights: int) -> int:
+    """Bytes of an instance on a CPU beside its KV cache."""
+    return _processes(workers) * INSTANCE_OVERHEAD + weights
 
 
 def _processes(workers: int) -> int:

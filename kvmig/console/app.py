@@ -134,6 +134,9 @@ def up(
     threads: Annotated[
         int, typer.Option(help="Cores of an instance on a CPU (default: half of them).")
     ] = 0,
+    memory: Annotated[
+        int, typer.Option(help="Bytes that all models may take (default: all that there are).")
+    ] = 0,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that a stop lets running requests finish.")
     ] = 30.0,
@@ -150,6 +153,7 @@ def up(
         proxies=proxies,
         database=database,
         threads=threads or max(1, (os.cpu_count() or 1) // 2),
+        memory=memory,
         shutdown_timeout_s=shutdown_timeout,
     )
     status = run(check_settings(settings))

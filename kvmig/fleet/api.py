@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -74,11 +74,13 @@ class Backend:
         """Of a model. Raises NotThere."""
         return await self.stored(self.store.model, name)
 
-    async def checked(self, specs: Iterable[Spec]) -> None:
-        """Let engines read the flags of models that are new or start otherwise.
+    async def checked(self, specs: Sequence[Spec]) -> None:
+        """Let engines read the flags of models that are new or start otherwise; all must fit here.
 
         Raises ConfigError, StoreError.
         """
+        for one in specs:
+            self.models.memory.check(one)
         known = {row.name: started_as(row.spec) for row in await self.stored(self.store.models)}
         new = [one for one in specs if known.get(one.name) != started_as(one)]
         await asyncio.gather(*map(self.check, new))
@@ -123,6 +125,8 @@ def fleet_api(backend: Backend, caller: Any) -> APIRouter:
             "models": len(await backend.stored(store.models)),
             "proxies": models.connected,
             "starts": models.starts,
+            "memory_bytes": models.memory.host().total,
+            "claimed_bytes": models.claimed,
             "data": backend.settings.data,
         }
 

@@ -89,6 +89,8 @@ class Demand:
     """Whether one instance less would hold what is there."""
     floor: int = 0
     """Least number by the schedule, now."""
+    room: float = math.inf
+    """Instances at most, for which there is memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ def decide(before: Scaling, rule: ScalingRule, demand: Demand, now: float) -> Sc
         by_load, why = least, "by the schedule" if demand.floor == least > rule.least else "min"
     if by_load > rule.most:
         by_load, why = rule.most, "max"
+    if by_load > demand.room:
+        by_load, why = int(demand.room), "no room for more"
     wanted = min(by_load, FASTEST * max(demand.ready, 1))
     wanted = _step_down(before, rule, wanted, demand, now) if wanted < before.wanted else wanted
     if wanted == before.wanted:

@@ -1,8 +1,8 @@
 """One model's life, from zero and back: what is to be done, from what is seen. Pure.
 
     zero -wanted-> starting -ready-> serving -idle-> emptying -empty-> stopping -ended-> zero
-                      |                 ^---wanted------'
-                      '--failed--> failed -retry-> starting
+      '-no room-> waiting  |            ^---wanted------'
+                  -room-^  '--failed--> failed -retry-> starting
 
 The server calls `turn` again and again for each model with what it sees then, so that a server
 which has just been started goes on where another one was.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-State = Literal["zero", "starting", "serving", "emptying", "stopping", "failed"]
+State = Literal["zero", "waiting", "starting", "serving", "emptying", "stopping", "failed"]
 Action = Literal["start", "stop", "kill"]
 
 FIRST_RETRY_S = 10.0
@@ -56,6 +56,12 @@ class Seen:
     """Since the last request ended; 0 while there is one."""
     unrouted: bool = False
     """Whether every proxy has said that it sends nothing to it any more."""
+    no_room: str = ""
+    """Why it can't start now; empty: it can."""
+    never: str = ""
+    """Why it can't start at all."""
+    yields: bool = False
+    """Whether it is to end, if it is idle, for one that waits for room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class Life:
     """In a row."""
     retry_at: float = 0.0
     why: str = ""
-    """Why it failed; empty otherwise."""
+    """Why it failed, or waits; empty otherwise."""
 
     @property
     def routed(self) -> bool:
@@ -78,14 +84,13 @@ class Life:
 
 def turn(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
     """The next step, and what is to be done for it. now: seconds of any steady clock."""
-    wanted = wish.on and (seen.wanted or wish.least > 0)
     match life.state:
-        case "zero" | "failed":
-            return _down(life, wish, seen, wanted, now)
+        case "zero" | "waiting" | "failed":
+            return _down(life, wish, seen, now)
         case "starting":
             return _starting(life, wish, seen, now)
         case "serving":
-            return _serving(life, wish, seen, wanted, now)
+            return _serving(life, wish, seen, now)
         case "emptying":
             return _emptying(life, wish, seen, now)
         case "stopping":
@@ -100,16 +105,31 @@ def _to(life: Life, state: State, now: float) -> Life:
     return replace(life, state=state, since=now)
 
 
-def _down(
-    life: Life, wish: Wish, seen: Seen, wanted: bool, now: float
-) -> tuple[Life, Action | None]:
+def asks(life: Life, wish: Wish, seen: Seen, now: float) -> bool:
+    """Whether it would start now, given room."""
+    down = life.state in ("zero", "waiting", "failed") and not seen.deployment
+    return down and _wanted(wish, seen) and now >= life.retry_at
+
+
+def _wanted(wish: Wish, seen: Seen) -> bool:
+    return wish.on and (seen.wanted or wish.least > 0)
+
+
+def _down(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
     if seen.deployment:  # of a server before this one
         return _to(life, _up(seen) if wish.on else "emptying", now), None
     if life.state == "failed" and not wish.on:
         return Life(since=now), None
-    if wanted and now >= life.retry_at:
-        return _to(life, "starting", now), "start"
-    return life, None
+    if not asks(life, wish, seen, now):
+        gave_up = life.state == "waiting"
+        return (replace(_to(life, "zero", now), why="") if gave_up else life), None
+    if seen.never:
+        return _failed(life, seen.never, now), None
+    if seen.no_room:
+        waits = life if life.state == "waiting" else _to(life, "waiting", now)
+        return replace(waits, why=seen.no_room), None
+    why = "" if life.state == "waiting" else life.why
+    return replace(_to(life, "starting", now), why=why), "start"
 
 
 def _starting(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
@@ -127,9 +147,7 @@ def _starting(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Act
     return life, None
 
 
-def _serving(
-    life: Life, wish: Wish, seen: Seen, wanted: bool, now: float
-) -> tuple[Life, Action | None]:
+def _serving(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
     if seen.clean:
         return Life(since=now), None
     if seen.ended or not seen.deployment:
@@ -137,7 +155,8 @@ def _serving(
         if soon and life.failures:
             return _failed(life, seen.ended or "it has ended", now), None
         return Life(since=now, failures=int(soon)), None  # it starts again, if it is wanted
-    if not wish.on or (not wanted and seen.idle_s >= wish.zero_after_s):
+    idle = seen.idle_s >= wish.zero_after_s or (seen.yields and not seen.running)
+    if not wish.on or (idle and not _wanted(wish, seen)):
         return _to(life, "emptying", now), None
     return replace(life, failures=0) if now - life.since >= STABLE_S else life, None
 
@@ -145,7 +164,9 @@ def _serving(
 def _emptying(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
     if seen.ended or not seen.deployment:
         return Life(since=now), None
-    if wish.on and (seen.wanted or wish.least > 0):
+    # Who waits for its room was there before those who want it now.
+    stays = _wanted(wish, seen) and (not seen.yields or seen.running > 0 or wish.least > 0)
+    if stays:
         return _to(life, _up(seen), now), None
     if seen.unrouted and not seen.running:
         return _to(life, "stopping", now), "stop"

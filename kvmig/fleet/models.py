@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 from urllib.parse import quote
 
@@ -30,8 +31,10 @@ from kvmig.fleet.autoscale import (
     decide,
 )
 from kvmig.fleet.deployments import Watched
-from kvmig.fleet.lifecycle import Life, Seen, Wish, awake, turn
+from kvmig.fleet.lifecycle import Life, Seen, Wish, asks, awake, turn
+from kvmig.fleet.memory import Memory
 from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
+from kvmig.fleet.room import STAY, STAY_S, Plan, Resident, Waiting, plan
 from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, Spec
@@ -48,8 +51,10 @@ STARTS = 9
 """Of which the median is told to clients that wait."""
 PAUSE_S = 10.0
 """After an order about instances that was refused, or one that has failed."""
-ROOM = 10.0
+GROWTH = 10.0
 """Blocks by which each request could still grow on the survivors of a step down."""
+WANT_S = 5.0
+"""A proxy repeats that somebody waits within it."""
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +90,8 @@ class Model:
     """One of them."""
 
     wanted: Wanted
+    claim: int = 0
+    """Bytes of an instance."""
     life: Life = field(default_factory=Life)
     scaling: Scaling = field(default_factory=Scaling)
     window: Window = field(default_factory=Window)
@@ -95,8 +102,8 @@ class Model:
     watched: Watched | None = None
     ended: Ended | None = None
     """Of the last one, until a round has seen it."""
-    asked: bool = False
-    """Whether somebody has asked for it since it was at zero."""
+    asked_until: float = -math.inf
+    """Until when it counts that somebody has asked for it, since it was at zero."""
     busy_at: float = 0.0
     """When it last had a request, or began to serve."""
     starts: deque[float] = field(default_factory=lambda: deque(maxlen=STARTS))
@@ -111,6 +118,12 @@ class Model:
     def serving(self) -> int:
         """Instances that serve."""
         return 0 if self.watched is None else self.watched.serving
+
+    @property
+    def claimed(self) -> int:
+        """Bytes that its deployment takes, and what was ordered of it."""
+        rows = () if self.watched is None else self.watched.told.data
+        return self.claim * max(1, self.scaling.wanted, len(rows)) if self.deployment else 0
 
     @property
     def start_s(self) -> float | None:
@@ -135,13 +148,15 @@ class Models:
         settings: FleetSettings,
         order: Callable[[Order], None],
         tell: Callable[[Sequence[Route], Sequence[str]], int],
+        memory: Memory,
         clock: Clock = monotonic,
         wall: Clock = monotonic,
     ) -> None:
         """order: to init. tell: proxies of changed routes and of names that are gone; the version.
 
-        clock: steady. wall: Unix time.
+        memory: of the host. clock: steady. wall: Unix time.
         """
+        self.memory = memory
         self.events: deque[Event] = deque(maxlen=RECENT)
         self.starts = 0
         """Deployments that were started by this server."""
@@ -155,6 +170,7 @@ class Models:
         """By deployment."""
         self._proxies: dict[str, Proxy] = {}
         self._routes: dict[str, Route] = {}
+        self._plan = Plan()
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
@@ -169,9 +185,10 @@ class Models:
         for name, one in named.items():
             model = self._models.get(name)
             if model is None:
-                self._models[name] = Model(one)
-            else:
-                model.wanted = one
+                model = self._models[name] = Model(one)
+            if model.wanted.spec != one.spec or not model.claim:
+                model.claim = self.memory.claim(one.spec)
+            model.wanted = one
         for name, model in self._models.items():
             model.removed = name not in named
             if model.removed:
@@ -198,7 +215,7 @@ class Models:
     def take_want(self, want: Want) -> None:
         """Of a proxy: somebody waits for the model."""
         if (model := self._models.get(want.model)) is not None:
-            model.asked = True
+            model.asked_until = self._clock() + WANT_S
             self._changed.set()
 
     def take_demand(self, proxy: str, demand: ProxyDemand) -> None:
@@ -224,7 +241,7 @@ class Models:
     def wake(self, name: str) -> None:
         """Start it now, whatever failed before."""
         model = self._models[name]
-        model.asked = True
+        model.asked_until = math.inf
         model.life = awake(model.life, self._clock())
         self._changed.set()
 
@@ -246,6 +263,11 @@ class Models:
     def held(self, name: str) -> int:
         """Requests that wait for its start."""
         return sum(one.held.get(name, 0) for one in self._proxies.values())
+
+    @property
+    def claimed(self) -> int:
+        """Bytes that all deployments take."""
+        return sum(model.claimed for model in self._models.values())
 
     def shown(self, name: str) -> Model | None:
         """One as it stands, for people."""
@@ -277,50 +299,87 @@ class Models:
     def turn(self) -> None:
         """One round."""
         now = self._clock()
+        seen = {name: self._seen(model, now) for name, model in self._models.items()}
+        self._plan = self._make_room(seen, now)
         for name, model in list(self._models.items()):
-            self._live(model, now)
+            self._live(model, self._with_room(name, seen[name]), now)
             if model.removed and model.life.state == "zero" and not model.deployment:
                 del self._models[name]
         self._tell_routes()
         for model in self._models.values():
             self._scale(model, now)
 
-    def _live(self, model: Model, now: float) -> None:
+    def _live(self, model: Model, seen: Seen, now: float) -> None:
         before = model.life
-        held = self.held(model.wanted.name)
-        seen = self._seen(model, held, now)
-        model.ended = None
-        model.life, action = turn(before, self._wish(model.wanted.spec, model.wanted.on), seen, now)
+        model.life, action = turn(before, self._wish(model), seen, now)
         if model.life.state != before.state:
-            self._entered(model, before, now)
+            yields = seen.yields and model.life.state == "emptying"
+            self._entered(model, before, "to make room" if yields else "", now)
         match action:
             case "start":
                 self._start(model)
             case "stop" | "kill":
                 self._order(Stop(model.deployment, kill=action == "kill"))
 
-    def _seen(self, model: Model, held: int, now: float) -> Seen:
+    def _seen(self, model: Model, now: float) -> Seen:
         name = model.wanted.name
         told = 0 if model.watched is None else model.watched.told.live
-        running = max(told, self.running(name))
+        running, held = max(told, self.running(name)), self.held(name)
         if running or held:
             model.busy_at = now
-        ended = model.ended
+        ended, model.ended = model.ended, None
         return Seen(
             deployment=bool(model.deployment),
             ready=model.serving > 0,
             ended="" if ended is None else why_ended(ended),
             clean=ended is not None and ended.how == "exit code 0",
-            wanted=bool(held) or model.asked,
+            wanted=bool(held) or now < model.asked_until,
             running=running,
             idle_s=now - model.busy_at,
             unrouted=len(self._proxies) >= self._settings.proxies
             and all(one.version >= model.unrouted_at for one in self._proxies.values()),
         )
 
-    def _wish(self, spec: Spec, on: bool) -> Wish:
+    def _make_room(self, seen: Mapping[str, Seen], now: float) -> Plan:
+        waiting, residents = [], []
+        for name, model in self._models.items():
+            life, wish = model.life, self._wish(model)
+            if model.deployment:
+                residents.append(
+                    Resident(
+                        name,
+                        model.claimed,
+                        since=life.since,
+                        stay_s=STAY_S if model.start_s is None else STAY * model.start_s,
+                        ready=seen[name].ready or life.state == "stopping",
+                        idle_s=seen[name].idle_s,
+                        priority=model.wanted.spec.priority,
+                        kept=life.state in ("zero", "starting")
+                        or seen[name].wanted
+                        or seen[name].running > 0,
+                        pinned=wish.on and wish.least > 0,
+                        leaving=life.state in ("emptying", "stopping"),
+                    )
+                )
+            elif asks(life, wish, seen[name], now):
+                since = life.since if life.state == "waiting" else now
+                least = max(1, model.wanted.spec.instances.min)
+                waiting.append(Waiting(name, model.claim * least, since))
+        return plan(self.memory.host(), waiting, residents, now)
+
+    def _with_room(self, name: str, seen: Seen) -> Seen:
+        made = self._plan
+        return replace(
+            seen,
+            no_room=made.refused.get(name, ""),
+            never=made.never.get(name, ""),
+            yields=name in made.yielding,
+        )
+
+    def _wish(self, model: Model) -> Wish:
+        spec = model.wanted.spec
         return Wish(
-            on=on,
+            on=model.wanted.on,
             least=max(spec.instances.min, self._floor(spec)),
             zero_after_s=spec.instances.zero_after_s,
             start_timeout_s=spec.instances.start_timeout_s,
@@ -330,19 +389,19 @@ class Models:
     def _floor(self, spec: Spec) -> int:
         return floor_at(spec.instances.schedule, self._wall())
 
-    def _entered(self, model: Model, before: Life, now: float) -> None:
+    def _entered(self, model: Model, before: Life, cause: str, now: float) -> None:
         life = model.life
         if life.state == "serving" and before.state == "starting":
             model.starts.append(now - before.since)
             model.busy_at = now
         if life.state in ("serving", "failed"):
-            model.asked = False
+            model.asked_until = -math.inf
         if life.state in ("zero", "failed") and model.watched is not None:
             closing = asyncio.create_task(model.watched.close(), name="let go")
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
             model.watched, model.note, model.pid = None, None, 0
-        why = f": {life.why}" if life.why else ""
+        why = f": {life.why or cause}" if life.why or cause else ""
         self._note(model, f"{before.state} -> {life.state}{why}")
 
     def _start(self, model: Model) -> None:
@@ -402,8 +461,9 @@ class Models:
             ready=watched.serving,
             stable=measure(now, STABLE_S),
             panic=measure(now, PANIC_S),
-            holds=left >= ROOM * batch,
+            holds=left >= GROWTH * batch,
             floor=self._floor(spec),
+            room=max(len(counted), model.scaling.wanted) + self._plan.free // max(1, model.claim),
         )
         decided = decide(model.scaling, rule, demand, now)
         if decided.why and decided != model.scaling and decided.wanted != model.scaling.wanted:

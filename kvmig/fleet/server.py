@@ -26,11 +26,12 @@ import uvloop
 
 from kvmig.accounts.keys import KeyGrant, Keys
 from kvmig.accounts.usage import Spool
-from kvmig.cli.environment import take_path
+from kvmig.cli.environment import gpus, take_path
 from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.fleet.api import Backend, make_app
 from kvmig.fleet.ledger import merge
+from kvmig.fleet.memory import Memory
 from kvmig.fleet.models import Models, Wanted, words
 from kvmig.fleet.orders import MESSAGE_BYTES, Check, Checked, News, Order, encode, news_of
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
@@ -122,7 +123,8 @@ class FleetServer:
         self._keys = Keys(b"")
         self._keys_version = 0
         self._aliases: Mapping[str, Mapping[str, int]] = {}
-        self._models = Models(settings, self._order, self._tell_routes, wall=time.time)
+        memory = Memory(settings.memory, on_gpu=bool(gpus()))
+        self._models = Models(settings, self._order, self._tell_routes, memory, wall=time.time)
         self._init = InitLink(to_init, self._hear_init)
         self._links = ProxyLinks(str(settings.links), self._snapshot, self._hear)
         self._backend = Backend(

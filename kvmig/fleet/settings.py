@@ -28,6 +28,8 @@ class FleetSettings(Discreet, frozen=True, kw_only=True):
     """A URL of SQLAlchemy's; empty: SQLite in the folder. It may hold a password."""
     threads: int = 1
     """OpenMP threads of an instance on a CPU."""
+    memory: int = 0
+    """Bytes of the host's that all models may take together; 0: all that there is."""
     shutdown_timeout_s: float = 30.0
     """That the end of a deployment lets running requests finish."""
 
@@ -72,6 +74,7 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
         ("--port", settings.port, 1, 65535),
         ("--proxies", settings.proxies, 1, 64),
         ("--threads", settings.threads, 1, 4096),
+        ("--memory", settings.memory, 0, 1 << 50),
         ("--shutdown-timeout", settings.shutdown_timeout_s, 0, 86400),
     ):
         if not least <= value <= most:

@@ -50,6 +50,7 @@ OURS = {
 }
 """Flags that a spec says otherwise."""
 MOST_S = 7 * 86400.0
+MOST_BYTES = 1 << 50
 FLAG_BYTES = 1 << 16
 """Of all flags of a model."""
 
@@ -86,8 +87,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Other names of it."""
     adapters: Mapping[str, str] = {}
     """LoRA adapters by the name that requests give: a folder each."""
+    memory: int = 0
+    """Bytes of the host's that an instance takes; 0: estimated."""
     priority: int = 0
-    """Who waits for a start is served by it: smaller ones first."""
+    """Who waits for a start is served by it: smaller ones first; and larger ones end first where
+    room is wanted."""
     max_held: int = 1000
     """Requests at most that wait for its start."""
     heartbeat_after_s: float = 10.0
@@ -169,6 +173,7 @@ def check_spec(spec: Spec) -> Spec:
     for name, folder in spec.adapters.items():
         _check_folder(f"{where}: adapters.{name}", folder)
     _check_instances(where, spec.instances)
+    _check_range(f"{where}: memory", spec.memory, 0, MOST_BYTES)
     _check_range(f"{where}: priority", spec.priority, -1000, 1000)
     _check_range(f"{where}: max_held", spec.max_held, 0, 1_000_000)
     _check_range(f"{where}: heartbeat_after_s", spec.heartbeat_after_s, 0, MOST_S)

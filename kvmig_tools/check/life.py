@@ -2,7 +2,8 @@
 
 The server sees what the proxy said last and tells it routes, both late; requests come, processes
 get ready, fail, crash and end, people switch the model off and on, the server is killed and another
-takes over, the proxy is killed and comes back. Time stands still but for one event, after which
+takes over, the proxy is killed and comes back; room for it comes and goes, and others want its own.
+Time stands still but for one event, after which
 everything is late.
 """
 
@@ -39,6 +40,8 @@ class World:
     """Whether the server has heard that it is wanted."""
     told: bool = False
     """What the server told proxies last: whether it is ready."""
+    scarce: bool = False
+    """Whether it has no room to start; or, once it is there, another one waits for its room."""
     # the proxy
     up: bool = True
     routed: bool = False
@@ -142,10 +145,16 @@ def switched(now: World) -> World | None:
     return replace(now, on=not now.on)
 
 
+def room_changes(now: World) -> World | None:
+    """Others start, wait, or end."""
+    return replace(now, scarce=not now.scarce)
+
+
 def another_server(now: World) -> World | None:
-    """The server is killed; the next one hears what runs, and nothing else."""
+    """The server is killed; the next one hears what runs, and tells what it knows: nothing."""
     fresh = replace(now, life=Life(), asked=False, told=False, ended="", idle=False)
-    return replace(fresh, news=(), said_held=0, said_running=0, said_unrouted=False)
+    news = (False,) if now.up else ()
+    return replace(fresh, news=news, said_held=0, said_running=0, said_unrouted=False)
 
 
 def another_proxy(now: World) -> World | None:
@@ -166,6 +175,8 @@ def decides(now: World) -> World | None:
         running=max(running, now.running if now.ready else 0),  # its front end says so, too
         idle_s=LATE_S if now.idle and not running and not now.said_held else 0.0,
         unrouted=now.said_unrouted,
+        no_room="no room" if now.scarce else "",
+        yields=now.scarce,
     )
     life, action = turn(now.life, replace(WISH, on=now.on), seen, 0.0)
     life = replace(life, failures=min(life.failures, FAILURES))
@@ -174,6 +185,7 @@ def decides(now: World) -> World | None:
         after = replace(after, asked=False)
     if action == "start":
         require(not now.process, "two deployments at once")
+        require(not now.scarce, "one starts without room")
         after = replace(after, process=True, ready=False)
     elif action == "stop":
         require(not now.running, "a deployment is told to end while it answers")
@@ -191,7 +203,9 @@ def decides(now: World) -> World | None:
 
 
 Event = Callable[[World], World | None]
-FAIR: tuple[Event, ...] = (decides, wants, hears, says, finishes, gets_ready, ends, is_late)
+FAIR: tuple[Event, ...] = (
+    decides, wants, hears, says, finishes, gets_ready, ends, is_late, room_changes,
+)  # fmt: skip
 """What happens some time, if nobody prevents it."""
 ALL: tuple[Event, ...] = (*FAIR, arrives, crashes, switched, another_server, another_proxy)
 

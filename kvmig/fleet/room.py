@@ -1,0 +1,170 @@
+"""Which models may start beside those that run, and which of these make room for them. Pure.
+
+The one that has waited longest goes first. If it doesn't fit, idle models end for it, the least
+valuable ones first: never one that answers or that somebody waits for, nor one that has not yet
+been there for some time, so that models which alternate don't only start and end. One that came
+later may start before only where it takes nothing that who came first will need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+GIB = 1 << 30
+STAY = 4.0
+"""Times as long as its start took, that a model stays at least: a fifth of the time at most is
+spent on starts."""
+STAY_S = 10.0
+"""The same where no start was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Memory, in bytes."""
+
+    total: int
+    """That all models together may take."""
+    available: int
+    """That nobody has now, whoever the others are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A model whose deployment is there, or ordered."""
+
+    name: str
+    claim: int
+    """Bytes that it takes."""
+    since: float
+    """When it was ordered, or began to serve."""
+    stay_s: float
+    """That it stays from then on."""
+    ready: bool = True
+    """Whether it has taken them already."""
+    idle_s: float = 0.0
+    priority: int = 0
+    """Smaller ones stay longer."""
+    kept: bool = False
+    """Whether it is not to end now: it answers, or somebody waits for it."""
+    pinned: bool = False
+    """Whether it is never to end: it has a least number of instances."""
+    leaving: bool = False
+    """Whether it ends already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A model that would start now."""
+
+    name: str
+    claim: int
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was decided."""
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """By models that wait: why they don't start now. All others start."""
+    never: Mapping[str, str] = field(default_factory=dict)
+    """By models that wait: why they can't start at all."""
+    yielding: frozenset[str] = frozenset()
+    """Those that end for others."""
+    free: int = 0
+    """Bytes that are left then; 0 while anybody waits."""
+
+
+def free(host: Host, residents: Iterable[Resident]) -> int:
+    """Bytes that the next one may take. Those that are not ready take theirs yet."""
+    every = list(residents)
+    claimed = sum(one.claim for one in every)
+    coming = sum(one.claim for one in every if not one.ready)
+    return max(0, min(host.total - claimed, host.available - coming))
+
+
+def too_large(name: str, claim: int, total: int) -> str:
+    """What is wrong with a model that can never start; empty: nothing."""
+    if claim <= total:
+        return ""
+    return (
+        f"model {name} needs {claim} bytes of memory, {claim - total} more than the {total} that"
+        " all models may take"
+    )
+
+
+def plan(host: Host, waiting: Iterable[Waiting], residents: Sequence[Resident], now: float) -> Plan:
+    """Who starts, who waits and why, who ends. now: seconds of the clock of all `since`."""
+    left = free(host, residents)
+    pinned = sum(one.claim for one in residents if one.pinned)
+    refused, never = {}, {}
+    yielding: frozenset[str] = frozenset()
+    ahead: list[Waiting] = []
+    for one in sorted(waiting, key=lambda one: (one.since, one.name)):
+        if too_large(one.name, one.claim, host.total):
+            never[one.name] = too_large(one.name, one.claim, host.total)
+        elif one.claim <= left and _overtakes(one, ahead, host, residents):
+            left -= one.claim
+        elif pinned + one.claim > host.total:  # nobody waits for its turn
+            refused[one.name] = f"{_no_room(one, left)}, the rest is taken for good"
+        else:
+            if not ahead:
+                yielding = _yielding(one.claim - left, residents, now)
+            refused[one.name] = _why(one, left, ahead, yielding)
+            ahead.append(one)
+    return Plan(refused, never, yielding, 0 if ahead else left)
+
+
+def _overtakes(
+    one: Waiting, ahead: Sequence[Waiting], host: Host, residents: Iterable[Resident]
+) -> bool:
+    """Whether all that wait longer will have their room beside it, once the others have ended.
+
+    Those are not counted on to end that are pinned, or have come since the first one waits.
+    """
+    if not ahead:
+        return True
+    first = ahead[0].since
+    staying = sum(other.claim for other in residents if other.pinned or other.since >= first)
+    return staying + sum(other.claim for other in ahead) + one.claim <= host.total
+
+
+def _yielding(lacking: int, residents: Iterable[Resident], now: float) -> frozenset[str]:
+    """Those whose end gives so many bytes; none if not enough may end."""
+    every = list(residents)
+    chosen = [one for one in every if one.leaving]
+    idle = sorted(
+        (
+            one
+            for one in every
+            if not (one.kept or one.pinned or one.leaving)
+            and one.ready
+            and now - one.since >= one.stay_s
+        ),
+        key=lambda one: (-one.priority, -one.idle_s, one.name),
+    )
+    for one in idle:
+        if sum(other.claim for other in chosen) >= lacking:
+            break
+        chosen.append(one)
+    given = sum(one.claim for one in chosen)
+    if given < lacking:
+        return frozenset(one.name for one in every if one.leaving)
+    for one in [one for one in reversed(chosen) if not one.leaving]:  # the most valuable first
+        if given - one.claim >= lacking:
+            chosen.remove(one)
+            given -= one.claim
+    return frozenset(one.name for one in chosen)
+
+
+def _why(one: Waiting, left: int, ahead: Sequence[Waiting], yielding: frozenset[str]) -> str:
+    """Names no other model: a client may not know of it."""
+    room = _no_room(one, left)
+    if ahead:
+        return f"{room}, and {len(ahead)} that came first wait too"
+    return f"{room}; idle models end for it" if yielding else f"{room}, and no model may end yet"
+
+
+def _no_room(one: Waiting, left: int) -> str:
+    return f"no room: it needs {one.claim / GIB:.1f} GiB, {left / GIB:.1f} GiB is free"

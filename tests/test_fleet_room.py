@@ -1,0 +1,179 @@
+"""Room for models: who starts, who waits, who ends for whom."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.fleet.room import Host, Plan, Resident, Waiting, free, plan
+
+HOST = Host(total=20, available=1000)
+NOW = 100.0
+
+
+def idle(name: str, claim: int = 10, idle_s: float = 50, priority: int = 0) -> Resident:
+    return Resident(name, claim, since=0, stay_s=10, idle_s=idle_s, priority=priority)
+
+
+def busy(name: str, claim: int = 10, since: float = 0) -> Resident:
+    return Resident(name, claim, since=since, stay_s=10, kept=True)
+
+
+def test_one_that_fits_starts_and_nobody_ends() -> None:
+    assert plan(HOST, [Waiting("a", 10, 90)], [busy("b")], NOW) == Plan(free=0)
+
+
+def test_one_that_does_not_fit_waits_and_hears_why() -> None:
+    found = plan(HOST, [Waiting("a", 10, 90)], [busy("b"), busy("c")], NOW)
+    assert found.yielding == frozenset()
+    assert found.refused["a"].startswith("no room: it needs 0.0 GiB, 0.0 GiB is free, and no model")
+
+
+def test_one_that_is_larger_than_the_host_never_starts_and_hears_by_how_many_bytes() -> None:
+    found = plan(HOST, [Waiting("a", 25, 90)], [], NOW)
+    assert found.never == {
+        "a": "model a needs 25 bytes of memory, 5 more than the 20 that all models may take"
+    }
+
+
+def test_the_least_important_idle_one_ends_then_the_one_idle_longest() -> None:
+    waiting = [Waiting("a", 5, 90)]
+    by_time = [idle("b", idle_s=20), idle("c", idle_s=60)]
+    assert plan(HOST, waiting, by_time, NOW).yielding == {"c"}
+    by_priority = [idle("b", idle_s=20, priority=1), idle("c", idle_s=60)]
+    assert plan(HOST, waiting, by_priority, NOW).yielding == {"b"}
+
+
+def test_no_more_end_than_must() -> None:
+    residents = [idle("b", claim=4, idle_s=90), idle("c", claim=16, idle_s=60)]
+    assert plan(HOST, [Waiting("a", 12, 90)], residents, NOW).yielding == {"c"}
+
+
+def test_nobody_ends_in_vain() -> None:
+    residents = [idle("b", claim=5), busy("c", claim=15)]
+    assert plan(HOST, [Waiting("a", 12, 90)], residents, NOW).yielding == frozenset()
+
+
+def test_one_that_ends_already_is_not_joined_by_another() -> None:
+    leaving = Resident("b", 10, since=99, stay_s=10, leaving=True)
+    assert plan(HOST, [Waiting("a", 10, 90)], [leaving, idle("c")], NOW).yielding == {"b"}
+
+
+def test_one_that_has_just_started_stays_for_a_while() -> None:
+    young = Resident("b", 20, since=95, stay_s=10, idle_s=5)
+    assert plan(HOST, [Waiting("a", 10, 90)], [young], NOW).yielding == frozenset()
+    assert plan(HOST, [Waiting("a", 10, 90)], [young], NOW + 5).yielding == {"b"}
+
+
+def test_who_has_waited_longest_starts_first() -> None:
+    waiting = [Waiting("late", 10, 95), Waiting("early", 10, 90)]
+    assert list(plan(HOST, waiting, [busy("b")], NOW).refused) == ["late"]
+
+
+def test_one_that_came_later_takes_no_room_that_the_first_will_need() -> None:
+    waiting = [Waiting("large", 16, 90), Waiting("small", 5, 95)]
+    assert set(plan(HOST, waiting, [busy("b")], NOW).refused) == {"large", "small"}
+
+
+def test_one_that_came_later_starts_beside_the_first_ones_room() -> None:
+    waiting = [Waiting("large", 16, 90), Waiting("small", 4, 95)]
+    assert set(plan(HOST, waiting, [busy("b")], NOW).refused) == {"large"}
+    taken = [busy("b"), busy("small", claim=4, since=95)]
+    waiting = [Waiting("large", 16, 90), Waiting("smaller", 2, 96)]
+    assert set(plan(HOST, waiting, taken, NOW).refused) == {"large", "smaller"}
+
+
+def test_one_that_can_never_come_in_keeps_nobody_else_out() -> None:
+    pinned = Resident("b", 10, since=0, stay_s=0, idle_s=90, pinned=True)
+    waiting = [Waiting("large", 16, 90), Waiting("small", 10, 95)]
+    found = plan(HOST, waiting, [pinned], NOW)
+    assert set(found.refused) == {"large"}
+    assert found.refused["large"].endswith("the rest is taken for good")
+    assert found.yielding == frozenset()
+
+
+def test_what_is_not_ready_has_its_memory_still_to_take() -> None:
+    starting = Resident("b", 10, since=99, stay_s=10, ready=False, kept=True)
+    assert free(Host(total=100, available=15), [starting]) == 5
+    assert free(Host(total=12, available=15), [starting]) == 2
+
+
+RESIDENTS = st.lists(
+    st.builds(
+        Resident,
+        name=st.uuids().map(str),
+        claim=st.integers(1, 10),
+        since=st.floats(0, NOW),
+        stay_s=st.floats(0, 50),
+        ready=st.booleans(),
+        idle_s=st.floats(0, NOW),
+        priority=st.integers(-1, 1),
+        kept=st.booleans(),
+        pinned=st.booleans(),
+        leaving=st.booleans(),
+    ),
+    max_size=6,
+)
+WAITING = st.lists(
+    st.builds(Waiting, name=st.uuids().map(str), claim=st.integers(1, 25), since=st.floats(0, NOW)),
+    max_size=5,
+)
+
+
+@given(WAITING, RESIDENTS, st.integers(0, 60))
+def test_whatever_there_is_the_host_holds_it_and_nobody_in_use_ends(
+    waiting: list[Waiting], residents: list[Resident], available: int
+) -> None:
+    host = Host(20, available)
+    found = plan(host, waiting, residents, NOW)
+    starting = [
+        one for one in waiting if one.name not in found.refused and one.name not in found.never
+    ]
+    assert sum(one.claim for one in starting) <= free(host, residents)
+    assert set(found.never) == {one.name for one in waiting if one.claim > host.total}
+    for one in residents:
+        if one.name in found.yielding and not one.leaving:
+            assert not one.kept
+            assert not one.pinned
+            assert NOW - one.since >= one.stay_s
+    if found.refused and found.yielding - {one.name for one in residents if one.leaving}:
+        first = min(
+            (
+                one
+                for one in waiting
+                if not found.refused.get(one.name, "for good").endswith("for good")
+            ),
+            key=lambda one: (one.since, one.name),
+        )
+        given_back = sum(one.claim for one in residents if one.name in found.yielding)
+        assert free(host, residents) + given_back >= first.claim
+
+
+@given(st.data())
+def test_everyone_who_waits_gets_in_while_others_come_again_and_again(data: st.DataObject) -> None:
+    """Models that work for a while, are idle for a while, and are wanted again at once."""
+    claims = data.draw(st.lists(st.integers(1, 20), min_size=2, max_size=5))
+    wants: dict[str, float] = {f"m{number}": 0.0 for number in range(len(claims))}
+    claim = {f"m{number}": size for number, size in enumerate(claims)}
+    there: dict[str, float] = {}
+    longest = 0.0
+    for now in range(400):
+        residents = [
+            Resident(
+                name, claim[name], since, 4, idle_s=max(0.0, now - since - 3),
+                kept=now - since < 3,
+            )
+            for name, since in there.items()
+        ]  # fmt: skip
+        waiting = [Waiting(name, claim[name], since) for name, since in wants.items()]
+        found = plan(HOST, waiting, residents, now)
+        for name in found.yielding:
+            del there[name]
+            wants[name] = now
+        for name in [one for one in wants if one not in found.refused]:
+            if name not in found.yielding:
+                longest = max(longest, now - wants.pop(name))
+                there[name] = now
+        assert sum(claim[name] for name in there) <= HOST.total
+    longest = max([longest, *(399 - since for since in wants.values())])
+    assert longest <= 10 * len(claims)
