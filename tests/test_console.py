@@ -66,8 +66,12 @@ def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmi
         async def fine(_: Spec) -> None:
             return
 
+        async def metrics() -> bytes:
+            return b""
+
         models = Models(settings, lambda _: None, lambda _, __: 0, Memory())
-        backend = Backend(settings, store, thread, models, changed, fine, lambda: Keys(b""))
+        keys = Keys(b"")
+        backend = Backend(settings, store, thread, models, changed, fine, lambda: keys, metrics)
         client = Client("unused")
         with TestClient(make_app(backend)) as http:
             monkeypatch.setattr(client, "_http", http)

@@ -40,6 +40,7 @@ class Api:
             self._changed,
             self._check,
             lambda: self.keys,
+            self._metrics,
         )
         app = make_app(self.backend)
         self._http = httpx.AsyncClient(
@@ -50,6 +51,9 @@ class Api:
         """As an engine that knows no --nonsense."""
         if "--nonsense" in spec.flags:
             raise ConfigError(f"model {spec.name}: unrecognized arguments: --nonsense")
+
+    async def _metrics(self) -> bytes:
+        return b"kvmig_model_ready 1\n"
 
     async def _changed(self) -> None:
         self.changes += 1

@@ -303,7 +303,7 @@ async def test_metrics_are_for_admins(tmp_path: Path) -> None:
         async with door.client() as admin, door.client(given) as other:
             text = (await admin.get("/metrics")).text
             denied = await other.get("/metrics")
-    assert 'kvmig_proxy_requests_total{model="count",status="200"} 1.0' in text
+    assert 'kvmig_proxy_requests_total{model="count",proxy="0",status="200"} 1.0' in text
     assert denied.status_code == 403
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from kvmig.ground.errors import ConfigError
 from kvmig.proxy.link import ProxyLinks, ServerLink
-from kvmig.proxy.messages import Demand, Down, ModelDemand, Route, Routes, Snapshot, Want
+from kvmig.proxy.messages import Demand, Down, Figures, ModelDemand, Route, Routes, Snapshot, Want
 from tests.waiting import until
 
-Heard = list[tuple[str, Want | Demand | None]]
+Heard = list[tuple[str, Want | Demand | Figures | None]]
 
 
 @asynccontextmanager

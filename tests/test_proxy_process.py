@@ -15,7 +15,7 @@ import msgspec
 
 from kvmig.cli.processes import Child, running
 from kvmig.proxy.link import ProxyLinks
-from kvmig.proxy.messages import Demand, ProxyLaunch, Route, Snapshot, Want
+from kvmig.proxy.messages import Demand, Figures, ProxyLaunch, Route, Snapshot, Want
 from tests.proxy_site import EVENT, PEPPER, Deployment, Got, key
 from tests.waiting import until
 
@@ -54,7 +54,7 @@ async def test_a_proxy_serves_what_the_server_tells_and_says_what_there_is_to_do
     tmp_path: Path,
 ) -> None:
     given, grant = key()
-    heard: list[Want | Demand | None] = []
+    heard: list[Want | Demand | Figures | None] = []
     routes = (
         Route(name="count", state="ready", socket=str(tmp_path / "count")),
         Route(name="cold", state="cold", start_timeout_s=1.0),

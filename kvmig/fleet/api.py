@@ -21,6 +21,7 @@ import anyio.to_thread
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -62,6 +63,8 @@ class Backend:
     """Lets a model's engine read its flags; raises ConfigError."""
     keys: Callable[[], Keys]
     """Those that let calls in now."""
+    metrics: Callable[[], Awaitable[bytes]]
+    """The whole fleet's, as Prometheus reads them."""
 
     async def stored(
         self, call: Callable[Parameters, Result], *args: Parameters.args, **kw: Parameters.kwargs
@@ -129,6 +132,11 @@ def fleet_api(backend: Backend, caller: Any) -> APIRouter:
             "claimed_bytes": models.claimed,
             "data": backend.settings.data,
         }
+
+    @api.get("/metrics", response_class=Response)
+    async def metrics(_: Actor = caller) -> Response:
+        """Of all models, proxies and the server, as Prometheus reads them."""
+        return Response(await backend.metrics(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @api.post("/apply")
     async def apply(body: ApplyBody, actor: Actor = caller) -> Body:

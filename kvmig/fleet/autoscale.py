@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Kind = Literal["concurrency", "rps"]
+Reason = Literal["load", "min", "max", "schedule", "room"]
+SAID: Mapping[Reason, str] = {
+    "min": "min", "max": "max", "schedule": "by the schedule", "room": "no room for more",
+}  # fmt: skip
 
 STABLE_S = 60.0
 PANIC_S = 6.0
@@ -99,6 +104,8 @@ class Scaling:
 
     wanted: int = 1
     why: str = ""
+    """For people."""
+    reason: Reason = "load"
     changed_at: float = -math.inf
     panic_until: float = field(default=-math.inf)
 
@@ -114,19 +121,21 @@ def decide(before: Scaling, rule: ScalingRule, demand: Demand, now: float) -> Sc
     unit = "" if rule.kind == "concurrency" else "/s"
     load = demand.panic if panicking else demand.stable
     why = f"{load:.1f}{unit} at {rule.target:g}{unit} an instance"
+    reason: Reason = "load"
     least = max(1, rule.least, demand.floor)
     if by_load < least:
-        by_load, why = least, "by the schedule" if demand.floor == least > rule.least else "min"
+        by_load, reason = least, "schedule" if demand.floor == least > rule.least else "min"
     if by_load > rule.most:
-        by_load, why = rule.most, "max"
+        by_load, reason = rule.most, "max"
     if by_load > demand.room:
-        by_load, why = int(demand.room), "no room for more"
+        by_load, reason = int(demand.room), "room"
     wanted = min(by_load, FASTEST * max(demand.ready, 1))
     wanted = _step_down(before, rule, wanted, demand, now) if wanted < before.wanted else wanted
     if wanted == before.wanted:
         return replace(before, panic_until=panic_until)
     way = "up" if wanted > before.wanted else "down"
-    return Scaling(wanted, f"{way} to {wanted}: {why}", now, panic_until)
+    said = f"{way} to {wanted}: {SAID.get(reason, why)}"
+    return Scaling(wanted, said, reason, now, panic_until)
 
 
 def _step_down(before: Scaling, rule: ScalingRule, wanted: int, demand: Demand, now: float) -> int:

@@ -22,6 +22,7 @@ import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kvmig.cli.environment import raise_open_files, take_port
@@ -215,7 +216,8 @@ class Init:
             loop.add_signal_handler(name, self._signalled)
         server = Kept("the server", self._begin_server)
         proxies = [
-            Kept(f"proxy {number}", self._begin_proxy) for number in range(self._settings.proxies)
+            Kept(f"proxy {number}", partial(self._begin_proxy, number))
+            for number in range(self._settings.proxies)
         ]
         self._task(self._turn_logs(), "logs")
         try:
@@ -286,10 +288,11 @@ class Init:
         )
         return child
 
-    async def _begin_proxy(self, heartbeat: int) -> Child:
+    async def _begin_proxy(self, number: int, heartbeat: int) -> Child:
         listening = self._sock.fileno()
         launch = ProxyLaunch(
             name=f"proxy-{secrets.token_hex(4)}",
+            number=number,
             listening=listening,
             heartbeat=heartbeat,
             links=str(self._settings.links),

@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -31,7 +31,7 @@ from kvmig.fleet.autoscale import (
     decide,
 )
 from kvmig.fleet.deployments import Watched
-from kvmig.fleet.lifecycle import Life, Seen, Wish, asks, awake, turn
+from kvmig.fleet.lifecycle import Life, Seen, State, Wish, asks, awake, turn
 from kvmig.fleet.memory import Memory
 from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
 from kvmig.fleet.room import STAY, STAY_S, Plan, Resident, Waiting, plan
@@ -113,6 +113,11 @@ class Model:
     """Whether the catalogue has it no more; it is forgotten once nothing runs."""
     unrouted_at: int = 0
     """Version at which proxies were told to send it nothing."""
+    entered: Counter[State] = field(default_factory=Counter)
+    evicted: int = 0
+    """Times that it ended to make room."""
+    scaled: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Decisions about its instances, by way and reason."""
 
     @property
     def serving(self) -> int:
@@ -269,6 +274,10 @@ class Models:
         """Bytes that all deployments take."""
         return sum(model.claimed for model in self._models.values())
 
+    def every(self) -> list[Model]:
+        """All that there are."""
+        return list(self._models.values())
+
     def shown(self, name: str) -> Model | None:
         """One as it stands, for people."""
         return self._models.get(name)
@@ -391,6 +400,8 @@ class Models:
 
     def _entered(self, model: Model, before: Life, cause: str, now: float) -> None:
         life = model.life
+        model.entered[life.state] += 1
+        model.evicted += bool(cause)
         if life.state == "serving" and before.state == "starting":
             model.starts.append(now - before.since)
             model.busy_at = now
@@ -467,6 +478,8 @@ class Models:
         )
         decided = decide(model.scaling, rule, demand, now)
         if decided.why and decided != model.scaling and decided.wanted != model.scaling.wanted:
+            way = "up" if decided.wanted > model.scaling.wanted else "down"
+            model.scaled[way, decided.reason] += 1
             self._note(model, decided.why)
         model.scaling = decided
         if model.ordering is not None and not model.ordering.done():

@@ -30,8 +30,9 @@ from kvmig.cli.environment import gpus, take_path
 from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.fleet.api import Backend, make_app
-from kvmig.fleet.ledger import merge
+from kvmig.fleet.ledger import merge, sums
 from kvmig.fleet.memory import Memory
+from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.models import Models, Wanted, words
 from kvmig.fleet.orders import MESSAGE_BYTES, Check, Checked, News, Order, encode, news_of
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
@@ -41,7 +42,7 @@ from kvmig.fleet.tables import StoreError
 from kvmig.ground.errors import ConfigError, KvmigError, StartupError
 from kvmig.proxy import messages
 from kvmig.proxy.link import ProxyLinks
-from kvmig.proxy.messages import Aliases, Demand, Route, Routes, Snapshot, Want
+from kvmig.proxy.messages import Aliases, Demand, Figures, Route, Routes, Snapshot, Want
 
 CHECK_S = 180.0
 """For flags to be checked: their engine's libraries may have to be loaded first."""
@@ -126,6 +127,13 @@ class FleetServer:
         memory = Memory(settings.memory, on_gpu=bool(gpus()))
         self._models = Models(settings, self._order, self._tell_routes, memory, wall=time.time)
         self._init = InitLink(to_init, self._hear_init)
+        self._figures: dict[str, str] = {}
+        """Metrics of proxies."""
+        self._metrics = FleetMetrics(
+            self._models,
+            self._figures.values,
+            lambda: self._backend.stored(sums, self._store.database, ("model",)),
+        )
         self._links = ProxyLinks(str(settings.links), self._snapshot, self._hear)
         self._backend = Backend(
             settings,
@@ -135,6 +143,7 @@ class FleetServer:
             self.reload,
             self.check,
             lambda: self._keys,
+            self._metrics.text,
         )
         self._checks: dict[str, asyncio.Future[str]] = {}
         """Flags that are being checked."""
@@ -276,13 +285,16 @@ class FleetServer:
         if wrong:
             raise ConfigError(f"model {spec.name}: {wrong}")
 
-    def _hear(self, proxy: str, message: Want | Demand | None) -> None:
+    def _hear(self, proxy: str, message: Want | Demand | Figures | None) -> None:
         match message:
             case Want():
                 self._models.take_want(message)
             case Demand():
                 self._models.take_demand(proxy, message)
+            case Figures(text):
+                self._figures[proxy] = text
             case None:
+                self._figures.pop(proxy, None)
                 self._models.forget_proxy(proxy)
 
 

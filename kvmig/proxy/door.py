@@ -42,6 +42,7 @@ from kvmig.proxy.calls import (
     target,
 )
 from kvmig.proxy.directory import Directory
+from kvmig.proxy.exposition import merged, parsed
 from kvmig.proxy.hold import Counted, Counts, Go, Hold, Refused, Stay, Waiter, left_s, verdict
 from kvmig.proxy.messages import Down, Keys, ModelDemand, Route, Snapshot
 from kvmig.proxy.relay import LAST_CHUNK, OWN, Broken, Chunked, Head, Unframed, Upstream
@@ -50,6 +51,7 @@ SHOWN = "kvmig.connection"
 """Key of an ASGI scope's connection and its cycle."""
 FLEET = "/kvmig/"
 """Prefix of the paths that the server answers."""
+FIGURES = b"/kvmig/v2/metrics"
 COLD = "x-kvmig-cold"
 COLD_MS = b"x-kvmig-cold-start-ms"
 ACCOUNT = b"x-kvmig-account"
@@ -328,10 +330,11 @@ class Door:
         age_s: Callable[[], float] = lambda: 0.0,
         clock: Clock = monotonic,
         wall: Clock = time.time,
+        number: int = 0,
     ) -> None:
         """api: path of the server's HTTP socket. want: tells the server of a cold model.
 
-        age_s: of what is known. wall: Unix time.
+        age_s: of what is known. wall: Unix time. number: the proxy's among all.
         """
         self.directory = directory
         self.config = config
@@ -340,6 +343,7 @@ class Door:
         self.hold = Hold(BODIES * config.max_body)
         self.counts = Counts()
         self.metrics = DoorMetrics(self.counts, age_s)
+        self._number = number
         self._api = api
         self._want = want
         self._clock = clock
@@ -369,6 +373,11 @@ class Door:
     def demands(self) -> tuple[ModelDemand, ...]:
         """What there was to do since the last call."""
         return self.counts.demands(self._clock())
+
+    def figures(self) -> bytes:
+        """What this proxy has to tell Prometheus."""
+        own = generate_latest(self.metrics.registry).decode()
+        return merged([parsed(({"proxy": str(self._number)}, own))])
 
     def close(self) -> None:
         """Hold nobody any more: the proxy stops."""
@@ -413,8 +422,7 @@ class Door:
             await self._ask_server(call)
         elif call.path == "/metrics":
             self._let_in(call, "admin")
-            text = generate_latest(self.metrics.registry)
-            await call.answer(HTTPStatus.OK, text, CONTENT_TYPE_LATEST)
+            await self._tell_figures(call)
         elif call.method == "GET" and call.path.startswith("/v1/models"):
             await self._list(call, self._let_in(call, "infer"))
         else:
@@ -450,6 +458,19 @@ class Door:
         return cast("bytes", message["body"])
 
     # -- to the server
+
+    async def _tell_figures(self, call: Call) -> None:
+        """The whole fleet's, from the server; without a server this proxy's own."""
+        headers = [
+            (b"x-forwarded-for", call.address.encode()),
+            (b"authorization", b"Bearer " + call.key.encode()),
+        ]
+        call.ask(FIGURES, headers, b"")
+        upstream = await _connect(self._api)
+        if upstream is None:
+            await call.answer(HTTPStatus.OK, self.figures(), CONTENT_TYPE_LATEST)
+        else:
+            await self._relay(call, upstream, "", [])
 
     async def _ask_server(self, call: Call) -> None:
         if call.has_body and self.directory.grant(call.key) is None:

@@ -15,7 +15,7 @@ import msgspec
 
 from kvmig.cli.environment import take_path
 from kvmig.ground.errors import ConfigError
-from kvmig.proxy.messages import Demand, Down, Hello, Snapshot, Up, Want
+from kvmig.proxy.messages import Demand, Down, Figures, Hello, Snapshot, Up, Want
 
 LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
@@ -49,7 +49,7 @@ class ProxyLinks:
         self,
         path: str,
         snapshot: Callable[[], Snapshot],
-        hear: Callable[[str, Want | Demand | None], None],
+        hear: Callable[[str, Want | Demand | Figures | None], None],
     ) -> None:
         """path: of the socket. snapshot: what a proxy is told first.
 
@@ -102,7 +102,7 @@ class ProxyLinks:
             self._writers[name] = writer
             self._send(name, writer, self._snapshot())
             while True:
-                self._hear(name, await receive(reader, Want | Demand))
+                self._hear(name, await receive(reader, Want | Demand | Figures))
         except (EOFError, ConnectionError, TimeoutError):
             pass  # it has gone
         except (ValueError, msgspec.DecodeError) as error:
@@ -130,7 +130,7 @@ class ServerLink:
         """Whether the server is there."""
         return self._writer is not None
 
-    def send(self, message: Want | Demand) -> None:
+    def send(self, message: Want | Demand | Figures) -> None:
         """Tell the server; lost while it isn't there, or reads nothing: it is said again."""
         if self._writer is not None and not self._writer.transport.get_write_buffer_size():
             send(self._writer, message)

@@ -19,6 +19,8 @@ class ProxyLaunch(Discreet, frozen=True, kw_only=True):
 
     name: str
     """Unique among the proxies of all times."""
+    number: int = 0
+    """The same for the next one in its place."""
     listening: int
     """Descriptor of the port's socket."""
     heartbeat: int = -1
@@ -141,4 +143,10 @@ class Demand(msgspec.Struct, frozen=True, tag=True):
     models: tuple[ModelDemand, ...] = ()
 
 
-Up = Hello | Want | Demand
+class Figures(msgspec.Struct, frozen=True, tag=True):
+    """The proxy's metrics as Prometheus reads them, now and then."""
+
+    text: str
+
+
+Up = Hello | Want | Demand | Figures

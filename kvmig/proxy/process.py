@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -21,12 +22,14 @@ from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.proxy.directory import Directory
 from kvmig.proxy.door import Door, DoorConnection
 from kvmig.proxy.link import ServerLink
-from kvmig.proxy.messages import Demand, Down, ProxyLaunch, Routes, Snapshot, Want
+from kvmig.proxy.messages import Demand, Down, Figures, ProxyLaunch, Routes, Snapshot, Want
 
 log = logging.getLogger(__name__)
 
 TELL_S = 0.5
 """Between two demands."""
+FIGURES = 4
+"""Demands to one telling of the metrics."""
 FIRST_S = 2.0
 """For the server to say what there is, before the door opens."""
 KEEP_S = 1.0
@@ -51,7 +54,12 @@ class Proxy(HttpTask):
         self._link: ServerLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.door = Door(
-            Directory(), launch.http, launch.api, self._want, lambda: time.time() - self._heard_at
+            Directory(),
+            launch.http,
+            launch.api,
+            self._want,
+            lambda: time.time() - self._heard_at,
+            number=launch.number,
         )
 
     async def start(self) -> None:
@@ -102,11 +110,13 @@ class Proxy(HttpTask):
             self._link.send(Want(model))
 
     async def _tell(self) -> None:
-        while True:
+        for turn in itertools.count():
             await asyncio.sleep(TELL_S)
             self._tell_now()
             for model in self.door.wishes():  # the first may have been lost
                 self._want(model)
+            if turn % FIGURES == 0 and self._link is not None:
+                self._link.send(Figures(self.door.figures().decode()))
 
     def _tell_now(self) -> None:
         if self._link is None or not self._link.connected:

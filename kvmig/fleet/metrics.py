@@ -1,0 +1,156 @@
+"""The metrics of a whole fleet in one text: proxies', deployments', the server's own decisions.
+
+A deployment is asked on its socket; all that it says gets the label `model`. One that doesn't
+answer in time is left out, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+import httpx
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvmig.fleet.lifecycle import State
+from kvmig.fleet.models import Model, Models
+from kvmig.fleet.tables import StoreError
+from kvmig.ground.clock import Clock, monotonic
+from kvmig.proxy.exposition import Part, merged, parsed
+
+SCRAPE_S = 2.0
+"""For a deployment to answer."""
+CACHE_S = 1.0
+"""That a text is good for."""
+
+log = logging.getLogger(__name__)
+
+
+class FleetMetrics:
+    """Make it inside a running event loop."""
+
+    def __init__(
+        self,
+        models: Models,
+        proxies: Callable[[], Iterable[str]],
+        usage: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
+        clock: Clock = monotonic,
+    ) -> None:
+        """proxies: what each has told last. usage: sums by model."""
+        self._models = models
+        self._proxies = proxies
+        self._usage = usage
+        self._clock = clock
+        self._missed: Counter[str] = Counter()
+        self._lock = asyncio.Lock()
+        self._text = b""
+        self._made_at = -CACHE_S
+
+    async def text(self) -> bytes:
+        """As Prometheus reads it; whoever asks meanwhile gets the same."""
+        async with self._lock:
+            if self._clock() - self._made_at >= CACHE_S:
+                self._text = await self._make()
+                self._made_at = self._clock()
+            return self._text
+
+    async def _make(self) -> bytes:
+        every, usage = self._models.every(), await self._used()
+        sockets = {
+            one.wanted.name: one.note.socket
+            for one in every
+            if one.note is not None and one.serving
+        }
+        texts = await asyncio.gather(*(self._scrape(*one) for one in sockets.items()))
+        parts: list[Part] = [
+            *(({"model": name}, text) for name, text in zip(sockets, texts, strict=True)),
+            *(({}, text) for text in self._proxies()),
+        ]
+        own = [*of_models(every), *of_usage(usage), self._misses()]
+        return await asyncio.to_thread(lambda: merged([own, *map(parsed, parts)]))
+
+    async def _scrape(self, model: str, socket: str) -> str:
+        """What a deployment says; nothing if it doesn't."""
+        transport = httpx.AsyncHTTPTransport(uds=socket)
+        try:
+            async with (
+                asyncio.timeout(SCRAPE_S),
+                httpx.AsyncClient(transport=transport, base_url="http://deployment") as client,
+            ):
+                answer = await client.get("/metrics", timeout=SCRAPE_S)
+                return answer.raise_for_status().text
+        except (httpx.HTTPError, TimeoutError) as error:
+            self._missed[model] += 1
+            log.warning("metrics of %s are left out: %r", model, error)
+            return ""
+
+    async def _used(self) -> Sequence[Mapping[str, Any]]:
+        try:
+            return await self._usage()
+        except StoreError as error:
+            log.warning("metrics of usage are left out: %s", error)
+            return ()
+
+    def _misses(self) -> Metric:
+        found = CounterMetricFamily(
+            "kvmig_scrapes_missed",
+            "Times that a model's deployment did not tell its metrics in time.",
+            labels=["model"],
+        )
+        for model, count in self._missed.items():
+            found.add_metric([model], count)
+        return found
+
+
+def of_models(models: Iterable[Model]) -> list[Metric]:
+    """What the server sees and has decided of each."""
+    state = GaugeMetricFamily(
+        "kvmig_model_state", "1 for the state that it is in.", labels=["model", "state"]
+    )
+    desired = GaugeMetricFamily(
+        "kvmig_model_desired", "Instances that it should have.", labels=["model"]
+    )
+    ready = GaugeMetricFamily("kvmig_model_ready", "Instances that serve.", labels=["model"])
+    claim = GaugeMetricFamily(
+        "kvmig_claim_bytes", "Memory of the host that it takes.", labels=["model"]
+    )
+    entered = CounterMetricFamily(
+        "kvmig_model_entered", "Times that it came into a state.", labels=["model", "state"]
+    )
+    evicted = CounterMetricFamily(
+        "kvmig_model_evicted", "Times that it ended to make room.", labels=["model"]
+    )
+    scaled = CounterMetricFamily(
+        "kvmig_autoscaler_decisions",
+        "Changes of the number of instances that were decided.",
+        labels=["model", "way", "reason"],
+    )
+    for one in models:
+        name = one.wanted.name
+        for each in get_args(State):
+            state.add_metric([name, each], one.life.state == each)
+        desired.add_metric([name], one.scaling.wanted if one.deployment else 0)
+        ready.add_metric([name], one.serving)
+        claim.add_metric([name], one.claimed)
+        evicted.add_metric([name], one.evicted)
+        for each, count in one.entered.items():
+            entered.add_metric([name, each], count)
+        for (way, reason), count in one.scaled.items():
+            scaled.add_metric([name, way, reason], count)
+    return [state, desired, ready, claim, entered, evicted, scaled]
+
+
+def of_usage(sums: Iterable[Mapping[str, Any]]) -> list[Metric]:
+    """Of the ledger, over all time."""
+    tokens = CounterMetricFamily(
+        "kvmig_usage_tokens", "Tokens that were counted.", labels=["model", "kind"]
+    )
+    calls = CounterMetricFamily("kvmig_usage_calls", "Calls that were counted.", labels=["model"])
+    for one in sums:
+        calls.add_metric([one["model"]], one["calls"])
+        for kind in ("prompt", "output"):
+            tokens.add_metric([one["model"], kind], one[kind])
+    return [tokens, calls]
