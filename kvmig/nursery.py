@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     engine, address = words[:2]
     if len(words) == 2:
-        start_again(engine, address)
+        start_again(engine)
     try:
         quiet("nursery")
         raise_open_files()
@@ -68,11 +68,11 @@ def main(words: Sequence[str]) -> int:
         return 2
 
 
-def start_again(engine: str, address: str) -> NoReturn:
+def start_again(engine: str) -> NoReturn:
     """Start in an instance's environment, knowing that of servers: libraries read it at once."""
     threads = worker_threads([1] * ClusterConfig().instances)
     environment = llumlet_environment(engine, gpus(), threads, os.environ)
-    command = [sys.executable, "-m", "kvmig.nursery", engine, address, digest(os.environ)]
+    command = [sys.executable, *sys.orig_argv[1:], digest(os.environ)]
     os.execve(sys.executable, command, environment)  # nosec B606
 
 

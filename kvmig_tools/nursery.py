@@ -36,9 +36,18 @@ END_S = 10.0
 
 
 class Nursery:
-    """`python -m kvmig.nursery` for one engine, ended at the end of the block."""
+    """`python -m kvmig.nursery` for one engine, ended at the end of the block.
 
-    def __init__(self, engine: str, environment: Mapping[str, str] = os.environ) -> None:
+    module: one that does the same in its place.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        environment: Mapping[str, str] = os.environ,
+        module: str = "kvmig.nursery",
+    ) -> None:
+        self._module = module
         self._folder = tempfile.TemporaryDirectory(prefix="kvmig-nursery-")
         self._engine = engine
         self._own = dict(environment)
@@ -51,7 +60,7 @@ class Nursery:
         return {**self._own, HANDED: self.address}
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "kvmig.nursery", self._engine, self.address]
+        command = [sys.executable, "-m", self._module, self._engine, self.address]
         self.process = subprocess.Popen(command, env=self._own, stdin=subprocess.PIPE)
         deadline = time.monotonic() + LOAD_S
         while not self.listens():

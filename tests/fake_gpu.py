@@ -34,6 +34,7 @@ FLAGS = (
 HIGHEST = -5
 """The highest priority of a stream."""
 GIVEN_BACK_S = 5.0
+MEMORY = "/memfd:fakegpu"
 HELD = ("memory", "pinned", "events", "streams", "handles", "reserved")
 _HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -104,6 +105,17 @@ def sizes() -> list[int]:
     """Of the devices' memory."""
     found = (ctypes.c_size_t * 64)()
     return sorted(found[: library().fakegpu_sizes(found, len(found))])
+
+
+def memory_of(process: int) -> set[int]:
+    """Memory of the machine's GPUs that a process maps, or holds a descriptor of: inode numbers."""
+    maps = Path(f"/proc/{process}/maps").read_text().splitlines()
+    found = {int(line.split()[4]) for line in maps if MEMORY in line}
+    for one in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if MEMORY in str(one.readlink()):
+                found.add(one.stat().st_ino)
+    return found
 
 
 def device_of(address: int) -> int:

@@ -137,10 +137,13 @@ def test_auto_takes_cuda_ipc_between_gpus_that_reach_each_other(there: int) -> N
         one.close()
 
 
-def test_auto_falls_back_where_they_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_where_they_do_not_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stagings = stagings_on(0)
     monkeypatch.setenv("KVMIG_FAKE_NO_PEERS", "1")
     assert taken(stagings, 1) == "shm"
+    assert "GPU 1 doesn't reach a source on this host by cuda-ipc: cuMemSetAccess" in caplog.text
     with pytest.raises(TransportError, match="cuda-ipc: a test transfer failed: cuMemSetAccess"):
         inbox_on(1, stagings["cuda-ipc"])
     assert taken(stagings, None) == "shm"

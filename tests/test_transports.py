@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvmig.ground.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
-from kvmig.kvtransfer.transports import nixl, shm
+from kvmig.kvtransfer.transports import nixl, select, shm
 from kvmig.kvtransfer.transports.base import KEPT, Inbox, Shape, Staging
 from kvmig.kvtransfer.transports.cuda_ipc import Exported, Origin, host_identity
 from kvmig.kvtransfer.transports.descriptors import Ticket
@@ -22,6 +22,7 @@ from kvmig.kvtransfer.transports.select import Inboxes, Site, open_offer, open_s
 from kvmig.kvtransfer.transports.shm import ShmInbox, ShmStaging, sweep
 from kvmig.kvtransfer.transports.tcp import TcpStaging
 from kvmig.kvtransfer.wire import Frame
+from tests.waiting import until
 
 CLUSTER = f"test{os.getpid()}"
 SIZE = 4096
@@ -228,6 +229,21 @@ async def test_a_source_is_mapped_once_and_unmapped_after_its_end() -> None:
     second.close()
     inboxes.close()
     assert len(inboxes) == 0
+
+
+async def test_what_is_held_for_a_source_that_has_ended_is_freed_though_no_other_one_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(select, "LOOK_S", 0.01)
+    inboxes = Inboxes()
+    stays, ends = (ShmStaging(CLUSTER, name, 1, SIZE) for name in "ab")
+    for one in (stays, ends):
+        await inboxes.open([one.offer()])
+    ends.close()
+    await until(lambda: len(inboxes) == 1)
+    stays.close()
+    await until(lambda: len(inboxes) == 0)
+    inboxes.close()
 
 
 def test_the_file_is_its_owners_alone(shared: ShmStaging) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import secrets
 import weakref
@@ -33,6 +34,8 @@ from kvmig.kvtransfer.wire import RefusalCounter
 NAME = "cuda-ipc"
 NONCE_BYTES = 16
 TEST_TIMEOUT_S = 30.0
+
+log = logging.getLogger(__name__)
 
 
 class Exported(msgspec.Struct, frozen=True):
@@ -241,7 +244,10 @@ class CudaIpcInbox(Inbox):
             _test(memory, origin, refusals)
         except (KvmigError, OSError) as error:
             self.close()
-            raise TransportError(f"a test transfer failed: {error}") from error
+            why = str(error)
+            # Said here: the next offer may work, and is slower.
+            log.warning("GPU %d doesn't reach a source on this host by %s: %s", gpu, NAME, why)
+            raise TransportError(f"a test transfer failed: {why}") from error
         place = Place(memory.exported, self._shape.slot_bytes)
         self.token = msgspec.json.encode(place).decode()
 

@@ -16,6 +16,9 @@ from kvmig.kvtransfer.transports import cuda_ipc, nixl, shm, tcp
 from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging
 from kvmig.kvtransfer.wire import RefusalCounter
 
+LOOK_S = 5.0
+"""Between two looks for sources that have ended: what is held for them may be a GPU's memory."""
+
 log = logging.getLogger(__name__)
 
 
@@ -116,16 +119,17 @@ def open_offer(offers: Sequence[Offer], allowed: Transport = "auto", site: Site 
 
 
 class Inboxes:
-    """One inbox a source, opened at its first migration and kept for the next ones.
+    """One inbox a source, opened at its first migration and kept for the next ones, until it ends.
 
-    Of more than KEPT the one used longest ago is closed; a migration that still uses it is
-    given up.
+    Nobody tells of a source's end, so this looks every LOOK_S. Of more than KEPT the one used
+    longest ago is closed; a migration that still uses it is given up.
     """
 
     def __init__(self, allowed: Transport = "auto", site: Site = HERE) -> None:
         self._allowed = allowed
         self._site = site
         self._open: OrderedDict[tuple[Offer, ...], asyncio.Future[Inbox]] = OrderedDict()
+        self._looking: asyncio.TimerHandle | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -136,27 +140,40 @@ class Inboxes:
         if self._closed:
             raise TransportError("this instance stops")
         key = tuple(offers)
-        self._drop(key)
+        self._drop_ended()
+        while len(self._open) > KEPT - (key not in self._open):
+            _discard(self._open.popitem(last=False)[1])
         if key not in self._open:
             # In a thread: libraries take their time. Nobody's cancellation stops it.
             opening = asyncio.to_thread(open_offer, offers, self._allowed, self._site)
             self._open[key] = asyncio.ensure_future(opening)
         self._open.move_to_end(key)
+        if self._looking is None:
+            self._look_later()
         return await asyncio.shield(self._open[key])
 
     def close(self) -> None:
         """Free all of them."""
         self._closed = True
+        if self._looking is not None:
+            self._looking.cancel()
         while self._open:
             _discard(self._open.popitem()[1])
 
-    def _drop(self, wanted: tuple[Offer, ...]) -> None:
-        """Free what failed, what sources that have ended left, and what is too much."""
+    def _look_later(self) -> None:
+        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        self._drop_ended()
+        if self._open:
+            self._look_later()
+
+    def _drop_ended(self) -> None:
+        """Free what failed, and what sources that have ended left."""
         for key, opened in list(self._open.items()):
             if opened.done() and (opened.exception() or opened.result().stale):
                 _discard(self._open.pop(key))
-        while len(self._open) > KEPT - (wanted not in self._open):
-            _discard(self._open.popitem(last=False)[1])
 
 
 def _discard(opened: asyncio.Future[Inbox]) -> None:

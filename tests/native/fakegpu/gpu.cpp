@@ -13,7 +13,8 @@
 // - Memory for other processes is a file without a name, so it lives as long as one of them maps
 //   it; the process that made it can't import it.
 //
-// $KVMIG_FAKE_NO_GPU: no device; $KVMIG_FAKE_NO_PEERS: none has access to the other's memory;
+// $CUDA_VISIBLE_DEVICES: as everywhere; $KVMIG_FAKE_NO_GPU: no device; $KVMIG_FAKE_NO_PEERS: none
+// has access to the other's memory; $KVMIG_FAKE_MIG: nor to another process's (parts of one GPU);
 // $KVMIG_FAKE_VERSION: CUDA's, instead of 13000; $KVMIG_FAKE_OLD: older than the run-time library.
 
 #include "machine.h"
@@ -28,6 +29,7 @@ API int cuInit(unsigned flags) {
     const Lock lock(machine.mutex);
     if (std::getenv("KVMIG_FAKE_NO_GPU")) return kNoDevice;
     for (int device = 0; device < kDevices; ++device) machine.contexts[device].device = device;
+    see();
     machine.initialised = true;
     return flags ? kInvalidValue : kSuccess;
 }
@@ -43,7 +45,7 @@ API int cuGetErrorString(int error, const char **words) {
         {kInvalidDevice, "invalid device ordinal"},
         {kInvalidContext, "invalid device context"}, {kMapFailed, "mapping of buffer object failed"},
         {kPeerAccessUnsupported, "peer access is not supported between these two devices"},
-        {kInvalidHandle, "invalid resource handle"},
+        {kInvalidHandle, "invalid resource handle"}, {kNotSupported, "operation not supported"},
         {kIllegalAddress, "an illegal memory access was encountered"}};
     const auto one = known.find(error);
     *words = one == known.end() ? "another error" : one->second;
@@ -51,14 +53,14 @@ API int cuGetErrorString(int error, const char **words) {
 }
 CALL(kNothing, cuDeviceGet, int *device, int ordinal)
     *device = ordinal;
-    return ordinal < 0 || ordinal >= kDevices ? kInvalidDevice : kSuccess;
+    return visible(ordinal) ? kSuccess : kInvalidDevice;
 }
 CALL(kNothing, cuDeviceGetAttribute, int *value, int attribute, int device)
     static const std::map<int, int> known = {
         {16, kSms}, {75, 9}, {76, 0},  // sm_90
         {102, 1}, {103, 1}, {110, 1}};  // virtual memory, by descriptors, with GPUDirect RDMA
     const auto one = known.find(attribute);
-    if (one == known.end() || device < 0 || device >= kDevices) return kInvalidValue;
+    if (one == known.end() || !visible(device)) return kInvalidValue;
     *value = one->second;
     return kSuccess;
 }
@@ -87,7 +89,7 @@ CALL(kNothing, cuThreadExchangeStreamCaptureMode, int *mode)
 CALL(kUnsafe, cuMemAlloc_v2, Address *made, size_t nbytes)
     if (!nbytes) return kInvalidValue;
     const size_t size = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
-    auto physical = make_physical(size, current->device, false);
+    auto physical = make_physical(size, machine.seen[current->device], false);
     if (!physical || !(*made = map_nothing(size))) return kOutOfMemory;
     map(*made, *physical);
     machine.memory[*made] = {size, {current->device}, physical, kAllocated};
@@ -145,10 +147,14 @@ CALL(kNothing, cuPointerGetAttribute, void *value, int attribute, Address addres
     const auto found = memory_at(address);
     if ((attribute != 9 && attribute != 13) || found == machine.memory.end()) return kInvalidValue;
     const Memory &memory = found->second;
-    if (attribute == 9)
-        std::memcpy(value, &memory.physical->device, sizeof(int));
-    else  // whether cuIpcGetMemHandle takes it
+    if (attribute == 13) {  // whether cuIpcGetMemHandle takes it
         *static_cast<bool *>(value) = memory.made == kAllocated;
+        return kSuccess;
+    }
+    const auto &seen = machine.seen;
+    const auto one = std::find(seen.begin(), seen.end(), memory.physical->device);
+    const int ordinal = one == seen.end() ? -2 : static_cast<int>(one - seen.begin());
+    std::memcpy(value, &ordinal, sizeof ordinal);  // -2: of a device that isn't visible
     return kSuccess;
 }
 CALL(kContext, cuMemGetAddressRange_v2, Address *base, size_t *size, Address address)
@@ -177,7 +183,8 @@ CALL(kContext, cuIpcGetMemHandle, IpcHandle *handle, Address address)
 CALL(kUnsafe, cuIpcOpenMemHandle_v2, Address *made, IpcHandle handle, unsigned flags)
     if (flags != 1) return kInvalidValue;
     if (handle.process == getpid()) return kInvalidContext;
-    if (handle.device != current->device && std::getenv("KVMIG_FAKE_NO_PEERS"))
+    if (std::getenv("KVMIG_FAKE_MIG")) return kNotSupported;
+    if (handle.device != machine.seen[current->device] && std::getenv("KVMIG_FAKE_NO_PEERS"))
         return kPeerAccessUnsupported;
     const std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" +
                              std::to_string(handle.file);
@@ -202,7 +209,7 @@ API int cuIpcCloseMemHandle(Address address) {
     return kSuccess;
 }
 CALL(kNothing, cuDeviceCanAccessPeer, int *can, int device, int peer)
-    if (device < 0 || device >= kDevices || peer < 0 || peer >= kDevices) return kInvalidDevice;
+    if (!visible(device) || !visible(peer)) return kInvalidDevice;
     *can = device != peer && !std::getenv("KVMIG_FAKE_NO_PEERS");
     return kSuccess;
 }
@@ -225,8 +232,9 @@ CALL(kUnsafe, cuMemCreate, uint64_t *handle, size_t nbytes, const Properties *wa
     if (!nbytes || nbytes % kGranularity || flags || wanted->type != 1 ||
         wanted->location_type != 1 || wanted->windows || wanted->compression || wanted->usage)
         return kInvalidValue;
-    if (wanted->location_id < 0 || wanted->location_id >= kDevices) return kInvalidDevice;
-    auto made = make_physical(nbytes, wanted->location_id, wanted->handle_types == kFile);
+    if (!visible(wanted->location_id)) return kInvalidDevice;
+    const int device = machine.seen[wanted->location_id];
+    auto made = make_physical(nbytes, device, wanted->handle_types == kFile);
     struct stat status;
     if (!made || fstat(made->file, &status)) return kOutOfMemory;
     machine.ours.insert(status.st_ino);
@@ -251,6 +259,7 @@ CALL(kContext, cuMemImportFromShareableHandle, uint64_t *handle, intptr_t file, 
     struct stat status;
     if (type != kFile || fstat(static_cast<int>(file), &status)) return kInvalidValue;
     if (machine.ours.count(status.st_ino)) return kInvalidContext;
+    if (std::getenv("KVMIG_FAKE_MIG")) return kNotSupported;
     const int kept = fcntl(static_cast<int>(file), F_DUPFD_CLOEXEC, 0);
     char name[40] = "";
     const std::string link = "/proc/self/fd/" + std::to_string(kept);
@@ -307,8 +316,9 @@ CALL(kNothing, cuMemSetAccess, Address address, size_t size, const Access *acces
         return kInvalidValue;
     for (size_t i = 0; i < count; ++i) {
         const int device = access[i].location_id;
-        if (access[i].location_type != 1 || device < 0 || device >= kDevices) return kInvalidDevice;
-        if (std::getenv("KVMIG_FAKE_NO_PEERS") && device != found->second.physical->device)
+        if (access[i].location_type != 1 || !visible(device)) return kInvalidDevice;
+        if (std::getenv("KVMIG_FAKE_NO_PEERS") &&
+            machine.seen[device] != found->second.physical->device)
             return kInvalidDevice;
         if (access[i].flags == 3)
             found->second.let.insert(device);

@@ -33,7 +33,7 @@ enum {
     kSuccess, kInvalidValue, kOutOfMemory, kNotInitialized, kOldDriver = 35, kNoDevice = 100,
     kInvalidDevice = 101, kInvalidContext = 201, kMapFailed = 205, kPeerAccessUnsupported = 217,
     kInvalidHandle = 400, kNotReady = 600,
-    kIllegalAddress = 700, kAlreadyRegistered = 712, kNotRegistered = 713,
+    kIllegalAddress = 700, kAlreadyRegistered = 712, kNotRegistered = 713, kNotSupported = 801,
     kCaptureUnsupported = 900, kCaptureInvalidated = 901
 };
 constexpr int kDevices = 2, kSms = 2, kGlobal = 0, kRelaxed = 2;
@@ -71,7 +71,7 @@ struct Event {
 };
 
 struct Physical {
-    int file, device;
+    int file, device;  // the machine's number of it, not this process's
     size_t size;
     bool exportable;
     ~Physical() { close(file); }
@@ -96,6 +96,7 @@ struct Machine {
     std::mutex mutex;                 // of all below
     std::condition_variable changed;
     std::mutex working;               // held by the device that works, and by changes of mappings
+    std::vector<int> seen;  // the machine's devices by their numbers in this process
     Context contexts[kDevices];
     std::map<void *, std::shared_ptr<Stream>> streams;
     std::map<void *, Event> events;
@@ -113,6 +114,22 @@ struct Machine {
 Machine &machine = *new Machine;
 thread_local Context *current;
 thread_local int capture_mode = kGlobal;
+
+// -- devices
+
+// As $CUDA_VISIBLE_DEVICES has it; all where it says nothing.
+void see() {
+    const char *chosen = std::getenv("CUDA_VISIBLE_DEVICES");
+    machine.seen.clear();
+    for (int device = 0; device < kDevices; ++device) machine.seen.push_back(device);
+    if (!chosen || !*chosen) return;
+    machine.seen.clear();
+    for (; *chosen; ++chosen)
+        if (*chosen >= '0' && *chosen < '0' + kDevices) machine.seen.push_back(*chosen - '0');
+}
+bool visible(int ordinal) {
+    return ordinal >= 0 && ordinal < static_cast<int>(machine.seen.size());
+}
 
 // -- memory
 

@@ -1,0 +1,245 @@
+"""kvmig.serve with real vLLM engines that have their KV caches on two GPUs of the tests' own, one
+instance on each (tests/gpu_nursery.py): requests move between processes by `cuda-ipc`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+from kvmig.kvtransfer import destination_machine, source_machine
+from kvmig_tools.nursery import Nursery
+from kvmig_tools.served import SMALL, Served
+from tests import fake_gpu, gpu_nursery
+from tests.conftest import NEVER_BY_ITSELF
+from tests.gpu_nursery import Blow, Orders, State
+from tests.leaks import Footprint, assert_server_is_empty
+from tests.retries import SESSION, EndedEarly, until_moved
+from tests.streams import Answer, Stream, ask, count_from, other, row_of, run_moved, run_unmoved
+from tests.waiting import until
+
+pytestmark = pytest.mark.server
+
+PATH = "/v1/completions"
+SERVING = "serving"
+FLAGS = (
+    *SMALL,
+    *("--instances=2", NEVER_BY_ITSELF, "--max-restarts=100"),
+    *("--reply-timeout-ms=3000", "--lease-ms=4000", "--shutdown-timeout=5"),
+    "--no-enable-prefix-caching",  # every move copies all blocks
+    # vLLM's CPU build takes its share of the host's memory for a GPU's.
+    *("--gpu-memory-utilization=0.1", "--kv-cache-memory-bytes=64M"),
+)
+OVERLAPPING = "--async-scheduling"
+PATIENCE_S = 30.0
+TOKENS, MOVED_AT = 300, (10, 60)
+
+
+def nursery_in(folder: Path, **variables: str) -> Nursery:
+    """Whose instances see a GPU each; `folder` is for orders."""
+    fake_gpu.path()  # compiled here, or the test is skipped
+    own = {"CUDA_VISIBLE_DEVICES": "0,1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment = {**os.environ, **own, gpu_nursery.ORDERS: str(folder), **variables}
+    return Nursery("vllm", environment, module=gpu_nursery.__name__)
+
+
+class Machine:
+    """A server on the two GPUs, and what its instances hold of these."""
+
+    def __init__(self, served: Served, orders: Orders) -> None:
+        self.served = served
+        self.orders = orders
+        self.fresh = self.held()
+        """What instances hold that have just started."""
+
+    def processes(self) -> list[psutil.Process]:
+        """The instances', by their names, once both serve."""
+
+        def there() -> list[psutil.Process]:
+            found = Footprint.of(self.served).llumlets()
+            serving = {row["id"] for row in self.served.get("instances") if row["state"] == SERVING}
+            return [found[name] for name in sorted(found.keys() & serving)]
+
+        return once(there, lambda found: len(found) == 2)
+
+    def memory(self) -> list[set[int]]:
+        """Of the GPUs, that each instance maps, or could."""
+        return [fake_gpu.memory_of(one.pid) for one in self.processes()]
+
+    def held(self) -> list[int]:
+        """How many pieces of memory each instance has."""
+        return list(map(len, self.memory()))
+
+    def assert_fresh(self) -> None:
+        """Nothing is left of a peer that has ended."""
+        once(self.held, lambda held: held == self.fresh)
+
+
+T = TypeVar("T")
+
+
+def once(look: Callable[[], T], right: Callable[[T], bool]) -> T:
+    """What it finds, once that is right."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not right(found := look()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return found
+
+
+@contextmanager
+def machine(nursery: Nursery, folder: Path, *flags: str, **environment: str) -> Iterator[Machine]:
+    """environment: of its instances."""
+    orders = Orders(Path(nursery.environment[gpu_nursery.ORDERS]))
+    orders.environment(environment)
+    with Served([*FLAGS, *flags], nursery=nursery, log=folder / "log") as served:
+        yield Machine(served, orders)
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    with nursery_in(tmp_path_factory.mktemp("orders")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def gpus(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """Two instances whose steps overlap."""
+    with machine(nursery, tmp_path_factory.mktemp("served"), OVERLAPPING) as made:
+        yield made
+
+
+def body(number: int) -> dict[str, Any]:
+    """A completion of several blocks from the start."""
+    prompt = " ".join(f"{one:04d}" for one in range(number, number + 30))
+    return count_from(number, TOKENS, prompt=f"Count: {prompt}", logprobs=1)
+
+
+async def moves_exactly(at: Machine, transport: str) -> None:
+    moved, reports = await run_moved(at.served, PATH, body(100), MOVED_AT)
+    assert [(one["state"], one["transport"]) for one in reports] == [("committed", transport)] * 2
+    assert sum(stage["blocks"] for stage in reports[0]["stages"]) >= 4
+    moved.same_as(await run_unmoved(at.served, PATH, body(100)))
+    await asyncio.to_thread(assert_server_is_empty, at.served)
+
+
+def are(at: Machine, runner: str, overlap: bool) -> None:
+    """The instances' engines, one on each GPU."""
+    usual = {"runner": runner, "steps overlap": overlap}
+    found = [at.orders.engine(one.pid) for one in at.processes()]
+    assert found == [{"GPU": gpu, **usual} for gpu in ("0", "1")]
+
+
+async def test_a_request_moves_there_and_back_by_cuda_ipc_which_auto_has_chosen(
+    gpus: Machine,
+) -> None:
+    await asyncio.to_thread(are, gpus, "V1", True)
+    await moves_exactly(gpus, "cuda-ipc")
+    first, second = await asyncio.to_thread(gpus.memory)
+    assert len(first & second) == 2  # each has mapped the other's inbox
+
+
+# -- kill -9
+
+SIDES = {"source": source_machine.S, "destination": destination_machine.S}
+STATES = [(side, str(state)) for side, states in SIDES.items() for state in states]
+COPIES = ("source", "copying"), ("destination", "scattering")
+IN_COPY_S = 0.03
+"""Until a kernel copies; it takes some 80 ms here."""
+KILLS = [*((one, 0.0) for one in STATES), *((one, IN_COPY_S) for one in COPIES)]
+BEFORE: dict[State, dict[State, Blow]] = {
+    ("source", "resolving"): {("destination", "committing"): Blow(SIGKILL)},
+    ("source", "aborted"): {("destination", "receiving"): Blow(SIGKILL)},
+    ("destination", "cancelled"): {("source", "copying"): Blow(SIGSTOP)},
+}
+"""What leads to a state that a migration that goes well hasn't."""
+QUICK = {
+    *((one, IN_COPY_S) for one in COPIES),
+    *(((side, "committing"), 0.0) for side in SIDES),
+    *((("source", "sending_tail"), 0.0), (("destination", "cancelled"), 0.0)),
+}
+
+
+def kill(state: State, delay_s: float) -> ParameterSet:
+    marks = [] if (state, delay_s) in QUICK else [pytest.mark.long]
+    when = " in a copy" if delay_s else ""
+    return pytest.param(state, delay_s, id=" ".join(state) + when, marks=marks)
+
+
+@pytest.fixture(scope="module")
+def unmoved(gpus: Machine) -> Answer:
+    return asyncio.run(run_unmoved(gpus.served, PATH, body(200)))
+
+
+@pytest.mark.parametrize(("state", "delay_s"), [kill(*one) for one in KILLS])
+async def test_an_instance_that_is_killed_in_a_state_leaves_nothing_and_no_client_notices(
+    gpus: Machine, unmoved: Answer, state: State, delay_s: float
+) -> None:
+    async def killed() -> Answer:
+        instances = await asyncio.to_thread(gpus.processes)
+        blows = {state: Blow(SIGKILL, delay_s), **BEFORE.get(state, {})}
+        with gpus.orders.blows(blows) as to_come:
+            stream = Stream(gpus.served, PATH, body(200))
+            await stream.reach(MOVED_AT[0])
+            row = await row_of(gpus.served, stream)
+            asked = asyncio.create_task(ask(gpus.served, row["id"], other(row["instance"])))
+            await until(lambda: stream.task.done() or not to_come())
+            for one in instances:
+                with suppress(psutil.NoSuchProcess):
+                    one.resume()
+            answer = await stream.end()
+            assert (await asked).status_code in (200, 503)
+            if to_come():
+                raise EndedEarly(f"before {to_come()}")
+        return answer
+
+    (await until_moved(killed, SESSION)).same_as(unmoved)
+    await asyncio.to_thread(assert_server_is_empty, gpus.served)
+    await asyncio.to_thread(gpus.assert_fresh)
+
+
+# -- GPUs that don't reach each other's memory
+
+WITHOUT = {"KVMIG_FAKE_NO_PEERS": "cuMemSetAccess", "KVMIG_FAKE_MIG": "cuMemImportFromShareableH"}
+
+
+@pytest.mark.parametrize(("what", "fails"), WITHOUT.items(), ids=WITHOUT)
+async def test_auto_goes_through_the_hosts_memory_where_gpus_do_not_reach_each_other_and_says_so(
+    nursery: Nursery, tmp_path: Path, what: str, fails: str
+) -> None:
+    with machine(nursery, tmp_path, **{what: "1"}) as at:
+        await moves_exactly(at, "shm")
+        said = at.served.output()
+    assert f"GPU 0 doesn't reach a source on this host by cuda-ipc: {fails}" in said
+
+
+# -- other ways to run an engine
+
+
+async def test_steps_that_do_not_overlap_move_as_exactly(nursery: Nursery, tmp_path: Path) -> None:
+    with machine(nursery, tmp_path) as at:
+        are(at, "V1", False)
+        await moves_exactly(at, "cuda-ipc")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [[OVERLAPPING], []], ids=["async", "sync"])
+async def test_requests_move_as_exactly_on_model_runner_v2(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+    with (
+        nursery_in(tmp_path, **variables) as nursery,
+        machine(nursery, tmp_path, *flags) as at,
+    ):
+        are(at, "V2", OVERLAPPING in flags)
+        await moves_exactly(at, "cuda-ipc")
