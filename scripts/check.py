@@ -45,6 +45,8 @@ class Check:
     name: str
     command: tuple[str, ...] = ("pytest", "-q")
     marks: str = ""
+    naming: str = ""
+    """A mark; files of tests that don't name it aren't even imported, which takes seconds."""
     at_once: int = 1
     must_pass: bool = True
     """Otherwise it only reports."""
@@ -110,18 +112,20 @@ ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check"))
 ALL_ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check", "--long"))
 NEITHER = "not engine and not server"
 HEAVY = (
-    Check("tests on servers", marks="server and not long and not alone"),
+    Check("tests on servers", marks="server and not long and not alone", naming="server"),
     # By then the other lane is through, mostly.
-    Check("tests on engines", marks="engine and not long and not alone", at_once=2),
+    Check(
+        "tests on engines", marks="engine and not long and not alone", naming="engine", at_once=2
+    ),
 )
 LIGHT = (Check("tests without engines", marks=f"{NEITHER} and not long and not alone"),)
 AGAIN = (ON_NEXT, ON_V2)
 LONG_AGAIN = (ALL_ON_NEXT, CONFORMS_ON_NEXT, CONFORMS_ON_V2, ALL_ON_V2, NEXT_ON_V2)
 """Tests that run on the installed vLLM, and its model runner V1, too."""
-ALONE = (Check("tests that measure", marks="alone and not long"),)
+ALONE = (Check("tests that measure", marks="alone and not long", naming="alone"),)
 LONG = (
-    Check("long tests on servers", marks="server and long"),
-    Check("long tests on engines", marks="engine and long", at_once=2),
+    Check("long tests on servers", marks="server and long", naming="server"),
+    Check("long tests on engines", marks="engine and long", naming="engine", at_once=2),
     Check("long tests without engines", marks=f"{NEITHER} and long", at_once=2),
 )
 
@@ -163,6 +167,12 @@ def _case(element: ElementTree.Element) -> Case:
         return Case(name, "skipped", seconds, skipped.get("message", "no reason given"))
     failed = element.find("failure") is not None or element.find("error") is not None
     return Case(name, "failed" if failed else "passed", seconds)
+
+
+def files_naming(mark: str) -> list[str]:
+    """All files of tests that name the mark."""
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    return [str(file) for file in files if f"mark.{mark}" in file.read_text()]
 
 
 def failed_in(cases: Iterable[Case]) -> list[str]:
@@ -235,9 +245,12 @@ class Runner:
         report = folder / f"{which}.xml"
         # A cache of its own says what failed here, not in the other lane.
         own = ("-o", f"cache_dir={folder / 'cache'}", f"--junitxml={report}")
-        words = [*check.command, *flags, "-m", check.marks, *own]
+        files = files_naming(check.naming) if check.naming else ()
+        words = [*check.command, *flags, "-m", check.marks, *own, *files]
         path = f"{ROOT / '.vllm' / check.tree}{os.pathsep}{ROOT}"
-        beside = {"PYTHONPATH": path} if check.tree else {}
+        # A model is inspected anew, for seconds, where another version has been with its cache.
+        cache = str(ROOT / ".vllm" / f"{check.tree}-cache")
+        beside = {"PYTHONPATH": path, "VLLM_CACHE_ROOT": cache} if check.tree else {}
         status = self._call(words, folder, {**self.environment, **beside})
         return status, cases_of(report)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from kvmig.cli.environment import (
     memory_flags,
     raise_open_files,
     too_few_files,
+    with_tree,
     worker_threads,
 )
 from kvmig.ground.errors import ConfigError
@@ -81,6 +83,17 @@ def test_workers_share_the_cores() -> None:
 
 def test_an_instance_sees_its_own_gpus_only() -> None:
     assert instance_environment(["5", "6"], 2, {})["CUDA_VISIBLE_DEVICES"] == "5,6"
+
+
+def test_an_engine_in_a_folder_goes_before_the_installed_one_and_keeps_its_cache_apart() -> None:
+    base = {"PYTHONPATH": "/own", "XDG_CACHE_HOME": "/cache"}
+
+    here, there = (with_tree("vllm", base, tree) for tree in ("/vllm-a", "/vllm-b"))
+
+    assert here["PYTHONPATH"] == f"/vllm-a{os.pathsep}/own"
+    assert here["VLLM_CACHE_ROOT"].startswith("/cache/vllm-")
+    assert here["VLLM_CACHE_ROOT"] != there["VLLM_CACHE_ROOT"]
+    assert with_tree("vllm", base, "") == base
 
 
 def test_the_limit_is_raised_as_far_as_it_may_be() -> None:

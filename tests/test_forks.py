@@ -164,6 +164,22 @@ async def test_a_renewed_one_loads_again_and_the_old_ends_with_its_last_fork(
     assert await code(new) == -9
 
 
+async def test_what_is_being_forked_when_it_is_renewed_comes_from_the_old_one(
+    forks: Forks, waiting: Waiting
+) -> None:
+    coming = asyncio.create_task(waiting.begin(forks))
+    await asyncio.sleep(0)  # it is ordered, and the fork server still loads
+    forks.renew("")
+
+    old = await coming
+
+    server = psutil.Process(old.pid).parent()
+    assert server is not None
+    old.kill()
+    assert await code(old) == -9
+    until_gone(server)
+
+
 def test_only_what_libraries_read_late_may_differ(forks: Forks) -> None:
     assert forks.suits({**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "3"})
     assert not forks.suits({**ENVIRONMENT, "OMP_NUM_THREADS": "2"})

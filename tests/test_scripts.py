@@ -187,6 +187,25 @@ def test_one_that_fails_twice_fails_its_check(
     assert (outcome.passed, list(outcome.flaky)) == (False, [])
 
 
+def test_only_files_that_name_the_mark_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_other.py").write_text("raise ValueError\n")
+    marked = "import pytest\npytestmark = pytest.mark.slow\ndef test_good():\n    pass\n"
+    (tmp_path / "tests" / "test_slow.py").write_text(marked)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    left = tmp_path / "left"
+    left.mkdir()
+    runner = check.Runner(left, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+
+    outcome = runner.run(check.Check("slow tests", marks="slow", naming="slow"))
+
+    assert outcome.passed
+    assert [case.name for case in outcome.cases] == ["tests.test_slow::test_good"]
+
+
 def picks(one: check.Check, marks: dict[str, bool]) -> bool:
     return Expression.compile(one.marks).evaluate(lambda name, /, **_: marks[name])
 

@@ -188,8 +188,10 @@ class Cluster:
         async def roll() -> None:
             stopped = await self._roll(wanted, renewed, deadline, tree)
             say(f"rolling restart: {stopped or 'done'}")
-            if stopped and trees != before:
-                self._shapes.trees = before
+            if not stopped:
+                return
+            self._shapes.trees = before
+            if trees.usual != before.usual:
                 try:
                     self._launcher.renew(before.usual)
                 except StartupError as error:  # instances start without it then

@@ -177,11 +177,12 @@ def llumlet_environment(
     return environment
 
 
-def with_tree(environment: Mapping[str, str], tree: str) -> dict[str, str]:
+def with_tree(engine: str, environment: Mapping[str, str], tree: str) -> dict[str, str]:
     """The environment of a process whose engine is that in the folder `tree`; empty: installed."""
-    path = environment.get("PYTHONPATH", "")
-    ours = {"PYTHONPATH": os.pathsep.join(filter(None, (tree, path)))} if tree else {}
-    return {**environment, **ours}
+    if not tree:
+        return dict(environment)
+    path = os.pathsep.join(filter(None, (tree, environment.get("PYTHONPATH", ""))))
+    return {**environment, "PYTHONPATH": path, **kind_of(engine).apart(tree, environment)}
 
 
 def instance_environment(

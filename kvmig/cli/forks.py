@@ -239,7 +239,7 @@ class Forks:
 
         Raises StartupError.
         """
-        self._environment = with_tree(self._base, tree)
+        self._environment = with_tree(self._engine, self._base, tree)
         self._servers[-1].retire()
         self._begin()
 
@@ -290,9 +290,12 @@ class ForkServer:
             self._process.wait()
 
     def retire(self) -> None:
-        """Close when all that it has forked has ended."""
+        """Close when all that it has forked, and was ordered to fork, has ended."""
         self._retired = True
-        if not self._forks:
+        self._rest()
+
+    def _rest(self) -> None:
+        if self._retired and not self._forks and not self._turn.locked():
             self._give_up()
 
     async def fork(self, environment: Mapping[str, str], stdin: int, announced: int) -> Fork:
@@ -301,8 +304,8 @@ class ForkServer:
 
     async def carry_out(self, order: ForkOrder, descriptors: Sequence[int]) -> Fork:
         """Fork as ordered. Raises StartupError; the fork server is given up then."""
-        async with self._turn:
-            try:
+        try:
+            async with self._turn:
                 loaded = self._listen()
                 async with asyncio.timeout(LOAD_S):
                     await asyncio.shield(loaded)
@@ -310,11 +313,11 @@ class ForkServer:
                     self._asked = asyncio.get_running_loop().create_future()
                     send_order(self._sock, order, descriptors)
                     return await self._asked
-            except OSError as error:  # a TimeoutError too
-                self._give_up()
-                raise StartupError(
-                    f"the fork server is gone: {str(error) or 'too slow'}"
-                ) from error
+        except OSError as error:  # a TimeoutError too
+            self._give_up()
+            raise StartupError(f"the fork server is gone: {str(error) or 'too slow'}") from error
+        finally:
+            self._rest()
 
     def _listen(self) -> asyncio.Future[None]:
         if self.gone:
@@ -348,8 +351,7 @@ class ForkServer:
                     self._asked.set_exception(StartupError(f"the fork server can't fork: {why}"))
             case Ended(pid, code):
                 self._forks.pop(pid).end(code)
-                if self._retired and not self._forks:
-                    self._give_up()
+                self._rest()
 
     def _give_up(self) -> None:
         """It is gone, or as good as."""

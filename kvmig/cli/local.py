@@ -97,7 +97,7 @@ class LocalLauncher:
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
         """A child process, on the GPUs with the fewest workers."""
         place = self._place(workers, launch.gpus)
-        base = with_tree(self._environment, launch.engine_tree)
+        base = with_tree(launch.config.engine, self._environment, launch.engine_tree)
         environment = llumlet_environment(launch.config.engine, place.gpus, self._threads, base)
 
         async def spawn(stdin: int, announced: int) -> Process:

@@ -352,7 +352,7 @@ def node_environment(order: Order, own: Mapping[str, str]) -> dict[str, str]:
     base.pop("OMP_NUM_THREADS", None)
     base |= order.environment
     engine = order.launch.config.engine
-    base = with_tree(base, order.launch.engine_tree)
+    base = with_tree(engine, base, order.launch.engine_tree)
     return llumlet_environment(engine, _gpus(base), order.threads, base)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +36,10 @@ class EngineKind(Protocol):
 
         Raises ConfigError if there is none that kvmig supports.
         """
+        ...
+
+    def apart(self, tree: str, environment: Mapping[str, str]) -> dict[str, str]:
+        """Variables that keep what it writes apart from what the installed one writes."""
         ...
 
     def load(self) -> None:

@@ -64,6 +64,9 @@ class ToyKind:
     def check_tree(self, tree: str) -> str:
         raise ConfigError(f"{tree!r} is given as a vLLM, but --engine is toy, must be vllm")
 
+    def apart(self, tree: str, environment: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
     def load(self) -> None:
         """Nothing more is to be imported."""
 

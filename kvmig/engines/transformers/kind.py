@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +33,9 @@ class TransformersKind:
         raise ConfigError(
             f"{tree!r} is given as a vLLM, but --engine is transformers, must be vllm"
         )
+
+    def apart(self, tree: str, environment: Mapping[str, str]) -> dict[str, str]:
+        return {}
 
     def load(self) -> None:
         importlib.import_module("kvmig.engines.transformers.serving")

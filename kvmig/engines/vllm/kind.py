@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
@@ -44,6 +45,14 @@ class VllmKind:
         if not is_supported(versions[0]):
             raise ConfigError(f"{tree!r} holds vLLM {versions[0]}, must be {_SUPPORTED}")
         return versions[0]
+
+    def apart(self, tree: str, environment: Mapping[str, str]) -> dict[str, str]:
+        # Versions that share a cache overwrite what the other knows of a model, and inspect the
+        # model again at each start, for seconds.
+        user = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        root = environment.get("VLLM_CACHE_ROOT") or str(Path(user) / "vllm")
+        digest = hashlib.blake2b(tree.encode(), digest_size=4).hexdigest()
+        return {"VLLM_CACHE_ROOT": f"{root}-{digest}"}
 
     def load(self) -> None:
         with _lacking_names_told():
