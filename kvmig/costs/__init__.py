@@ -1,0 +1,1 @@
+"""How long steps take on a share of a device, and what models hold there."""

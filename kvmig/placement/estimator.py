@@ -1,0 +1,231 @@
+"""What a unit will serve: MuxServe's equation 3, solved exactly. Pure.
+
+A unit works in cycles: the prompts of every member's batch, one job after the other, then the
+members decode beside each other, each on its share. Of a batch of b requests, l tokens each,
+
+    throughput = min(b / (sum of all prefill jobs + l x decode step), rate)
+
+where the job's time and the step's are linear in b. So the smallest batches that carry the rates
+are the fixed point of a concave, piecewise linear function of one figure, the sum of all prefill
+jobs. Newton's method from above meets it after at most one step a member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvmig.placement.problem import Cluster, Llm, Member, Objective, Plan, Unit, floor_bytes
+
+MOST_SEQUENCES = 256
+"""In one batch; the costs were fitted up to here."""
+OVERBOOKED = 1.2
+"""How much of a unit's SMs its members' decode shares may be together."""
+MOST_MEMBERS = 12
+"""Of a unit: each has a tenth of the SMs at least. Beyond `OVERBOOKED` shares shrink alike."""
+DECODE_SHARES = tuple(tenth / 10 for tenth in range(3, 10))
+SLO_SCALE = 8.0
+"""In time: within so many times of the latency alone."""
+NEARNESS = 0.1
+"""For the objective slo, what being as quick as alone is worth, beside being in time."""
+MARGIN = 1.25
+"""For the objective slo, every rate is taken so many times as high."""
+
+
+class Expected(NamedTuple):
+    """Of one member."""
+
+    share: float
+    """Of the unit's SMs for decode steps; prefill jobs take all."""
+    batch: float
+    """Requests that run at once."""
+    throughput: float
+    """Requests a second."""
+    latency_s: float
+    """End to end, without queueing."""
+    kv_bytes: float
+    """Its quota of the unit's KV cache."""
+
+
+class _Line(NamedTuple):
+    """Seconds of a member's jobs: prefill p0 + p1 b, all its decode steps d0 + d1 b."""
+
+    p0: float
+    p1: float
+    d0: float
+    d1: float
+
+
+class Estimator:
+    """Remembers what it computed: the search asks for the same units again and again."""
+
+    def __init__(
+        self, models: Sequence[Llm], cluster: Cluster, objective: Objective = "paper"
+    ) -> None:
+        self.models = models
+        self.cluster = cluster
+        self.objective: Objective = objective
+        self._device = cluster.device
+        self._units: dict[Unit, tuple[Expected, ...] | None] = {}
+        self._values: dict[Unit, float | None] = {}
+        self._shares: dict[tuple[Member, int], float | None] = {}
+        self._lines: dict[tuple[int, int, float], _Line] = {}
+        self._alone = [
+            self._device.alone_s(one.model, one.prompt_tokens, one.output_tokens) for one in models
+        ]
+
+    # -- what plans are worth
+
+    def total(self, plan: Plan) -> float:
+        """Sum of the units' values; they must be feasible."""
+        return sum(self.value(one) or 0.0 for one in plan)
+
+    def value(self, unit: Unit) -> float | None:
+        """The objective of one unit; None: it can't be."""
+        if unit not in self._values:
+            self._values[unit] = self._value(unit)
+        return self._values[unit]
+
+    def _value(self, unit: Unit) -> float | None:
+        expected = self.unit(unit)
+        if expected is None:
+            return None
+        if self.objective == "slo":
+            return self._in_time(unit, expected)
+        pairs = zip(unit.members, expected, strict=True)
+        if self.objective == "requests":
+            return sum(one.throughput for _, one in pairs)
+        return sum(self.models[member.llm].rate * one.throughput for member, one in pairs)
+
+    def _in_time(self, unit: Unit, expected: Sequence[Expected]) -> float:
+        shares = [one.share for one in expected]
+        higher = [Member(one.llm, MARGIN * one.rate) for one in unit.members]
+        total = 0.0
+        for member, one in zip(higher, self._solve(unit.gpus, higher, shares), strict=True):
+            times = one.latency_s / self._alone[member.llm]
+            total += one.throughput / MARGIN * (min(1.0, SLO_SCALE / times) + NEARNESS / times)
+        return total
+
+    # -- what a unit does
+
+    def unit(self, unit: Unit) -> tuple[Expected, ...] | None:
+        """What its members may expect; None: memory or SMs don't suffice."""
+        if unit not in self._units:
+            self._units[unit] = self._unit(unit)
+        return self._units[unit]
+
+    def _unit(self, unit: Unit) -> tuple[Expected, ...] | None:
+        if not unit.members:
+            return ()
+        if self.left_bytes(unit) < 0:
+            return None
+        if len(unit.members) == 1:
+            (member,) = unit.members
+            if self._device.models[self.models[member.llm].model].on(unit.gpus) is None:
+                return None
+            return tuple(self._solve(unit.gpus, unit.members, [1.0]))
+        shares = [self.share(one, unit.gpus) for one in unit.members]
+        known = [one for one in shares if one is not None]
+        if len(known) < len(shares) or len(known) > MOST_MEMBERS:
+            return None
+        fitting = min(1.0, OVERBOOKED / sum(known))
+        return tuple(self._solve(unit.gpus, unit.members, [fitting * one for one in known]))
+
+    def left_bytes(self, unit: Unit) -> float:
+        """What members leave that hold one request each; below 0: they don't fit."""
+        floors = [floor_bytes(self.models[one.llm], self._device) for one in unit.members]
+        return self._device.memory(unit.gpus) - sum(floors)
+
+    def share(self, member: Member, gpus: int) -> float | None:
+        """The least share of the SMs on which a member's decode steps carry its rate; if none
+        does, that with the highest throughput (MuxServe's Algorithm 2). None: it can't run."""
+        key = (member, gpus)
+        if key not in self._shares:
+            self._shares[key] = self._least_share(member, gpus)
+        return self._shares[key]
+
+    def _least_share(self, member: Member, gpus: int) -> float | None:
+        if self._device.models[self.models[member.llm].model].on(gpus) is None:
+            return None
+        if self.left_bytes(Unit(gpus, (member,))) < 0:
+            return None
+        best, most = DECODE_SHARES[-1], 0.0
+        for share in DECODE_SHARES:
+            (one,) = self._solve(gpus, [member], [share])
+            if one.throughput >= member.rate * (1 - 1e-9):
+                return share
+            if one.throughput > most:
+                best, most = share, one.throughput
+        return best
+
+    def _solve(
+        self, gpus: int, members: Sequence[Member], shares: Sequence[float]
+    ) -> list[Expected]:
+        """Equation 3 with the smallest batches that carry the rates, as far as memory allows."""
+        lines = [
+            self._line(one.llm, gpus, share) for one, share in zip(members, shares, strict=True)
+        ]
+        quotas = self._quotas(gpus, members)
+        most = [
+            max(1.0, min(MOST_SEQUENCES, quota / self._request_bytes(self.models[one.llm])))
+            for one, quota in zip(members, quotas, strict=True)
+        ]
+        rates = [one.rate for one in members]
+        prefill = sum(one.p0 + one.p1 * b for one, b in zip(lines, most, strict=True))
+        for _ in range(len(members) + 1):
+            batches = [
+                _batch(one, rate, prefill, b)
+                for one, rate, b in zip(lines, rates, most, strict=True)
+            ]
+            slope, at_zero = 0.0, 0.0
+            for one, rate, b, full in zip(lines, rates, batches, most, strict=True):
+                grows = 0.0 if b >= full else rate / (1 - rate * one.d1)
+                slope += one.p1 * grows
+                at_zero += one.p0 + one.p1 * (b - grows * prefill)
+            lower = at_zero / (1 - slope) if slope < 1 else prefill
+            if lower >= prefill - 1e-12:
+                break
+            prefill = lower
+        return [
+            Expected(share, b, min(b / (prefill + one.d0 + one.d1 * b), rate),
+                     prefill + one.d0 + one.d1 * b, quota)
+            for share, b, one, rate, quota in zip(
+                shares, batches, lines, rates, quotas, strict=True
+            )
+        ]  # fmt: skip
+
+    def _quotas(self, gpus: int, members: Sequence[Member]) -> list[float]:
+        """KV cache in the ratio of the members' demand: rate x bytes of a request."""
+        free = self._device.memory(gpus) - sum(
+            self._device.held(self.models[one.llm].model) for one in members
+        )
+        demand = [one.rate * self._request_bytes(self.models[one.llm]) for one in members]
+        return [free * one / sum(demand) for one in demand]
+
+    def _request_bytes(self, llm: Llm) -> float:
+        return llm.tokens * self._device.models[llm.model].token_bytes
+
+    def _line(self, index: int, gpus: int, share: float) -> _Line:
+        key = (index, gpus, share)
+        if key not in self._lines:
+            llm = self.models[index]
+            cost = self._device.models[llm.model].on(gpus)
+            assert cost is not None, "asked for by `share` before"
+            prompt = llm.prompt_tokens
+            p0 = cost.prefill_s(0, 0, 1.0)
+            constant, sequence, token = cost.decode_line(share)
+            sequence += self._device.host_ms / 1e3
+            sequence += token * (prompt + llm.output_tokens / 2)
+            self._lines[key] = _Line(
+                p0,
+                cost.prefill_s(prompt, prompt**2, 1.0) - p0,
+                constant * llm.output_tokens,
+                sequence * llm.output_tokens,
+            )
+        return self._lines[key]
+
+
+def _batch(line: _Line, rate: float, prefill: float, most: float) -> float:
+    """The smallest batch that carries `rate` in cycles with so much prefill, at most `most`."""
+    spare = 1 - rate * line.d1
+    return min(most, rate * (prefill + line.d0) / spare) if spare > 0 else most

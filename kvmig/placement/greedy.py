@@ -1,0 +1,119 @@
+"""MuxServe's Algorithm 1: models in the order of their computation, each to the unit where the
+objective gains most; over groups of meshes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvmig.placement.estimator import Estimator
+from kvmig.placement.meshes import Group, groups, neighbours
+from kvmig.placement.problem import Member, Plan, Unit, floor_bytes, ordered
+
+ALL_GROUPS = 400
+"""Up to so many groups all are tried, beyond that units are halved while that helps."""
+
+
+class Stuck(NamedTuple):
+    """A member that found no unit."""
+
+    placed: int
+    """Members that did."""
+    llm: int
+    missing_bytes: float
+    """In the unit with the most room; 0 or less: it isn't memory that is missing."""
+
+
+def added(unit: Unit, more: Member) -> Unit:
+    """The unit with a member, or with more of a member's rate."""
+    rates = dict(unit.members)
+    rates[more.llm] = rates.get(more.llm, 0.0) + more.rate
+    return Unit(unit.gpus, tuple(Member(llm, rates[llm]) for llm in sorted(rates)))
+
+
+def place(estimator: Estimator, members: Sequence[Member], group: Group) -> Plan | Stuck:
+    """Algorithm 1 on one group. Ties go to fewer GPUs."""
+    units = [Unit(size, ()) for size in group]
+    for count, member in enumerate(by_computation(estimator, members)):
+        best: tuple[tuple[float, int], int, Unit] | None = None
+        tried: set[Unit] = set()
+        for at, unit in enumerate(units):
+            if unit in tried:
+                continue
+            tried.add(unit)
+            larger = added(unit, member)
+            value, before = estimator.value(larger), estimator.value(unit)
+            if value is None or before is None:
+                continue
+            merit = (round(value - before, 9), -unit.gpus)
+            if best is None or merit > best[0]:
+                best = (merit, at, larger)
+        if best is None:
+            return _stuck(estimator, units, member.llm, count)
+        units[best[1]] = best[2]
+    return ordered(units)
+
+
+def _stuck(estimator: Estimator, units: Sequence[Unit], llm: int, placed: int) -> Stuck:
+    model, cluster = estimator.models[llm], estimator.cluster
+    room = [
+        estimator.left_bytes(unit)
+        for unit in units
+        if cluster.device.models[model.model].on(unit.gpus) is not None
+    ]
+    missing = floor_bytes(model, cluster.device) - max(room, default=0.0)
+    return Stuck(placed, llm, missing)
+
+
+def by_computation(estimator: Estimator, members: Sequence[Member]) -> list[Member]:
+    """The most computation first: rate x weights (MuxServe's order)."""
+    models, device = estimator.models, estimator.cluster.device
+
+    def computation(one: Member) -> float:
+        return one.rate * device.models[models[one.llm].model].weight_bytes
+
+    return sorted(members, key=lambda one: (-computation(one), one.llm))
+
+
+def best_of_groups(estimator: Estimator, members: Sequence[Member]) -> Plan | Stuck:
+    """Algorithm 1 over the cluster's groups of meshes."""
+    cluster = estimator.cluster
+    found = groups(cluster.nodes, cluster.gpus)
+    if len(found) <= ALL_GROUPS:
+        return _better(estimator, [place(estimator, members, one) for one in found])
+    seen: dict[Group, Plan | Stuck] = {}
+    best: Plan | Stuck | None = None
+    for start in _starts(found):
+        seen[start] = here = place(estimator, members, start)
+        group: Group | None = start
+        while group is not None:
+            best_group, group = group, None
+            for one in neighbours(best_group):
+                if one not in seen:
+                    seen[one] = place(estimator, members, one)
+                if _merit(estimator, seen[one]) > _merit(estimator, here):
+                    here, group = seen[one], one
+        if best is None or _merit(estimator, here) > _merit(estimator, best):
+            best = here
+    assert best is not None
+    return best
+
+
+def _starts(found: Sequence[Group]) -> list[Group]:
+    """Groups of equal units, and the coarsest."""
+    return [one for one in found if one == found[0] or (len(set(one)) == 1 and one[0] > 1)]
+
+
+def _merit(estimator: Estimator, one: Plan | Stuck) -> tuple[float, float]:
+    if isinstance(one, Stuck):
+        return (-1.0, one.placed)
+    return (round(estimator.total(one), 9), -used(one))
+
+
+def used(plan: Plan) -> int:
+    """GPUs that some model uses."""
+    return sum(one.gpus for one in plan if one.members)
+
+
+def _better(estimator: Estimator, results: Sequence[Plan | Stuck]) -> Plan | Stuck:
+    return max(results, key=lambda one: _merit(estimator, one))

@@ -1,0 +1,142 @@
+"""kvmig's placement: models may have replicas. Pure, and the same for the same input.
+
+Where requests move between instances, a model needn't run in one place. So a rate is cut into
+parts that one small unit carries, Algorithm 1 places the parts as if they were models, and then
+single steps follow while one helps: a part moves, two parts change places, half a part goes to
+another unit, a unit is halved, two are joined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from kvmig.placement.estimator import Estimator
+from kvmig.placement.greedy import Stuck, added, best_of_groups
+from kvmig.placement.meshes import packs
+from kvmig.placement.problem import Cluster, Member, Plan, Unit, ordered
+
+GRAINS = (0.0, 0.5, 0.7, 0.9)
+"""What share of a small unit's throughput a part may be; 0: models stay whole."""
+LEAST_GAIN = 1e-6
+"""Of the objective, for a step to count."""
+Step = tuple[tuple[int, ...], tuple[Unit, ...]]
+"""Units that go, by index, and units that come."""
+
+
+def search(estimator: Estimator, evaluations: int = 150_000) -> Plan | Stuck:
+    """The best plan found; evaluations: of units, the bound on the work after Algorithm 1."""
+    starts: list[Plan] = []
+    stuck: Stuck | None = None
+    for members in dict.fromkeys(tuple(parts(estimator, grain)) for grain in GRAINS):
+        found = best_of_groups(estimator, members)
+        if isinstance(found, Stuck):
+            stuck = stuck or found
+        else:
+            starts.append(found)
+    if not starts:
+        assert stuck is not None
+        return stuck
+    starts.sort(key=lambda one: -round(estimator.total(one), 9))
+    best = [climb(estimator, one, evaluations // 2) for one in starts[:2]]
+    return max(best, key=lambda one: round(estimator.total(one), 9))
+
+
+def parts(estimator: Estimator, grain: float) -> Iterator[Member]:
+    """Each model's rate, cut into equal parts that its smallest unit carries at `grain` load."""
+    cluster = estimator.cluster
+    for index, llm in enumerate(estimator.models):
+        count = 1
+        if grain:
+            smallest = Unit(cluster.device.models[llm.model].sizes[0], (Member(index, llm.rate),))
+            alone = estimator.unit(smallest)
+            if alone is not None:
+                count = math.ceil(llm.rate / (grain * alone[0].throughput) - 1e-9)
+        count = max(1, min(count, cluster.nodes * cluster.gpus))
+        yield from [Member(index, llm.rate / count)] * count
+
+
+def climb(estimator: Estimator, plan: Plan, evaluations: int) -> Plan:
+    """Steps that help, the first one found each time, until none does or the bound is met."""
+    left = evaluations
+    going = True
+    while going and left > 0:
+        going = False
+        for gone, come in _steps(estimator, plan):
+            left -= len(come)
+            if left <= 0:
+                break
+            gain = _gain(estimator, plan, gone, come)
+            if gain is not None and gain > LEAST_GAIN * max(1.0, estimator.total(plan)):
+                kept = [one for at, one in enumerate(plan) if at not in gone]
+                plan = ordered([*kept, *come])
+                going = True
+                break
+    return plan
+
+
+def _gain(
+    estimator: Estimator, plan: Plan, gone: Sequence[int], come: Sequence[Unit]
+) -> float | None:
+    after = 0.0
+    for one in come:
+        value = estimator.value(one)
+        if value is None:
+            return None
+        after += value
+    return after - sum(estimator.value(plan[at]) or 0.0 for at in gone)
+
+
+def _steps(estimator: Estimator, plan: Plan) -> Iterator[Step]:
+    """Every step from here; those of members that lack most throughput first."""
+    lacking: list[tuple[float, int, Member]] = []
+    for at, unit in enumerate(plan):
+        for member, one in zip(unit.members, estimator.unit(unit) or (), strict=True):
+            worth = estimator.models[member.llm].rate if estimator.objective == "paper" else 1.0
+            lacking.append((-worth * (member.rate - one.throughput), at, member))
+    lacking.sort()
+    distinct = [at for at, unit in enumerate(plan) if at == 0 or plan[at - 1] != unit]
+    for _, at, member in lacking:
+        yield from _of_member(plan, at, member, distinct)
+    yield from _of_sizes(plan, estimator.cluster)
+
+
+def _of_member(plan: Plan, at: int, member: Member, distinct: Sequence[int]) -> Iterator[Step]:
+    """It moves, half of it does, or it changes places with another."""
+    half = Member(member.llm, member.rate / 2)
+    left = _without(plan[at], member)
+    for to in distinct:
+        if to == at:
+            continue
+        yield (at, to), (left, added(plan[to], member))
+        yield (at, to), (added(left, half), added(plan[to], half))
+        for other in plan[to].members:
+            if other.llm != member.llm:
+                there = added(_without(plan[to], other), member)
+                yield (at, to), (added(left, other), there)
+
+
+def _of_sizes(plan: Plan, cluster: Cluster) -> Iterator[Step]:
+    """A unit is halved, its members on both sides; two equal ones join where a node has room."""
+    for at, unit in enumerate(plan):
+        if unit.gpus > 1:
+            half = unit.gpus // 2
+            both = tuple(Member(one.llm, one.rate / 2) for one in unit.members)
+            yield (at,), (Unit(half, both), Unit(half, both))
+            for cut in range(1, len(unit.members)):
+                yield (at,), (Unit(half, unit.members[:cut]), Unit(half, unit.members[cut:]))
+    for one, two in combinations(range(len(plan)), 2):
+        sizes = [unit.gpus for at, unit in enumerate(plan) if at not in (one, two)]
+        larger = 2 * plan[one].gpus
+        if plan[one].gpus == plan[two].gpus and packs(
+            [*sizes, larger], cluster.nodes, cluster.gpus
+        ):
+            joined = Unit(larger, plan[one].members)
+            for member in plan[two].members:
+                joined = added(joined, member)
+            yield (one, two), (joined,)
+
+
+def _without(unit: Unit, member: Member) -> Unit:
+    return Unit(unit.gpus, tuple(one for one in unit.members if one.llm != member.llm))

@@ -1,0 +1,49 @@
+"""Placement problems, and the best answer to small ones by going through all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+from kvmig.placement.estimator import Estimator
+from kvmig.placement.greedy import added
+from kvmig.placement.meshes import groups
+from kvmig.placement.problem import Llm, Member, Plan, Unit, ordered
+
+FIGURE_5 = ["llama-7b"] * 12 + ["llama-13b"] * 4 + ["llama-30b"] * 2 + ["llama-65b"]
+
+
+def power_law(alpha: float, highest: float, kinds: Sequence[str] = FIGURE_5) -> list[Llm]:
+    """Rates as in MuxServe's section 4.2."""
+    return [Llm(f"llm-{at}", kind, highest * (at + 1) ** -alpha) for at, kind in enumerate(kinds)]
+
+
+def small_case(seed: int) -> list[Llm]:
+    """Two to four models at rates that some placements carry and others don't."""
+    draw = Random(seed)
+    kinds = ["llama-7b", "llama-13b", "llama-30b"]
+    return [
+        Llm(f"m{at}", draw.choice(kinds), round(draw.uniform(0.5, 12), 2))
+        for at in range(draw.choice([2, 3, 4]))
+    ]
+
+
+def best_value(estimator: Estimator, members: Sequence[Member]) -> float:
+    """The highest objective of any group of meshes and any way to put `members` there."""
+    cluster = estimator.cluster
+    return max(
+        estimator.total(plan)
+        for group in groups(cluster.nodes, cluster.gpus)
+        for plan in _all_plans([Unit(size, ()) for size in group], list(members), estimator)
+    )
+
+
+def _all_plans(units: list[Unit], members: list[Member], estimator: Estimator) -> Iterator[Plan]:
+    if not members:
+        yield ordered(units)
+        return
+    first, *rest = members
+    for at in {unit: at for at, unit in enumerate(units)}.values():
+        larger = added(units[at], first)
+        if estimator.value(larger) is not None:
+            yield from _all_plans([*units[:at], larger, *units[at + 1 :]], rest, estimator)
