@@ -63,6 +63,7 @@ bench-serving: setup-dev ## policies beside each other under a trace of requests
 docs-figures: setup-dev ## README's table and docs/figures.md from bench/results, the diagrams
 	@$(BIN)/python -m scripts.figures
 	@$(BIN)/python scripts/draw_processes.py
+	@$(BIN)/python -m scripts.draw_placement
 	@$(BIN)/python -m scripts.draw_migration
 	@$(BIN)/python -m kvmig_tools.draw_handshake
 

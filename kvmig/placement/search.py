@@ -140,3 +140,27 @@ def _of_sizes(plan: Plan, cluster: Cluster) -> Iterator[Step]:
 
 def _without(unit: Unit, member: Member) -> Unit:
     return Unit(unit.gpus, tuple(one for one in unit.members if one.llm != member.llm))
+
+
+def next_best(
+    estimator: Estimator, plan: Plan, number: int
+) -> tuple[int, float, int, float] | None:
+    """Of the members of one unit, the move that costs least: (model, share of it, to which unit,
+    what the objective loses). None: no move can be."""
+    found: list[tuple[float, int, float, int]] = []
+    distinct = [at for at, unit in enumerate(plan) if at == 0 or plan[at - 1] != unit]
+    for member in plan[number].members:
+        for share in (1.0, 0.5):
+            part = Member(member.llm, member.rate * share)
+            left = _without(plan[number], member)
+            left = left if share == 1 else added(left, part)
+            for to in distinct:
+                if to != number:
+                    come = (left, added(plan[to], part))
+                    gain = _gain(estimator, plan, (number, to), come)
+                    if gain is not None:
+                        found.append((-gain, member.llm, share, to))
+    if not found:
+        return None
+    loss, llm, share, to = min(found)
+    return llm, share, to, loss

@@ -1,0 +1,78 @@
+"""Placements in which no two models share a GPU: what sharing is compared with. Pure."""
+
+from __future__ import annotations
+
+from kvmig.placement.estimator import Estimator
+from kvmig.placement.greedy import Stuck
+from kvmig.placement.meshes import packs
+from kvmig.placement.problem import Member, Plan, Unit, floor_bytes, ordered
+
+
+def spatial(estimator: Estimator) -> Plan | Stuck:
+    """One unit a model; who gains most a GPU gets twice as many GPUs, while some are left."""
+    units = _smallest(estimator)
+    while not isinstance(units, Stuck):
+        larger = _best(
+            estimator,
+            units,
+            [
+                [*units[:at], Unit(2 * one.gpus, one.members), *units[at + 1 :]]
+                for at, one in enumerate(units)
+            ],
+        )
+        if larger is None:
+            return ordered(units)
+        units = larger
+    return units
+
+
+def replicas(estimator: Estimator) -> Plan | Stuck:
+    """Each model on as few GPUs as it runs on; who gains most a GPU gets one more such instance."""
+    units = _smallest(estimator)
+    while not isinstance(units, Stuck):
+        more = _best(
+            estimator,
+            units,
+            [_one_more(estimator, units, llm) for llm in range(len(estimator.models))],
+        )
+        if more is None:
+            return ordered(units)
+        units = more
+    return units
+
+
+def _one_more(estimator: Estimator, units: list[Unit], llm: int) -> list[Unit]:
+    """Its rate is shared equally among its instances."""
+    (gpus, *others) = [one.gpus for one in units if one.members[0].llm == llm]
+    rate = estimator.models[llm].rate / (2 + len(others))
+    rest = [one for one in units if one.members[0].llm != llm]
+    return [*rest, *[Unit(gpus, (Member(llm, rate),))] * (2 + len(others))]
+
+
+def _smallest(estimator: Estimator) -> list[Unit] | Stuck:
+    cluster, units = estimator.cluster, list[Unit]()
+    for index, llm in enumerate(estimator.models):
+        sizes = cluster.device.models[llm.model].sizes
+        fitting = [Unit(size, (Member(index, llm.rate),)) for size in sizes]
+        unit = next((one for one in fitting if estimator.unit(one) is not None), None)
+        if unit is None or not packs([one.gpus for one in [*units, unit]], *cluster[:2]):
+            return Stuck(index, index, floor_bytes(llm, cluster.device))
+        units.append(unit)
+    return units
+
+
+def _best(estimator: Estimator, now: list[Unit], options: list[list[Unit]]) -> list[Unit] | None:
+    """The option with the most gain a GPU; None: none gains, or there is no room."""
+    cluster = estimator.cluster
+    found: tuple[float, list[Unit]] | None = None
+    before, gpus = estimator.total(tuple(now)), sum(one.gpus for one in now)
+    for option in options:
+        sizes = [one.gpus for one in option]
+        if not packs(sizes, cluster.nodes, cluster.gpus) or any(
+            estimator.unit(one) is None for one in option
+        ):
+            continue
+        gain = (estimator.total(tuple(option)) - before) / (sum(sizes) - gpus)
+        if gain > 1e-9 and (found is None or gain > found[0] + 1e-9):
+            found = (gain, option)
+    return None if found is None else found[1]

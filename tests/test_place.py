@@ -1,0 +1,143 @@
+"""`python -m kvmig.place`: what it prints, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvmig.ground.errors import ConfigError
+from kvmig.place import METHODS, main, placed, where
+from kvmig.placement.dedicated import replicas, spatial
+from kvmig.placement.estimator import Estimator
+from kvmig.placement.greedy import Stuck
+from kvmig.placement.problem import Plan, cluster_of, models_of
+from scripts import draw_placement
+from tests.placement_cases import power_law
+
+EXAMPLE = Path("examples/placement.toml")
+CLUSTER = ("--cluster", "1x8:a100-80g")
+
+
+def run(*flags: str, models: Path = EXAMPLE) -> int:
+    return main(["--models", str(models), *flags])
+
+
+def file_of(folder: Path, *rows: str) -> Path:
+    file = folder / "models.toml"
+    file.write_text("\n".join(f"[[models]]\n{row}" for row in rows))
+    return file
+
+
+def test_each_unit_is_printed_and_why_not_the_next_best(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(*CLUSTER) == 0
+    out = capsys.readouterr().out
+    assert "24.5 of 24.5 requests a second expected" in out
+    units = out.split("\nunit ")[1:]
+    assert len(units) == 5
+    for unit in units:
+        assert "req/s, decodes on" in unit
+        assert "next best: " in unit
+        assert "% lower" in unit
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_file_holds_each_models_whole_rate_on_gpus_of_its_own(
+    tmp_path: Path, method: str
+) -> None:
+    out = tmp_path / "placement.toml"
+    assert run(*CLUSTER, "--method", method, "--out", str(out)) == 0
+    units = tomllib.loads(out.read_text())["units"]
+    rates: dict[str, float] = {}
+    taken: list[tuple[int, int]] = []
+    for unit in units:
+        taken += [(unit["node"], gpu) for gpu in unit["gpus"]]
+        for one in unit["models"]:
+            rates[one["name"]] = rates.get(one["name"], 0) + one["rate"]
+            assert 0 < one["decode_share"] <= 1
+    assert rates == pytest.approx({"chat": 20, "code": 3, "mail": 1, "reports": 0.5})
+    assert len(taken) == len(set(taken)) <= 8
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    files = [tmp_path / "a.toml", tmp_path / "b.toml"]
+    for file in files:
+        run(*CLUSTER, "--out", str(file))
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("method", [spatial, replicas])
+def test_dedicated_placements_share_nothing(
+    method: Callable[[Estimator], Plan | Stuck],
+) -> None:
+    estimator = Estimator(power_law(1.3, 50), cluster_of("4x8:a100-80g"))
+    plan = method(estimator)
+    assert not isinstance(plan, Stuck)
+    assert all(len(unit.members) == 1 for unit in plan)
+    assert len({unit.members[0].llm for unit in plan}) == 19
+    assert len(where(estimator, plan)) == len(plan)
+
+
+def test_only_replicas_place_a_model_twice() -> None:
+    estimator = Estimator(power_law(2.1, 50), cluster_of("4x8:a100-80g"))
+    once, often = spatial(estimator), replicas(estimator)
+    assert not isinstance(once, Stuck)
+    assert not isinstance(often, Stuck)
+    assert len(once) == 19
+    assert len(often) > 19
+    assert estimator.total(often) > estimator.total(once)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_models_that_dont_fit_are_refused_with_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    rows = [f'name = "m{at}"\nmodel = "llama-30b"\nrate = 1' for at in range(5)]
+    models = file_of(tmp_path, *rows)
+    assert run("--cluster", "1x4:a100-80g", "--method", method, models=models) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "GiB" in error
+
+
+def test_models_that_fit_together_but_in_no_units_are_refused_with_who_lacks_room() -> None:
+    rows = "".join(
+        f'[[models]]\nname = "m{at}"\nmodel = "llama-30b"\nrate = 1\n' for at in range(3)
+    )
+    estimator = Estimator(models_of(rows, "m"), cluster_of("1x3:a100-80g"))
+    with pytest.raises(ConfigError, match=r"finds no room for model m\d: \d+\.\d GiB are missing"):
+        placed(estimator, "muxserve")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--cluster", "8xA100"), "--cluster is '8xA100', must be NODESxGPUS:DEVICE"),
+        (("--cluster", "1x8:tpu"), "device is 'tpu', must be a100-80g"),
+        ((*CLUSTER, "--out", "/nowhere/p.toml"), "--out /nowhere/p.toml can't be written"),
+        ((*CLUSTER, "--models", "gone.toml"), "--models gone.toml can't be read"),
+    ],
+)
+def test_what_cant_be_used_is_refused_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], sentence: str
+) -> None:
+    assert run(*flags) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--method", "--objective"])
+def test_an_unknown_choice_is_refused(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        run(*CLUSTER, flag, "best")
+    assert left.value.code == 2
+    assert "invalid choice: 'best'" in capsys.readouterr().err
+
+
+def test_the_picture_is_current() -> None:
+    assert draw_placement.TARGET.read_text() == draw_placement.drawing()
