@@ -301,6 +301,16 @@ def test_a_mapping_is_pinned_once(world: World) -> None:
     assert world.gpu.pins == 1
 
 
+@pytest.mark.parametrize("copy", ["gather", "scatter"])
+def test_a_copy_of_no_blocks_pins_for_those_that_follow(world: World, copy: str) -> None:
+    whole = memoryview(mmap.mmap(-1, mmap.PAGESIZE + world.size))
+    assert getattr(world.copies, copy)([], whole[:0]) == []
+    assert world.gpu.pins == 1
+    assert not world.launches.on
+    world.copies.gather([1], whole[mmap.PAGESIZE :])
+    assert world.gpu.pins == 1
+
+
 def test_a_mapping_that_its_owner_closes_stays_as_long_as_it_is_pinned(world: World) -> None:
     mapping = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     world.copies.gather([1], memoryview(mapping)[: world.size])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,9 @@ import kvmig
 from kvmig.embed import sync
 from kvmig.engines.base import Emitted
 from kvmig.ground.config import MigrationConfig, Transport
+from kvmig.ground.errors import KvmigError
 from kvmig.ground.layout import KVLayout
+from kvmig.testing.interposed import failing
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
 
 CONFIG = MigrationConfig(transport="tcp", reply_timeout_ms=2000)
@@ -58,6 +61,34 @@ async def test_an_engine_whose_requests_can_not_be_moved_neither_gives_nor_takes
     assert "7 kinds of cache" in report.detail
     assert engines[unmovable].calls == []
     assert "r" in engines["a"].running
+
+
+@pytest.mark.parametrize(("transport", "arrives"), [("shm", ["scatter"]), ("tcp", [])])
+async def test_a_gpu_gets_ready_for_memory_before_a_request_waits_for_that(
+    transport: Transport, arrives: list[str]
+) -> None:
+    """A12: by copies of no blocks at all."""
+    engines = {name: FakeEngine() for name in "ab"}
+    for engine in engines.values():
+        engine.layout = replace(engine.layout, gpu=0)
+    engines["a"].start("r")
+    config = MigrationConfig(transport=transport)
+    async with kvmig.Migrator(engines, config) as migrator:
+        assert [engine.calls for engine in engines.values()] == [["gather"], ["gather"]]
+        assert (await migrator.migrate("r", "a", "b")).state == "committed"
+    assert engines["a"].calls[1] == "export"
+    assert engines["b"].calls[1 : 2 + len(arrives)] == [*arrives, "reserve"]
+
+
+async def test_a_gpu_that_can_not_get_ready_leaves_nothing_of_a_migrator() -> None:
+    engines = {name: FakeEngine() for name in "ab"}
+    engines["b"].layout = replace(engines["b"].layout, gpu=0)
+    engines["b"].before = failing("gather", KvmigError("cuMemHostRegister: unknown error"))
+    migrator = kvmig.Migrator(engines, MigrationConfig(transport="shm"))
+    with pytest.raises(KvmigError, match="cuMemHostRegister"):
+        await migrator.__aenter__()
+    assert not migrator.held()
+    assert (await migrator.migrate("r", "a", "b")).reason == "shutdown"
 
 
 async def test_an_engine_without_any_blocks_to_move_is_one_of_a_migrator_too() -> None:

@@ -112,7 +112,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="module")
-def gpus(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def server(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """Two instances whose steps overlap."""
     with machine(nursery, tmp_path_factory.mktemp("served"), OVERLAPPING) as made:
         yield made
@@ -140,11 +140,11 @@ def are(at: Machine, runner: str, overlap: bool) -> None:
 
 
 async def test_a_request_moves_there_and_back_by_cuda_ipc_which_auto_has_chosen(
-    gpus: Machine,
+    server: Machine,
 ) -> None:
-    await asyncio.to_thread(are, gpus, "V1", True)
-    await moves_exactly(gpus, "cuda-ipc")
-    first, second = await asyncio.to_thread(gpus.memory)
+    await asyncio.to_thread(are, server, "V1", True)
+    await moves_exactly(server, "cuda-ipc")
+    first, second = await asyncio.to_thread(server.memory)
     assert len(first & second) == 2  # each has mapped the other's inbox
 
 
@@ -176,22 +176,22 @@ def kill(state: State, delay_s: float) -> ParameterSet:
 
 
 @pytest.fixture(scope="module")
-def unmoved(gpus: Machine) -> Answer:
-    return asyncio.run(run_unmoved(gpus.served, PATH, body(200)))
+def unmoved(server: Machine) -> Answer:
+    return asyncio.run(run_unmoved(server.served, PATH, body(200)))
 
 
 @pytest.mark.parametrize(("state", "delay_s"), [kill(*one) for one in KILLS])
 async def test_an_instance_that_is_killed_in_a_state_leaves_nothing_and_no_client_notices(
-    gpus: Machine, unmoved: Answer, state: State, delay_s: float
+    server: Machine, unmoved: Answer, state: State, delay_s: float
 ) -> None:
     async def killed() -> Answer:
-        instances = await asyncio.to_thread(gpus.processes)
+        instances = await asyncio.to_thread(server.processes)
         blows = {state: Blow(SIGKILL, delay_s), **BEFORE.get(state, {})}
-        with gpus.orders.blows(blows) as to_come:
-            stream = Stream(gpus.served, PATH, body(200))
+        with server.orders.blows(blows) as to_come:
+            stream = Stream(server.served, PATH, body(200))
             await stream.reach(MOVED_AT[0])
-            row = await row_of(gpus.served, stream)
-            asked = asyncio.create_task(ask(gpus.served, row["id"], other(row["instance"])))
+            row = await row_of(server.served, stream)
+            asked = asyncio.create_task(ask(server.served, row["id"], other(row["instance"])))
             await until(lambda: stream.task.done() or not to_come())
             for one in instances:
                 with suppress(psutil.NoSuchProcess):
@@ -203,8 +203,8 @@ async def test_an_instance_that_is_killed_in_a_state_leaves_nothing_and_no_clien
         return answer
 
     (await until_moved(killed, SESSION)).same_as(unmoved)
-    await asyncio.to_thread(assert_server_is_empty, gpus.served)
-    await asyncio.to_thread(gpus.assert_fresh)
+    await asyncio.to_thread(assert_server_is_empty, server.served)
+    await asyncio.to_thread(server.assert_fresh)
 
 
 # -- GPUs that don't reach each other's memory

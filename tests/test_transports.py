@@ -231,6 +231,17 @@ async def test_a_source_is_mapped_once_and_unmapped_after_its_end() -> None:
     assert len(inboxes) == 0
 
 
+async def test_an_inbox_that_nobody_can_copy_from_is_closed(shared: ShmStaging) -> None:
+    async def fail(memory: memoryview) -> None:
+        assert memory.nbytes >= SIZE
+        raise TransportError("no")
+
+    inboxes = Inboxes(ready=fail)
+    with pytest.raises(TransportError, match="no"):
+        await inboxes.open([shared.offer()])
+    inboxes.close()
+
+
 async def test_what_is_held_for_a_source_that_has_ended_is_freed_though_no_other_one_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

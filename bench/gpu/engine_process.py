@@ -67,7 +67,7 @@ async def _serve(name: str, setting: Setting, control: Connection, peer: Connect
         control.send((False, f"{type(error).__name__}: {error}"))
         return
     try:
-        await made.engine.warm_up()
+        await made.warm_up()
         control.send((True, "ready"))
         while (call := await asyncio.to_thread(_received, control)) is not None:
             method, arguments = call
@@ -157,6 +157,11 @@ class EngineProcess:
             ),
         }
         loop.add_reader(peer.fileno(), self._hear)
+
+    async def warm_up(self) -> None:
+        """What is done once is done then."""
+        await self.engine.warm_up()
+        await self._migrations[LIVE].get_ready()
 
     # -- calls
 

@@ -129,6 +129,7 @@ class Llumlet:
         """Step the engine, warm it up, then take messages. Raises StartupError if it fails."""
         self._engine.connect(self._on_outputs, self._on_call_done, self._on_exit)
         await self._warm_up()
+        await self._migrations.get_ready()
         self._headroom = await measured_headroom(self._engine, self._config.priorities)
         for loop in (self._receive, self._report, self._mover.run):
             self._spawn(self._for_ever(loop))

@@ -105,6 +105,12 @@ class Migrator:
             node.free()
 
     async def __aenter__(self) -> Self:
+        try:
+            for node in self._nodes.values():
+                await node.migrations.get_ready()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(

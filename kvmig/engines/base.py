@@ -306,14 +306,18 @@ class Engine(Protocol):
     ) -> list[int]:
         """Copy blocks [n] into `out` [n * block_bytes], fused; returns n checksums.
 
-        urgent: nobody decodes the request meanwhile, so it goes before other copies.
+        urgent: nobody decodes the request meanwhile, so it goes before other copies. Of no blocks:
+        a GPU does what it must do once with `out`, such as pinning its pages.
         """
         ...
 
     async def scatter(
         self, block_ids: Sequence[int], fused: memoryview, urgent: bool = False
     ) -> list[int]:
-        """Copy `fused` [n * block_bytes] into blocks [n]; returns n checksums of what was read."""
+        """Copy `fused` [n * block_bytes] into blocks [n]; returns n checksums of what was read.
+
+        Of no blocks: see `gather`.
+        """
         ...
 
 

@@ -14,8 +14,8 @@ from kvmig.ground.errors import KvmigError
 from kvmig.kernels.arrays import address_of
 from kvmig.kernels.driver import Driver
 
-MOST = 32
-"""Mappings that are kept, those used last."""
+MOST = 40
+"""Mappings that are kept, those used last: of as many sources as have inboxes, and one's own."""
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -109,7 +110,9 @@ class Migrations:
         self._epochs = Epochs()
         # Into this instance.
         site = site_of(config, engine.layout.gpu, refusals or RefusalCounter())
-        inboxes = Inboxes(config.transport, site)
+        self._on_gpu = engine.layout.gpu is not None
+        ready = partial(engine.scatter, []) if self._on_gpu else None
+        inboxes = Inboxes(config.transport, site, ready)
         self._in = DestinationContext(host, engine, config, inboxes)
         self._arrivals: dict[str, DestinationSession] = {}
         self._tombstones = Tombstones()
@@ -139,6 +142,13 @@ class Migrations:
     def moving(self) -> set[str]:
         """Requests that come or go now, or wait for their turn to go."""
         return {*self._coming(), *self._leaving()}
+
+    async def get_ready(self) -> None:
+        """Let the engine's GPU pin the staging buffers, before requests decode beside that."""
+        for staging in self._out.stagings.values():
+            memory = staging.memory
+            if self._on_gpu and memory is not None:
+                await self._engine.gather([], memory)
 
     # -- out
 

@@ -94,6 +94,11 @@ class Staging(ABC):
         for slot in range(slots):
             self._free.put_nowait(slot)
 
+    @property
+    def memory(self) -> memoryview | None:
+        """The host's memory that the slots are in. Don't keep it."""
+        return None
+
     @abstractmethod
     def offer(self) -> Offer:
         """What the destination needs to try this transport."""
@@ -188,6 +193,11 @@ class HostStaging(Staging):
         self._memory = memory
         self._offset = offset
 
+    @property
+    def memory(self) -> memoryview:
+        """See `Staging`."""
+        return memoryview(self._memory)
+
     def buffer(self, slot: int) -> memoryview:
         """The slot [slot_bytes], see `Channel.buffer`."""
         self.check(slot)
@@ -221,6 +231,11 @@ class Inbox(ABC):
     transport: str
     token = ""
     """What the source needs to push into it."""
+
+    @property
+    def memory(self) -> memoryview | None:
+        """The host's memory that chunks arrive in, if it is always the same. Don't keep it."""
+        return None
 
     @abstractmethod
     async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:

@@ -249,6 +249,11 @@ class NixlInbox(Inbox):
         place = Place(metadata, self._agent.base, self._shape.slot_bytes)
         self.token = msgspec.json.encode(place).decode()
 
+    @property
+    def memory(self) -> memoryview:
+        """See `Inbox`."""
+        return memoryview(self._agent.memory)
+
     async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
         """The chunk in its slot, once the source's notification is here."""
         check_slot(chunk, payload, self._shape.slots, self._shape.slot_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,9 @@ from kvmig.kvtransfer.wire import RefusalCounter
 
 LOOK_S = 5.0
 """Between two looks for sources that have ended: what is held for them may be a GPU's memory."""
+
+Ready = Callable[[memoryview], Awaitable[object]]
+"""Does what copies from and to this memory want to be done once."""
 
 log = logging.getLogger(__name__)
 
@@ -125,9 +128,13 @@ class Inboxes:
     longest ago is closed; a migration that still uses it is given up.
     """
 
-    def __init__(self, allowed: Transport = "auto", site: Site = HERE) -> None:
+    def __init__(
+        self, allowed: Transport = "auto", site: Site = HERE, ready: Ready | None = None
+    ) -> None:
+        """ready: to be called with each inbox's memory before its first chunk comes."""
         self._allowed = allowed
         self._site = site
+        self._ready = ready
         self._open: OrderedDict[tuple[Offer, ...], asyncio.Future[Inbox]] = OrderedDict()
         self._looking: asyncio.TimerHandle | None = None
         self._closed = False
@@ -144,9 +151,7 @@ class Inboxes:
         while len(self._open) > KEPT - (key not in self._open):
             _discard(self._open.popitem(last=False)[1])
         if key not in self._open:
-            # In a thread: libraries take their time. Nobody's cancellation stops it.
-            opening = asyncio.to_thread(open_offer, offers, self._allowed, self._site)
-            self._open[key] = asyncio.ensure_future(opening)
+            self._open[key] = asyncio.ensure_future(self._open_one(offers))  # nobody cancels it
         self._open.move_to_end(key)
         if self._looking is None:
             self._look_later()
@@ -159,6 +164,18 @@ class Inboxes:
             self._looking.cancel()
         while self._open:
             _discard(self._open.popitem()[1])
+
+    async def _open_one(self, offers: Sequence[Offer]) -> Inbox:
+        # In a thread: libraries take their time.
+        inbox = await asyncio.to_thread(open_offer, offers, self._allowed, self._site)
+        memory = inbox.memory
+        if self._ready is not None and memory is not None:
+            try:
+                await self._ready(memory)
+            except BaseException:
+                inbox.close()
+                raise
+        return inbox
 
     def _look_later(self) -> None:
         self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)

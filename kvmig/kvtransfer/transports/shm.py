@@ -119,6 +119,11 @@ class ShmInbox(Inbox):
         self._closed = False
 
     @property
+    def memory(self) -> memoryview:
+        """See `Inbox`."""
+        return memoryview(self._memory)
+
+    @property
     def stale(self) -> bool:
         """Whether the source has removed its file, or somebody did after its death."""
         return self._closed or os.fstat(self._file).st_nlink == 0
