@@ -35,7 +35,7 @@ def prompt_of(tokens: int, *names: object) -> list[int]:
     return [source.randrange(256) for _ in range(tokens)]
 
 
-class StreamFailed(Exception):
+class StreamFailed(RuntimeError):
     """The server refused a call or ended its stream early."""
 
 
@@ -43,6 +43,7 @@ class Stream:
     """One completion of exactly `max_tokens` tokens; ended early at the end of the block.
 
     salt: the prefix cache finds blocks only of calls with the same one. priority: of its class.
+    logprobs: ask for those of its tokens, too.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class Stream:
         max_tokens: int,
         salt: str | None = None,
         priority: int = 0,
+        logprobs: bool = False,
     ) -> None:
         self.request_id = ""
         self.prompt = prompt
         self.tokens: list[int] = []
+        self.logprobs: list[float] = []
         self.arrivals: list[Arrival] = []
         self.sent_at = 0.0
         self._http = http
@@ -68,6 +71,8 @@ class Stream:
         }  # fmt: skip
         if priority:
             self._body["priority"] = priority
+        if logprobs:
+            self._body["logprobs"] = 0
         if salt is not None:
             self._body["cache_salt"] = salt
         self._wanted = 0
@@ -138,3 +143,4 @@ class Stream:
             raise StreamFailed(chunk["error"]["message"])
         for choice in chunk["choices"]:
             self.tokens += choice["token_ids"] or ()
+            self.logprobs += (choice["logprobs"] or {}).get("token_logprobs", ())

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything a GPU adds, in one run of under nine minutes, with one JSON file a part in $OUT
-# (default: bench/results). Needs Python with torch; CuPy, Triton and nvcc are used where they are;
-# neither vLLM, nor the network, nor an installed kvmig. Arguments go to `python -m bench.gpu`.
+# (default: bench/results); where vLLM is installed four minutes more, of a whole server (`--only serving`).
+# Needs Python with torch; CuPy, Triton and nvcc are used where they are; neither the network, nor an
+# installed kvmig. Arguments go to `python -m bench.gpu`.
 # WHEELS: a folder with what the last part wants and the machine lacks (see bench/README.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."

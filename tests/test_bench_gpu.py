@@ -16,7 +16,16 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as run_all
-from bench.gpu import ceilings, correctness, downtime, gather, interference, links, sanitizer
+from bench.gpu import (
+    ceilings,
+    correctness,
+    downtime,
+    gather,
+    interference,
+    links,
+    sanitizer,
+    serving,
+)
 from bench.gpu import migration as migration_part
 from bench.gpu.device import SKIPPED, TMA, Copy, Site, Way, between_gpus
 from bench.gpu.engine_pair import Remote
@@ -25,7 +34,9 @@ from bench.gpu.moves import slowed, told
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import begin
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
+from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.transformers import kind
+from kvmig.engines.vllm import kind as vllm_kind
 from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.ground.layout import Region
 from kvmig.kernels.face import Finished, Ids, Pending
@@ -246,6 +257,22 @@ def test_without_a_package_the_part_is_skipped_and_says_so(
     assert document(file)["summary"] == {}
 
 
+@pytest.mark.parametrize("found", ["none", "another"])
+def test_without_a_vllm_that_is_supported_no_server_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    monkeypatch.setattr(vllm_kind, "installed_version", lambda: ("vllm", "0.9.0"))
+    monkeypatch.delenv(ALLOW_UNTESTED, raising=False)
+    reason = "vllm 0.9.0 is not supported; kvmig needs 0.32.x, 0.33.x"
+    if found == "none":
+        monkeypatch.setattr(serving, "find_spec", lambda name: None)
+        reason = "vLLM is not installed"
+    file = tmp_path / "result.json"
+    assert serving.main([*CPU, "--out", str(file)]) == SKIPPED
+    (sample,) = document(file)["samples"]
+    assert sample["skipped"].startswith(reason)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
@@ -322,8 +349,9 @@ def test_the_script_is_correct_bash() -> None:
     assert os.access(ROOT / "bench" / "gpu.sh", os.X_OK)
 
 
-def test_all_parts_together_take_less_than_nine_minutes() -> None:
-    assert sum(part.seconds for part in run_all.PARTS) < 540
+def test_all_parts_that_want_no_vllm_take_less_than_nine_minutes_together() -> None:
+    assert run_all.PARTS[-1].name == "serving"
+    assert sum(part.seconds for part in run_all.PARTS[:-1]) < 540
 
 
 def test_every_part_is_a_program() -> None:

@@ -4,6 +4,7 @@ instance on each (tests/gpu_nursery.py): requests move between processes by `cud
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+from bench.gpu import serving
 from kvmig.kvtransfer import destination_machine, source_machine
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
@@ -31,13 +33,14 @@ pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
 SERVING = "serving"
+IN_MEMORY = "--gpu-memory-utilization=0.1", "--kv-cache-memory-bytes=64M"
+"""vLLM's CPU build takes its share of the host's memory for a GPU's."""
 FLAGS = (
     *SMALL,
     *("--instances=2", NEVER_BY_ITSELF, "--max-restarts=100"),
     *("--reply-timeout-ms=3000", "--lease-ms=4000", "--shutdown-timeout=5"),
     "--no-enable-prefix-caching",  # every move copies all blocks
-    # vLLM's CPU build takes its share of the host's memory for a GPU's.
-    *("--gpu-memory-utilization=0.1", "--kv-cache-memory-bytes=64M"),
+    *IN_MEMORY,
 )
 OVERLAPPING = "--async-scheduling"
 PATIENCE_S = 30.0
@@ -220,6 +223,22 @@ async def test_auto_goes_through_the_hosts_memory_where_gpus_do_not_reach_each_o
         await moves_exactly(at, "shm")
         said = at.served.output()
     assert f"GPU 0 doesn't reach a source on this host by cuda-ipc: {fails}" in said
+
+
+# -- what a lent GPU is to show
+
+
+@pytest.mark.long
+def test_the_benchmark_for_a_gpu_moves_streams_by_cuda_ipc(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    Orders(Path(nursery.environment[gpu_nursery.ORDERS])).environment({})
+    file = tmp_path / "result.json"
+    flags = [*SMALL, *IN_MEMORY, OVERLAPPING]
+    assert serving.main(["--quick", "--out", str(file)], flags, nursery) == 0
+    result = json.loads(file.read_text())
+    assert [sample["tokens"] for sample in result["samples"]] == [64, 256]
+    assert (result["summary"]["wrong"], result["summary"]["by_cuda_ipc"]) == (0, 1)
 
 
 # -- other ways to run an engine
