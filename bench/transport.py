@@ -33,6 +33,7 @@ from bench.transport_peer import serve
 from kvmig.ground.config import MigrationConfig, Transport
 from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.kvtransfer.link import Client
+from kvmig.kvtransfer.measured import CHUNK_BYTES
 from kvmig.kvtransfer.messages import (
     PAYLOAD_SLOT,
     Chunk,
@@ -106,9 +107,7 @@ async def measure(
 ) -> list[Sample]:
     """All sizes over one transport. Raises KvmigError if there is no such here."""
     config = MigrationConfig()
-    stagings = open_staging(
-        transport, "bench", "source", config.staging_buffers, config.chunk_bytes
-    )
+    stagings = open_staging(transport, "bench", "source", config.staging_buffers, CHUNK_BYTES)
     ((_, staging),) = stagings.items()
     client = Client(endpoint, secret, "peer", f"source-{transport}", PeerMessage)
     try:
@@ -263,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     sizes = SIZES[:4] if options.quick else SIZES
     names = [name for name in get_args(Transport) if name != "auto"]
     config = MigrationConfig()
-    settings = {"slots": config.staging_buffers, "slot_bytes": config.chunk_bytes}
+    settings = {"slots": config.staging_buffers, "slot_bytes": CHUNK_BYTES}
     result = report.begin("transport", settings)
     samples = run(names, sizes)
     result.samples = [asdict(one) for one in samples]

@@ -12,6 +12,7 @@ from kvmig.ground.config import MigrationConfig, Transport
 from kvmig.ground.errors import MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.link import Client, Server
+from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import Hello, Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.report import MigrationReport
@@ -36,7 +37,8 @@ class Node(Host):
         self.engine = engine
         self.server = Server(SECRET, "llumlet", name, PeerMessage)
         self.stagings = open_staging(
-            config.transport, "test", name, config.staging_buffers, config.chunk_bytes
+            *(config.transport, "test", name, config.staging_buffers),
+            slot_bytes(config.chunk_bytes, engine.layout),
         )
         self.migrations = Migrations(
             name,

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmig.ground.layout import KVLayout, Region
 from kvmig.kvtransfer.measured import BlockRate, ChunkSizer, slot_bytes
 from kvmig.kvtransfer.report import MigrationReport, StageReport
+
+
+def layout(block_bytes: int, gpu: int | None = None) -> KVLayout:
+    return KVLayout((Region(0, block_bytes, block_bytes),), 1, 16, gpu=gpu)
+
 
 MS = st.floats(min_value=1e-6, max_value=1e6)
 COPIES = st.lists(st.tuples(st.integers(0, 1 << 40), MS), max_size=20)
@@ -15,7 +21,20 @@ COPIES = st.lists(st.tuples(st.integers(0, 1 << 40), MS), max_size=20)
 
 @pytest.mark.parametrize(("block", "slot"), [(100, 4096), (4096, 4096), (14_680_064, 14_680_064)])
 def test_a_slot_is_of_chunk_bytes_or_of_one_larger_block(block: int, slot: int) -> None:
-    assert slot_bytes(4096, block) == slot
+    assert slot_bytes(4096, layout(block)) == slot
+
+
+@pytest.mark.parametrize(
+    ("gpu", "block", "slot"),
+    [(None, 100, 1 << 20), (0, 100, 32 << 20), (1, 33 << 20, 33 << 20)],
+)
+def test_a_gpu_has_larger_slots_unless_the_user_has_said_how_large(
+    gpu: int | None, block: int, slot: int
+) -> None:
+    """A1: a chunk costs half a millisecond whatever its size, as long as a GPU's link takes for
+    25 MB."""
+    assert slot_bytes(None, layout(block, gpu)) == slot
+    assert slot_bytes(40 << 20, layout(block, gpu)) == 40 << 20
 
 
 @pytest.mark.parametrize("ms", [0.1, 2.0, 30.0])

@@ -38,6 +38,7 @@ IN_MEMORY = "--gpu-memory-utilization=0.1", "--kv-cache-memory-bytes=64M"
 FLAGS = (
     *SMALL,
     *("--instances=2", NEVER_BY_ITSELF, "--max-restarts=100"),
+    "--chunk-bytes=1048576",  # small /dev/shm do
     *("--reply-timeout-ms=3000", "--lease-ms=4000", "--shutdown-timeout=5"),
     "--no-enable-prefix-caching",  # every move copies all blocks
     *IN_MEMORY,

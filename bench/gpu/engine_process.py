@@ -141,7 +141,7 @@ class EngineProcess:
             lease_ms=60_000,
         )
         self._stagings = open_staging(
-            *(config.transport, "bench", name, config.staging_buffers, config.chunk_bytes),
+            *(config.transport, "bench", name, config.staging_buffers, setting.chunk_bytes),
             Site(gpu=self.engine.layout.gpu),
         )
         self._migrations = {

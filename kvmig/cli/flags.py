@@ -471,7 +471,8 @@ def _add_migration(root: _Parser) -> None:
     group.add(
         "--chunk-bytes",
         "chunk_bytes",
-        "size of a staging buffer; one KV block where that is larger",
+        "size of a staging buffer, or one larger KV block (None: 1 MiB, 32 MiB on a GPU)",
+        type=int,
     )
     group.add("--staging-buffers", "staging_buffers", "staging buffers an instance")
     group.add(

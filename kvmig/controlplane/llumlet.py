@@ -90,7 +90,7 @@ class Llumlet:
                 cluster,
                 instance,
                 config.migration.staging_buffers,
-                slot_bytes(config.migration.chunk_bytes, engine.layout.block_bytes),
+                slot_bytes(config.migration.chunk_bytes, engine.layout),
                 site_of(config.migration, engine.layout.gpu, self._server.refusals),
             )
         self._host = MigrationHost(

@@ -166,7 +166,7 @@ class _Node(Host):
             "embedded",
             name,
             config.staging_buffers,
-            slot_bytes(config.chunk_bytes, engine.layout.block_bytes),
+            slot_bytes(config.chunk_bytes, engine.layout),
             Site(gpu=engine.layout.gpu),
         )
         try:

@@ -48,8 +48,9 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     chunk_ms: float = 2.0
     """Longest time that one copy should take; a copy is of one KV block at least."""
-    chunk_bytes: int = 1 << 20
-    """Staging buffer of one chunk; at least one KV block, however small this is."""
+    chunk_bytes: int | None = None
+    """Staging buffer of one chunk; at least one KV block, however small this is. None: 1 MiB, or
+    32 MiB where the KV cache is on a GPU."""
     staging_buffers: int = 4
     """Staging buffers of one instance: bounds memory and what is on the wire."""
     max_stages: int = 8
@@ -262,7 +263,8 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
 
 def _check_migration(migration: MigrationConfig) -> None:
     _positive("--chunk-ms", migration.chunk_ms)
-    _least("--chunk-bytes", migration.chunk_bytes, 4096)
+    if migration.chunk_bytes is not None:
+        _least("--chunk-bytes", migration.chunk_bytes, 4096)
     _least("--staging-buffers", migration.staging_buffers, 1)
     _least("--max-stages", migration.max_stages, 0)
     _least("--max-bandwidth", migration.max_bandwidth, 0)

@@ -11,7 +11,7 @@ from kvmig.engines.base import Engine
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import MigrationConfig
 from kvmig.kvtransfer.bandwidth import Throttle
-from kvmig.kvtransfer.measured import BlockRate, ChunkSizer, LeadTime, PauseTime
+from kvmig.kvtransfer.measured import BlockRate, ChunkSizer, LeadTime, PauseTime, slot_bytes
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.wire import Frame
@@ -91,12 +91,13 @@ class SourceContext:
     pauses: PauseTime = field(default_factory=PauseTime)
 
     def __post_init__(self) -> None:
-        config, block_bytes = self.config, self.engine.layout.block_bytes
+        config, layout = self.config, self.engine.layout
+        block_bytes, slot = layout.block_bytes, slot_bytes(config.chunk_bytes, layout)
         self.places = asyncio.Semaphore(config.max_migrations)
         self.throttle = Throttle(
             config.max_bandwidth, config.max_pair_bandwidth, config.lease_ms / 2e3
         )
-        self.sizer = ChunkSizer(block_bytes, config.chunk_bytes, config.chunk_ms)
+        self.sizer = ChunkSizer(block_bytes, slot, config.chunk_ms)
         self.rate = BlockRate(block_bytes)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from kvmig.ground.layout import KVLayout
 from kvmig.kvtransfer.report import MigrationReport
 
 WEIGHT = 0.25
@@ -15,21 +16,30 @@ FIRST_LEAD_MS = 2.0
 FIRST_PAUSE_MS = 2.0
 
 
-def slot_bytes(chunk_bytes: int, block_bytes: int) -> int:
-    """Bytes of a staging slot: `chunk_bytes`, or one block of a model whose blocks are larger."""
-    return max(chunk_bytes, block_bytes)
+CHUNK_BYTES, CHUNK_BYTES_ON_GPU = 1 << 20, 32 << 20
+"""Of chunks whose size nobody has said. Each costs half a millisecond of messages and threads,
+in which a GPU's link brings 25 MB."""
+
+
+def slot_bytes(chunk_bytes: int | None, layout: KVLayout) -> int:
+    """Bytes of a staging slot: of one chunk, or of one block of a model whose blocks are larger.
+
+    chunk_bytes: None: as much as suits the memory that the KV cache is in.
+    """
+    usual = CHUNK_BYTES if layout.gpu is None else CHUNK_BYTES_ON_GPU
+    return max(usual if chunk_bytes is None else chunk_bytes, layout.block_bytes)
 
 
 class ChunkSizer:
     """Sizes the next copy by the rate of earlier ones, so that none lasts longer than `chunk_ms`.
 
-    block_bytes: bytes of one fused block; chunk_bytes: the configured size of a chunk.
+    block_bytes: bytes of one fused block; slot: bytes of a staging slot.
     """
 
-    def __init__(self, block_bytes: int, chunk_bytes: int, chunk_ms: float) -> None:
+    def __init__(self, block_bytes: int, slot: int, chunk_ms: float) -> None:
         self._block_bytes = block_bytes
         # An engine whose requests don't move may have no blocks to speak of.
-        self._most = slot_bytes(chunk_bytes, block_bytes) // max(block_bytes, 1)
+        self._most = slot // max(block_bytes, 1)
         self._chunk_ms = chunk_ms
         self.bytes_per_ms: float | None = None
         """Rate of copies; None until one was measured."""
