@@ -87,12 +87,12 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     """Where the figures are from."""
     memory_bytes: Annotated[int, msgspec.Meta(gt=0)]
+    bandwidth: Positive
+    """Of its memory, bytes a second."""
     usable: Annotated[float, msgspec.Meta(gt=0, le=1)]
     """Share of the memory that engines may take."""
     instance_bytes: Annotated[int, msgspec.Meta(ge=0)]
     """Beside weights and KV cache, an instance: activations, graphs, contexts."""
-    host_ms: Coefficient
-    """Of the engine's own code, a sequence a step."""
     models: dict[str, ModelCost]
 
     def memory(self, gpus: int) -> float:
@@ -111,7 +111,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         one = self.models[model]
         cost = one.tp[str(one.sizes[0])]
         constant, sequence, token = cost.decode_line(1.0)
-        step = constant + sequence + self.host_ms / 1e3 + token * (prompt + output / 2)
+        step = constant + sequence + token * (prompt + output / 2)
         return cost.prefill_s(prompt, prompt**2, 1.0) + max(0.0, output - 1) * step
 
 

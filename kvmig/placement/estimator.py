@@ -1,13 +1,14 @@
-"""What a unit will serve: MuxServe's equation 3, solved exactly. Pure.
+"""What a unit will serve: MuxServe's equation 3, by Little's law. Pure.
 
-A unit works in cycles: the prompts of every member's batch, one job after the other, then the
-members decode beside each other, each on its share. Of a batch of b requests, l tokens each,
+Prompts of one member at a time have the unit for themselves; between them the members decode
+beside each other, each on its share. Of a batch of b requests of l tokens,
 
-    throughput = min(b / (sum of all prefill jobs + l x decode step), rate)
+    throughput = min(b / (time of the prompts meanwhile + l x decode step), rate)
 
-where the job's time and the step's are linear in b. So the smallest batches that carry the rates
-are the fixed point of a concave, piecewise linear function of one figure, the sum of all prefill
-jobs. Newton's method from above meets it after at most one step a member.
+Equation 3 counts one batch of every member as the prompts meanwhile, as if all requests took
+equally long. Here each member's prompts are counted at its throughput, each a job of its own that
+waits for the decode steps under way. Then all hangs on one figure, the share of time that
+prompts leave: Newton's method finds it exactly, after one step a member at most.
 """
 
 from __future__ import annotations
@@ -48,10 +49,9 @@ class Expected(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """Seconds of a member's jobs: prefill p0 + p1 b, all its decode steps d0 + d1 b."""
+    """Seconds of a member's jobs: a prompt's, a decode step's d0 + d1 b, l times."""
 
-    p0: float
-    p1: float
+    prompt: float
     d0: float
     d1: float
 
@@ -161,7 +161,7 @@ class Estimator:
     def _solve(
         self, gpus: int, members: Sequence[Member], shares: Sequence[float]
     ) -> list[Expected]:
-        """Equation 3 with the smallest batches that carry the rates, as far as memory allows."""
+        """The smallest batches that carry the rates, as far as memory allows."""
         lines = [
             self._line(one.llm, gpus, share) for one, share in zip(members, shares, strict=True)
         ]
@@ -170,29 +170,31 @@ class Estimator:
             max(1.0, min(MOST_SEQUENCES, quota / self._request_bytes(self.models[one.llm])))
             for one, quota in zip(members, quotas, strict=True)
         ]
-        rates = [one.rate for one in members]
-        prefill = sum(one.p0 + one.p1 * b for one, b in zip(lines, most, strict=True))
-        for _ in range(len(members) + 1):
-            batches = [
-                _batch(one, rate, prefill, b)
-                for one, rate, b in zip(lines, rates, most, strict=True)
-            ]
-            slope, at_zero = 0.0, 0.0
-            for one, rate, b, full in zip(lines, rates, batches, most, strict=True):
-                grows = 0.0 if b >= full else rate / (1 - rate * one.d1)
-                slope += one.p1 * grows
-                at_zero += one.p0 + one.p1 * (b - grows * prefill)
-            lower = at_zero / (1 - slope) if slope < 1 else prefill
-            if lower >= prefill - 1e-12:
-                break
-            prefill = lower
-        return [
-            Expected(share, b, min(b / (prefill + one.d0 + one.d1 * b), rate),
-                     prefill + one.d0 + one.d1 * b, quota)
-            for share, b, one, rate, quota in zip(
-                shares, batches, lines, rates, quotas, strict=True
-            )
-        ]  # fmt: skip
+        drain = self._drain(gpus, members, shares)
+        jobs = [
+            (line.prompt + drain, one.rate, b / (line.d0 + line.d1 * b))
+            for line, one, b in zip(lines, members, most, strict=True)
+        ]
+        left = _left_for_decoding(jobs)
+        found: list[Expected] = []
+        for line, (_, rate, full), b, share, quota in zip(
+            lines, jobs, most, shares, quotas, strict=True
+        ):
+            throughput = min(rate, full * left)
+            spare = left - throughput * line.d1
+            batch = min(b, throughput * line.d0 / spare) if spare > 0 else b
+            found.append(Expected(share, batch, throughput, batch / throughput, quota))
+        return found
+
+    def _drain(self, gpus: int, members: Sequence[Member], shares: Sequence[float]) -> float:
+        """Seconds that a prompt waits for others' decode steps: half the longest, when empty."""
+        if len(members) < 2:
+            return 0.0
+        steps = [
+            self._line(one.llm, gpus, share).d0 / self.models[one.llm].output_tokens
+            for one, share in zip(members, shares, strict=True)
+        ]
+        return max(steps) / 2
 
     def _quotas(self, gpus: int, members: Sequence[Member]) -> list[float]:
         """KV cache in the ratio of the members' demand: rate x bytes of a request."""
@@ -211,21 +213,27 @@ class Estimator:
             llm = self.models[index]
             cost = self._device.models[llm.model].on(gpus)
             assert cost is not None, "asked for by `share` before"
-            prompt = llm.prompt_tokens
-            p0 = cost.prefill_s(0, 0, 1.0)
+            prompt, output = llm.prompt_tokens, llm.output_tokens
             constant, sequence, token = cost.decode_line(share)
-            sequence += self._device.host_ms / 1e3
-            sequence += token * (prompt + llm.output_tokens / 2)
             self._lines[key] = _Line(
-                p0,
-                cost.prefill_s(prompt, prompt**2, 1.0) - p0,
-                constant * llm.output_tokens,
-                sequence * llm.output_tokens,
+                cost.prefill_s(prompt, prompt**2, 1.0),
+                constant * output,
+                (sequence + token * llm.context) * output,
             )
         return self._lines[key]
 
 
-def _batch(line: _Line, rate: float, prefill: float, most: float) -> float:
-    """The smallest batch that carries `rate` in cycles with so much prefill, at most `most`."""
-    spare = 1 - rate * line.d1
-    return min(most, rate * (prefill + line.d0) / spare) if spare > 0 else most
+def _left_for_decoding(jobs: Sequence[tuple[float, float, float]]) -> float:
+    """The share v of time that prompts leave, from each member's (seconds a prompt, rate,
+    throughput if it only decoded): the root of v + sum of prompt x min(rate, throughput x v) = 1.
+    The sum grows with v and is concave, so Newton's steps from 0 never pass the root."""
+    left = 0.0
+    for _ in range(len(jobs) + 1):
+        value, slope = left - 1, 1.0
+        for prompt, rate, full in jobs:
+            value += prompt * min(rate, full * left)
+            slope += prompt * full if full * left < rate else 0.0
+        if value >= -1e-12:
+            break
+        left -= value / slope
+    return left

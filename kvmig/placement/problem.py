@@ -34,11 +34,18 @@ class Llm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_tokens: Annotated[float, msgspec.Meta(ge=1, le=1e7)] = 161.0
     """Mean; the default is ShareGPT's, as in MuxServe."""
     output_tokens: Annotated[float, msgspec.Meta(ge=1, le=1e7)] = 338.0
+    output_cv: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.95
+    """Standard deviation of the output's length / its mean."""
 
     @property
     def tokens(self) -> float:
-        """Of a request at its end."""
+        """Of a mean request at its end."""
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def context(self) -> float:
+        """Mean tokens of a request that runs: long ones run longer, so there are more of them."""
+        return self.prompt_tokens + self.output_tokens * (1 + self.output_cv**2) / 2
 
 
 class Cluster(NamedTuple):

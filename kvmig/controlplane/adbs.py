@@ -1,0 +1,198 @@
+"""Which model of a unit computes what next: MuxServe's ADBS (its Algorithm 3) and others. Pure.
+
+A unit's SMs are ten parts, of which some may be booked twice. Engines say what they want; `grants`
+says which jobs begin; `done` ends one. A model has one job at a time: one engine a model.
+
+    gate = Gate("adbs", {"a": Shares(10, 4), "b": Shares(10, 3)})
+    gate.want("a", Want(prompt=0.0, decode=None))
+    (job,) = gate.grants()          # a's prompts, on all parts
+    gate.done(job)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from kvmig.ground.errors import ConfigError
+
+PARTS = 10
+OVERBOOKED = 2
+"""Parts that may be booked twice, as in MuxServe."""
+PASSES = 8
+"""How often others may begin before a decode step that doesn't fit beside them."""
+
+Kind = Literal["prefill", "decode"]
+
+
+class Shares(NamedTuple):
+    """Parts that a model's jobs take, 1 to `PARTS`."""
+
+    prefill: int
+    decode: int
+
+
+class Want(NamedTuple):
+    """What a model could do now; a time is the arrival of its oldest request that could."""
+
+    prompt: float | None
+    """None: nobody waits, or there is no room for who does."""
+    decode: float | None
+    """None: nothing decodes."""
+
+
+class Job(NamedTuple):
+    """One step of one model's engine."""
+
+    model: str
+    kind: Kind
+    parts: int
+
+
+NOTHING = Want(None, None)
+
+
+class Gate:
+    """One unit's jobs: what is wanted, what runs, whose turn it is."""
+
+    def __init__(self, policy: str, shares: Mapping[str, Shares]) -> None:
+        """Raises ConfigError for an unknown policy, or shares that can't be."""
+        if policy not in POLICIES:
+            raise ConfigError(f"policy is {policy!r:.100}, must be {' or '.join(POLICIES)}")
+        for model, one in shares.items():
+            if not all(1 <= parts <= PARTS for parts in one):
+                raise ConfigError(f"model {model}: shares are {tuple(one)}, must be 1 to {PARTS}")
+        self._policy = POLICIES[policy]
+        self.shares = dict(shares)
+        self.models = sorted(shares)
+        self.wants: dict[str, Want] = {}
+        self.running: dict[str, Job] = {}
+        self.passed: Counter[str] = Counter()
+        """How often others began while this one didn't fit."""
+        self.turn: dict[Kind, int] = {"prefill": 0, "decode": 0}
+        """Index of the model that is looked at first."""
+
+    def want(self, model: str, want: Want) -> None:
+        """What it could do now, instead of what it said last."""
+        self.wants[model] = want
+
+    def done(self, job: Job) -> None:
+        """It ended; its model says anew what it wants."""
+        if self.running.get(job.model) == job:
+            del self.running[job.model]
+            self.wants[job.model] = NOTHING
+
+    def left(self, model: str) -> None:
+        """Its engine is gone; what it held is free."""
+        self.running.pop(model, None)
+        self.wants.pop(model, None)
+
+    def grants(self) -> list[Job]:
+        """Jobs that begin now."""
+        begun: list[Job] = []
+        for job in self._policy(self):
+            self.running[job.model] = job
+            begun.append(job)
+        return begun
+
+    # -- what policies ask
+
+    @property
+    def booked(self) -> int:
+        """Parts of all jobs that run."""
+        return sum(one.parts for one in self.running.values())
+
+    def fits(self, parts: int) -> bool:
+        """Whether so many more may be booked."""
+        return self.booked + parts <= PARTS + OVERBOOKED or not self.running
+
+    def since(self, model: str, kind: Kind) -> float | None:
+        """Since when it wants such a job; None: it doesn't, or has a job."""
+        if model in self.running:
+            return None
+        want = self.wants.get(model, NOTHING)
+        return want.prompt if kind == "prefill" else want.decode
+
+    def wanting(self, kind: Kind) -> list[str]:
+        """Models that want such a job, from the one whose turn it is."""
+        turn = self.turn[kind]
+        ring = self.models[turn:] + self.models[:turn]
+        return [one for one in ring if self.since(one, kind) is not None]
+
+    def job(self, model: str, kind: Kind, parts: int | None = None) -> Job:
+        """Its next one; then it is the next model's turn."""
+        self.passed[model] = 0
+        self.turn[kind] = (self.models.index(model) + 1) % len(self.models)
+        shares = self.shares[model]
+        own = shares.prefill if kind == "prefill" else shares.decode
+        return Job(model, kind, own if parts is None else parts)
+
+
+def adbs(gate: Gate) -> Iterator[Job]:
+    """Algorithm 3: one model's prompts at a time, in turn, before all decoding; models decode
+    beside each other, in turn, as long as their parts fit. Prompts that don't fit hold new decode
+    steps back, or there would never be room for them; so do decode steps that others have passed
+    often enough, which Algorithm 3 leaves out."""
+    if not any(one.kind == "prefill" for one in gate.running.values()):
+        for model in gate.wanting("prefill")[:1]:
+            if not gate.fits(gate.shares[model].prefill):
+                return
+            yield gate.job(model, "prefill")
+    passed = list[str]()
+    for model in gate.wanting("decode"):
+        if gate.fits(gate.shares[model].decode):
+            for one in passed:
+                gate.passed[one] += 1
+            yield gate.job(model, "decode")
+        elif gate.passed[model] >= PASSES:
+            return
+        else:
+            passed.append(model)
+
+
+def fcfs(gate: Gate) -> Iterator[Job]:
+    """MuxServe's temporal baseline: one job at a time, on all parts: the prompts of who waits
+    longest, else the decode step of the model with the oldest request."""
+    if gate.running:
+        return
+    for kind in _KINDS:
+        oldest = sorted((gate.since(one, kind) or 0.0, one) for one in gate.wanting(kind))
+        if oldest:
+            yield gate.job(oldest[0][1], kind, PARTS)
+            return
+
+
+def round_robin(gate: Gate) -> Iterator[Job]:
+    """Models in turn, each with its prompts if any wait, else a decode step; who doesn't fit is
+    waited for."""
+    ring = gate.models[gate.turn["decode"] :] + gate.models[: gate.turn["decode"]]
+    for model in ring:
+        for kind in _KINDS:
+            if gate.since(model, kind) is not None:
+                job = gate.job(model, kind)
+                if not gate.fits(job.parts):
+                    gate.turn["decode"] = gate.models.index(model)
+                    return
+                gate.turn["decode"] = (gate.models.index(model) + 1) % len(gate.models)
+                yield job
+                break
+
+
+def free(gate: Gate) -> Iterator[Job]:
+    """No gate: whoever wants something does it at once, with all parts, prompts first."""
+    for model in gate.models:
+        for kind in _KINDS:
+            if gate.since(model, kind) is not None:
+                yield gate.job(model, kind, PARTS)
+                break
+
+
+_KINDS: tuple[Kind, ...] = ("prefill", "decode")
+
+POLICIES: dict[str, Callable[[Gate], Iterator[Job]]] = {
+    "adbs": adbs,
+    "fcfs": fcfs,
+    "round-robin": round_robin,
+    "free": free,
+}

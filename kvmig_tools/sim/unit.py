@@ -1,0 +1,221 @@
+"""A modelled unit: GPUs that instances of several models share, gated by the live ADBS.
+
+A job is one step: some prompts of one model, or one decode step of all its running requests. It
+takes what the cost model says for its share of the SMs, and longer by the ratio in which SMs
+and memory bandwidth are booked above what there is when it begins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvmig.controlplane.adbs import PARTS, Gate, Job, Shares, Want
+from kvmig.controlplane.quotas import PERIOD_S, RULES, Use
+from kvmig.costs.shares import Device
+from kvmig_tools.sim.batch import DecodeBatch
+from kvmig_tools.sim.events import EventQueue
+from kvmig_tools.sim.request import SimRequest
+
+PREFILL_TOKENS = 2048
+"""Of one job of prompts."""
+MOST_SEQUENCES = 256
+"""Of one model's batch."""
+BLOCK_TOKENS = 16
+
+
+class Tenant(NamedTuple):
+    """An instance on a unit."""
+
+    name: str
+    model: str
+    """Whose costs it has."""
+    decode_share: float
+    quota_bytes: float
+    request_tokens: float
+    """Mean, of a request at its end: so many a quota is counted to hold."""
+
+
+class SimTenant:
+    """What one instance of the unit has to do."""
+
+    def __init__(self, tenant: Tenant, device: Device, gpus: int) -> None:
+        cost = device.models[tenant.model].on(gpus)
+        if cost is None:
+            raise ValueError(f"{tenant.model} has no costs on {gpus} GPUs of {device.name}")
+        self.name = tenant.name
+        self.cost = cost
+        self.weights = device.models[tenant.model].weight_bytes
+        self.token_bytes = device.models[tenant.model].token_bytes
+        self.request_bytes = tenant.request_tokens * self.token_bytes
+        self.quota = tenant.quota_bytes
+        self.waiting: deque[SimRequest] = deque()
+        self.prompts: list[SimRequest] = []
+        """In the job that runs."""
+        self.batch = DecodeBatch(BLOCK_TOKENS)
+        self.held_s = 0.0
+        """Requests x seconds since quotas were adapted."""
+        self.seen_at = 0.0
+
+    @property
+    def running(self) -> int:
+        """Requests that hold KV cache."""
+        return len(self.batch) + len(self.prompts)
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that are here."""
+        return self.running + len(self.waiting)
+
+    @property
+    def room(self) -> int:
+        """Requests that may still start."""
+        most = min(MOST_SEQUENCES, max(1, int(self.quota / self.request_bytes)))
+        return most - self.running
+
+    def want(self) -> Want:
+        """For the gate."""
+        oldest = next(iter(self.batch.requests.values()), None)
+        return Want(
+            self.waiting[0].arrival if self.waiting and self.room > 0 else None,
+            None if oldest is None else oldest.arrival,
+        )
+
+    def count(self, now: float) -> None:
+        """Add what it held until now to the mean; before that changes."""
+        self.held_s += self.running * (now - self.seen_at)
+        self.seen_at = now
+
+    def take_prompts(self) -> tuple[int, int]:
+        """Those of the next job: (their tokens, the sum of their squares)."""
+        tokens = squares = 0
+        room = self.room
+        while self.waiting and len(self.prompts) < MOST_SEQUENCES and room > 0:
+            size = self.waiting[0].tokens
+            if self.prompts and tokens + size > PREFILL_TOKENS:
+                break
+            self.prompts.append(self.waiting.popleft())
+            tokens, squares, room = tokens + size, squares + size * size, room - 1
+        return tokens, squares
+
+
+class SimUnit:
+    """One unit in virtual time."""
+
+    def __init__(
+        self,
+        events: EventQueue,
+        device: Device,
+        gpus: int,
+        tenants: Sequence[Tenant],
+        policy: str = "adbs",
+        rule: str = "muxserve",
+    ) -> None:
+        """rule: of the quotas; fixed: they aren't adapted."""
+        self._events = events
+        self._device = device
+        self._bandwidth = device.bandwidth * gpus
+        self.tenants = {one.name: SimTenant(one, device, gpus) for one in tenants}
+        self._shares = {one.name: Shares(PARTS, parts(one.decode_share)) for one in tenants}
+        self._gate = Gate(policy, self._shares)
+        self._rule = rule if len(tenants) > 1 else "fixed"
+        self._traffic: dict[str, float] = {}
+        """Bytes a second that each running job reads, of those that decode."""
+        self._adapting = False
+
+    def submit(self, name: str, request: SimRequest) -> None:
+        """A request for one of the models."""
+        self.tenants[name].waiting.append(request)
+        self._look(name)
+        self._stir()
+        if self._rule != "fixed" and not self._adapting:
+            self._adapting = True
+            self._events.after(PERIOD_S, self._adapt)
+
+    def _look(self, name: str) -> None:
+        self._gate.want(name, self.tenants[name].want())
+
+    def _stir(self) -> None:
+        for job in self._gate.grants():
+            seconds = self._begin(job)
+            self._events.after(seconds, partial(self._end, job))
+
+    def _begin(self, job: Job) -> float:
+        """How long the job takes, from what runs beside it."""
+        one = self.tenants[job.model]
+        one.count(self._events.now)
+        crowd = max(1.0, self._gate.booked / PARTS)
+        share = job.parts / PARTS
+        if job.kind == "prefill":
+            tokens, squares = one.take_prompts()
+            return one.cost.prefill_s(tokens, squares, share) * crowd
+        sequences, context = len(one.batch), one.batch.context
+        seconds = one.cost.decode_s(sequences, context, share)
+        # Every step reads the weights and the batch's cache.
+        traffic = (one.weights + context * one.token_bytes) / seconds
+        self._traffic[job.model] = traffic
+        crowd = max(crowd, sum(self._traffic.values()) / self._bandwidth)
+        return seconds * crowd
+
+    def _end(self, job: Job) -> None:
+        one, now = self.tenants[job.model], self._events.now
+        one.count(now)
+        if job.kind == "prefill":
+            done = self._prompts_done(one)
+        else:
+            del self._traffic[job.model]
+            done = one.batch.advance(1)
+            for request in done:
+                one.batch.remove(request)
+        self._gate.done(job)
+        self._look(job.model)
+        self._stir()
+        for request in done:
+            request.finished_at = now
+
+    def _prompts_done(self, one: SimTenant) -> list[SimRequest]:
+        """Their first tokens are out; those that wanted just one are finished."""
+        done: list[SimRequest] = []
+        for request in one.prompts:
+            request.generated = 1
+            request.first_token_at = self._events.now
+            if request.tokens >= request.final_tokens:
+                done.append(request)
+            else:
+                one.batch.add(request)
+        one.prompts = []
+        return done
+
+    def _adapt(self) -> None:
+        """Quotas by the live rule, as long as anything is here."""
+        now = self._events.now
+        uses: list[Use] = []
+        for one in self.tenants.values():
+            one.count(now)
+            size = one.request_bytes
+            uses.append(
+                Use(
+                    model=one.name,
+                    quota=int(one.quota),
+                    floor=int(size),
+                    held=int(one.running * size),
+                    mean=one.held_s / PERIOD_S * size,
+                    wanted=one.outstanding * size,
+                )
+            )
+            one.held_s = 0.0
+        for name, quota in RULES[self._rule](uses).items():
+            self.tenants[name].quota = quota
+            self._look(name)
+        self._stir()
+        if any(one.outstanding for one in self.tenants.values()):
+            self._events.after(PERIOD_S, self._adapt)
+        else:
+            self._adapting = False
+
+
+def parts(share: float) -> int:
+    """A share of the SMs as parts that the gate books."""
+    return max(1, min(PARTS, round(share * PARTS)))

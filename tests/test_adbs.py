@@ -1,0 +1,168 @@
+"""Who of a unit's models computes next: ADBS and the policies beside it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.controlplane.adbs import OVERBOOKED, PARTS, POLICIES, Gate, Job, Shares, Want
+from kvmig.ground.errors import ConfigError
+
+BOTH = Want(prompt=0.0, decode=0.0)
+DECODES = Want(prompt=None, decode=0.0)
+PROMPTS = Want(prompt=0.0, decode=None)
+
+
+def gate(policy: str = "adbs", **decode: int) -> Gate:
+    return Gate(policy, {name: Shares(PARTS, parts) for name, parts in decode.items()})
+
+
+def test_prompts_go_first_and_take_turns() -> None:
+    it = gate(a=4, b=4)
+    for model in ("a", "b"):
+        it.want(model, PROMPTS)
+    (first,) = it.grants()
+    assert first == Job("a", "prefill", PARTS)
+    it.done(first)
+    it.want("a", PROMPTS)
+    (second,) = it.grants()
+    assert second == Job("b", "prefill", PARTS)
+
+
+def test_models_decode_beside_each_other_as_long_as_their_parts_fit() -> None:
+    it = gate(a=4, b=4, c=4, d=4)
+    for model in it.models:
+        it.want(model, DECODES)
+    assert [one.model for one in it.grants()] == ["a", "b", "c"]  # 12 of 10 parts
+
+
+def test_who_found_no_place_decodes_next() -> None:
+    it = gate(a=7, b=7)
+    for model in it.models:
+        it.want(model, DECODES)
+    (first,) = it.grants()
+    it.done(first)
+    it.want("a", DECODES)
+    assert [one.model for one in it.grants()] == ["b"]
+
+
+def test_prompts_that_dont_fit_hold_new_decode_steps_back() -> None:
+    it = gate(a=4, b=4, c=4)
+    it.want("a", DECODES)
+    (running,) = it.grants()
+    it.want("b", PROMPTS)
+    it.want("c", DECODES)
+    assert it.grants() == []
+    it.done(running)
+    it.want("a", DECODES)
+    assert [(one.model, one.kind) for one in it.grants()] == [("b", "prefill")]
+
+
+def test_an_engine_that_is_gone_holds_nothing() -> None:
+    it = gate(a=10, b=10)
+    for model in it.models:
+        it.want(model, PROMPTS)
+    it.grants()
+    it.left("a")
+    assert [one.model for one in it.grants()] == ["b"]
+
+
+def test_an_end_that_was_counted_already_ends_nothing_else() -> None:
+    it = gate(a=4)
+    it.want("a", PROMPTS)
+    (old,) = it.grants()
+    it.left("a")
+    it.want("a", DECODES)
+    (new,) = it.grants()
+    it.done(old)
+    assert it.running == {"a": new}
+
+
+def test_fcfs_does_one_thing_at_a_time_for_the_oldest_request() -> None:
+    it = gate("fcfs", a=4, b=4)
+    it.want("a", Want(prompt=None, decode=5.0))
+    it.want("b", Want(prompt=None, decode=2.0))
+    (only,) = it.grants()
+    assert only == Job("b", "decode", PARTS)
+
+
+def test_round_robin_waits_for_who_doesnt_fit() -> None:
+    it = gate("round-robin", a=4, b=10, c=4)
+    for model in it.models:
+        it.want(model, DECODES)
+    assert [one.model for one in it.grants()] == ["a"]
+
+
+def test_without_a_gate_everybody_goes_at_once() -> None:
+    it = gate("free", a=4, b=4, c=4, d=4)
+    for model in it.models:
+        it.want(model, BOTH)
+    assert [one.kind for one in it.grants()] == ["prefill"] * 4
+
+
+wants = st.builds(Want, st.none() | st.floats(0, 9), st.none() | st.floats(0, 9))
+events = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.sampled_from(["want", "done", "left"]), wants),
+    max_size=60,
+)
+parts = st.fixed_dictionaries({name: st.integers(1, 10) for name in "abcd"})
+
+
+@given(policy=st.sampled_from(sorted(POLICIES)), decode=parts, events=events)
+def test_whatever_happens_a_model_has_one_job_and_the_sms_are_booked_as_allowed(
+    policy: str, decode: dict[str, int], events: list[tuple[str, str, Want]]
+) -> None:
+    it = gate(policy, **decode)
+    for model, what, want in events:
+        if what == "want":
+            it.want(model, want)
+        elif what == "left":
+            it.left(model)
+        elif model in it.running:
+            it.done(it.running[model])
+        before = set(it.running)
+        begun = it.grants()
+        assert not before & {one.model for one in begun}
+        assert len({one.model for one in begun}) == len(begun)
+        assert it.grants() == [], "all that can begin has begun"
+        jobs = list(it.running.values())
+        if policy != "free":
+            assert it.booked <= PARTS + OVERBOOKED
+        if policy == "fcfs":
+            assert len(jobs) <= 1
+        if policy == "adbs":
+            assert sum(one.kind == "prefill" for one in jobs) <= 1
+
+
+@given(
+    policy=st.sampled_from(["adbs", "round-robin"]),
+    decode=parts,
+    prompts=st.integers(0, 5),
+)
+def test_everybody_who_wants_to_decode_gets_a_turn(
+    policy: str, decode: dict[str, int], prompts: int
+) -> None:
+    """Once no more prompts come, whatever parts it takes."""
+    it = gate(policy, **decode)
+    steps = dict.fromkeys("abcd", 0)
+    for model in it.models:
+        it.want(model, DECODES)
+    for turn in range(60):
+        if turn < prompts:
+            it.want("abcd"[turn % 4], PROMPTS)
+        for job in it.grants():
+            steps[job.model] += job.kind == "decode"
+        for job in list(it.running.values())[:1]:
+            it.done(job)
+            it.want(job.model, DECODES)
+    assert min(steps.values()) >= 1
+
+
+def test_an_unknown_policy_and_shares_that_cant_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="policy is 'best', must be adbs or fcfs or"):
+        gate("best", a=1)
+    with pytest.raises(ConfigError, match=r"model a: shares are \(10, 0\), must be 1 to 10"):
+        gate(a=0)
+    with pytest.raises(ConfigError, match=r"model a: shares are \(10, 11\)"):
+        gate(a=11)
