@@ -95,6 +95,19 @@ def test_what_is_written_while_it_is_merged_is_not_forgotten(
     assert total(store) == (1, 0, 12)
 
 
+def test_calls_of_a_front_end_that_was_killed_count_so_far_and_run_no_more(
+    store: Store, tmp_path: Path
+) -> None:
+    path = tmp_path / "front-1.sqlite"
+    spool = Spool(path)
+    spool.write([record(1, output=10), record(2, output=7, ended=9.0, status="finished")])
+    merge(store.database, path)
+    assert len(spool.read()) == 1
+    merge(store.database, path, over=True)
+    assert rows(store) == [(1, 10, "cut"), (2, 7, "finished")]
+    assert spool.read() == []
+
+
 def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,11 +107,16 @@ async def test_a_front_end_that_is_killed_has_lost_a_second_at_most(
     stream = Streamed(fleet, ask("a", 60), key)
     await stream.reach(8)
     await asyncio.sleep(2.5)
+    spools = list((fleet.folder / "spools").iterdir())
     for one in fleet.processes("kvmig.serve"):
         kill(one)
     await asyncio.wait([stream.task])
     fleet.hold(None)
     assert used(fleet, key, 8)["output"] == len(stream.text)
+    deadline = time.monotonic() + PATIENCE_S
+    while any(spool.exists() for spool in spools):  # nothing is left behind
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
 
 
 async def test_a_deployment_that_ends_has_written_all(fleet: ToyFleet, key: str) -> None:

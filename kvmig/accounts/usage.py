@@ -38,7 +38,8 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     reruns: int = 0
     ttft_ms: float | None = None
     status: Status = "running"
-    """finished: the client was sent the whole answer. cut: it left, or got an error."""
+    """finished: the client was sent the whole answer. cut: it left, or got an error, or its front
+    end was killed, which leaves `ended` unknown."""
 
 
 class Spool:
@@ -66,8 +67,11 @@ class Spool:
             return [msgspec.json.decode(record, type=UsageRecord) for (record,) in rows]
 
     def forget(self, merged: Iterable[UsageRecord]) -> None:
-        """Drop those that have ended and are kept elsewhere, as they were read. Raises OSError."""
-        rows = [(one.seq, msgspec.json.encode(one)) for one in merged if one.ended is not None]
+        """Drop those that are kept elsewhere, unless others have taken their places.
+
+        Raises OSError.
+        """
+        rows = [(one.seq, msgspec.json.encode(one)) for one in merged]
         with self._open() as file, file:
             file.executemany("DELETE FROM records WHERE seq = ? AND record = ?", rows)
 

@@ -28,19 +28,26 @@ AT_ONCE = 500
 SUMS = ("calls", "prompt", "output")
 
 
-def merge(database: Database, spool: Path) -> int:
+def merge(database: Database, spool: Path, over: bool = False) -> int:
     """Take what a spool holds into the ledger; how many records. Raises StoreError, OSError.
 
-    Those of calls that run stay in the spool.
+    Those of calls that run stay in the spool. over: nobody writes it any more, so no call runs; the
+    front end was killed under those that say so.
     """
     file, merged, after = Spool(spool), 0, 0
     while records := file.read(after):
+        rows = [_cut(one) if over else one for one in records]
         with database.transaction() as connection:
-            for first in range(0, len(records), AT_ONCE):
-                _merge(connection, spool.stem, records[first : first + AT_ONCE])
-        file.forget(records)
+            for first in range(0, len(rows), AT_ONCE):
+                _merge(connection, spool.stem, rows[first : first + AT_ONCE])
+        file.forget(one for one in records if over or one.ended is not None)
         merged, after = merged + len(records), records[-1].seq
     return merged
+
+
+def _cut(record: UsageRecord) -> UsageRecord:
+    running = record.status == "running"
+    return msgspec.structs.replace(record, status="cut") if running else record
 
 
 def _merge(connection: Connection, source: str, records: Sequence[UsageRecord]) -> None:

@@ -185,7 +185,7 @@ class FleetServer:
                 over = self._models.is_over(folder.name)  # it writes nothing any more
                 try:
                     for path in sorted(folder.glob("*.sqlite")):
-                        await self._backend.stored(merge, self._store.database, path)
+                        await self._backend.stored(merge, self._store.database, path, over)
                     if over:
                         await asyncio.to_thread(remove_empty, folder)
                 except (StoreError, OSError) as error:
