@@ -17,8 +17,8 @@ from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.copy import checksum_fused
 from kvmig.kernels.driver import Driver
+from kvmig.kernels.ipc import view
 from kvmig.kvtransfer.messages import Chunk
-from kvmig.kvtransfer.transports.cuda_ipc import view
 from kvmig.kvtransfer.transports.select import Site, open_staging
 from tests.inbox_process import Destination, digest
 

@@ -217,7 +217,7 @@ def test_structures_and_numbers_are_those_of_the_drivers_header(tmp_path: Path) 
         *(wanted.rdma.offset, ctypes.sizeof(access), access.flags.offset),
         *(ctypes.sizeof(how), how.flags.offset),
         *(ipc._PINNED, ipc._ON_DEVICE, ipc._READ_AND_WRITE, ipc._MINIMUM, ipc._DESCRIPTOR),
-        *(ipc._CAN_EXPORT, ipc._CAN_RDMA, driver._IN_STREAM_ORDER, driver._BESIDE_KERNELS),
+        *(ipc._CAN_EXPORT, ipc.CAN_RDMA, driver._IN_STREAM_ORDER, driver._BESIDE_KERNELS),
         *(driver._RELAXED, driver._STREAM_NON_BLOCKING, driver._EVENT_WITHOUT_TIMING),
         *(driver._PORTABLE, driver._READ_ONLY, driver._MULTIPROCESSORS, driver.NOT_READY),
     ]

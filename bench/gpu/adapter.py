@@ -17,7 +17,7 @@ from kvmig.ground.errors import KvmigError
 from kvmig.ground.layout import KVLayout
 from kvmig.kernels.driver import current_device
 from kvmig.kernels.face import Device
-from kvmig.kvtransfer.transports.cuda_ipc import view
+from kvmig.kernels.ipc import view
 
 REPEATS = 3
 BUFFERS: dict[Device, tuple[str, ...]] = {

@@ -19,7 +19,7 @@ from kvmig.kernels.driver import Driver
 _PINNED, _ON_DEVICE, _READ_AND_WRITE, _MINIMUM = 1, 1, 3, 0
 _DESCRIPTOR = 1
 """CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR."""
-_CAN_EXPORT, _CAN_RDMA = 103, 110
+_CAN_EXPORT, CAN_RDMA = 103, 110
 """CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, and
 CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED."""
 
@@ -77,7 +77,7 @@ def create(driver: Driver, nbytes: int) -> tuple[Mapping, int]:
         type=_PINNED,
         handle_types=_DESCRIPTOR,
         location=_Location(_ON_DEVICE, driver.ordinal),
-        rdma=driver.attribute(_CAN_RDMA),
+        rdma=driver.attribute(CAN_RDMA),
     )
     grain, handle, descriptor = c_size_t(), c_uint64(), c_int(-1)
     driver.call("cuMemGetAllocationGranularity", byref(grain), byref(wanted), c_int(_MINIMUM))
@@ -161,6 +161,23 @@ def close(driver: Driver, mapping: Mapping) -> None:
     there = c_void_p(mapping.address), c_size_t(mapping.size)
     driver.call_outside("cuMemUnmap", *there)
     driver.call_outside("cuMemAddressFree", *there)
+
+
+def view(address: int, nbytes: int, owner: object) -> memoryview:
+    """`nbytes` at `address` of a GPU, writable; keeps `owner`, whose memory it is, alive.
+
+    Only the address means something: kernels take it, host code that reads or writes the view
+    crashes. It and its parts say so to `kernels.arrays.memory_of`.
+    """
+    buffer = (ctypes.c_ubyte * nbytes).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]
+    buffer.__cuda_array_interface__ = {  # type: ignore[attr-defined]
+        "shape": (nbytes,),
+        "typestr": "|u1",
+        "data": (address, False),
+        "version": 3,
+    }
+    return memoryview(buffer).cast("B")
 
 
 def _map(driver: Driver, handle: c_uint64, size: int) -> Mapping:

@@ -20,7 +20,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
@@ -262,14 +262,14 @@ class Shape(msgspec.Struct, frozen=True):
     slot_bytes: int
 
     @classmethod
-    def of(cls, offer: Offer) -> Shape:
+    def of(cls, offer: Offer) -> Self:
         """The shape that a token names. Raises TransportError for a token that names none."""
         try:
             return msgspec.json.decode(offer.token, type=cls).checked()
         except msgspec.DecodeError as error:
             raise TransportError(f"not a token of {offer.transport}: {error}") from error
 
-    def checked(self) -> Shape:
+    def checked(self) -> Self:
         """The same shape. Raises TransportError for sizes that can't be."""
         if self.slots < 1 or self.slot_bytes < 1 or self.slots * self.slot_bytes > MOST:
             raise TransportError(

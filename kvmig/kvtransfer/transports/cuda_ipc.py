@@ -12,7 +12,6 @@ the source's memory: GPUs of one host needn't reach each other (no peer access, 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import secrets
@@ -92,8 +91,8 @@ class GpuMemory:
         _ours[self._donor.ticket.socket] = self
 
     def view(self, start: int, nbytes: int) -> memoryview:
-        """A part of it, see `view`."""
-        return view(self.mapping.address + start, nbytes, self)
+        """A part of it, see `ipc.view`."""
+        return ipc.view(self.mapping.address + start, nbytes, self)
 
     def close(self) -> None:
         """Nobody may map it any more. Idempotent."""
@@ -193,7 +192,7 @@ class CudaIpcChannel(Channel):
         return gone(self._place.exported.ticket)
 
     async def buffer(self, slot: int) -> memoryview:
-        """The slot of the inbox; no host code may touch it, see `view`."""
+        """The slot of the inbox; no host code may touch it, see `ipc.view`."""
         self._staging.check(slot)
         try:
             if not self._mapped.done():
@@ -205,7 +204,9 @@ class CudaIpcChannel(Channel):
         peer = self._peer
         if peer is None:
             raise TransportError("the way to the destination's memory was given up")
-        return view(peer.address + slot * self._place.slot_bytes, self._staging.slot_bytes, peer)
+        return ipc.view(
+            peer.address + slot * self._place.slot_bytes, self._staging.slot_bytes, peer
+        )
 
     async def push(self, chunk: Chunk, announce: Announce) -> None:
         """It is there."""
@@ -291,20 +292,3 @@ def _test(memory: GpuMemory, origin: Origin, refusals: RefusalCounter) -> None:
 
 _stuck: list[PeerMemory] = []
 """Never unmapped: the device may still be at it."""
-
-
-def view(address: int, nbytes: int, owner: object) -> memoryview:
-    """`nbytes` at `address` of a GPU, writable; keeps `owner`, whose memory it is, alive.
-
-    Only the address means something: kernels take it, host code that reads or writes the view
-    crashes. It and its parts say so to `kernels.arrays.memory_of`.
-    """
-    buffer = (ctypes.c_ubyte * nbytes).from_address(address)
-    buffer.owner = owner  # type: ignore[attr-defined]
-    buffer.__cuda_array_interface__ = {  # type: ignore[attr-defined]
-        "shape": (nbytes,),
-        "typestr": "|u1",
-        "data": (address, False),
-        "version": 3,
-    }
-    return memoryview(buffer).cast("B")

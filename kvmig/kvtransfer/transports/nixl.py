@@ -1,7 +1,10 @@
 """NIXL over UCX: one-sided WRITE into the destination's registered buffers, with a notification.
 
-RDMA where there is a device for it, else shared memory or TCP as UCX finds them. Each end
-has an agent, used by one thread: an agent isn't thread-safe, and its calls may block. Agents
+RDMA where there is a device for it, else shared memory or TCP as UCX finds them. Where the KV cache
+is on a GPU so are the buffers, if RDMA devices reach that GPU's memory (GPUDirect) and NIXL takes
+it: a chunk then crosses no memory of the host. Else they are the host's, and the log says why. The
+destination's kernel, which is launched once the notification is there, checks all it reads. Each
+end has an agent, used by one thread: an agent isn't thread-safe, and its calls may block. Agents
 run no progress thread; both ends drive UCX only while a chunk is on its way. The bytes are
 not encrypted: in `auto` only machines with an RDMA device offer it.
 """
@@ -10,27 +13,30 @@ from __future__ import annotations
 
 import base64
 import importlib
+import logging
 import mmap
 import os
 import secrets
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from kvmig.ground.errors import PeerError, TransportError
+from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
+from kvmig.kernels.driver import Driver
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import (
     Announce,
     Channel,
-    HostChannel,
-    HostStaging,
     Inbox,
     Shape,
+    Staging,
     check_slot,
     unmap,
 )
@@ -51,6 +57,16 @@ REMEMBERED = 4096
 """Notifications of chunks that nobody asked for, because their migration had ended."""
 
 T = TypeVar("T")
+Kind = Literal["DRAM", "VRAM"]
+"""NIXL's words for the host's memory and a GPU's."""
+
+log = logging.getLogger(__name__)
+
+
+class Offered(Shape, frozen=True):
+    """The offer's token. gpus: whether the source can write to a GPU's memory."""
+
+    gpus: bool = False
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -59,6 +75,8 @@ class Place(msgspec.Struct, frozen=True):
     metadata: str
     base: int
     slot_bytes: int
+    kind: Kind = "DRAM"
+    device: int = 0
 
 
 def has_rdma() -> bool:
@@ -80,15 +98,64 @@ def load() -> Any:
     raise TransportError(f"NIXL is not installed (kvmig[nixl]): {reasons[0]}")
 
 
-class Agent:
-    """A NIXL agent with one registered mapping."""
+class HostMemory:
+    """Memory of this process."""
+
+    kind: Kind = "DRAM"
+    device = 0
 
     def __init__(self, nbytes: int) -> None:
-        """Raises TransportError if NIXL can't be had."""
+        self._mapping = mmap.mmap(-1, nbytes)
+        self.base = address_of(memoryview(self._mapping))
+
+    @property
+    def mapped(self) -> memoryview | None:
+        """All of it, as the host sees it."""
+        return memoryview(self._mapping)
+
+    def view(self, start: int, nbytes: int) -> memoryview:
+        """A part of it."""
+        return memoryview(self._mapping)[start : start + nbytes]
+
+    def close(self) -> None:
+        """It goes with its last view."""
+        unmap(self._mapping)
+
+
+class GpuMemory:
+    """Memory of a GPU that RDMA devices reach; it goes with its last view."""
+
+    kind: Kind = "VRAM"
+    mapped: memoryview | None = None
+
+    def __init__(self, gpu: int, nbytes: int) -> None:
+        """Raises KvmigError if there is no such, or not as much."""
+        driver = Driver(gpu)
+        if not driver.attribute(ipc.CAN_RDMA):
+            raise TransportError(f"RDMA devices don't reach memory of GPU {gpu}")
+        mapping, descriptor = ipc.create(driver, nbytes)
+        os.close(descriptor)
+        weakref.finalize(self, ipc.close, driver, mapping)
+        self.base, self.device = mapping.address, gpu
+
+    def view(self, start: int, nbytes: int) -> memoryview:
+        """A part of it, see `ipc.view`."""
+        return ipc.view(self.base + start, nbytes, self)
+
+    def close(self) -> None:
+        """It goes with its last view."""
+
+
+class Agent:
+    """A NIXL agent with registered memory."""
+
+    memory: HostMemory | GpuMemory
+
+    def __init__(self, nbytes: int, gpu: int | None) -> None:
+        """gpu: whose memory it is, if that can be; None: the host's. Raises TransportError if NIXL
+        can't be had."""
         api = load()
         self.name = f"kvmig-{secrets.token_hex(8)}"
-        self.memory = mmap.mmap(-1, nbytes)
-        self.base = address_of(memoryview(self.memory))
         self.arrived: OrderedDict[int, None] = OrderedDict()
         """Numbers of the chunks that have come, and that nobody has taken."""
         # Without progress here a writer would wait for one who has stopped to listen.
@@ -98,7 +165,8 @@ class Agent:
         self._registered: Any = None
         self._agent: Any = None
         try:
-            self.worker.submit(lambda: self._open(api, nbytes)).result(OPEN_TIMEOUT_S)
+            if gpu is None or not self._on_gpu(api, gpu, nbytes):
+                self._have(api, HostMemory(nbytes), nbytes)
         except Exception as error:
             self.close()
             raise TransportError(f"no NIXL agent: {error!r}") from error
@@ -127,11 +195,25 @@ class Agent:
         self.worker.post(self._close)
         self.worker.close()
 
-    def _open(self, api: Any, nbytes: int) -> None:
+    def _on_gpu(self, api: Any, gpu: int, nbytes: int) -> bool:
+        try:
+            self._have(api, GpuMemory(gpu, nbytes), nbytes)
+        except Exception as error:  # noqa: BLE001 - of NIXL's own kinds, and said
+            log.warning("NIXL brings blocks through the host's memory: %s", repr(error))
+            return False
+        return True
+
+    def _have(self, api: Any, memory: HostMemory | GpuMemory, nbytes: int) -> None:
+        self.worker.submit(lambda: self._open(api, memory, nbytes)).result(OPEN_TIMEOUT_S)
+
+    def _open(self, api: Any, memory: HostMemory | GpuMemory, nbytes: int) -> None:
+        # An agent that has failed to register memory tells others what they can't read.
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        self._agent = api.nixl_agent(self.name, config)
-        self._registered = self._agent.register_memory([(self.base, nbytes, 0, "")], "DRAM")
-        self.metadata = self._agent.get_agent_metadata()
+        agent = api.nixl_agent(self.name, config)
+        listed = [(memory.base, nbytes, memory.device, "")]
+        self._registered = agent.register_memory(listed, memory.kind)
+        self.metadata = agent.get_agent_metadata()
+        self._agent, self.memory = agent, memory
 
     def _listen(self, number: int) -> None:
         until = time.monotonic() + SLICE_S
@@ -151,23 +233,33 @@ class Agent:
     def _close(self) -> None:
         if self._registered is not None:
             self._agent.deregister_memory(self._registered)
+            self.memory.close()
         self._registered = self._agent = None
-        unmap(self.memory)
 
 
-class NixlStaging(HostStaging):
+class NixlStaging(Staging):
     """Slots in registered memory."""
 
     transport = NAME
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:
-        """Raises TransportError if NIXL can't be had."""
-        self.agent = Agent(slots * slot_bytes)
-        super().__init__(self.agent.memory, slots, slot_bytes)
+    def __init__(self, slots: int, slot_bytes: int, gpu: int | None = None) -> None:
+        """gpu: that the KV cache is on. Raises TransportError if NIXL can't be had."""
+        self.agent = Agent(slots * slot_bytes, gpu)
+        super().__init__(slots, slot_bytes)
+
+    @property
+    def memory(self) -> memoryview | None:
+        """See `Staging`."""
+        return self.agent.memory.mapped
+
+    def buffer(self, slot: int) -> memoryview:
+        """The slot [slot_bytes], see `Channel.buffer`."""
+        self.check(slot)
+        return self.agent.memory.view(slot * self.slot_bytes, self.slot_bytes)
 
     def offer(self) -> Offer:
         """How many buffers the destination needs for it."""
-        return Offer(NAME, Shape(self.slots, self.slot_bytes).token())
+        return Offer(NAME, Offered(self.slots, self.slot_bytes, gpus=True).token())
 
     def _connect(self, token: str) -> Channel:
         try:
@@ -176,20 +268,27 @@ class NixlStaging(HostStaging):
             raise PeerError(f"not a token of NIXL: {error}") from error
         return NixlChannel(self, place)
 
-    def _free_memory(self) -> None:
-        self.agent.close()
+    def close(self) -> None:
+        """Give the memory back to NIXL and the system."""
+        if not self._closed:
+            super().close()
+            self.agent.close()
 
 
-class NixlChannel(HostChannel):
+class NixlChannel(Channel):
     """Writes a slot into the inbox's slot of the same number."""
 
     def __init__(self, staging: NixlStaging, place: Place) -> None:
-        super().__init__(staging)
+        self._staging = staging
         self._agent = staging.agent
         self._place = place
         self._slot_bytes = staging.slot_bytes
         self._peer: str | None = None
         self._number = 0
+
+    async def buffer(self, slot: int) -> memoryview:
+        """The slot itself."""
+        return self._staging.buffer(slot)
 
     async def push(self, chunk: Chunk, announce: Announce) -> None:
         """Announced first: the destination drives its half while it waits."""
@@ -224,12 +323,13 @@ class NixlChannel(HostChannel):
         if self._peer is None:
             metadata = base64.b85decode(self._place.metadata)
             self._peer = _text(agent.add_remote_agent(metadata))
-        here = self._agent.base + chunk.slot * self._slot_bytes
-        there = self._place.base + chunk.slot * self._place.slot_bytes
+        memory, place = self._agent.memory, self._place
+        here = memory.base + chunk.slot * self._slot_bytes
+        there = place.base + chunk.slot * place.slot_bytes
         return agent.initialize_xfer(
             "WRITE",
-            agent.get_xfer_descs([(here, chunk.nbytes, 0)], "DRAM"),
-            agent.get_xfer_descs([(there, chunk.nbytes, 0)], "DRAM"),
+            agent.get_xfer_descs([(here, chunk.nbytes, memory.device)], memory.kind),
+            agent.get_xfer_descs([(there, chunk.nbytes, place.device)], place.kind),
             self._peer,
             b"%d" % number,
         )
@@ -241,25 +341,27 @@ class NixlInbox(Inbox):
     transport = NAME
     stale = False
 
-    def __init__(self, offer: Offer) -> None:
-        """Raises TransportError if NIXL can't be had."""
-        self._shape = Shape.of(offer)
-        self._agent = Agent(self._shape.slots * self._shape.slot_bytes)
-        metadata = base64.b85encode(self._agent.metadata).decode()
-        place = Place(metadata, self._agent.base, self._shape.slot_bytes)
+    def __init__(self, offer: Offer, gpu: int | None = None) -> None:
+        """gpu: that the KV cache is on. Raises TransportError if NIXL can't be had."""
+        self._shape = shape = Offered.of(offer)
+        wanted = gpu if shape.gpus else None
+        self._agent = agent = Agent(shape.slots * shape.slot_bytes, wanted)
+        metadata = base64.b85encode(agent.metadata).decode()
+        memory = agent.memory
+        place = Place(metadata, memory.base, shape.slot_bytes, memory.kind, memory.device)
         self.token = msgspec.json.encode(place).decode()
 
     @property
-    def memory(self) -> memoryview:
+    def memory(self) -> memoryview | None:
         """See `Inbox`."""
-        return memoryview(self._agent.memory)
+        return self._agent.memory.mapped
 
     async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
         """The chunk in its slot, once the source's notification is here."""
         check_slot(chunk, payload, self._shape.slots, self._shape.slot_bytes)
         await self._agent.take(chunk.number)
         start = chunk.slot * self._shape.slot_bytes
-        return memoryview(self._agent.memory)[start : start + chunk.nbytes].toreadonly()
+        return self._agent.memory.view(start, chunk.nbytes).toreadonly()
 
     def close(self) -> None:
         """Give the memory back to NIXL and the system."""

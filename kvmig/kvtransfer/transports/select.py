@@ -56,7 +56,7 @@ def site_of(config: MigrationConfig, gpu: int | None, refusals: RefusalCounter) 
 _INBOXES: Mapping[str, Callable[[Offer, Site], Inbox]] = {
     shm.NAME: lambda offer, site: shm.ShmInbox(offer, site.folder),
     tcp.NAME: lambda offer, site: tcp.TcpInbox(),
-    nixl.NAME: lambda offer, site: nixl.NixlInbox(offer),
+    nixl.NAME: lambda offer, site: nixl.NixlInbox(offer, site.gpu),
     cuda_ipc.NAME: lambda offer, site: cuda_ipc.CudaIpcInbox(offer, site.gpu, site.refusals),
 }
 
@@ -82,7 +82,7 @@ def open_staging(
             case shm.NAME:
                 return shm.ShmStaging(cluster, instance, slots, slot_bytes, site.folder)
             case nixl.NAME:
-                return nixl.NixlStaging(slots, slot_bytes)
+                return nixl.NixlStaging(slots, slot_bytes, site.gpu)
             case cuda_ipc.NAME:
                 return cuda_ipc.CudaIpcStaging(site.gpu, slots, slot_bytes, site.refusals)
         return tcp.TcpStaging(slots, slot_bytes)
