@@ -1,0 +1,529 @@
+"""Does the ledger have what clients got, whatever is killed meanwhile?
+
+`kvmig up` with two proxies and a model of two instances. Clients stream answers, take them as a
+whole, or leave early. Meanwhile the server, a proxy or the front end is killed (SIGKILL) at random
+moments, the database is locked for longer than the server waits for it, streams move as the model
+is scaled down and up, and keys are revoked while they are used. Afterwards the ledger's row of
+every call is laid beside what its client got.
+
+A client that got all of its answer must find just that in the ledger. One that left, or was cut
+off, finds all that it got, and what was on its way. Only a killed front end may have lost what it
+had counted in its last second; how long that was is measured.
+
+`--model toy` computes nothing, so that more calls fit between two faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import sqlite3
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import httpx
+import psutil
+
+from bench import report
+from bench.models import model_folder
+from bench.site import ENGINE_FLAGS
+from kvmig_tools.fleet import FleetUp
+
+MODEL = "m"
+PATH = "/v1/completions"
+PROXIES = 2
+CLIENTS = 12
+KEYS = 3
+TOKENS = (10, 500)
+LONG = 1800
+"""Tokens of a stream that shall still run when its key is revoked."""
+PAUSE_S = (0.2, 3.0)
+"""Between two faults."""
+APART_S = 65.0
+"""Between two kills of the front end: a model that fails twice within a minute waits longer."""
+LOCK_S = 7.0
+"""The server waits 5 s for the database."""
+AGAIN_S = 60.0
+"""For what was killed to be there again."""
+LOST_S = 2.0
+"""A killed front end excuses what is missing of so long before."""
+LATE_S = 0.5
+"""Its last tokens may come to the client so long after its end."""
+SETTLE_S = 2.5
+"""Front ends write, and the server merges, every second."""
+SEEN_S = 2.5
+"""For so long a revoked key is tried."""
+PROBE_S = 0.01
+
+Fault = Literal["server", "proxy", "front end", "lock", "scale", "revoke"]
+FAULTS: tuple[Fault, ...] = (
+    "server", "server", "server", "proxy", "proxy", "front end", "lock", "scale", "revoke",
+)  # fmt: skip
+WORDS = {"server": "kvmig.fleet.server", "proxy": "kvmig.proxy", "front end": "kvmig.serve"}
+"""Of the command line of each."""
+BREAKS = ("proxy", "front end")
+"""Whose death ends streams."""
+Fate = Literal["whole", "left", "cut", "refused"]
+
+
+class Done(NamedTuple):
+    """A fault, by the steady clock."""
+
+    fault: Fault
+    at: float
+
+
+@dataclass
+class Asked:
+    """One call, as its client saw it. Times are of the steady clock."""
+
+    call_id: str
+    key: str
+    """Its prefix."""
+    tokens: int
+    """That were asked for."""
+    began: float
+    ended: float = 0.0
+    got: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens came, and how many there were then."""
+    text: str = ""
+    told: tuple[int, int] | None = None
+    """Prompt and output tokens, as the answer says."""
+    fate: Fate = "cut"
+    why: str = ""
+
+    @property
+    def output(self) -> int:
+        """Tokens that came; of the bundled model, and of toys, each is a letter."""
+        return len(self.text) if self.told is None else self.told[1]
+
+    def take(self, text: str) -> None:
+        """More of the answer has come."""
+        if text:
+            self.text += text
+            self.got.append((time.monotonic(), len(self.text)))
+
+    def arrival(self, token: int) -> float:
+        """When the token of that number came, from 1 on."""
+        return next((at for at, count in self.got if count >= token), self.ended)
+
+
+class Row(NamedTuple):
+    """One row of the ledger."""
+
+    call_id: str
+    key: str
+    status: str
+    prompt: int
+    output: int
+    moves: int
+
+
+def counted(start: int, tokens: int) -> str:
+    """What the model says after `body_of`'s prompt."""
+    return "".join(f" {number:04}" for number in range(start + 2, start + 3 + tokens))[:tokens]
+
+
+def body_of(start: int, tokens: int, stream: bool) -> dict[str, Any]:
+    """A call that counts on from there."""
+    more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    prompt = f"Count: {start:04} {start + 1:04}"
+    return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
+
+
+# -- what clients got, beside the ledger. Pure
+
+
+def judge(
+    asked: Sequence[Asked], rows: Sequence[Row], faults: Sequence[Done]
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Figures, and what is worth a look."""
+    by_call: dict[str, list[Row]] = {}
+    for row in rows:
+        by_call.setdefault(row.call_id, []).append(row)
+    figures: Counter[str] = Counter()
+    lost_s, odd = 0.0, []
+    for one in asked:
+        found = by_call.pop(one.call_id, [])
+        wrong = _wrong(one, found, faults)
+        output = sum(row.output for row in found)
+        if one.output > output:
+            since = _lost(one, output, faults)
+            if since is None:
+                wrong["missing"] = one.output - output
+            else:
+                lost_s = max(lost_s, since)
+                figures["tokens lost with a front end"] += one.output - output
+        if one.fate != "whole":
+            figures["tokens counted that were on their way"] += max(0, output - one.output)
+        for what in wrong:
+            figures[what] += wrong[what]
+        if wrong:
+            odd.append({"call": one.call_id, "fate": one.fate, "why": one.why, **wrong})
+    figures["rows of no client"] = sum(map(len, by_call.values()))
+    return {**figures, "longest that a front end lost, s": lost_s}, odd
+
+
+WRONG = (
+    "missing", "beyond the answer", "beyond what was asked", "rows twice", "other key's",
+    "other prompt", "never ended", "failed without a reason", "rows of no client",
+)  # fmt: skip
+"""Figures that must be 0."""
+
+
+def _wrong(one: Asked, found: Sequence[Row], faults: Sequence[Done]) -> dict[str, int]:
+    output = sum(row.output for row in found)
+    wrong = {
+        "rows twice": len(found) - 1,
+        "other key's": sum(row.key != one.key for row in found),
+        "never ended": sum(row.status == "running" for row in found),
+        "beyond what was asked": output - one.tokens,
+        "failed without a reason": int(one.fate in ("cut", "refused") and not _hit(one, faults)),
+    }
+    if one.fate == "whole":
+        wrong["beyond the answer"] = output - one.output
+        prompt = 0 if one.told is None else one.told[0]
+        wrong["other prompt"] = sum(row.prompt != prompt for row in found)
+    return {what: count for what, count in wrong.items() if count > 0}
+
+
+def _hit(one: Asked, faults: Iterable[Done]) -> bool:
+    """Whether something was killed that carries streams, while the call was there."""
+    return any(
+        fault in BREAKS and one.began - LATE_S <= at <= one.ended + LATE_S for fault, at in faults
+    )
+
+
+def _lost(one: Asked, counted: int, faults: Iterable[Done]) -> float | None:
+    """Seconds from the first token that isn't counted to the front end's end; None without one."""
+    first = one.arrival(counted + 1)
+    ends = [at for fault, at in faults if fault == "front end" and first - LATE_S <= at]
+    return max(0.0, min(ends) - first) if ends and min(ends) - first <= LOST_S else None
+
+
+# -- clients
+
+
+class Clients:
+    """All calls of a run."""
+
+    def __init__(self, fleet: FleetUp, keys: Sequence[str], seed: int) -> None:
+        self.asked: list[Asked] = []
+        self.wrong: list[str] = []
+        self._fleet = fleet
+        self._keys = keys
+        self._seed = seed
+        self._ids = itertools.count(1)
+
+    async def run(self, number: int, until: float) -> None:
+        """One client, until then."""
+        chance = random.Random(f"{self._seed} {number}")
+        while time.monotonic() < until:
+            tokens, key = chance.randint(*TOKENS), chance.choice(self._keys)
+            manner = chance.random()
+            leaves = chance.randint(1, tokens) if manner < 0.15 else None
+            await self.call(key, tokens, chance.randrange(8000), leaves, manner < 0.85)
+
+    async def call(
+        self, key: str, tokens: int, start: int, leaves: int | None = None, stream: bool = True
+    ) -> Asked:
+        """One call. leaves: after so many tokens."""
+        prefix, body = key.split("-")[1], body_of(start, tokens, stream)
+        one = Asked(f"ledger-{next(self._ids)}", prefix, tokens, time.monotonic())
+        self.asked.append(one)
+        try:
+            await self._follow(one, key, body, leaves)
+        except httpx.HTTPError as error:
+            one.fate, one.why = "cut", repr(error)
+        finally:
+            one.ended = time.monotonic()
+        if not counted(start, tokens).startswith(one.text):
+            self.wrong.append(f"{one.call_id}: {one.text[:200]}")
+        return one
+
+    async def _follow(self, one: Asked, key: str, body: dict[str, Any], leaves: int | None) -> None:
+        async with self._fleet.client(key) as http:  # another proxy each time
+            headers = {"x-request-id": one.call_id}
+            async with http.stream("POST", PATH, json=body, headers=headers) as answer:
+                if answer.is_error:
+                    one.fate, one.why = "refused", (await answer.aread()).decode()[:300]
+                    return
+                if not body.get("stream"):
+                    _whole(one, json.loads(await answer.aread()))
+                    return
+                async for line in answer.aiter_lines():
+                    if line == "data: [DONE]" and not one.why:
+                        one.fate = "whole"
+                    elif line.startswith("data: {"):
+                        _chunk(one, json.loads(line[6:]))
+                    if leaves is not None and len(one.text) >= leaves and one.fate != "whole":
+                        one.fate = "left"
+                        return
+
+
+def _whole(one: Asked, answer: dict[str, Any]) -> None:
+    one.take(answer["choices"][0]["text"])
+    one.told = _usage(answer)
+    one.fate = "whole"
+
+
+def _chunk(one: Asked, chunk: dict[str, Any]) -> None:
+    for choice in chunk.get("choices", []):
+        one.take(choice["text"])
+    if chunk.get("usage"):
+        one.told = _usage(chunk)
+    if "error" in chunk:
+        one.why = str(chunk["error"].get("message"))[:300]
+
+
+def _usage(answer: dict[str, Any]) -> tuple[int, int]:
+    return answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
+
+
+# -- faults
+
+
+class Nemesis:
+    """Does one fault after the other."""
+
+    def __init__(self, fleet: FleetUp, clients: Clients, seed: int) -> None:
+        self.done: list[Done] = []
+        self.back_s: list[float] = []
+        """Of killed servers."""
+        self.revoked_s: list[float] = []
+        """From an order to the last call that was still let in."""
+        self.ended_s: list[float] = []
+        """From an order to the end of a stream that ran."""
+        self._fleet = fleet
+        self._clients = clients
+        self._chance = random.Random(f"{seed} faults")
+        self._instances = 2
+
+    async def run(self, until: float) -> None:
+        """Until then."""
+        while time.monotonic() < until:
+            await asyncio.sleep(self._chance.uniform(*PAUSE_S))
+            fault = self._chance.choice(FAULTS)
+            if fault == "front end" and self._last("front end") > time.monotonic() - APART_S:
+                continue
+            await self._do(fault)
+
+    async def _do(self, fault: Fault) -> None:
+        match fault:
+            case "server" | "proxy" | "front end":
+                await self._kill(fault)
+            case "lock":
+                await self._lock()
+            case "scale":
+                await self._scale()
+            case "revoke":
+                await self.revoke()
+
+    def _last(self, fault: Fault) -> float:
+        return max((one.at for one in self.done if one.fault == fault), default=-APART_S)
+
+    def _note(self, fault: Fault) -> None:
+        self.done.append(Done(fault, time.monotonic()))
+
+    async def _kill(self, fault: Fault) -> None:
+        pids = self._fleet.processes(WORDS[fault])
+        if not pids:
+            return
+        killed = psutil.Process(self._chance.choice(pids))
+        self._note(fault)
+        killed.kill()
+        await asyncio.to_thread(killed.wait, AGAIN_S)
+        if fault == "server":
+            await asyncio.to_thread(self._listens)
+            self.back_s.append(time.monotonic() - self.done[-1].at)
+        elif fault == "front end":
+            await asyncio.sleep(1.0)
+            await asyncio.to_thread(self._serving)
+
+    def _listens(self) -> None:
+        deadline = time.monotonic() + AGAIN_S
+        while not self._fleet.listens():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the server is not there again")
+            time.sleep(0.01)
+
+    def _serving(self, instances: int = 1) -> None:
+        self._fleet.until(f"models/{MODEL}", state="serving")
+        deadline = time.monotonic() + AGAIN_S
+        while self._fleet.get(f"models/{MODEL}")["serving"] < instances:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{MODEL} has no {instances} instances")
+            time.sleep(0.05)
+
+    async def _lock(self) -> None:
+        """The database is another program's for a while."""
+        with contextlib.closing(_database(self._fleet)) as file:
+            file.execute("BEGIN EXCLUSIVE")
+            self._note("lock")
+            await asyncio.sleep(LOCK_S)
+            file.rollback()
+
+    async def _scale(self) -> None:
+        """What runs on an instance that leaves goes on at the other."""
+        self._instances = 3 - self._instances
+        wanted = {"min": self._instances, "max": self._instances}
+        self._note("scale")
+        await asyncio.to_thread(self._fleet.ask, "POST", f"models/{MODEL}/scale", wanted)
+        await asyncio.to_thread(self._serving, self._instances)
+
+    async def revoke(self) -> None:
+        """A key that is in use, at all proxies."""
+        key = await asyncio.to_thread(new_key, self._fleet)
+        stream = asyncio.create_task(self._clients.call(key, LONG, 17))
+        mine = self._clients.asked
+        async with asyncio.timeout(AGAIN_S):
+            while not any(one.key in key and one.text for one in mine[-50:]):
+                if stream.done():
+                    return  # nothing to see: it was refused, as all are while a front end starts
+                await asyncio.sleep(0.01)
+        let_in: list[float] = []
+        probes = [asyncio.create_task(self._probe(key, let_in)) for _ in range(PROXIES)]
+        await asyncio.sleep(0.2)
+        ordered = time.monotonic()
+        answer = await asyncio.to_thread(self._fleet.ask, "DELETE", f"keys/{key.split('-')[1]}")
+        answer.raise_for_status()
+        await asyncio.sleep(SEEN_S)
+        for probe in probes:
+            probe.cancel()
+        await asyncio.wait(probes)
+        self._note("revoke")
+        one = await stream
+        if one.fate == "cut":
+            one.fate = "left"  # as it had to be
+        self.revoked_s.append(max([*let_in, ordered]) - ordered)
+        self.ended_s.append(max(one.ended, ordered) - ordered)
+
+    async def _probe(self, key: str, let_in: list[float]) -> None:
+        """Ask again and again, on connections of their own; note when it was still let in."""
+        while True:
+            asked = time.monotonic()
+            with contextlib.suppress(httpx.HTTPError):
+                async with self._fleet.client(key) as http:
+                    if (await http.get("/v1/models")).is_success:
+                        let_in.append(asked)
+            await asyncio.sleep(PROBE_S)
+
+
+def new_key(fleet: FleetUp) -> str:
+    """Of the admin."""
+    answer = fleet.ask("POST", "keys", {"user": "admin", "scopes": ["infer"]})
+    answer.raise_for_status()
+    return str(answer.json()["key"])
+
+
+def _database(fleet: FleetUp) -> sqlite3.Connection:
+    return sqlite3.connect(fleet.folder / "kvmig.sqlite", timeout=AGAIN_S, isolation_level=None)
+
+
+def ledger_of(fleet: FleetUp) -> list[Row]:
+    """All rows, once nothing more comes."""
+    wanted = (
+        "SELECT call_id, prefix, status, prompt, output, 0 FROM usage"
+        " LEFT JOIN api_keys ON api_keys.id = key_id"
+    )
+    before: list[Row] = []
+    deadline = time.monotonic() + AGAIN_S
+    while True:
+        with contextlib.closing(_database(fleet)) as file:
+            rows = [Row(*row) for row in file.execute(wanted)]
+        if rows and rows == before:
+            return rows
+        if time.monotonic() > deadline:
+            raise TimeoutError("the ledger doesn't come to rest")
+        before = rows
+        time.sleep(SETTLE_S)
+
+
+# -- the run
+
+
+async def load(clients: Clients, nemesis: Nemesis, seconds: float) -> None:
+    """Both, for so long."""
+    until = time.monotonic() + seconds
+    async with asyncio.TaskGroup() as group:
+        group.create_task(nemesis.run(until))
+        for number in range(CLIENTS):
+            group.create_task(clients.run(number, until))
+
+
+def spec_of(model: str) -> dict[str, Any]:
+    """Two instances, so that streams can move."""
+    both = {"name": MODEL, "instances": {"min": 2, "max": 2, "target": 1}}
+    if model == "toy":
+        flags = ["--max-num-seqs=64", "--step-ms=4"]
+        return {**both, "source": "path:/toy", "engine": "toy", "flags": flags}
+    flags = [*ENGINE_FLAGS, "--max-model-len=2048"]
+    return {**both, "source": f"path:{model_folder(model).absolute()}", "flags": flags}
+
+
+def main(argv: list[str] | None = None) -> int:
+    root = report.parser(__doc__)
+    root.add_argument("--model", choices=("count", "toy"), default="count")
+    root.add_argument("--minutes", type=float, help="of load: 10, or 0.8 with --quick")
+    root.add_argument("--seed", type=int, default=0)
+    options = root.parse_args(argv)
+    seconds = 60 * (options.minutes or (0.8 if options.quick else 10))
+    settings = {"model": options.model, "seconds": seconds, "seed": options.seed}
+    result = report.begin("ledger", {**settings, "clients": CLIENTS, "proxies": PROXIES})
+    with (
+        tempfile.TemporaryDirectory() as data,
+        FleetUp(Path(data), f"--proxies={PROXIES}") as fleet,
+    ):
+        fleet.add(spec_of(options.model))
+        fleet.until(f"models/{MODEL}", state="serving", serving=2)
+        clients = Clients(fleet, [new_key(fleet) for _ in range(KEYS)], options.seed)
+        nemesis = Nemesis(fleet, clients, options.seed)
+        asyncio.run(load(clients, nemesis, seconds))
+        rows = ledger_of(fleet)
+        sums = fleet.get("usage?by=key")["data"]
+    figures, odd = judge(clients.asked, rows, nemesis.done)
+    result.samples = [*odd, *({"wrong": sentence} for sentence in clients.wrong)]
+    result.samples += [{"fault": one.fault, "at": round(one.at, 3)} for one in nemesis.done]
+    fates = Counter(one.fate for one in clients.asked)
+    killed = Counter(one.fault for one in nemesis.done)
+    result.summary = {
+        "calls": len(clients.asked),
+        **{f"calls {fate}": fates[fate] for fate in ("whole", "left", "cut", "refused")},
+        **{f"faults: {fault}": killed[fault] for fault in dict.fromkeys(FAULTS)},
+        "tokens that clients got": sum(one.output for one in clients.asked),
+        "tokens in the ledger": sum(row.output for row in rows),
+        **dict.fromkeys(WRONG, 0),
+        "wrong answers": len(clients.wrong),
+        "sums that aren't those of the rows": sum(row["output"] for row in sums)
+        - sum(row.output for row in rows),
+        **figures,
+    }  # fmt: skip
+    result.targets = {
+        **{what: {"max": 0} for what in (*WRONG, "wrong answers")},
+        "sums that aren't those of the rows": {"min": 0, "max": 0},
+        "longest that a front end lost, s": {"max": 1.5},
+    }
+    if nemesis.back_s:  # each further death in a row is followed by a longer pause
+        result.summary["a killed server is back, s"] = nemesis.back_s[0]
+        result.targets["a killed server is back, s"] = {"max": 2.0}
+    if nemesis.revoked_s:
+        for what, samples in (
+            ("a revoked key is let in, longest, s", nemesis.revoked_s),
+            ("a revoked key's stream ends, longest, s", nemesis.ended_s),
+        ):
+            result.summary[what] = max(samples)
+            result.targets[what] = {"max": 1.0}
+    return report.finish(result, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

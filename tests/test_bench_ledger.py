@@ -1,0 +1,73 @@
+"""What clients got beside the ledger: what is found wrong, and what a fault excuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.ledger import WRONG, Asked, Done, Row, judge
+
+KILLED = Done("front end", 5.0)
+
+
+def asked(**more: Any) -> Asked:
+    """A call from 0 s to 4 s that got a token a second, four in all."""
+    got = [(float(second), second) for second in range(1, 5)]
+    given = {"began": 0.0, "ended": 4.0, "got": got, "text": "1234", "fate": "whole"}
+    return Asked(**{"call_id": "c", "key": "k", "tokens": 10, "told": (7, 4), **given, **more})
+
+
+def row(**more: Any) -> Row:
+    whole = Row(call_id="c", key="k", status="finished", prompt=7, output=4, moves=0)
+    return whole._replace(**more)
+
+
+def wrong(one: Asked, rows: list[Row], *faults: Done) -> dict[str, float]:
+    """Of the figures that must be 0, those that aren't."""
+    figures, _ = judge([one], rows, faults)
+    return {what: figures[what] for what in WRONG if figures.get(what)}
+
+
+def test_a_row_that_says_what_its_client_got_is_right() -> None:
+    assert not wrong(asked(), [row()])
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [
+        ([], "missing"),
+        ([row(output=3)], "missing"),
+        ([row(output=5)], "beyond the answer"),
+        ([row(output=2), row(output=2)], "rows twice"),
+        ([row(key="x")], "other key's"),
+        ([row(prompt=8)], "other prompt"),
+        ([row(status="running")], "never ended"),
+        ([row(), row(call_id="d")], "rows of no client"),
+    ],
+)
+def test_what_is_wrong_is_found(rows: list[Row], what: str) -> None:
+    assert list(wrong(asked(), rows)) == [what]
+
+
+def test_a_call_that_was_cut_off_may_have_more_in_the_ledger_but_no_more_than_it_asked_for() -> (
+    None
+):
+    cut = asked(fate="left", told=None)
+    assert not wrong(cut, [row(output=10)])
+    assert wrong(cut, [row(output=11)]) == {"beyond what was asked": 1}
+
+
+def test_a_killed_front_end_excuses_what_it_had_not_written_yet() -> None:
+    figures, _ = judge([asked()], [row(output=3)], [KILLED])
+    assert figures["longest that a front end lost, s"] == 1.0
+    assert not wrong(asked(), [row(output=3)], KILLED)
+    assert wrong(asked(), [row(output=1)], KILLED) == {"missing": 3}
+
+
+def test_a_killed_server_excuses_nothing() -> None:
+    server = Done("server", 3.0)
+    assert wrong(asked(), [row(output=3)], server) == {"missing": 1}
+    cut = asked(fate="cut", told=None)
+    assert wrong(cut, [row()], server) == {"failed without a reason": 1}
+    assert not wrong(cut, [row()], Done("proxy", 3.0))
