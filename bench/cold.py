@@ -5,10 +5,14 @@ the time to its first token, in phases (the order, the start until it serves, th
 clients ask a cold model at once: how often it was started, how many answers are wrong, and how long
 after it was ready the last one had its first token; with one proxy and with two. Plain vLLM's own
 server is started and asked in the same run.
+
+--parked: only a model that is parked where others go to zero: the time to the first token, and the
+memory of its processes while it serves and while it is parked.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -20,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import httpx
+import psutil
 
 from bench import report
 from bench.models import model_folder
@@ -30,6 +35,8 @@ from kvmig_tools.served import Served
 
 CLIENTS = 50
 TOKENS = 20
+FILL = 80
+"""Prompts that together fill a KV cache."""
 PATH = "/v1/completions"
 WARM_UP_S = 120.0
 
@@ -125,6 +132,62 @@ def of_fleet(model: str, folder: Path, proxies: int, repeats: int) -> list[dict[
     return rows
 
 
+def memory(fleet: FleetUp) -> float:
+    """Of the model's processes, in MiB; what they share with others counts by its part."""
+    assert fleet.process is not None
+    stay = {pid for words in ("kvmig.fleet", "kvmig.proxy", "kvmig.nursery")
+            for pid in fleet.processes(words)}  # fmt: skip
+    every = psutil.Process(fleet.process.pid).children(recursive=True)
+    return sum(one.memory_full_info().pss for one in every if one.pid not in stay) / (1 << 20)
+
+
+async def fill(fleet: FleetUp, model: str) -> None:
+    """Let its KV cache have been in use, all of it."""
+    async with fleet.client() as client:
+        for first in range(0, FILL, 8):
+            bodies = [
+                {**body_of(model, start), "prompt": [2 + start % 90] * 1900, "max_tokens": 1}
+                for start in range(first, first + 8)
+            ]
+            await asyncio.gather(*(client.post(PATH, json=body) for body in bodies))
+
+
+async def woken(fleet: FleetUp, model: str) -> dict[str, Any]:
+    """Once it is parked: what it takes, and how long its next client waits."""
+    await fill(fleet, model)
+    serving = memory(fleet)
+    fleet.until(f"models/{model}", state="parked")
+    parked, wall, asked = memory(fleet), time.time(), time.monotonic()
+    async with fleet.client() as client:
+        first, text = await ask(client, model, 17)
+    entered = {
+        one["what"].partition("-> ")[2]: one["at"] - wall
+        for one in fleet.get(f"models/{model}")["events"]
+        if one["at"] >= wall
+    }
+    return {
+        "what": "parked",
+        "ttft_s": first - asked,
+        "ordered_s": entered.get("waking"),
+        "serving_s": entered.get("serving"),
+        "right": text == counted(17),
+        "serving_mib": serving,
+        "parked_mib": parked,
+    }
+
+
+def of_parked(folder: Path, repeats: int) -> list[dict[str, Any]]:
+    """All samples of a model that is parked again and again."""
+    flags = [*ENGINE_FLAGS, "--max-model-len=2048"]
+    spec = {"name": "m", "source": f"path:{folder.absolute()}", "flags": flags, "warm": "parked"}
+    with tempfile.TemporaryDirectory() as data, FleetUp(Path(data)) as fleet:
+        fleet.add({**spec, "instances": {"zero_after_s": 1.0}})
+        asyncio.run(once(fleet, "m"))
+        rows = [asyncio.run(woken(fleet, "m")) for _ in range(repeats)]
+        assert fleet.get("status")["starts"] == 1
+    return rows
+
+
 def plain(folder: Path) -> dict[str, Any]:
     """vLLM's own server from nothing to the first token."""
     began = time.monotonic()
@@ -142,8 +205,11 @@ def plain(folder: Path) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--model", default="count", help="or qwen3-0.6b, or a folder")
+    root.add_argument("--parked", action="store_true", help="only a model that is parked")
     options = root.parse_args(argv)
     folder = model_folder(options.model)
+    if options.parked:
+        return parked(folder, options)
     repeats = 2 if options.quick else 10
     result = report.begin("cold", {"model": options.model, "repeats": repeats, "clients": CLIENTS})
     result.samples.append(plain(folder))
@@ -168,6 +234,27 @@ def main(argv: list[str] | None = None) -> int:
             result.targets[f"{one['what']}: starts"] = {"min": 1, "max": 1}
             result.targets[f"{one['what']}: wrong"] = {"max": 0}
             result.targets[f"{one['what']}: last_after_ready_s"] = {"max": 1.0}
+    return report.finish(result, options)
+
+
+def parked(folder: Path, options: argparse.Namespace) -> int:
+    """The verdict on one that is parked."""
+    repeats = 5 if options.quick else 30
+    result = report.begin("cold_parked", {"model": options.model, "repeats": repeats})
+    result.samples = of_parked(folder, repeats)
+    times = sorted(one["ttft_s"] for one in result.samples)
+    result.summary = {
+        "parked ttft_s median": median(times),
+        "parked ttft_s p90": times[math.ceil(0.9 * len(times)) - 1],
+        "parked serving_s median": median(one["serving_s"] for one in result.samples),
+        "serving MiB": median(one["serving_mib"] for one in result.samples),
+        "parked MiB": median(one["parked_mib"] for one in result.samples),
+        "growth of parked MiB": result.samples[-1]["parked_mib"] - result.samples[0]["parked_mib"],
+    }
+    result.targets = {"parked ttft_s median": {"max": 0.3}}
+    if options.model == "count":
+        result.summary["wrong"] = sum(not one["right"] for one in result.samples)
+        result.targets["wrong"] = {"max": 0}
     return report.finish(result, options)
 
 

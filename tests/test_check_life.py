@@ -10,8 +10,9 @@ from kvmig.fleet.lifecycle import Action, Life, Seen, Wish, turn
 from kvmig_tools.check import life
 
 
-def test_nothing_is_wrong_with_it() -> None:
-    found = life.explore(1)
+@pytest.mark.parametrize("parks", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_nothing_is_wrong_with_it(parks: bool) -> None:
+    found = life.explore(1, parks=parks)
     assert found.violation == ""
     assert found.states > 10_000
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.fleet.lifecycle import END_S, STABLE_S, Action, Life, Seen, Wish, awake, turn
+from kvmig.fleet.lifecycle import END_S, REST_S, STABLE_S, Action, Life, Seen, Wish, awake, turn
 
 WISH = Wish(zero_after_s=300, start_timeout_s=600)
 THERE = Seen(deployment=True)
@@ -61,6 +61,56 @@ def test_one_that_answers_makes_no_room() -> None:
     for used in (replace(yields, running=1), replace(yields, wanted=True)):
         assert turn(Life("serving"), WISH, used, 900)[0].state == "serving"
     assert turn(Life("serving"), replace(WISH, least=1), yields, 900)[0].state == "serving"
+
+
+PARKS = replace(WISH, parks=True)
+PARKED = Seen(deployment=True, parked=True)
+
+
+def test_an_idle_one_is_parked_once_nothing_is_sent_to_it() -> None:
+    life, action = turn(Life("emptying"), PARKS, READY, 900)
+    assert (life.state, action) == ("emptying", None)
+    life, action = turn(life, PARKS, replace(READY, unrouted=True), 901)
+    assert (life.state, action, life.routed) == ("parking", "park", False)
+    assert turn(life, PARKS, replace(READY, unrouted=True), 902) == (life, None)
+    assert turn(life, PARKS, PARKED, 903)[0].state == "parked"
+
+
+def test_a_parked_one_wakes_when_it_is_wanted_and_serves_when_it_says_so() -> None:
+    life, action = turn(Life("parked"), PARKS, replace(PARKED, wanted=True), 5)
+    assert (life.state, action, life.routed) == ("waking", "unpark", False)
+    assert turn(life, PARKS, replace(PARKED, wanted=True), 6) == (life, None)
+    assert turn(life, PARKS, READY, 6)[0].state == "serving"
+
+
+def test_a_parked_one_without_room_waits_with_the_reason() -> None:
+    wanted = replace(PARKED, wanted=True, no_room="no room")
+    life, action = turn(Life("parked"), PARKS, wanted, 5)
+    assert (life.state, life.why, action) == ("parked", "no room", None)
+
+
+def test_a_parked_one_makes_room_also_if_it_is_wanted() -> None:
+    wanted = replace(PARKED, wanted=True, yields=True, unrouted=True)
+    life, _ = turn(Life("parked"), PARKS, wanted, 5)
+    life, action = turn(life, PARKS, wanted, 6)
+    assert (life.state, action) == ("stopping", "stop")
+
+
+def test_one_that_does_not_wake_is_killed_and_one_that_is_not_parked_ends() -> None:
+    refused = replace(PARKED, refused="it computes otherwise")
+    life, action = turn(Life("waking"), PARKS, refused, 5)
+    assert (life.state, action) == ("stopping", "kill")
+    again, _ = turn(life, PARKS, Seen(ended="killed", wanted=True), 6)
+    assert turn(again, PARKS, Seen(wanted=True), 7)[1] == "start"
+    refused = replace(READY, refused="it has requests")
+    assert turn(Life("parking"), PARKS, refused, 5)[1] == "stop"
+    assert turn(Life("waking"), PARKS, PARKED, REST_S + 1)[1] == "kill"
+
+
+def test_one_that_another_server_has_parked_is_taken_over_so() -> None:
+    assert turn(Life(), PARKS, PARKED, 5)[0].state == "parked"
+    assert turn(Life("starting"), PARKS, PARKED, 5)[0].state == "parked"
+    assert turn(Life("serving"), PARKS, PARKED, 5)[1] == "unpark"
 
 
 def test_one_that_is_off_does_not_start() -> None:

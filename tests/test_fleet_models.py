@@ -62,7 +62,7 @@ class Bench:
         assert model is not None
         assert model.watched is not None
         rows = tuple(InstanceRow(f"i{one}", "serving", 1000) for one in range(instances))
-        model.watched.told = Told(live, rows)
+        model.watched.told = Told(live, data=rows)
 
     @property
     def started(self) -> list[Start]:
@@ -306,7 +306,7 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
     await model.ordering  # the second one was asked for
     assert ordered == [1]
     rows = (InstanceRow("i0", "serving", 1000), InstanceRow("i1", "failed"))
-    watched.told = Told(0, rows)
+    watched.told = Told(0, data=rows)
     for _ in range(2):
         bench.turn(1)
         await model.ordering

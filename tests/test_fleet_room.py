@@ -65,6 +65,25 @@ def test_one_that_has_just_started_stays_for_a_while() -> None:
     assert plan(HOST, [Waiting("a", 10, 90)], [young], NOW + 5).yielding == {"b"}
 
 
+def parked(name: str, claim: int = 10, idle_s: float = 50) -> Resident:
+    return Resident(name, claim, since=99, stay_s=10, idle_s=idle_s, kept=True, parked=True)
+
+
+def test_parked_ones_end_before_idle_ones_those_first_that_rest_longest() -> None:
+    waiting = [Waiting("a", 5, 90)]
+    residents = [parked("b", 4, 20), parked("c", 4, 30), idle("d", 12, 90)]
+    assert plan(HOST, waiting, residents, NOW).yielding == {"b", "c"}
+
+
+def test_a_parked_one_that_wakes_is_not_ended_for_itself_but_for_who_came_first() -> None:
+    residents = [parked("a", 8), parked("b", 8)]
+    waiting = [Waiting("b", 8, 95), Waiting("a", 8, 90)]
+    found = plan(HOST, waiting, residents, NOW)
+    assert found.yielding == {"b"}
+    assert set(found.refused) == {"a", "b"}
+    assert plan(HOST, waiting[1:], [residents[0]], NOW).refused == {}
+
+
 def test_who_has_waited_longest_starts_first() -> None:
     waiting = [Waiting("late", 10, 95), Waiting("early", 10, 90)]
     assert list(plan(HOST, waiting, [busy("b")], NOW).refused) == ["late"]
@@ -111,6 +130,7 @@ RESIDENTS = st.lists(
         kept=st.booleans(),
         pinned=st.booleans(),
         leaving=st.booleans(),
+        parked=st.booleans(),
     ),
     max_size=6,
 )
@@ -132,7 +152,7 @@ def test_whatever_there_is_the_host_holds_it_and_nobody_in_use_ends(
     assert sum(one.claim for one in starting) <= free(host, residents)
     assert set(found.never) == {one.name for one in waiting if one.claim > host.total}
     for one in residents:
-        if one.name in found.yielding and not one.leaving:
+        if one.name in found.yielding and not (one.leaving or one.parked):
             assert not one.kept
             assert not one.pinned
             assert NOW - one.since >= one.stay_s

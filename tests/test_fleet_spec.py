@@ -90,7 +90,7 @@ def test_it_is_the_same_after_json() -> None:
         ({"flags": ["\ud800"]}, "must be Unicode text without 0"),
         ({"flags": ["x" * 70000]}, "at most 65536 bytes"),
         ({"priority": 1001}, "priority is 1001, must be -1000 to 1000"),
-        ({"warm": "parked"}, "warm is 'parked': an engine that is parked (instances.min: 1 keeps"),
+        ({"warm": "hot"}, "warm is 'hot', must be none or parked or always"),
         ({"engine": "toy", "adapters": {"l": "/"}}, "adapters is given, must be left out: toy has"),
     ],
 )

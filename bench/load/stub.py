@@ -21,7 +21,7 @@ from kvmig.engines.base import (
     StepTime,
     Tail,
 )
-from kvmig.ground.errors import MigrationRefused
+from kvmig.ground.errors import MigrationRefused, NotParked
 from kvmig.ground.layout import KVLayout, Region
 
 NUM_BLOCKS = 1 << 20
@@ -71,6 +71,12 @@ class StubEngine:
 
     async def warm_up(self) -> None:
         """Nothing is cold."""
+
+    async def park(self) -> None:
+        raise NotParked("a stub can't be parked")
+
+    async def unpark(self) -> None:
+        """It never is."""
 
     async def step_times(self, limit_s: float) -> list[StepTime]:
         return []

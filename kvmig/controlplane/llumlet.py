@@ -196,12 +196,7 @@ class Llumlet:
             case Discard():
                 self._discard(message)
             case Call():
-                client = self._fronts.number(sender)
-                try:
-                    self._engine.call(client, message.call_id, message.method, payload)
-                except Exception as error:  # of arguments that it can't read
-                    log.exception("%s failed", message.method)
-                    self._on_call_done(client, message.call_id, repr(error), [])
+                self._call(sender, message, payload)
             case ListRequests():
                 self._spawn(self._list(sender, message.call_id))
             case Migrate():
@@ -315,6 +310,25 @@ class Llumlet:
         sender = self._fronts.client(client)
         if sender is not None:
             self._send(sender, CallDone(call_id, error), frames)
+
+    def _call(self, sender: bytes, call: Call, payload: list[memoryview]) -> None:
+        if call.method in ("park", "unpark"):
+            self._spawn(self._park(sender, call.call_id, call.method))
+            return
+        client = self._fronts.number(sender)
+        try:
+            self._engine.call(client, call.call_id, call.method, payload)
+        except Exception as error:  # of arguments that it can't read
+            log.exception("%s failed", call.method)
+            self._on_call_done(client, call.call_id, repr(error), [])
+
+    async def _park(self, sender: bytes, call_id: int, method: str) -> None:
+        engine, error = self._engine, None
+        try:
+            await (engine.park() if method == "park" else engine.unpark())
+        except Exception as refused:  # noqa: BLE001 - told to whoever asked
+            error = str(refused) or repr(refused)
+        self._send(sender, CallDone(call_id, error), [])
 
     def _on_exit(self, error: BaseException | None) -> None:
         if not self._failed.done():

@@ -400,6 +400,17 @@ class ServingEngine(Engine, Protocol):
         """
         ...
 
+    async def park(self) -> None:
+        """Give the memory of the KV cache back, and forget what is in it, until requests come.
+
+        Raises NotParked for an engine that has requests, or can't.
+        """
+        ...
+
+    async def unpark(self) -> None:
+        """Answer as before `park`. Raises NotParked if the engine doesn't compute what it did."""
+        ...
+
     async def close(self, timeout_s: float) -> None:
         """Stop stepping and free everything."""
         ...

@@ -42,6 +42,8 @@ class Told(msgspec.Struct, frozen=True):
     """Event `instances`."""
 
     live: int = 0
+    parked: bool = False
+    """Whether it has given the memory of its KV caches back."""
     data: tuple[InstanceRow, ...] = ()
 
 
@@ -55,7 +57,7 @@ class Watched:
         """Committed ones, that were told."""
         self._changed = changed
         self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=socket),
+            transport=httpx.AsyncHTTPTransport(uds=socket, verify=False),
             base_url="http://deployment",
             timeout=httpx.Timeout(ORDER_S, read=SILENT_S),
         )
@@ -64,6 +66,8 @@ class Watched:
     @property
     def serving(self) -> int:
         """Instances that serve, which a deployment has when its front end does."""
+        if self.told.parked:
+            return 0
         return sum(one.state == "serving" for one in self.told.data)
 
     async def close(self) -> None:
@@ -79,6 +83,16 @@ class Watched:
     async def drain(self, instance: str) -> None:
         """Let an instance's requests go elsewhere, then end it. Raises StartupError."""
         await self._order("DELETE", f"{ADMIN}/instances/{instance}")
+
+    async def park(self) -> None:
+        """Let it give the memory of its KV caches back. Raises StartupError."""
+        await self._order("POST", f"{ADMIN}/park")
+        self._take(msgspec.structs.replace(self.told, parked=True))
+
+    async def unpark(self) -> None:
+        """Let it show that it computes as before, and serve. Raises StartupError."""
+        await self._order("POST", f"{ADMIN}/unpark")
+        self._take(msgspec.structs.replace(self.told, parked=False))
 
     async def _order(self, method: str, path: str, **more: Any) -> None:
         try:

@@ -1,8 +1,11 @@
 """One model's life, from zero and back: what is to be done, from what is seen. Pure.
 
     zero -wanted-> starting -ready-> serving -idle-> emptying -empty-> stopping -ended-> zero
-      '-no room-> waiting  |            ^---wanted------'
-                  -room-^  '--failed--> failed -retry-> starting
+      '-no room-> waiting  |            ^---wanted------'  |
+                  -room-^  '--failed--> failed -retry->    '-empty-> parking -parked-> parked
+
+A parked deployment has given the memory of its KV cache back. One that is wanted wakes, given room;
+one whose room is wanted ends; one that won't be parked ends, and one that won't wake is killed.
 
 The server calls `turn` again and again for each model with what it sees then, so that a server
 which has just been started goes on where another one was.
@@ -13,13 +16,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-State = Literal["zero", "waiting", "starting", "serving", "emptying", "stopping", "failed"]
-Action = Literal["start", "stop", "kill"]
+State = Literal[
+    "zero", "waiting", "starting", "serving", "emptying", "parking", "parked", "waking", "stopping",
+    "failed",
+]  # fmt: skip
+Action = Literal["start", "stop", "kill", "park", "unpark"]
 
 FIRST_RETRY_S = 10.0
 LAST_RETRY_S = 300.0
 STABLE_S = 60.0
 """A deployment that dies sooner after it was ready, for the second time, has failed."""
+REST_S = 60.0
+"""For a deployment to be parked, or to wake."""
 END_S = 60.0
 """For a deployment to end that was told to, beyond its requests' own time; then it is killed."""
 
@@ -34,6 +42,8 @@ class Wish:
     zero_after_s: float = 300.0
     start_timeout_s: float = 600.0
     shutdown_timeout_s: float = 30.0
+    parks: bool = False
+    """Whether it is parked where it would end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,10 @@ class Seen:
     """Whether it serves."""
     ended: str = ""
     """How its process ended since the last turn; empty: it didn't."""
+    parked: bool = False
+    """Whether it has given the memory of its KV cache back; then it doesn't serve."""
+    refused: str = ""
+    """Why it was not parked, or did not wake; empty: it hasn't said so."""
     clean: bool = False
     """Whether it ended because it was told to."""
     wanted: bool = False
@@ -93,11 +107,15 @@ def turn(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action |
             return _serving(life, wish, seen, now)
         case "emptying":
             return _emptying(life, wish, seen, now)
+        case "parking" | "parked" | "waking":
+            return _resting(life, wish, seen, now)
         case "stopping":
             return _stopping(life, wish, seen, now)
 
 
 def _up(seen: Seen) -> State:
+    if seen.parked:
+        return "parked"
     return "serving" if seen.ready else "starting"
 
 
@@ -108,7 +126,8 @@ def _to(life: Life, state: State, now: float) -> Life:
 def asks(life: Life, wish: Wish, seen: Seen, now: float) -> bool:
     """Whether it would start now, given room."""
     down = life.state in ("zero", "waiting", "failed") and not seen.deployment
-    return down and _wanted(wish, seen) and now >= life.retry_at
+    asleep = life.state == "parked" and seen.deployment
+    return (down or asleep) and _wanted(wish, seen) and now >= life.retry_at
 
 
 def _wanted(wish: Wish, seen: Seen) -> bool:
@@ -139,8 +158,8 @@ def _starting(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Act
         return _failed(life, seen.ended or "it has ended", now), None
     if not wish.on:
         return _to(life, "emptying", now), None
-    if seen.ready:
-        return replace(_to(life, "serving", now), why=""), None
+    if seen.ready or seen.parked:  # parked: by a server before this one
+        return replace(_to(life, _up(seen), now), why=""), None
     if now - life.since > wish.start_timeout_s:
         why = f"it was not ready within {wish.start_timeout_s:g} s"
         return replace(_to(life, "stopping", now), why=why), "kill"
@@ -155,6 +174,8 @@ def _serving(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Acti
         if soon and life.failures:
             return _failed(life, seen.ended or "it has ended", now), None
         return Life(since=now, failures=int(soon)), None  # it starts again, if it is wanted
+    if seen.parked:  # by a server before this one
+        return _to(life, "waking", now), "unpark"
     idle = seen.idle_s >= wish.zero_after_s or (seen.yields and not seen.running)
     if not wish.on or (idle and not _wanted(wish, seen)):
         return _to(life, "emptying", now), None
@@ -168,9 +189,29 @@ def _emptying(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Act
     stays = _wanted(wish, seen) and (not seen.yields or seen.running > 0 or wish.least > 0)
     if stays:
         return _to(life, _up(seen), now), None
-    if seen.unrouted and not seen.running:
-        return _to(life, "stopping", now), "stop"
-    return life, None
+    if not seen.unrouted or seen.running:
+        return life, None
+    if wish.parks and wish.on and seen.ready and not seen.yields:
+        return _to(life, "parking", now), "park"
+    return _to(life, "stopping", now), "stop"
+
+
+def _resting(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
+    """It parks, is parked, or wakes."""
+    if seen.ended or not seen.deployment:
+        return Life(since=now), None
+    if life.state == "parked":
+        if seen.yields or not wish.on or not wish.parks:
+            return _to(replace(life, why=""), "emptying", now), None
+        if asks(life, wish, seen, now) and not seen.no_room:
+            return _to(replace(life, why=""), "waking", now), "unpark"
+        return replace(life, why=seen.no_room), None
+    if seen.refused or now - life.since > REST_S:
+        how: Action = "stop" if life.state == "parking" else "kill"
+        return _to(life, "stopping", now), how
+    if life.state == "parking":
+        return (_to(life, "parked", now) if seen.parked else life), None
+    return (_to(life, "serving", now) if seen.ready else life), None
 
 
 def _stopping(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:

@@ -44,9 +44,20 @@ class Memory:
         kv = _number(spec, "--kv-cache-memory-bytes", CPU_KV_MOST if spec.engine == "vllm" else 0)
         return fixed_memory(workers, weights_of(spec.folder)) + workers * kv
 
+    def parked(self, spec: Spec) -> int:
+        """Bytes of one that is parked."""
+        kv = _number(spec, "--kv-cache-memory-bytes", 0 if spec.memory else CPU_KV_MOST)
+        workers = _number(spec, "--tensor-parallel-size", 1)
+        return max(0, self.claim(spec) - workers * kv) if spec.engine == "vllm" else TOY // 2
+
     def check(self, spec: Spec) -> None:
-        """Raises ConfigError for a model that can never start."""
-        claim = self.claim(spec) * max(1, spec.instances.min)
+        """Raises ConfigError for a model that can never start, or be parked."""
+        if spec.warm == "parked" and self._on_gpu:
+            raise ConfigError(
+                f"model {spec.name}: warm is 'parked', must be none or always on a GPU, where"
+                " parking has not been measured"
+            )
+        claim = self.claim(spec) * max(1, spec.least)
         if wrong := too_large(spec.name, claim, self.host().total):
             raise ConfigError(wrong)
 

@@ -92,6 +92,8 @@ class Model:
     wanted: Wanted
     claim: int = 0
     """Bytes of an instance."""
+    parked_claim: int = 0
+    """The same, parked."""
     life: Life = field(default_factory=Life)
     scaling: Scaling = field(default_factory=Scaling)
     window: Window = field(default_factory=Window)
@@ -111,6 +113,10 @@ class Model:
     ordering: asyncio.Task[None] | None = None
     removed: bool = False
     """Whether the catalogue has it no more; it is forgotten once nothing runs."""
+    asks_since: float | None = None
+    """Since when it would start, or wake, if it had room."""
+    refused: str = ""
+    """Why it was not parked, or did not wake."""
     unrouted_at: int = 0
     """Version at which proxies were told to send it nothing."""
     entered: Counter[State] = field(default_factory=Counter)
@@ -125,10 +131,20 @@ class Model:
         return 0 if self.watched is None else self.watched.serving
 
     @property
+    def planned(self) -> int:
+        """Instances that it has and that were ordered, or with which it would start."""
+        if not self.deployment:
+            return max(1, self.wanted.spec.least)
+        rows = () if self.watched is None else self.watched.told.data
+        return max(1, self.scaling.wanted, len(rows))
+
+    @property
     def claimed(self) -> int:
         """Bytes that its deployment takes, and what was ordered of it."""
-        rows = () if self.watched is None else self.watched.told.data
-        return self.claim * max(1, self.scaling.wanted, len(rows)) if self.deployment else 0
+        if not self.deployment:
+            return 0
+        claim = self.parked_claim if self.life.state == "parked" else self.claim
+        return claim * self.planned
 
     @property
     def start_s(self) -> float | None:
@@ -193,6 +209,7 @@ class Models:
                 model = self._models[name] = Model(one)
             if model.wanted.spec != one.spec or not model.claim:
                 model.claim = self.memory.claim(one.spec)
+                model.parked_claim = self.memory.parked(one.spec)
             model.wanted = one
         for name, model in self._models.items():
             model.removed = name not in named
@@ -327,6 +344,10 @@ class Models:
         match action:
             case "start":
                 self._start(model)
+            case "park" | "unpark":
+                assert model.watched is not None
+                work = self._rest(model, model.watched, parks=action == "park")
+                model.ordering = asyncio.create_task(work, name=f"{action} {model.wanted.name}")
             case "stop" | "kill":
                 self._order(Stop(model.deployment, kill=action == "kill"))
 
@@ -340,6 +361,8 @@ class Models:
         return Seen(
             deployment=bool(model.deployment),
             ready=model.serving > 0,
+            parked=model.watched is not None and model.watched.told.parked,
+            refused=model.refused,
             ended="" if ended is None else why_ended(ended),
             clean=ended is not None and ended.how == "exit code 0",
             wanted=bool(held) or now < model.asked_until,
@@ -353,6 +376,9 @@ class Models:
         waiting, residents = [], []
         for name, model in self._models.items():
             life, wish = model.life, self._wish(model)
+            asking = asks(life, wish, seen[name], now)
+            if model.asks_since is None or not asking:
+                model.asks_since = now if asking else None
             if model.deployment:
                 residents.append(
                     Resident(
@@ -363,17 +389,17 @@ class Models:
                         ready=seen[name].ready or life.state == "stopping",
                         idle_s=seen[name].idle_s,
                         priority=model.wanted.spec.priority,
-                        kept=life.state in ("zero", "starting")
+                        kept=life.state in ("zero", "starting", "parking", "waking")
                         or seen[name].wanted
                         or seen[name].running > 0,
                         pinned=wish.on and wish.least > 0,
                         leaving=life.state in ("emptying", "stopping"),
+                        parked=life.state == "parked",
                     )
                 )
-            elif asks(life, wish, seen[name], now):
-                since = life.since if life.state == "waiting" else now
-                least = max(1, model.wanted.spec.instances.min)
-                waiting.append(Waiting(name, model.claim * least, since))
+            if model.asks_since is not None:
+                more = model.claim * model.planned - model.claimed
+                waiting.append(Waiting(name, more, model.asks_since))
         return plan(self.memory.host(), waiting, residents, now)
 
     def _with_room(self, name: str, seen: Seen) -> Seen:
@@ -389,7 +415,8 @@ class Models:
         spec = model.wanted.spec
         return Wish(
             on=model.wanted.on,
-            least=max(spec.instances.min, self._floor(spec)),
+            least=max(spec.least, self._floor(spec)),
+            parks=spec.warm == "parked",
             zero_after_s=spec.instances.zero_after_s,
             start_timeout_s=spec.instances.start_timeout_s,
             shutdown_timeout_s=self._settings.shutdown_timeout_s,
@@ -399,7 +426,7 @@ class Models:
         return floor_at(spec.instances.schedule, self._wall())
 
     def _entered(self, model: Model, before: Life, cause: str, now: float) -> None:
-        life = model.life
+        life, model.refused = model.life, ""
         model.entered[life.state] += 1
         model.evicted += bool(cause)
         if life.state == "serving" and before.state == "starting":
@@ -419,7 +446,7 @@ class Models:
         wanted, deployment = model.wanted, secrets.token_hex(4)
         note = Note(wanted.name, wanted.revision, socket_of(deployment, self._settings))
         self._keep(model, deployment, note)
-        model.scaling = Scaling(max(1, wanted.spec.instances.min))
+        model.scaling = Scaling(max(1, wanted.spec.least))
         self.starts += 1
         self._order(
             Start(
@@ -449,6 +476,14 @@ class Models:
         model.watched = Watched(note.socket, self._changed.set)
         model.busy_at = self._clock()
         self._whose[deployment] = model
+
+    async def _rest(self, model: Model, watched: Watched, *, parks: bool) -> None:
+        try:
+            await (watched.park() if parks else watched.unpark())
+        except StartupError as error:
+            model.refused = str(error)
+            self._note(model, f"{'parking' if parks else 'waking'} failed: {error}")
+            self._changed.set()
 
     # -- instances
 
@@ -567,14 +602,14 @@ def route_state(on: bool, life: Life, ready: bool, now: float) -> RouteState:
         return "failed" if now < life.retry_at else "cold"
     if life.state == "serving" and ready:
         return "ready"
-    return "starting" if life.routed else "cold"
+    return "starting" if life.routed or life.state == "waking" else "cold"
 
 
 def scaling_rule(spec: Spec) -> ScalingRule:
     """Of a spec whose target isn't freeness."""
     instances = spec.instances
     kind: Literal["concurrency", "rps"] = "rps" if instances.target_kind == "rps" else "concurrency"
-    return ScalingRule(instances.min, instances.max, instances.target, kind)
+    return ScalingRule(spec.least, instances.max, instances.target, kind)
 
 
 def socket_of(deployment: str, settings: FleetSettings) -> str:
@@ -592,13 +627,13 @@ def words(wanted: Wanted, deployment: str, settings: FleetSettings) -> tuple[str
         f"--uds={socket_of(deployment, settings)}",
         f"--usage-spool={settings.spools / deployment}",
         "--end-with-stdin",
-        f"--instances={max(1, instances.min)}",
+        f"--instances={max(1, spec.least)}",
         f"--max-instances={instances.max}",
         f"--start-timeout={instances.start_timeout_s:g}",
         f"--shutdown-timeout={settings.shutdown_timeout_s:g}",
     ]
     if instances.target_kind == "freeness":
-        least = max(1, instances.min)
+        least = max(1, spec.least)
         own += [f"--autoscale={instances.target:g},{6 * instances.target:g}"]
         own += [f"--min-instances={least}"]
     if spec.adapters:

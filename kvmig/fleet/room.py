@@ -51,14 +51,17 @@ class Resident:
     """Whether it is never to end: it has a least number of instances."""
     leaving: bool = False
     """Whether it ends already."""
+    parked: bool = False
+    """Whether it takes only what it can't give back; such end first, also if they are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A model that would start now."""
+    """A model that would start now, or wake."""
 
     name: str
     claim: int
+    """Bytes more than it takes already."""
     since: float
 
 
@@ -97,6 +100,8 @@ def too_large(name: str, claim: int, total: int) -> str:
 def plan(host: Host, waiting: Iterable[Waiting], residents: Sequence[Resident], now: float) -> Plan:
     """Who starts, who waits and why, who ends. now: seconds of the clock of all `since`."""
     left = free(host, residents)
+    going: set[str] = set()
+    """Those that start or wake now, and the first one that waits."""
     pinned = sum(one.claim for one in residents if one.pinned)
     refused, never = {}, {}
     yielding: frozenset[str] = frozenset()
@@ -106,11 +111,13 @@ def plan(host: Host, waiting: Iterable[Waiting], residents: Sequence[Resident], 
             never[one.name] = too_large(one.name, one.claim, host.total)
         elif one.claim <= left and _overtakes(one, ahead, host, residents):
             left -= one.claim
+            going.add(one.name)
         elif pinned + one.claim > host.total:  # nobody waits for its turn
             refused[one.name] = f"{_no_room(one, left)}, the rest is taken for good"
         else:
             if not ahead:
-                yielding = _yielding(one.claim - left, residents, now)
+                others = [other for other in residents if other.name not in {*going, one.name}]
+                yielding = _yielding(one.claim - left, others, now)
             refused[one.name] = _why(one, left, ahead, yielding)
             ahead.append(one)
     return Plan(refused, never, yielding, 0 if ahead else left)
@@ -135,14 +142,8 @@ def _yielding(lacking: int, residents: Iterable[Resident], now: float) -> frozen
     every = list(residents)
     chosen = [one for one in every if one.leaving]
     idle = sorted(
-        (
-            one
-            for one in every
-            if not (one.kept or one.pinned or one.leaving)
-            and one.ready
-            and now - one.since >= one.stay_s
-        ),
-        key=lambda one: (-one.priority, -one.idle_s, one.name),
+        (one for one in every if one.parked or _may_end(one, now)),
+        key=lambda one: (not one.parked, -one.priority, -one.idle_s, one.name),
     )
     for one in idle:
         if sum(other.claim for other in chosen) >= lacking:
@@ -156,6 +157,11 @@ def _yielding(lacking: int, residents: Iterable[Resident], now: float) -> frozen
             chosen.remove(one)
             given -= one.claim
     return frozenset(one.name for one in chosen)
+
+
+def _may_end(one: Resident, now: float) -> bool:
+    in_use = one.kept or one.pinned or one.leaving or not one.ready
+    return not in_use and now - one.since >= one.stay_s
 
 
 def _why(one: Waiting, left: int, ahead: Sequence[Waiting], yielding: frozenset[str]) -> str:

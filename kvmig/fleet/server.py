@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -317,6 +318,8 @@ async def run(launch: ServerLaunch, descriptor: int) -> None:
     stopped = asyncio.create_task(until_stopped())
     try:
         await server.start()
+        gc.freeze()  # or garbage waits until there is a quarter as much of it as of libraries
+        gc.collect()
         announce(descriptor, Announcement(endpoint="server"))
         beating = asyncio.create_task(send_heartbeats(launch.heartbeat), name="heartbeats")
         ended = asyncio.create_task(server.ended())

@@ -28,7 +28,6 @@ LATER = {
     "gpus_per_instance": "placement on given GPUs",
     "cpu_offload": "placement on given GPUs",
     "load": "streamed loading",
-    "warm": "an engine that is parked (instances.min: 1 keeps one serving)",
 }
 """Fields that have their place and no meaning yet."""
 OURS = {
@@ -56,6 +55,7 @@ FLAG_BYTES = 1 << 16
 
 Engine = Literal["vllm", "transformers", "toy"]
 TargetKind = Literal["concurrency", "rps", "freeness"]
+Warm = Literal["none", "parked", "always"]
 
 
 class Instances(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +87,9 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Other names of it."""
     adapters: Mapping[str, str] = {}
     """LoRA adapters by the name that requests give: a folder each."""
+    warm: Warm = "none"
+    """What is left without requests. parked: processes and weights, with no memory for a KV cache;
+    always: one instance at least."""
     memory: int = 0
     """Bytes of the host's that an instance takes; 0: estimated."""
     priority: int = 0
@@ -98,6 +101,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Without an answer, until a streaming client hears heartbeats."""
 
     @property
+    def least(self) -> int:
+        """Instances at least, whatever a schedule says."""
+        return max(self.instances.min, self.warm == "always")
+
+    @property
     def folder(self) -> str:
         """Of its source."""
         return self.source.removeprefix(PATH)
@@ -106,6 +114,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 ALLOWED = {
     "engine": get_args(Engine),
     "instances.target_kind": get_args(TargetKind),
+    "warm": get_args(Warm),
 }
 """Of each field that takes certain words."""
 FIELDS = {"": Spec.__struct_fields__, "instances": Instances.__struct_fields__}
@@ -173,6 +182,8 @@ def check_spec(spec: Spec) -> Spec:
     for name, folder in spec.adapters.items():
         _check_folder(f"{where}: adapters.{name}", folder)
     _check_instances(where, spec.instances)
+    if spec.warm == "parked" and spec.engine == "transformers":
+        raise ConfigError(f"{where}: warm is 'parked', must be none or always with transformers")
     _check_range(f"{where}: memory", spec.memory, 0, MOST_BYTES)
     _check_range(f"{where}: priority", spec.priority, -1000, 1000)
     _check_range(f"{where}: max_held", spec.max_held, 0, 1_000_000)

@@ -65,6 +65,21 @@ def admin_api(
             await router.migrate(body.request_id, body.destination, inexact=body.inexact)
         )
 
+    @api.post("/park", responses=errors)
+    async def park() -> Listing[Instance]:
+        """Give the memory of all KV caches back; without requests only.
+
+        A request that comes nevertheless is served.
+        """
+        await router.park()
+        return Listing(data=[Instance.of(row, model) for row in rows()])
+
+    @api.post("/unpark", responses=errors)
+    async def unpark() -> Listing[Instance]:
+        """Let each instance answer its canary, as it did at its start, before clients' requests."""
+        await router.unpark()
+        return Listing(data=[Instance.of(row, model) for row in rows()])
+
     @api.get("/migrations", responses={400: {"model": ErrorBody}})
     async def migrations(
         limit: Annotated[int, Query(ge=1, le=RECENT)] = 100,

@@ -38,16 +38,18 @@ def events_api(
     )
 
     async def stream() -> AsyncIterator[bytes]:
-        told: dict[str, dict[str, Any]] = {}
+        told: tuple[bool, dict[str, dict[str, Any]]] = False, {}
         said, reports = -HEARTBEAT_S, router.reported
         while not closed():
-            now = {row.id: Instance.of(row, model).model_dump() for row in rows()}
+            every = {row.id: Instance.of(row, model).model_dump() for row in rows()}
+            now = router.parked, every
             fresh, reports = router.reported - reports, router.reported
             newest = list(itertools.islice(reversed(router.reports), fresh))
             for report in reversed(newest):
                 yield event("migration", Migration.of(report).model_dump())
             if now != told or fresh or clock() - said >= HEARTBEAT_S:
-                yield event("instances", {"live": len(router.live()), "data": [*now.values()]})
+                shown = {"live": len(router.live()), "parked": now[0], "data": [*every.values()]}
+                yield event("instances", shown)
                 told, said = now, clock()
             await asyncio.sleep(LOOK_S)
         yield event("closed", {})
@@ -56,7 +58,8 @@ def events_api(
     async def events() -> StreamingResponse:
         """`instances` now and whenever one changes, at least every 5 s; `migration` as each ends.
 
-        `instances`: `live`, the requests of this front end, and `data` as GET /instances has it.
+        `instances`: `live`, the requests of this front end, `parked`, and `data` as GET /instances
+        has it.
         `closed`: the server stops.
         """
         return StreamingResponse(stream(), media_type="text/event-stream")

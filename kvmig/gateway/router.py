@@ -102,6 +102,8 @@ class Router:
         """Reports of the last migrations, by hand or by policy, oldest first."""
         self.reported = 0
         """How many there have been."""
+        self.parked = False
+        """Whether all instances' KV caches are given back."""
         self._name = name
         self._config = config
         self._observer = observer = observer or Observer()
@@ -178,6 +180,19 @@ class Router:
         names = self.fleet.alive if instances is None else instances
         answers = (self._questions.run(name, method, payload, timeout_s) for name in names)
         return dict(zip(names, await asyncio.gather(*answers), strict=True))
+
+    async def park(self) -> None:
+        """Let all instances give their KV caches' memory back.
+
+        Raises CallFailed, CallTimeout, InstanceLost; some may be parked then.
+        """
+        await self.call("park")
+        self.parked = True
+
+    async def unpark(self) -> None:
+        """Let all compute as before, and show that they do. Raises as `park`."""
+        await self.call("unpark")
+        self.parked = False
 
     # -- requests
 

@@ -39,6 +39,10 @@ class RequestGone(MigrationRefused):
     """The request finished, was aborted, or was preempted since the last look."""
 
 
+class NotParked(KvmigError):
+    """An engine can't be parked, or is not as it was before; says why."""
+
+
 class TransportError(KvmigError):
     """The data path failed: lost peer, time-out, or a block whose checksum differs."""
 

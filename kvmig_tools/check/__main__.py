@@ -56,10 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(f"  {one}" for one in longest.gap))
     broken = any(one.violation for one in results)
     if options.only is None:
-        lives = life.explore(2 if options.long else 1)
-        print(f"A model's life: {lives.states:,} states, {lives.events:,} events.")
-        _print_violation(lives)
-        broken = broken or bool(lives.violation)
+        for parks in (False, True):
+            lives = life.explore(2 if options.long else 1, parks=parks)
+            what = "that is parked" if parks else "from zero and back"
+            print(f"A model's life {what}: {lives.states:,} states, {lives.events:,} events.")
+            _print_violation(lives)
+            broken = broken or bool(lives.violation)
     print("An invariant is broken." if broken else "All invariants hold.")
     return 1 if broken else 0
 

@@ -27,10 +27,17 @@ class World:
 
     most: int = 1
     """Requests that run, and that wait."""
+    parks: bool = False
+    """Whether it is parked where it would end."""
     life: Life = field(default_factory=Life)
     on: bool = True
     process: bool = False
     ready: bool = False
+    parked: bool = False
+    order: str = ""
+    """park or unpark, on its way to the deployment."""
+    refused: bool = False
+    """Whether that was refused; the server has heard it."""
     stopping: bool = False
     ended: str = ""
     """How its process ended; the server hasn't seen it yet."""
@@ -115,6 +122,18 @@ def gets_ready(now: World) -> World | None:
     return replace(now, ready=True) if now.process and not now.ready and not now.stopping else None
 
 
+def obeys(now: World) -> World | None:
+    """The deployment is parked, or wakes."""
+    if not now.order or not now.process or (now.order == "park" and now.running):
+        return None
+    return replace(now, parked=now.order == "park", order="")
+
+
+def refuses(now: World) -> World | None:
+    """It isn't; or an order is late."""
+    return replace(now, order="", refused=True) if now.order and now.process else None
+
+
 def ends(now: World) -> World | None:
     """A deployment that was told to has ended."""
     if not now.process or not now.stopping:
@@ -130,7 +149,10 @@ def crashes(now: World) -> World | None:
 
 def gone(now: World, how: str) -> World:
     """Without its process; its streams have ended with an error."""
-    return replace(now, process=False, ready=False, stopping=False, ended=how, running=0)
+    return replace(
+        now, process=False, ready=False, parked=False, order="", refused=False, stopping=False,
+        ended=how, running=0,
+    )  # fmt: skip
 
 
 def is_late(now: World) -> World | None:
@@ -152,7 +174,7 @@ def room_changes(now: World) -> World | None:
 
 def another_server(now: World) -> World | None:
     """The server is killed; the next one hears what runs, and tells what it knows: nothing."""
-    fresh = replace(now, life=Life(), asked=False, told=False, ended="", idle=False)
+    fresh = replace(now, life=Life(), asked=False, told=False, ended="", idle=False, refused=False)
     news = (False,) if now.up else ()
     return replace(fresh, news=news, said_held=0, said_running=0, said_unrouted=False)
 
@@ -168,7 +190,9 @@ def decides(now: World) -> World | None:
     running = now.said_running
     seen = Seen(
         deployment=now.process,
-        ready=now.ready,
+        ready=now.ready and not now.parked,
+        parked=now.parked,
+        refused="refused" if now.refused else "",
         ended=now.ended,
         clean=now.ended == "exit code 0",
         wanted=now.asked or now.said_held > 0,
@@ -178,9 +202,11 @@ def decides(now: World) -> World | None:
         no_room="no room" if now.scarce else "",
         yields=now.scarce,
     )
-    life, action = turn(now.life, replace(WISH, on=now.on), seen, 0.0)
+    life, action = turn(now.life, replace(WISH, on=now.on, parks=now.parks), seen, 0.0)
     life = replace(life, failures=min(life.failures, FAILURES))
     after = replace(now, life=life, ended="")
+    if life.state != now.life.state:
+        after = replace(after, refused=False)
     if life.state in ("serving", "failed") and now.life.state != life.state:
         after = replace(after, asked=False)
     if action == "start":
@@ -191,9 +217,12 @@ def decides(now: World) -> World | None:
         require(not now.running, "a deployment is told to end while it answers")
         require(not now.routed and True not in now.news, "one that is told to end has its route")
         after = replace(after, stopping=True, ready=False)
+    elif action in ("park", "unpark"):
+        require(not now.running or now.parked, "a deployment is parked while it answers")
+        after = replace(after, order=action)
     elif action == "kill":
         after = gone(after, "killed")
-    told = life.state == "serving" and after.ready and after.on
+    told = life.state == "serving" and after.ready and not after.parked and after.on
     if told != now.told:
         news = (*now.news, told) if now.up else now.news
         after = replace(after, told=told, news=news[-3:])
@@ -204,10 +233,13 @@ def decides(now: World) -> World | None:
 
 Event = Callable[[World], World | None]
 FAIR: tuple[Event, ...] = (
-    decides, wants, hears, says, finishes, gets_ready, ends, is_late, room_changes,
+    decides, wants, hears, says, finishes, gets_ready, obeys, ends, is_late,
+    room_changes,
 )  # fmt: skip
 """What happens some time, if nobody prevents it."""
-ALL: tuple[Event, ...] = (*FAIR, arrives, crashes, switched, another_server, another_proxy)
+ALL: tuple[Event, ...] = (
+    *FAIR, arrives, refuses, crashes, switched, another_server, another_proxy,
+)  # fmt: skip
 
 
 @dataclass
@@ -221,13 +253,13 @@ class Lives:
     trace: list[str] = field(default_factory=list)
 
 
-def explore(most: int) -> Lives:
+def explore(most: int, *, parks: bool = False) -> Lives:
     """Every state that can be reached, and whether who waits can be served from each.
 
-    most: requests that run, and that wait.
+    most: requests that run, and that wait. parks: whether it is parked where it would end.
     """
     began, found = time.process_time(), Lives()
-    start = World(most=most)
+    start = World(most=most, parks=parks)
     came: dict[World, tuple[World, str] | None] = {start: None}
     before: dict[World, list[World]] = {}
     left = deque([start])

@@ -101,6 +101,10 @@ class Cache:
         self.free += blocks
         blocks.clear()
 
+    def forget(self) -> None:
+        """All that is in it."""
+        self._memory[:] = 0
+
     def write(self, blocks: list[int], first: int, kv: NDArray[np.uint64]) -> None:
         """Keys and values [n, 2] of the tokens from `first` on."""
         places = np.arange(first, first + len(kv))
@@ -163,7 +167,7 @@ class Batch:
 
     def __init__(self, cache: Cache, max_running: int, counts_by: int = 1) -> None:
         self._cache = cache
-        self._counts_by = counts_by
+        self.counts_by = counts_by
         self._arrivals = itertools.count()
         self.max_running = max_running
         self.running: list[Request] = []
@@ -234,7 +238,7 @@ class Batch:
         cache, asked = self._cache.read(request.blocks, last), request.asked
         request.owed = False
         seed = asked.seed if asked.temperature else None
-        request.tokens.append(sample(cache, tokens, seed, self._counts_by))
+        request.tokens.append(sample(cache, tokens, seed, self.counts_by))
         return True
 
     def _preempt(self, request: Request) -> None:

@@ -35,7 +35,7 @@ from kvmig.engines.identity import numerics_class
 from kvmig.engines.toy.core import VOCABULARY, Batch, Cache, Request
 from kvmig.engines.toy.script import ScriptFile
 from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode, encode
-from kvmig.ground.errors import MigrationRefused, RequestGone
+from kvmig.ground.errors import MigrationRefused, NotParked, RequestGone
 
 STEP_MS = 1.0
 
@@ -127,6 +127,15 @@ class ToyEngine:
 
     async def warm_up(self) -> None:
         """Nothing is cold."""
+
+    async def park(self) -> None:
+        if self._batch.running or self._batch.waiting:
+            raise NotParked("it has requests")
+        self._cache.forget()
+
+    async def unpark(self) -> None:
+        if self._script.read().counts_by != self._batch.counts_by:
+            raise NotParked("it counts otherwise than before it was parked")
 
     async def step_times(self, limit_s: float) -> list[StepTime]:
         return [StepTime(1, self._step_ms)]

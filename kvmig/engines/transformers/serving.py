@@ -53,7 +53,7 @@ from kvmig.engines.transformers.requests import (
     request_states,
 )
 from kvmig.engines.transformers.sides import Destination, Source
-from kvmig.ground.errors import ConfigError, MigrationRefused
+from kvmig.ground.errors import ConfigError, MigrationRefused, NotParked
 from kvmig.kernels.driver import current_device
 
 T = TypeVar("T")
@@ -227,6 +227,12 @@ class ServingTransformers:
         error = f"a transformers engine has no method {method}"
         if self._events is not None:
             self._events.call_soon(self._on_call_done, client, call_id, error, [])
+
+    async def park(self) -> None:
+        raise NotParked("a transformers engine can't be parked")
+
+    async def unpark(self) -> None:
+        """It never is."""
 
     def assign(self, request_id: str, client: int) -> None:
         # On the loop of the engine's thread by then: a commit comes after this.

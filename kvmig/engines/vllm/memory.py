@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import mmap
@@ -22,7 +23,7 @@ from kvmig.engines.vllm import worker
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.tables import Tables, layer_names
 from kvmig.engines.vllm.units import RankCache, UnitMap, Units, strips_of, units_of, whole_blocks
-from kvmig.ground.errors import KvmigError, UnsupportedLayout
+from kvmig.ground.errors import KvmigError, NotParked, UnsupportedLayout
 from kvmig.ground.layout import KVLayout
 from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
@@ -112,6 +113,18 @@ class BlockMemory:
         if self._gpu is not None and self._stepping_on is not None:
             self._gpu.after_step(torch.cuda.current_stream(self._stepping_on).cuda_stream)
 
+    def give_back(self) -> None:
+        """Let the system have the cache's memory until it is written again: it is all 0 by then.
+
+        Nothing may be in it. Raises NotParked where it can't.
+        """
+        if self._cache is None or self.unmovable:
+            raise NotParked(f"where its KV cache lies is not known: {self.unmovable}")
+        if self.on_gpu:
+            raise NotParked("it is on a GPU, where parking has not been measured")
+        for cache in self._cache.ranks:
+            give_back(cache.address, cache.nbytes, shared=self._cache.shared)
+
     def close(self) -> None:
         """Wait for the running copy and end the copy thread."""
         self.copies.close()
@@ -149,6 +162,8 @@ class SharedCache:
     """
 
     gpu: int | None = None
+    shared = False
+    """Whether it lies in files that several processes have mapped."""
 
     def __init__(self, config: VllmConfig, executor: Executor, layer_names: Sequence[str]) -> None:
         """Raises UnsupportedLayout, KernelUnavailable, or what vLLM raises when a worker can't."""
@@ -158,6 +173,7 @@ class SharedCache:
             self.ranks = _call(executor, worker.describe_cache, names)
         elif config.device_config.device_type == "cpu":
             self.ranks = self._share(executor, names, processes)
+            self.shared = True
         else:
             self.ranks = self._open(executor, names)
 
@@ -192,6 +208,20 @@ class SharedCache:
                 ranks.append(cache.mapped_at(address))
             self._held = opened.pop_all()
         return ranks
+
+
+_MADV_DONTNEED, _MADV_REMOVE = 4, 9
+
+
+def give_back(address: int, nbytes: int, *, shared: bool) -> None:
+    """The pages that lie in this memory of the process. Raises NotParked."""
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    libc = ctypes.CDLL(None, use_errno=True)
+    advice = _MADV_REMOVE if shared else _MADV_DONTNEED
+    if length > 0 and libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice):
+        why = os.strerror(ctypes.get_errno())
+        raise NotParked(f"the memory of its KV cache can't be given back: {why}")
 
 
 def _call(executor: Executor, function: object, *args: object) -> list[Any]:

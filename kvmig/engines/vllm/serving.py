@@ -70,7 +70,7 @@ from kvmig.engines.vllm.warmup import (
     warm_up_requests,
     write_profile,
 )
-from kvmig.ground.errors import MigrationRefused
+from kvmig.ground.errors import MigrationRefused, NotParked
 
 T = TypeVar("T")
 _WARM_UP_TIMEOUT_S = 300.0
@@ -110,6 +110,8 @@ class ServingVllm:
         self._encoder = MsgpackEncoder()
         self._warming: dict[str, asyncio.Future[None]] = {}
         self._probe: Probe | None = None
+        self._canary = ""
+        """What the probe told at the start; empty: none is possible."""
         self._measuring: StepTimes | None = None
         self._submitted: dict[str, list[bytes]] = {}
         self._entering: dict[str, asyncio.Task[None] | Future[None]] = {}
@@ -209,11 +211,36 @@ class ServingVllm:
     async def warm_up(self) -> None:
         config = self._core.vllm_config
         if Probe.possible(config):
-            self._probe = probe = Probe(config)
-            await self._warm([probe.request])
-            self._probe = None
-            self.numerics = await self._on_engine(lambda: numerics_of(self._core, probe.digest()))
+            self._canary = canary = await self._told_by_probe()
+            self.numerics = await self._on_engine(lambda: numerics_of(self._core, canary))
         await self._warm(warm_up_requests(config))
+
+    async def _told_by_probe(self) -> str:
+        self._probe = probe = Probe(self._core.vllm_config)
+        try:
+            await self._warm([probe.request])
+        finally:
+            self._probe = None
+        return probe.digest()
+
+    async def park(self) -> None:
+        if not self._canary:
+            raise NotParked("nothing shows whether it computes the same afterwards")
+        if self._submitted:
+            raise NotParked("it has requests")
+        await self._on_engine(self._give_back)
+
+    def _give_back(self) -> None:
+        """On the engine's thread."""
+        arriving = self._destination.arriving()
+        if self._scheduler.has_requests() or arriving or not self._core.reset_prefix_cache():
+            raise NotParked("it has requests")
+        self._memory.give_back()
+
+    async def unpark(self) -> None:
+        told = await self._told_by_probe()
+        if told != self._canary:
+            raise NotParked(f"it computes {told} where it computed {self._canary} at its start")
 
     async def _warm(self, requests: Sequence[EngineCoreRequest]) -> None:
         loop = asyncio.get_running_loop()
