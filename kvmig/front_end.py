@@ -36,6 +36,7 @@ from kvmig.ground.discreet import Discreet
 from kvmig.ground.errors import StartupError
 
 if TYPE_CHECKING:
+    from kvmig.gateway.quotas import Quotas
     from kvmig.gateway.usage import UsageWriter
 
 COLLECT = (20_000, 20, 50)
@@ -75,6 +76,7 @@ class FrontEnd:
         from kvmig.gateway.launcher import LauncherLink, Membership
         from kvmig.gateway.meter import Meter
         from kvmig.gateway.metrics import Metrics
+        from kvmig.gateway.quotas import Quotas
         from kvmig.gateway.router import Router
         from kvmig.gateway.usage import UsageWriter
         from kvmig.openai_server.base import openai_server
@@ -92,6 +94,10 @@ class FrontEnd:
             meter = Meter(self._model, time.time)
             path = Path(config.http.usage_spool, f"{launch.name}.sqlite")
             self._usage = UsageWriter(meter, path)
+        self._quotas: Quotas | None = None
+        if config.http.quota_socket and self._usage is not None:
+            socket_path = config.http.quota_socket
+            self._quotas = Quotas(self._usage.meter, launch.name, socket_path, self._server.cut)
         self._router = Router(
             launch.name,
             launch.secret,
@@ -100,6 +106,7 @@ class FrontEnd:
             self._server.decode,
             observer=metrics,
             meter=None if self._usage is None else self._usage.meter,
+            quotas=self._quotas,
         )
         self._http = HttpState(
             config.http,
@@ -164,6 +171,8 @@ class FrontEnd:
         await self._launcher.close()
         await self._membership.close()
         await self._router.close()
+        if self._quotas is not None:
+            await self._quotas.close()
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)

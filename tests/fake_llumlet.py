@@ -25,6 +25,7 @@ from kvmig.gateway.ports import Batch, Item
 from kvmig.gateway.router import Router
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import Failure
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import VERSION, Hello, Message
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
@@ -178,9 +179,9 @@ class Front:
             self.metas.append(meta)
         self.changed.set()
 
-    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+    def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         self.failed.update(dict.fromkeys(request_ids, reason))
-        self.final += [] if retry else request_ids
+        self.final += [] if kind == "retry" else request_ids
         self.changed.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:

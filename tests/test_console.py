@@ -106,6 +106,18 @@ def test_a_model_is_switched_off_and_on(kvmig: Kvmig) -> None:
     assert [one["on"] for one in kvmig.json("model", "ls")] == [True]
 
 
+def test_a_key_is_given_limits_and_they_are_changed(kvmig: Kvmig) -> None:
+    kvmig("user", "add", "bea")
+    shown = kvmig("key", "add", "bea", "--rpm", "60", "--quota", "10000", "--period", "day")
+    prefix = shown.split("-")[1]
+    assert "rpm 60, quota" in " ".join(kvmig("key", "ls").split())
+    assert (
+        kvmig("key", "limit", prefix, "--rpm", "0", "--tpm", "500") == "tpm 500, quota 10000/day\n"
+    )
+    assert kvmig("key", "limit", prefix, "--tpm=0", "--quota=0") == "no limits\n"
+    assert "rpm is -1, must be 1 to" in kvmig.refused("key", "limit", prefix, "--rpm=-1")
+
+
 def test_a_user_is_disabled_and_enabled(kvmig: Kvmig) -> None:
     kvmig("user", "add", "anna", "--role", "admin")
     kvmig("user", "add", "bea")

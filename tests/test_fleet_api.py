@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from kvmig.accounts.keys import Keys
@@ -135,6 +136,49 @@ async def test_a_rotated_key_is_good_for_a_while(api: Api) -> None:
     _, last = await api.ask("POST", f"keys/{new['prefix']}/rotate")
     assert api.keys.find(new["key"]) is None
     assert api.keys.find(last["key"]) is not None
+
+
+async def test_limits_of_a_key_are_changed_one_by_one_and_noted(api: Api) -> None:
+    await api.ask("POST", "users", {"name": "bea"})
+    _, made = await api.ask("POST", "keys", {"user": "bea", "rpm": 5, "quota": 1000})
+    path = f"keys/{made['prefix']}"
+
+    status, row = await api.ask("PATCH", path, {"rpm": None, "tpm": 9})
+
+    named = ("rpm", "tpm", "parallel", "quota", "period")
+    assert (status, [row["terms"][name] for name in named]) == (200, [None, 9, None, 1000, "month"])
+    grant = api.keys.find(made["key"])
+    assert grant is not None
+    assert (grant.rpm, grant.tpm) == (None, 9)
+    _, rows = await api.ask("GET", "audit?limit=1")
+    assert (rows["data"][0]["before"], rows["data"][0]["after"]) == (
+        {"rpm": 5, "tpm": None},
+        {"rpm": None, "tpm": 9},
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "sentence"),
+    [
+        ({"rpm": 0}, "rpm is 0, must be 1 to"),
+        ({"quota": -1}, "quota is -1, must be 1 to"),
+        ({"period": "week"}, "period"),
+        ({"parallel": 1}, "parallel is 1, must be 2 or more: 2 proxies share it"),
+    ],
+)
+async def test_a_limit_that_can_not_be_kept_is_refused_and_changes_nothing(
+    api: Api, limits: dict[str, Any], sentence: str
+) -> None:
+    api.backend.settings = msgspec.structs.replace(api.backend.settings, proxies=2)
+    await api.ask("POST", "users", {"name": "bea"})
+    _, made = await api.ask("POST", "keys", {"user": "bea"})
+    before = api.changes
+
+    status, told = said(await api.ask("PATCH", f"keys/{made['prefix']}", limits))
+
+    assert (status, api.changes) == (400, before)
+    assert sentence in told
+    assert (await api.ask("POST", "keys", {"user": "bea", **limits}))[0] == 400
 
 
 async def test_a_call_from_elsewhere_needs_an_admins_key(api: Api) -> None:

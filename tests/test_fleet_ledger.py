@@ -113,9 +113,9 @@ def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
 ) -> None:
     path = tmp_path / "front-1.sqlite"
     Spool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, 1002)])
-    from kvmig.fleet import ledger
+    from kvmig.fleet import ledger, tables
 
-    upsert, done = ledger._upsert, 0
+    upsert, done = tables.upsert, 0
 
     def dies(*args: Any, **more: Any) -> None:
         nonlocal done
@@ -125,11 +125,11 @@ def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
         upsert(*args, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ledger, "_upsert", dies)
+        patch.setattr(ledger, "upsert", dies)
         with pytest.raises(RuntimeError):
             merge(store.database, path)
     assert sums(store.database, ()) == [{"calls": 0, "prompt": 0, "output": 0}]
-    assert merge(store.database, path) == 1001
+    assert merge(store.database, path).records == 1001
     assert total(store) == (1001, 0, 1001)
 
 

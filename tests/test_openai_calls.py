@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode
 from kvmig.gateway.access import bearer
 from kvmig.gateway.router import Router
-from kvmig.ground.errors import NoInstance
+from kvmig.ground.errors import Failure, NoInstance
 from kvmig.kvtransfer.wire import Frame
 from kvmig.openai_server.answers import ChatAnswer, Piece, Token
 from kvmig.openai_server.generation import Backend, Choices, Generation, RequestQueues
@@ -32,7 +32,7 @@ class Instances:
 
     def __init__(self, outlet: RequestQueues) -> None:
         self._outlet = outlet
-        self.script: list[Output | tuple[str, bool]] = []
+        self.script: list[Output | tuple[str, Failure]] = []
         self.live: set[str] = set()
         self.ended: list[tuple[str, bool]] = []
         self.submitted: list[Submitted] = []
@@ -110,8 +110,9 @@ async def test_without_an_instance_a_call_is_answered_503(
 @pytest.mark.parametrize(
     ("end", "status"),
     [
-        (("instance i0 is lost", True), 503),
-        (("instances crashed while they ran it", False), 500),
+        (("instance i0 is lost", "retry"), 503),
+        (("instances crashed while they ran it", "final"), 500),
+        (("the API key's quota is used up", "quota"), 429),
         (out("", "error", "it can't run"), 500),
     ],
 )
@@ -223,10 +224,19 @@ async def test_several_choices_are_requests_with_seeds_that_follow_each_other(
         assert mine[-1]["finish_reason"] == "length"
 
 
+async def test_a_stream_has_what_came_before_its_failure(
+    http: httpx.AsyncClient, instances: Instances
+) -> None:
+    instances.script = [out("b"), out("c"), ("instance i0 is lost", "retry")]
+    *chunks, last = events(await complete(http, stream=True))
+    assert "".join(one["choices"][0]["text"] for one in chunks) == "bc"
+    assert last["error"]["message"] == "instance i0 is lost"
+
+
 async def test_one_choice_that_fails_ends_them_all(
     http: httpx.AsyncClient, instances: Instances
 ) -> None:
-    instances.script = [out("b"), ("instance i0 is lost", True)]
+    instances.script = [out("b"), ("instance i0 is lost", "retry")]
     answer = await complete(http, n=2)
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "instance i0 is lost")
 

@@ -12,6 +12,7 @@ from kvmig.gateway.ports import Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Splicer
 from kvmig.ground.config import FaultConfig
+from kvmig.ground.errors import Failure
 from kvmig.kvtransfer.messages import Message
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Sends:
             self.fails = False
             raise InstanceLost("instance i0 is not connected")
 
-    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+    def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         raise AssertionError(reason)
 
 

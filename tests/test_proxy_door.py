@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvmig.proxy.messages import Aliases, Keys, Route
+from kvmig.proxy.messages import Aliases, Keys, QuotaLeft, Route, Spent
 from tests.proxy_site import Got, key, site
+from tests.waiting import until
 
 
 def error_of(answer: Any) -> Any:
@@ -78,6 +80,81 @@ async def test_a_model_that_is_not_for_the_key_is_as_one_that_is_not_there(tmp_p
     assert real.status_code == made_up.status_code == 404
     assert error_of(real)["code"] == error_of(made_up)["code"] == "model_not_found"
     assert error_of(real)["message"].replace("secret", "nonsense") == error_of(made_up)["message"]
+
+
+# -- limits
+
+
+async def test_the_request_after_a_minutes_last_is_told_when_to_come_again(tmp_path: Path) -> None:
+    given, grant = key(rpm=2)
+    async with site(tmp_path, grant) as door, door.deployment(), door.client(given) as client:
+        answers = [await client.post("/v1/completions", json={"model": "count"}) for _ in range(3)]
+
+    assert [one.status_code for one in answers] == [200, 200, 429]
+    assert [one.headers["x-ratelimit-remaining-requests"] for one in answers] == ["1", "0", "0"]
+    assert answers[2].headers["x-ratelimit-limit-requests"] == "2"
+    assert 28 <= int(answers[2].headers["retry-after"]) <= 30
+    assert error_of(answers[2])["code"] == "rate_limit_exceeded"
+    assert "may send 2 requests a minute, try again in" in error_of(answers[2])["message"]
+
+
+async def test_a_limit_that_is_raised_lets_the_next_request_in(tmp_path: Path) -> None:
+    given, grant = key(rpm=1)
+    async with site(tmp_path, grant) as door, door.deployment(), door.client(given) as client:
+        statuses = []
+        for rpm in (1, 1, 5):
+            changed = msgspec.structs.replace(grant, rpm=rpm)
+            door.door.apply(Keys(version=9, changed=(changed,)))
+            answer = await client.post("/v1/completions", json={"model": "count"})
+            statuses.append(answer.status_code)
+    assert statuses == [200, 429, 200]
+
+
+async def test_requests_at_once_are_counted_until_they_are_over(tmp_path: Path) -> None:
+    given, grant = key(parallel=1)
+    async with site(tmp_path, grant) as door, door.client(given) as client:
+        door.tell(Route(name="count", state="cold"))
+        held = asyncio.create_task(client.post("/v1/completions", json={"model": "count"}))
+        await until(lambda: door.door.hold.waiting("count"))
+        refused = await client.post("/v1/completions", json={"model": "count"})
+        async with door.deployment():
+            first = await held
+            after = await client.post("/v1/completions", json={"model": "count"})
+    assert [refused.status_code, first.status_code, after.status_code] == [429, 200, 200]
+    assert (
+        "may have 1 requests at once, try again when one has ended" in error_of(refused)["message"]
+    )
+
+
+async def test_a_key_that_owes_tokens_waits_and_another_does_not(tmp_path: Path) -> None:
+    given, grant = key(tpm=60)
+    async with site(tmp_path, grant) as door, door.deployment():
+        door.door.apply(Spent(owed={grant.key_id: 90.0}))
+        async with door.client(given) as client:
+            refused = await client.post("/v1/completions", json={"model": "count"})
+        other = await door.ask({"model": "count"})
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) == 30
+    assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+    assert other.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("left", "status"),
+    [(QuotaLeft(0, None), 429), (QuotaLeft(0, 4e9), 429), (QuotaLeft(0, 1.0), 200),
+     (QuotaLeft(1, None), 200)],
+)  # fmt: skip
+async def test_a_quota_that_is_used_up_is_said_as_openai_does_until_it_begins_anew(
+    tmp_path: Path, left: QuotaLeft, status: int
+) -> None:
+    given, grant = key(quota=1000, period="day")
+    async with site(tmp_path, grant) as door, door.deployment(), door.client(given) as client:
+        door.door.apply(Spent(left={grant.key_id: left}))
+        answer = await client.post("/v1/completions", json={"model": "count"})
+    assert answer.status_code == status
+    if status == 429:
+        assert (error_of(answer)["type"], error_of(answer)["code"]) == ("insufficient_quota",) * 2
+        assert "quota of 1000 tokens a day is used up" in error_of(answer)["message"]
 
 
 # -- the model

@@ -22,7 +22,7 @@ Heard = list[tuple[str, Want | Demand | Figures | None]]
 async def serving(path: Path, heard: Heard) -> AsyncIterator[ProxyLinks]:
     links = ProxyLinks(
         str(path),
-        lambda: Snapshot(version=1, pepper=b"p"),
+        lambda: [Snapshot(version=1, pepper=b"p")],
         lambda name, said: heard.append((name, said)),
     )
     await links.open()
@@ -94,6 +94,6 @@ async def test_who_says_nonsense_is_disconnected_and_the_others_are_not(tmp_path
 
 async def test_a_socket_that_another_server_listens_on_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path / "s", []):
-        other = ProxyLinks(str(tmp_path / "s"), lambda: Snapshot(version=1, pepper=b""), print)
+        other = ProxyLinks(str(tmp_path / "s"), lambda: [Snapshot(version=1, pepper=b"")], print)
         with pytest.raises(ConfigError, match="can't be used"):
             await other.open()

@@ -61,7 +61,7 @@ async def test_a_proxy_serves_what_the_server_tells_and_says_what_there_is_to_do
     )
     links = ProxyLinks(
         str(tmp_path / "links"),
-        lambda: Snapshot(version=7, pepper=PEPPER, keys=(grant,), routes=routes),
+        lambda: [Snapshot(version=7, pepper=PEPPER, keys=(grant,), routes=routes)],
         lambda _, message: heard.append(message),
     )
     there = Deployment(str(tmp_path / "count"))
@@ -103,7 +103,9 @@ async def test_a_proxy_without_the_server_goes_on_with_its_file(tmp_path: Path) 
 
 async def test_a_proxy_keeps_what_it_was_told_for_its_own_user_only(tmp_path: Path) -> None:
     links = ProxyLinks(
-        str(tmp_path / "links"), lambda: Snapshot(version=7, pepper=PEPPER), lambda _, message: None
+        str(tmp_path / "links"),
+        lambda: [Snapshot(version=7, pepper=PEPPER)],
+        lambda _, message: None,
     )
     file = tmp_path / "snapshot"
     await links.open()

@@ -15,6 +15,7 @@ from kvmig.gateway.ports import Arithmetic, Batch, Item, Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Broken, Splicer
 from kvmig.gateway.streams import Streams
+from kvmig.ground.errors import Failure
 
 if TYPE_CHECKING:
     from kvmig.gateway.ports import Instances
@@ -76,7 +77,7 @@ class World:
             assert item.request_id == "r"
             self.delivered += item.new_token_ids
 
-    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+    def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         raise AssertionError(reason)
 
     def index(self, instance: str) -> int:

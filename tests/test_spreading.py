@@ -16,6 +16,7 @@ from kvmig.controlplane.messages import Migrated, PauseAhead
 from kvmig.gateway.ports import Item, Observer
 from kvmig.gateway.requests import RequestTable
 from kvmig.gateway.streams import GIVE_UP_S, Streams
+from kvmig.ground.errors import Failure
 from tests.fake_llumlet import Cluster, FakeLlumlet, Tokens, cluster, decode, report
 from tests.skipped_time import Skip, skipped_time
 
@@ -42,7 +43,7 @@ class Client:
         if meta is not None:
             self.metas.append(meta)
 
-    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+    def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         self.failed += request_ids
 
 
@@ -130,7 +131,7 @@ async def test_a_request_that_fails_gets_what_was_held_first() -> None:
     async with scene() as it:
         it.streams.spread("r", SOURCE, 5.0, 0.4)
         it.step(1)
-        it.streams.fail(["r"], "its instance is lost", retry=True)
+        it.streams.fail(["r"], "its instance is lost", "retry")
         assert it.came == [1]
         assert it.client.failed == ["r"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.outputs import PoolingRequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -27,7 +27,12 @@ from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.front import OutputQueue, RoutedLLM
-from kvmig.engines.vllm.outputs import CarefulOutputs
+from kvmig.engines.vllm.outputs import (
+    CarefulOutputs,
+    before_failure,
+    check_failure,
+    failure,
+)
 from kvmig.ground.errors import NoInstance
 from kvmig.models import BUNDLED
 from tests.environment import environment
@@ -92,6 +97,28 @@ def test_what_a_stop_string_ended_before_the_failure_is_still_ended_in_its_engin
     broken.logprobs_processor = None
     processed = streams.processor.process_outputs([token("a", 7), token("b", 7)])
     assert processed.reqs_to_abort == ["a"]
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_tokens_that_nobody_has_read_come_before_the_failure(read: bool) -> None:
+    streams = Streams()
+    streams.begin("a", generating())
+    streams.processor.process_outputs([token("a", 7)])
+    if read:
+        assert streams.tokens("a") == [7]
+    said = failure("the API key's quota is used up", "quota")
+    failed = EngineCoreOutput("a", [], finish_reason=FinishReason.ERROR, stop_reason=said)
+    streams.processor.process_outputs([failed])
+
+    output: Any = streams.queues["a"].get_nowait()
+    before = before_failure(output)
+
+    assert (before is None) is read
+    if before is not None:
+        assert (list(before.outputs[0].token_ids), before.outputs[0].finish_reason) == ([7], None)
+    with pytest.raises(GenerationError, match="quota is used up") as raised:
+        check_failure(output)
+    assert raised.value.status_code == 429
 
 
 @pytest.mark.parametrize(

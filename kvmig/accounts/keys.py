@@ -13,6 +13,7 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import blake2b
 from http import HTTPStatus
@@ -25,6 +26,9 @@ from kvmig.ground.errors import ConfigError
 Scope = Literal["infer", "read", "admin"]
 """infer: requests to models. read: the key's own usage. admin: the fleet's API."""
 SCOPES: tuple[str, ...] = get_args(Scope)
+Period = Literal["day", "month", "total"]
+"""By the calendar, in UTC; total: the key's life."""
+PERIODS: tuple[str, ...] = get_args(Period)
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 PREFIX_LENGTH = 8
 SECRET_BYTES = 32
@@ -34,6 +38,10 @@ MODEL_LENGTH = 260
 """Of two names and a colon, at least."""
 MOST = 10**12
 """Of requests and tokens a minute."""
+QUOTA_CODE = "insufficient_quota"
+"""OpenAI's word, as the code of an error and as its type."""
+QUOTA_WORDS = "the API key's quota"
+"""Beginning of the sentence, by which a proxy knows a deployment's."""
 
 
 class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +60,10 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tokens a minute, prompt and output."""
     parallel: int | None = None
     """Requests at once."""
+    quota: int | None = None
+    """Tokens in a period, prompt and output; not one more is given out."""
+    period: Period = "month"
+    """Of the quota."""
 
 
 class KeyGrant(KeyTerms, frozen=True, kw_only=True):
@@ -154,6 +166,14 @@ def allows(
     return None
 
 
+def quota_used_up(terms: KeyTerms, anew: float | None) -> Denied:
+    """The answer to a request of a key that has a quota, of which nothing is left."""
+    period = "in all" if terms.period == "total" else f"a {terms.period}"
+    then = "" if anew is None else f"; it begins anew at {datetime.fromtimestamp(anew, UTC):%FT%TZ}"
+    message = f"{QUOTA_WORDS} of {terms.quota} tokens {period} is used up{then}"
+    return Denied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
+
+
 def no_model(model: str) -> Denied:
     """The answer to a request to a model that isn't there, or isn't for the key."""
     return Denied(HTTPStatus.NOT_FOUND, f"no model {model[:150]!r}", "model_not_found")
@@ -199,7 +219,9 @@ def check_terms(terms: KeyTerms, now: float) -> None:
             ) from error
     if terms.expires is not None and not now < terms.expires < now + MOST:
         raise ConfigError(f"expires is {terms.expires:.0f}, must be a Unix time to come")
-    for field in ("rpm", "tpm", "parallel"):
+    if terms.period not in PERIODS:
+        raise ConfigError(f"period is {terms.period!r:.100}, must be one of {', '.join(PERIODS)}")
+    for field in ("rpm", "tpm", "parallel", "quota"):
         value = getattr(terms, field)
         if value is not None and not 1 <= value <= MOST:
             raise ConfigError(f"{field} is {value}, must be 1 to {MOST}; leave it out for no limit")

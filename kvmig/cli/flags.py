@@ -308,6 +308,12 @@ def _add_http(root: _Parser) -> None:
         metavar="FOLDER",
     )
     group.add(
+        "--quota-socket",
+        "quota_socket",
+        "ask there for the tokens of calls whose keys have a quota; needs --usage-spool and --uds",
+        metavar="PATH",
+    )
+    group.add(
         "--uds",
         "uds",
         "listen on this Unix socket, which only this user can connect to, instead of a port",

@@ -514,6 +514,11 @@ def add_key(
     scope: Annotated[list[str] | None, typer.Option(help="infer, read, admin.")] = None,
     cidr: Annotated[list[str] | None, typer.Option(help="Only from these networks.")] = None,
     days: Annotated[float, typer.Option(help="Until it expires; 0: never.")] = 0.0,
+    rpm: Annotated[int | None, typer.Option(help="Requests a minute.")] = None,
+    tpm: Annotated[int | None, typer.Option(help="Tokens a minute.")] = None,
+    parallel: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
+    quota: Annotated[int | None, typer.Option(help="Tokens a period; not one more.")] = None,
+    period: Annotated[str, typer.Option(help="Of the quota: day, month or total.")] = "month",
 ) -> None:
     """Make a key; it is shown this once."""
     body = {
@@ -523,6 +528,11 @@ def add_key(
         "scopes": scope or ["infer"],
         "cidrs": cidr,
         "days": days,
+        "rpm": rpm,
+        "tpm": tpm,
+        "parallel": parallel,
+        "quota": quota,
+        "period": period,
     }
     print(where.client().post("keys", body)["key"])
 
@@ -531,7 +541,7 @@ def add_key(
 @said
 def list_keys(as_json: Json = False) -> None:
     """All keys, by their prefixes."""
-    columns = ("prefix", "user", "name", "scopes", "models", "expires", "revoked")
+    columns = ("prefix", "user", "name", "scopes", "models", "limits", "expires", "revoked")
     show(
         where.client().get("keys"),
         as_json,
@@ -549,7 +559,35 @@ def key_row(one: dict[str, Any]) -> Sequence[object]:
     terms = one["terms"]
     models = None if terms["models"] is None else " ".join(terms["models"])
     ends = [time_of(at) for at in (terms["expires"], one["revoked_at"])]
-    return one["prefix"], one["user"], one["name"], " ".join(terms["scopes"]), models, *ends
+    scopes = " ".join(terms["scopes"])
+    return one["prefix"], one["user"], one["name"], scopes, models, limits_of(terms), *ends
+
+
+def limits_of(terms: dict[str, Any]) -> str | None:
+    """Those that a key has, as `kvmig key limit` takes them."""
+    named = [f"{name} {terms[name]}" for name in ("rpm", "tpm", "parallel") if terms[name]]
+    if terms["quota"]:
+        named.append(f"quota {terms['quota']}/{terms['period']}")
+    return ", ".join(named) or None
+
+
+@key_app.command("limit")
+@said
+def limit_key(
+    prefix: str,
+    rpm: Annotated[int | None, typer.Option(help="Requests a minute; 0: no limit.")] = None,
+    tpm: Annotated[int | None, typer.Option(help="Tokens a minute; 0: no limit.")] = None,
+    parallel: Annotated[int | None, typer.Option(help="Requests at once; 0: no limit.")] = None,
+    quota: Annotated[int | None, typer.Option(help="Tokens a period; 0: no limit.")] = None,
+    period: Annotated[str | None, typer.Option(help="day, month or total.")] = None,
+) -> None:
+    """Change limits of a key; those that aren't named stay."""
+    numbers = {"rpm": rpm, "tpm": tpm, "parallel": parallel, "quota": quota}
+    body: dict[str, Any] = {name: n or None for name, n in numbers.items() if n is not None}
+    if period is not None:
+        body["period"] = period
+    row = where.client().patch(f"keys/{quote(prefix)}", body)
+    print(limits_of(row["terms"]) or "no limits")
 
 
 @key_app.command("rotate")

@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast
 from urllib.parse import quote
 
 import anyio.to_thread
@@ -305,10 +305,21 @@ def accounts_api(backend: Backend, caller: Any) -> APIRouter:
             models=None if body.models is None else tuple(body.models),
             cidrs=None if body.cidrs is None else tuple(body.cidrs),
             expires=time.time() + body.days * DAY_S if body.days else None,
+            **body.model_dump(include=set(LimitsBody.model_fields)),
         )
+        check_parts(terms.rpm, terms.parallel, backend.settings.proxies)
         row, key = await backend.stored(store.create_key, body.user, body.name, terms, actor)
         await backend.changed()
         return {"key": key, "prefix": row.prefix}
+
+    @api.patch("/keys/{prefix}")
+    async def limit_key(prefix: str, body: LimitsBody, actor: Actor = caller) -> Body:
+        """Change the limits that the body names; all proxies know within a second."""
+        check_parts(body.rpm, body.parallel, backend.settings.proxies)
+        limits = body.model_dump(exclude_unset=True)
+        row = await backend.stored(store.limit_key, prefix, limits, actor)
+        await backend.changed()
+        return cast("Body", msgspec.to_builtins(row))
 
     @api.post("/keys/{prefix}/rotate")
     async def rotate_key(
@@ -393,10 +404,20 @@ class AliasBody(BaseModel):
     targets: dict[str, int] = Field(min_length=1, description="Weights of models.")
 
 
-class KeyBody(BaseModel):
-    """A key."""
+class LimitsBody(BaseModel):
+    """Limits of a key."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    rpm: int | None = Field(default=None, description="Requests a minute; null: no limit.")
+    tpm: int | None = Field(default=None, description="Tokens a minute; null: no limit.")
+    parallel: int | None = Field(default=None, description="Requests at once; null: no limit.")
+    quota: int | None = Field(default=None, description="Tokens in a period; null: no limit.")
+    period: Literal["day", "month", "total"] = Field(default="month", description="Of the quota.")
+
+
+class KeyBody(LimitsBody):
+    """A key."""
 
     user: str
     name: str = Field(default="", max_length=128)
@@ -406,6 +427,15 @@ class KeyBody(BaseModel):
     days: float = Field(
         default=0.0, ge=0, le=36500, allow_inf_nan=False, description="0: for ever."
     )
+
+
+def check_parts(rpm: int | None, parallel: int | None, proxies: int) -> None:
+    """Each proxy has its part of a limit, and needs one. Raises ConfigError."""
+    for field, value in (("rpm", rpm), ("parallel", parallel)):
+        if value is not None and 0 < value < proxies:
+            raise ConfigError(
+                f"{field} is {value}, must be {proxies} or more: {proxies} proxies share it"
+            )
 
 
 class BackupBody(BaseModel):

@@ -293,6 +293,7 @@ class Init:
         launch = ProxyLaunch(
             name=f"proxy-{secrets.token_hex(4)}",
             number=number,
+            proxies=self._settings.proxies,
             listening=listening,
             heartbeat=heartbeat,
             links=str(self._settings.links),

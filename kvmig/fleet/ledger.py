@@ -7,19 +7,19 @@ whatever has died in between, adds nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import func, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from kvmig.accounts.usage import Spool, UsageRecord
-from kvmig.fleet.tables import Database, api_keys, usage, usage_daily, users
+from kvmig.fleet.quotas import settle
+from kvmig.fleet.tables import Database, api_keys, upsert, usage, usage_daily, users
 
 FIELDS = ("key", "user", "model", "day")
 """That sums can be by."""
@@ -28,21 +28,31 @@ AT_ONCE = 500
 SUMS = ("calls", "prompt", "output")
 
 
-def merge(database: Database, spool: Path, over: bool = False) -> int:
-    """Take what a spool holds into the ledger; how many records. Raises StoreError, OSError.
+class Merged(NamedTuple):
+    """What was new in a spool."""
 
-    Those of calls that run stay in the spool. over: nobody writes it any more, so no call runs; the
+    records: int
+    tokens: Mapping[str, int]
+    """Prompt and output together, by the keys' ids."""
+
+
+def merge(database: Database, spool: Path, over: bool = False) -> Merged:
+    """Take what a spool holds into the ledger. Raises StoreError, OSError.
+
+    Records of calls that run stay in the spool. over: nobody writes it any more, so no call runs; the
     front end was killed under those that say so.
     """
     file, merged, after = Spool(spool), 0, 0
+    tokens: Counter[str] = Counter()
     while records := file.read(after):
         rows = [_cut(one) if over else one for one in records]
         with database.transaction() as connection:
             for first in range(0, len(rows), AT_ONCE):
-                _merge(connection, spool.stem, rows[first : first + AT_ONCE])
+                new = _merge(connection, spool.stem, rows[first : first + AT_ONCE])
+                tokens.update(new)
         file.forget(one for one in records if over or one.ended is not None)
         merged, after = merged + len(records), records[-1].seq
-    return merged
+    return Merged(merged, tokens)
 
 
 def _cut(record: UsageRecord) -> UsageRecord:
@@ -50,7 +60,8 @@ def _cut(record: UsageRecord) -> UsageRecord:
     return msgspec.structs.replace(record, status="cut") if running else record
 
 
-def _merge(connection: Connection, source: str, records: Sequence[UsageRecord]) -> None:
+def _merge(connection: Connection, source: str, records: Sequence[UsageRecord]) -> Counter[str]:
+    """Tokens that are new, by the keys' ids."""
     seqs = [one.seq for one in records]
     wanted = select(usage.c.seq, usage.c.prompt, usage.c.output).where(
         usage.c.source == source, usage.c.seq.in_(seqs)
@@ -63,40 +74,22 @@ def _merge(connection: Connection, source: str, records: Sequence[UsageRecord]) 
         day[0] += one.seq not in before
         day[1] += one.prompt - prompt
         day[2] += one.output - output
-    _upsert(connection, usage, ("source", "seq"), [_row(source, one) for one in records])
+    upsert(connection, usage, ("source", "seq"), [_row(source, one) for one in records])
     days = [
         {"day": day, "key_id": key_id, "model": model, **dict(zip(SUMS, sum_, strict=True))}
         for (day, key_id, model), sum_ in sums.items()
     ]
-    _upsert(connection, usage_daily, ("day", "key_id", "model"), days, add=SUMS)
+    upsert(connection, usage_daily, ("day", "key_id", "model"), days, add=SUMS)
+    settle(connection, source, records)
+    tokens: Counter[str] = Counter()
+    for (_, key_id, _), (_, prompt, output) in sums.items():
+        tokens[key_id] += prompt + output
+    return tokens
 
 
 def _row(source: str, record: UsageRecord) -> dict[str, Any]:
     fields = msgspec.structs.asdict(record)
     return {"source": source, "key_id": fields.pop("account"), **fields}
-
-
-def _upsert(
-    connection: Connection,
-    table: Any,
-    keys: Sequence[str],
-    rows: list[dict[str, Any]],
-    add: Iterable[str] = (),
-) -> None:
-    """Write rows in place of those with their keys; add: columns that are added to."""
-    insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
-    statement: Any = insert(table)
-    added = set(add)
-    changes = {
-        name: table.c[name] + statement.excluded[name]
-        if name in added
-        else statement.excluded[name]
-        for name in rows[0]
-        if name not in keys
-    }
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=list(keys), set_=changes), rows
-    )
 
 
 def _day(unix: float) -> str:

@@ -626,6 +626,7 @@ def words(wanted: Wanted, deployment: str, settings: FleetSettings) -> tuple[str
         f"--served-model-name={wanted.name}",
         f"--uds={socket_of(deployment, settings)}",
         f"--usage-spool={settings.spools / deployment}",
+        f"--quota-socket={settings.quotas}",
         "--end-with-stdin",
         f"--instances={max(1, spec.least)}",
         f"--max-instances={instances.max}",

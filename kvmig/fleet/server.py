@@ -25,7 +25,9 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from kvmig.accounts.keys import KeyGrant, Keys
+from kvmig.accounts.allowances import Ask, Granted
+from kvmig.accounts.keys import BAD_KEY, KeyGrant, Keys
+from kvmig.accounts.limits import Bucket
 from kvmig.accounts.usage import Spool
 from kvmig.cli.environment import gpus, take_path
 from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
@@ -36,14 +38,27 @@ from kvmig.fleet.memory import Memory
 from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.models import Models, Wanted, words
 from kvmig.fleet.orders import MESSAGE_BYTES, Check, Checked, News, Order, encode, news_of
+from kvmig.fleet.quotas import QuotaSocket, grant, left
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import StoreError
+from kvmig.ground.clock import monotonic
 from kvmig.ground.errors import ConfigError, KvmigError, StartupError
 from kvmig.proxy import messages
 from kvmig.proxy.link import ProxyLinks
-from kvmig.proxy.messages import Aliases, Demand, Figures, Route, Routes, Snapshot, Want
+from kvmig.proxy.messages import (
+    Aliases,
+    Demand,
+    Down,
+    Figures,
+    QuotaLeft,
+    Route,
+    Routes,
+    Snapshot,
+    Spent,
+    Want,
+)
 
 CHECK_S = 180.0
 """For flags to be checked: their engine's libraries may have to be loaded first."""
@@ -122,6 +137,9 @@ class FleetServer:
         self._thread = ThreadPoolExecutor(1, "store")
         self._version = 0
         self._grants: dict[str, KeyGrant] = {}
+        self._grants_by_id: dict[str, KeyGrant] = {}
+        self._left: dict[str, QuotaLeft] = {}
+        """Of keys that have a quota, by their ids."""
         self._keys = Keys(b"")
         self._keys_version = 0
         self._aliases: Mapping[str, Mapping[str, int]] = {}
@@ -135,7 +153,10 @@ class FleetServer:
             self._figures.values,
             lambda: self._backend.stored(sums, self._store.database, ("model",)),
         )
-        self._links = ProxyLinks(str(settings.links), self._snapshot, self._hear)
+        self._links = ProxyLinks(str(settings.links), self._first, self._hear)
+        self._quotas = QuotaSocket(str(settings.quotas), self._grant)
+        self._buckets: dict[str, Bucket] = {}
+        """Of keys with a limit of tokens a minute, by their ids."""
         self._backend = Backend(
             settings,
             self._store,
@@ -163,6 +184,7 @@ class FleetServer:
         self._keys = Keys(self._store.pepper)
         await self.reload()
         await self._links.open()
+        await self._quotas.open()
         self._init.listen()  # what runs is judged by the catalogue
         self._turning = asyncio.create_task(self._models.run(), name="models")
         self._counting = asyncio.create_task(self._count(), name="usage")
@@ -186,11 +208,38 @@ class FleetServer:
                 over = self._models.is_over(folder.name)  # it writes nothing any more
                 try:
                     for path in sorted(folder.glob("*.sqlite")):
-                        await self._backend.stored(merge, self._store.database, path, over)
+                        merged = await self._backend.stored(merge, self._store.database, path, over)
+                        await self._tell_spent(merged.tokens)
                     if over:
                         await asyncio.to_thread(remove_empty, folder)
                 except (StoreError, OSError) as error:
                     log.warning("usage in %s waits to be counted: %s", folder, error)
+
+    async def _tell_spent(self, tokens: Mapping[str, int]) -> None:
+        """Let proxies know what keys with limits have used. Raises StoreError."""
+        keys = [self._grants_by_id[one] for one in tokens if one in self._grants_by_id]
+        if not keys:
+            return
+        owed = {}
+        now = monotonic()
+        for key in keys:
+            if key.tpm is not None:
+                bucket = self._buckets.setdefault(key.key_id, Bucket(key.tpm, at=now))
+                bucket.per_minute = key.tpm
+                bucket.spend(tokens[key.key_id], now)
+                owed[key.key_id] = bucket.level
+        limited = [one for one in keys if one.quota is not None]
+        changed = await self._backend.stored(left, self._store.database, limited, time.time())
+        self._left.update(changed)
+        if owed or changed:
+            self._links.tell(Spent(owed=owed, left=changed))
+
+    async def _grant(self, ask: Ask) -> Granted:
+        """See `QuotaSocket`."""
+        key = self._grants_by_id.get(ask.key)
+        if key is None:
+            return Granted(ask.number, 0, BAD_KEY.message)
+        return await self._backend.stored(grant, self._store.database, key, ask)
 
     async def ended(self) -> None:
         """Return, or raise, when something that must go on has ended."""
@@ -213,6 +262,7 @@ class FleetServer:
             await asyncio.gather(self._serving, return_exceptions=True)
         await self._models.close()
         await self._links.close()
+        await self._quotas.close()
         self._init.close()
         await self._backend.stored(self._store.close)
         self._thread.shutdown()
@@ -226,12 +276,18 @@ class FleetServer:
         self._keys_version = keys.version
         self._keys.update(keys.granted, keys.revoked)
         for prefix in keys.revoked:
-            self._grants.pop(prefix, None)
+            if (gone := self._grants.pop(prefix, None)) is not None:
+                del self._grants_by_id[gone.key_id]
         self._grants.update((one.prefix, one) for one in keys.granted)
+        self._grants_by_id.update((one.key_id, one) for one in keys.granted)
         if keys.granted or keys.revoked:
             self._links.tell(
                 messages.Keys(version=self._next(), changed=keys.granted, removed=keys.revoked)
             )
+            limited = [one for one in keys.granted if one.quota is not None]
+            changed = await stored(left, self._store.database, limited, time.time())
+            self._left.update(changed)
+            self._links.tell(Spent(left=changed))
         named = {name: {row.name: 1} for row in rows for name in row.spec.aliases}
         if (every := {**named, **aliases}) != self._aliases:
             self._aliases = every
@@ -246,15 +302,18 @@ class FleetServer:
         self._version += 1
         return self._version
 
-    def _snapshot(self) -> Snapshot:
+    def _first(self) -> Sequence[Down]:
         """All that a proxy needs, when it connects."""
-        return Snapshot(
+        now = monotonic()
+        owed = {key_id: bucket.now(now) for key_id, bucket in self._buckets.items()}
+        snapshot = Snapshot(
             version=self._version,
             pepper=self._store.pepper,
             keys=tuple(self._grants.values()),
             routes=tuple(self._models.routes()),
             aliases=self._aliases,
         )
+        return snapshot, Spent(owed=owed, left=self._left)
 
     def _tell_routes(self, changed: Sequence[Route], gone: Sequence[str]) -> int:
         routes = Routes(version=self._next(), changed=tuple(changed), removed=tuple(gone))

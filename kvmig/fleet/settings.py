@@ -53,6 +53,11 @@ class FleetSettings(Discreet, frozen=True, kw_only=True):
         return self.path("run", "proxies.sock")
 
     @property
+    def quotas(self) -> Path:
+        """Where front ends ask for tokens of quotas."""
+        return self.path("run", "quotas.sock")
+
+    @property
     def spools(self) -> Path:
         """Of files in which front ends keep what calls use."""
         return self.path("spools")

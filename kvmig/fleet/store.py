@@ -399,6 +399,22 @@ class Store:
                 self._end_key(connection, old, actor)
             return made
 
+    def limit_key(self, prefix: str, limits: Mapping[str, Any], actor: Actor) -> KeyRow:
+        """Change some of a key's limits: rpm, tpm, parallel, quota, period; what it has used stays.
+
+        Raises NotThere, ConfigError.
+        """
+        with self.database.transaction() as connection:
+            old = self._living(connection, prefix)
+            terms = msgspec.structs.replace(old.terms, **limits)
+            check_terms(terms, self._clock())
+            before = {name: getattr(old.terms, name) for name in limits}
+            change = Change("change", "key", prefix, before, dict(limits))
+            version = self._note(connection, actor, change)
+            values = {"terms": msgspec.to_builtins(terms), "version": version}
+            connection.execute(update(api_keys).where(api_keys.c.id == old.key_id).values(**values))
+            return _key(connection, prefix)
+
     def revoke_key(self, prefix: str, actor: Actor) -> KeyRow:
         """Raises NotThere, also if the key was revoked before."""
         with self.database.transaction() as connection:

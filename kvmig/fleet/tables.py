@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,13 +34,14 @@ from sqlalchemy import (
     inspect,
     text,
 )
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
 
 from kvmig.ground.errors import ConfigError, KvmigError
 
-SCHEMA = 2
+SCHEMA = 3
 """The newest migration's number."""
 LOCK_KEY = 0x6B766D6967
 """Of PostgreSQL's advisory lock."""
@@ -167,6 +168,39 @@ usage_daily = Table(
     Column("prompt", BigInteger, nullable=False),
     Column("output", BigInteger, nullable=False),
 )
+
+grants = Table(
+    "grants",
+    metadata,
+    Column("source", Text, primary_key=True),
+    Column("seq", Integer, primary_key=True, autoincrement=False),
+    Column("key_id", Text, nullable=False, index=True),
+    Column("period", Text, nullable=False),
+    Column("tokens", BigInteger, nullable=False),
+)
+
+
+def upsert(
+    connection: Connection,
+    table: Table,
+    keys: Sequence[str],
+    rows: list[dict[str, Any]],
+    add: Iterable[str] = (),
+) -> None:
+    """Write rows in place of those with their keys; add: columns that are added to."""
+    insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+    statement: Any = insert(table)
+    added = set(add)
+    changes = {
+        name: table.c[name] + statement.excluded[name]
+        if name in added
+        else statement.excluded[name]
+        for name in rows[0]
+        if name not in keys
+    }
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=list(keys), set_=changes), rows
+    )
 
 
 class Database:

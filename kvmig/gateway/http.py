@@ -37,6 +37,7 @@ CALL_ID = "x-request-id"
 PRIORITY = "x-vllm-priority"
 PRIORITY_FIELD = "priority"
 ACCOUNT = "x-kvmig-account"
+QUOTA = "x-kvmig-quota"
 SCOPE = "kvmig.call"
 """Key of an ASGI scope's `HttpCall`; the connection looks for it there."""
 UNREAD_BYTES = 1 << 20
@@ -108,6 +109,10 @@ class HttpState:
         """The key that a call counts for, as a proxy says it; on a port nobody is believed."""
         return headers.get(ACCOUNT, "") if self.config.uds else ""
 
+    def quota(self, headers: MutableHeaders) -> bool:
+        """Whether that key has a quota."""
+        return bool(self.config.quota_socket and self.config.uds and headers.get(QUOTA))
+
     def count(self, status: int) -> None:
         """Count an answer that begins, if it is an error of the client's."""
         if 400 <= status < 500:
@@ -127,7 +132,9 @@ class HttpMiddleware:
         state: HttpState = scope["app"].state.kvmig
         # A copy: the server's own list stays as it came.
         headers = MutableHeaders(raw=list(scope["headers"]))
-        call = scope[SCOPE] = HttpCall(accepted(headers.get(CALL_ID)), state.account(headers))
+        call = scope[SCOPE] = HttpCall(
+            accepted(headers.get(CALL_ID)), state.account(headers), quota=state.quota(headers)
+        )
         headers[CALL_ID] = call.call_id
 
         async def send_counted(message: Message) -> None:

@@ -42,14 +42,23 @@ class Meter:
         call = request.call
         if call is None:  # not of a client
             return
-        found = self._calls.get(call)
-        if found is None:
-            found = self._calls[call] = _Metered(self._next, self._wall())
-            self._next += 1
+        found = self._found(call)
         found.live[request.request_id] = request
         found.prompts[request.external_id] = request.prompt_tokens
         found.sequences += 1
         found.changed = True
+
+    def enter(self, call: HttpCall) -> tuple[int, float]:
+        """The number of a call's record, and when it began (Unix time)."""
+        found = self._found(call)
+        return found.seq, found.began
+
+    def _found(self, call: HttpCall) -> _Metered:
+        found = self._calls.get(call)
+        if found is None:
+            found = self._calls[call] = _Metered(self._next, self._wall())
+            self._next += 1
+        return found
 
     def ended(self, request: LiveRequest, failed: bool) -> None:
         """A sequence gets no more tokens. failed: but an error."""

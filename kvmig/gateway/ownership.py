@@ -20,7 +20,7 @@ from kvmig.gateway.ports import Instances, Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Action, Broken, Stale, Switched
 from kvmig.ground.config import FaultConfig
-from kvmig.ground.errors import NoInstance
+from kvmig.ground.errors import Failure, NoInstance
 from kvmig.kvtransfer.messages import Message
 
 MAX_RUNS = 16
@@ -41,7 +41,7 @@ class Ownership:
         self,
         table: RequestTable,
         instances: Instances,
-        fail: Callable[[Sequence[str], str, bool], None],
+        fail: Callable[[Sequence[str], str, Failure], None],
         observer: Observer,
         clock: Callable[[], float],
         config: FaultConfig,
@@ -260,7 +260,7 @@ class Ownership:
             self.give_up(
                 [request],
                 f"instances {names} crashed while they ran this request: it isn't run again",
-                retry=False,
+                "final",
             )
             return True
         if verdict == "wait":
@@ -297,14 +297,16 @@ class Ownership:
 
     # -- ends before the last token
 
-    def give_up(self, requests: Sequence[LiveRequest], reason: str, *, retry: bool = True) -> None:
-        """End requests that can't go on. retry: another attempt may succeed."""
+    def give_up(
+        self, requests: Sequence[LiveRequest], reason: str, kind: Failure = "retry"
+    ) -> None:
+        """End requests that can't go on."""
         if not requests:
             return
         for request in requests:
             self._table.remove(request.request_id, failed=True)
         self.abort(requests)
-        self._fail([request.request_id for request in requests], reason, retry)
+        self._fail([request.request_id for request in requests], reason, kind)
 
     def abort(self, requests: Iterable[LiveRequest]) -> None:
         """End the present run of each, wherever it may be."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvmig.engines.base import Frame
+from kvmig.ground.errors import Failure
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
 
@@ -55,11 +56,8 @@ class Sink(Protocol):
         """Tokens in their right order. index: the engine index of the instance they are from."""
         ...
 
-    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
-        """End requests that get no more tokens; `reason` is a sentence for the client.
-
-        retry: another attempt may succeed; otherwise the request is to blame.
-        """
+    def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
+        """End requests that get no more tokens; `reason` is a sentence for the client."""
         ...
 
 

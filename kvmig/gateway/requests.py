@@ -7,8 +7,9 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from kvmig.accounts.allowances import Allowance
 from kvmig.engines.base import Frame
 from kvmig.gateway.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
@@ -41,6 +42,8 @@ class LiveRequest:
     arrived: float
     """In the router's clock."""
     call: HttpCall | None = None
+    allowance: Allowance[Any] | None = None
+    """What pays for its tokens; None: they cost nothing."""
 
     # what the client has
     first_at: float | None = None
@@ -153,14 +156,17 @@ class HttpCall:
     """
 
     __slots__ = (
-        "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "answered",
-        "call_id", "over", "request_ids",
+        "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
+        "answered", "call_id", "over", "quota", "request_ids",
     )  # fmt: skip
 
-    def __init__(self, call_id: str = "", account: str = "") -> None:
-        """account: the key that the call counts for; empty: none is known."""
+    def __init__(self, call_id: str = "", account: str = "", *, quota: bool = False) -> None:
+        """account: the key that the call counts for; empty: none is known. quota: it has one."""
         self.call_id = call_id
         self.account = account
+        self.quota = quota
+        self.allowance: Allowance[Any] | None = None
+        """Of a call that has asked for tokens of its key's quota."""
         self.request_ids: set[str] = set()
         self.over = False
         """Whether nothing more comes of it: it has its answer, or its client has left."""

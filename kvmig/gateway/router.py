@@ -51,6 +51,7 @@ from kvmig.gateway.meter import Meter
 from kvmig.gateway.ownership import Ownership
 from kvmig.gateway.ports import Decode, Item, Observer, Sink
 from kvmig.gateway.questions import Questions
+from kvmig.gateway.quotas import Output, Quotas
 from kvmig.gateway.requests import LiveRequest, RequestTable, call_of, current_call, current_call_id
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
@@ -89,13 +90,14 @@ class Router:
         *,
         observer: Observer | None = None,
         meter: Meter | None = None,
+        quotas: Quotas | None = None,
         clock: Clock = monotonic,
         lost_after_s: float = 10.0,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
         """name: of this front end; it counts what happens to its own requests.
 
-        meter: counts what its calls use.
+        meter: counts what its calls use. quotas: pays for calls whose keys have one.
         """
         self.fleet = Fleet(name, secret, config, clock, lost_after_s, self)
         self.reports: deque[MigrationReport] = deque(maxlen=RECENT)
@@ -111,7 +113,11 @@ class Router:
         self._fence_timeout_s = fence_timeout_s
         self._table = RequestTable(meter)
         self._questions = Questions(self.fleet.send)
-        self._streams = Streams(self._table, sink, decode, self.fleet, observer, clock)
+        self._streams = Streams(self._table, sink, decode, self.fleet, observer, clock, quotas)
+        self._quotas = quotas
+        if quotas is not None:
+            quotas.release = lambda output: self._splice(*output)
+            quotas.end = self._end_unpaid
         self._ownership = Ownership(
             self._table,
             self.fleet,
@@ -206,8 +212,11 @@ class Router:
     ) -> str:
         """Send a new request to the instance that the policy picks, and return its name.
 
-        The payload is kept as long as the request lives. Raises NoInstance.
+        The payload is kept as long as the request lives. Raises NoInstance, QuotaUsedUp.
         """
+        call, allowance = current_call.get(), None
+        if self._quotas is not None and call is not None:
+            allowance = await self._quotas.begin(call, external_id, prompt_tokens)
         instance = self.fleet.dispatch(prompt_tokens, priority, Submit(request_id), payload)
         self._table.add(
             LiveRequest(
@@ -219,7 +228,8 @@ class Router:
                 priority=priority,
                 payload=payload,
                 arrived=self._clock(),
-                call=current_call.get(),
+                call=call,
+                allowance=allowance,
             )
         )
         return instance
@@ -399,6 +409,11 @@ class Router:
         for action in self._streams.splice(request, instance, span, item):
             self._ownership.act(request, action)
 
+    def _end_unpaid(self, outputs: Sequence[Output], reason: str) -> None:
+        runs = [self._table.runs.get(span.request_id) for _, span, _ in outputs]
+        requests = list({one.request_id: one for one in runs if one is not None}.values())
+        self._ownership.give_up(requests, reason, "quota")
+
     def _migrated(self, message: Migrated, payload: list[memoryview]) -> None:
         """Take the report of a migration, by hand or by policy, of any front end's request."""
         report, request = message.report, self._table.runs.get(message.report.request_id)
@@ -488,7 +503,7 @@ class Router:
             return
         unread = [one for one in self._table if one.call and one.call.unread(one) > most]
         reason = f"its client has not read for more than {most} tokens (--max-unread)"
-        self._ownership.give_up(unread, reason, retry=False)
+        self._ownership.give_up(unread, reason, "final")
         for _ in unread:
             self._observer.unread()
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 
 from kvmig.controlplane.messages import Outputs, Span
 from kvmig.gateway.ports import Decode, Instances, Item, Observer, Sink
+from kvmig.gateway.quotas import Quotas
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Action
 from kvmig.ground.clock import Clock
-from kvmig.ground.errors import PeerError
+from kvmig.ground.errors import Failure, PeerError
 
 MOST_S = 1.0
 """Longest time for which a token is held."""
@@ -68,7 +69,10 @@ class Streams:
         instances: Instances,
         observer: Observer,
         clock: Clock,
+        quotas: Quotas | None = None,
     ) -> None:
+        """quotas: pays for tokens of requests with an allowance."""
+        self._quotas = quotas
         self._table = table
         self._sink = sink
         self._decode = decode
@@ -96,9 +100,13 @@ class Streams:
         runs = self._table.runs
         others: list[tuple[Span, Item]] = []
         ended: list[LiveRequest] = []
+        held: set[int] = set()
         items = batch.items
         for span, item in zip(outputs.spans, items, strict=True):
             request = runs.get(span.request_id)
+            if not self._pays(request, instance, span, item):
+                held.add(id(item))
+                continue
             if request is None or not request.splicer.advance(
                 span.epoch, span.start, len(item.new_token_ids), now
             ):
@@ -109,12 +117,25 @@ class Streams:
                 ended.append(request)
         for request in ended:
             self.end(request)
-        if others:
-            apart = {id(item) for _, item in others}
+        if others or held:
+            apart = held.union(id(item) for _, item in others)
             items = [item for item in items if id(item) not in apart]
         index = self._instances.index(instance)
         self._sink.deliver(index, self.due(index, items), batch.meta)
         return others
+
+    def _pays(self, request: LiveRequest | None, instance: str, span: Span, item: Item) -> bool:
+        """Whether the output is paid for, or costs nothing; else it waits for the next grant."""
+        if request is None or (allowance := request.allowance) is None:
+            return True
+        assert self._quotas is not None
+        tokens = len(item.new_token_ids)
+        paid = allowance.admits(tokens)
+        if not paid:
+            allowance.hold(tokens, (instance, span, item))
+        if allowance.low or not paid:
+            self._quotas.want_more(allowance)
+        return paid
 
     def splice(self, request: LiveRequest, instance: str, span: Span, item: Item) -> list[Action]:
         """Deliver what follows from an output that didn't just come next; what else to do."""
@@ -154,11 +175,11 @@ class Streams:
                 splicer.next,
             )
 
-    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+    def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         """Fail requests, see `Sink.fail`; tokens that are held come first."""
         for request_id in request_ids:
             self.end_spread(request_id)
-        self._sink.fail(request_ids, reason, retry)
+        self._sink.fail(request_ids, reason, kind)
 
     def close(self) -> None:
         """Nothing that is held is delivered any more."""

@@ -126,6 +126,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """For a client to go on reading."""
     usage_spool: str = ""
     """Folder of the files in which front ends keep what calls use; empty: none does."""
+    quota_socket: str = ""
+    """Path of the Unix socket of who grants tokens to calls whose keys have a quota; empty: none
+    has."""
     uds: str = ""
     """Path of the Unix socket that takes the port's place; empty: none does."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 
 class KvmigError(Exception):
     """Base of everything that kvmig raises on purpose."""
@@ -74,8 +76,17 @@ class InvalidTransition(KvmigError):
         self.history = history
 
 
+Failure = Literal["retry", "final", "quota"]
+"""Why a request can't go on. retry: another attempt may succeed. final: the request is to blame.
+quota: that of its key is used up."""
+
+
 class NoInstance(KvmigError):
     """There is no instance that a request could be sent to."""
+
+
+class QuotaUsedUp(KvmigError):
+    """The quota of a request's key has no tokens left."""
 
 
 class ContractViolation(KvmigError):

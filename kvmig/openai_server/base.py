@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastapi import FastAPI
 
@@ -24,6 +24,10 @@ class OpenAIServer(Protocol):
 
     def decode(self, payload: Sequence[memoryview]) -> Batch:
         """See `kvmig.gateway.ports.Decode`."""
+        ...
+
+    def cut(self, item: Any, tokens: int) -> None:
+        """Leave the first tokens of an item of `decode`, which then isn't its request's last."""
         ...
 
     async def load(self) -> None:

@@ -23,19 +23,20 @@ from kvmig.gateway.errors import GatewayError
 from kvmig.gateway.ports import Batch, Item
 from kvmig.gateway.problems import problem
 from kvmig.gateway.router import Router
-from kvmig.ground.errors import NoInstance
+from kvmig.ground.errors import Failure, NoInstance, QuotaUsedUp
 from kvmig.openai_server.answers import Answer, Piece, Token, usage
 from kvmig.openai_server.bodies import StreamOptions
 from kvmig.openai_server.text import Detokenizer, StopStrings
 
 
 class Failed(GatewayError):
-    """A request that began can't go on. retry: another attempt may succeed."""
+    """A request that began can't go on."""
 
-    def __init__(self, message: str, *, retry: bool) -> None:
+    def __init__(self, message: str, kind: Failure) -> None:
         super().__init__(message)
-        if retry:
-            self.status = HTTPStatus.SERVICE_UNAVAILABLE
+        if kind != "final":
+            again, used_up = HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS
+            self.status = again if kind == "retry" else used_up
 
 
 class Tokenizer(Protocol):
@@ -105,11 +106,11 @@ class RequestQueues:
             if (queue := self._queues.get(item.request_id)) is not None:
                 queue.put_nowait(item)
 
-    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+    def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         """See `Sink`."""
         for request_id in request_ids:
             if (queue := self._queues.get(request_id)) is not None:
-                queue.put_nowait(Failed(reason, retry=retry))
+                queue.put_nowait(Failed(reason, kind))
 
 
 def decode_outputs(payload: Sequence[memoryview]) -> Batch:
@@ -150,6 +151,8 @@ class Generation:
         self._tokens = 0
         self._logprobs: list[Token] = []
         self._runs = False
+        self._left: list[Output | Failed] = []
+        """Taken out of the queue, but not told yet."""
 
     async def begin(self) -> None:
         """Raises Failed if there is no instance to run it."""
@@ -162,17 +165,22 @@ class Generation:
                 [encode(self._request)],
             )
         except NoInstance as error:
-            raise Failed(str(error), retry=True) from error
+            raise Failed(str(error), "retry") from error
+        except QuotaUsedUp as error:
+            raise Failed(str(error), "quota") from error
         self._runs = True
 
     async def next(self) -> Piece:
         """More of the text, or its end. Raises Failed."""
         while True:
-            came = [await self._queue.get()]
+            came, self._left = self._left or [await self._queue.get()], []
             while not self._queue.empty():
                 came.append(self._queue.get_nowait())
             text, reason = "", None
             for one in came:
+                if text and isinstance(one, Failed):
+                    self._left = [one]  # the client gets what came before
+                    break
                 more, reason = await self._take(one)
                 text += more
                 if reason is not None:
@@ -195,7 +203,7 @@ class Generation:
             raise output
         if output.finish_reason == "error":
             self._runs = False
-            raise Failed(output.error, retry=False)
+            raise Failed(output.error, "final")
         text = ""
         for at, token in enumerate(output.token_ids, 1):
             self._tokens += 1

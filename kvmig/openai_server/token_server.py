@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 
+from kvmig.engines.transformers.payload import Output
 from kvmig.gateway.access import bearer
 from kvmig.gateway.http import HttpMiddleware
 from kvmig.gateway.ports import Batch
@@ -49,6 +50,11 @@ class TokenServer(HttpTask):
 
     def decode(self, payload: Sequence[memoryview]) -> Batch:
         return decode_outputs(payload)
+
+    def cut(self, item: Output, tokens: int) -> None:
+        item.token_ids = item.token_ids[:tokens]
+        item.logprobs = item.logprobs[:tokens]
+        item.finish_reason = ""
 
     async def load(self) -> None:
         self._tokenizer = await asyncio.to_thread(self._make_tokenizer)

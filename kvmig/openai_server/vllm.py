@@ -20,7 +20,13 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
-from kvmig.engines.vllm.front import OutputQueue, RoutedLLM, apply_ready, decode_outputs
+from kvmig.engines.vllm.front import (
+    OutputQueue,
+    RoutedLLM,
+    apply_ready,
+    cut_output,
+    decode_outputs,
+)
 from kvmig.gateway.http import HttpMiddleware
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
@@ -42,6 +48,9 @@ class VllmServer(HttpTask):
         self._config: VllmConfig | None = None
         self._llm: RoutedLLM | None = None
         self._app: FastAPI | None = None
+
+    def cut(self, item: Any, tokens: int) -> None:
+        cut_output(item, tokens)
 
     def decode(self, payload: Sequence[memoryview]) -> Batch:
         outputs = decode_outputs(payload)

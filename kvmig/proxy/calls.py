@@ -17,6 +17,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Raw
 
+from kvmig.accounts.keys import QUOTA_CODE
 from kvmig.gateway.access import OPENAI
 from kvmig.gateway.http import WORK
 from kvmig.gateway.problems import shorten_value
@@ -181,6 +182,8 @@ _TYPES: dict[int, str] = {
 def error_body(api: Api, status: int, message: str, code: str) -> bytes:
     """An error as the API's clients read it: in OpenAI's form, or in Anthropic's."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    if code == QUOTA_CODE and api != "messages":
+        kind = QUOTA_CODE
     if api == "messages":
         error: dict[str, object] = {"type": kind, "message": message}
         return msgspec.json.encode({"type": "error", "error": error})

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvmig.accounts.keys import KeyGrant
 from kvmig.accounts.keys import Keys as KnownKeys
-from kvmig.proxy.messages import Aliases, Down, Keys, Route, Routes, Snapshot
+from kvmig.proxy.messages import Aliases, Keys, Known, Route, Routes, Snapshot
 
 NOTHING = -1
 """The version before any snapshot."""
@@ -33,7 +33,7 @@ class Directory:
         self._aliases: Mapping[str, Mapping[str, int]] = {}
         self._adapters: dict[str, str] = {}
 
-    def apply(self, message: Down) -> set[str]:
+    def apply(self, message: Known) -> set[str]:
         """Take what the server tells; the models whose routes have changed."""
         changed: set[str] = set()
         match message:

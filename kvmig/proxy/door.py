@@ -23,8 +23,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvmig.accounts.keys import BAD_KEY, Denied, KeyGrant, allows, no_model
+from kvmig.accounts.keys import (
+    BAD_KEY,
+    QUOTA_CODE,
+    QUOTA_WORDS,
+    Denied,
+    KeyGrant,
+    KeyTerms,
+    allows,
+    no_model,
+    quota_used_up,
+)
 from kvmig.accounts.keys import Scope as KeyScope
+from kvmig.accounts.limits import WHOLE, KeyLimits, Part
 from kvmig.gateway import http as gateway
 from kvmig.gateway.http import CALL_ID, PRIORITY, UNREAD_BYTES, Connection, accepted
 from kvmig.ground.clock import Clock, monotonic
@@ -44,7 +55,15 @@ from kvmig.proxy.calls import (
 from kvmig.proxy.directory import Directory
 from kvmig.proxy.exposition import merged, parsed
 from kvmig.proxy.hold import Counted, Counts, Go, Hold, Refused, Stay, Waiter, left_s, verdict
-from kvmig.proxy.messages import Down, Keys, ModelDemand, Route, Snapshot
+from kvmig.proxy.messages import (
+    Down,
+    Keys,
+    ModelDemand,
+    QuotaLeft,
+    Route,
+    Snapshot,
+    Spent,
+)
 from kvmig.proxy.relay import LAST_CHUNK, OWN, Broken, Chunked, Head, Unframed, Upstream
 
 SHOWN = "kvmig.connection"
@@ -55,6 +74,7 @@ FIGURES = b"/kvmig/v2/metrics"
 COLD = "x-kvmig-cold"
 COLD_MS = b"x-kvmig-cold-start-ms"
 ACCOUNT = b"x-kvmig-account"
+QUOTA = b"x-kvmig-quota"
 KVMIG = b"x-kvmig-"
 KEY_HEADERS = (b"authorization", b"x-api-key")
 NOT_PASSED = OWN | {
@@ -130,6 +150,10 @@ class Call:
         """Signs of life that were sent; from the first on the answer is a stream."""
         self.cut: Refused | None = None
         """Why it may not go on."""
+        self.quota = False
+        """Whether its key has one."""
+        self.limits: list[tuple[bytes, bytes]] = []
+        """Headers that tell of the key's limits."""
 
     @property
     def address(self) -> str:
@@ -192,7 +216,7 @@ class Call:
             self.connection.transport.write(LAST_CHUNK)
             self.finish()
             return
-        headers = {}
+        headers = {name.decode(): value.decode() for name, value in self.limits}
         if why.again_s is not None:
             headers["Retry-After"] = str(max(1, ceil(why.again_s)))
         if why.status == HTTPStatus.UNAUTHORIZED:
@@ -221,7 +245,7 @@ class Call:
 
     def begin(self, head: Head, own: list[tuple[bytes, bytes]]) -> None:
         """Write its head, with headers of our own."""
-        own = [*own, (CALL_ID.encode(), self.call_id.encode())]
+        own = [*own, *self.limits, (CALL_ID.encode(), self.call_id.encode())]
         if not self.cycle.keep_alive:
             own.append((b"connection", b"close"))
         self.connection.transport.write(head.rewritten(own))
@@ -330,11 +354,11 @@ class Door:
         age_s: Callable[[], float] = lambda: 0.0,
         clock: Clock = monotonic,
         wall: Clock = time.time,
-        number: int = 0,
+        part: Part = WHOLE,
     ) -> None:
         """api: path of the server's HTTP socket. want: tells the server of a cold model.
 
-        age_s: of what is known. wall: Unix time. number: the proxy's among all.
+        age_s: of what is known. wall: Unix time. part: which proxy of how many this is.
         """
         self.directory = directory
         self.config = config
@@ -343,7 +367,7 @@ class Door:
         self.hold = Hold(BODIES * config.max_body)
         self.counts = Counts()
         self.metrics = DoorMetrics(self.counts, age_s)
-        self._number = number
+        self._part = part
         self._api = api
         self._want = want
         self._clock = clock
@@ -352,11 +376,18 @@ class Door:
         self._turns: dict[Waiter, asyncio.Future[None]] = {}
         self._calls: dict[str, set[Call]] = {}
         """By the prefixes of their keys."""
+        self._limits: dict[str, KeyLimits] = {}
+        """Of keys that were used here or have spent tokens, by their ids."""
+        self._left: dict[str, QuotaLeft] = {}
+        """Of the quotas of keys, by their ids."""
 
     # -- what the server tells, and hears
 
     def apply(self, message: Down) -> None:
         """Take it; those go on who waited for it, in their order. What revoked keys do ends."""
+        if isinstance(message, Spent):
+            self._take_spent(message)
+            return
         for model in self.directory.apply(message):
             self._wake(model)
         if isinstance(message, (Keys, Snapshot)):
@@ -364,6 +395,13 @@ class Door:
                 for call in list(self._calls[prefix]):
                     call.cut = _refused(BAD_KEY)
                     call.connection.on_lost()  # what it waits for
+
+    def _take_spent(self, spent: Spent) -> None:
+        now = self._clock()
+        for key_id, level in spent.owed.items():
+            limits = self._limits.setdefault(key_id, KeyLimits(KeyTerms(), self._part))
+            limits.bucket.told(level, now)
+        self._left.update(spent.left)
 
     def wishes(self) -> list[str]:
         """Cold models that somebody waits for."""
@@ -377,7 +415,7 @@ class Door:
     def figures(self) -> bytes:
         """What this proxy has to tell Prometheus."""
         own = generate_latest(self.metrics.registry).decode()
-        return merged([parsed(({"proxy": str(self._number)}, own))])
+        return merged([parsed(({"proxy": str(self._part.number)}, own))])
 
     def close(self) -> None:
         """Hold nobody any more: the proxy stops."""
@@ -489,6 +527,34 @@ class Door:
 
     async def _infer(self, call: Call, grant: KeyGrant) -> None:
         waiter = await self._prepare(call, grant)
+        limits = self._limits_of(grant)
+        self._check_limits(call, grant, limits)
+        try:
+            await self._reach_and_relay(call, grant, waiter)
+        finally:
+            limits.leave()
+
+    def _limits_of(self, grant: KeyGrant) -> KeyLimits:
+        limits = self._limits.get(grant.key_id)
+        if limits is None:
+            limits = self._limits[grant.key_id] = KeyLimits(grant, self._part)
+        elif limits.terms is not grant:
+            limits.renew(grant, self._clock())
+        return limits
+
+    def _check_limits(self, call: Call, grant: KeyGrant, limits: KeyLimits) -> None:
+        """Let the call in, or raise Refused, 429."""
+        left, wall = self._left.get(grant.key_id), self._wall()
+        if grant.quota is not None and left is not None and left.says_no(wall):
+            raise _refused(quota_used_up(grant, left.anew))
+        now = self._clock()
+        exceeded = limits.enter(now)
+        call.limits = limits.headers(now)
+        if exceeded is not None:
+            status = HTTPStatus.TOO_MANY_REQUESTS
+            raise Refused(status, exceeded.sentence, "rate_limit_exceeded", exceeded.again_s)
+
+    async def _reach_and_relay(self, call: Call, grant: KeyGrant, waiter: Waiter) -> None:
         calls = self._calls.setdefault(grant.prefix, set())
         calls.add(call)
         counted = self.counts.arrive(waiter.model, self._clock())
@@ -516,6 +582,9 @@ class Door:
             raise _refused(denied or no_model(name))
         headers = _passed(call, (FORWARDED, KVMIG, *KEY_HEADERS))
         headers.append((ACCOUNT, grant.key_id.encode()))
+        if grant.quota is not None:
+            call.quota = True
+            headers.append((QUOTA, b"1"))
         content = body.naming(found.served)
         call.ask(target(where.path, call.scope["query_string"]), headers, content)
         return Waiter(
@@ -626,6 +695,10 @@ class Door:
                 raise Refused(status, sentence, "deployment_ended", 1.0) from error
             if call.beats and not (head.status == 200 and isinstance(upstream.framing, Chunked)):
                 raise await _error_of(head, upstream)
+            if call.quota and head.status == HTTPStatus.TOO_MANY_REQUESTS:
+                why = await _error_of(head, upstream)
+                code = QUOTA_CODE if str(why).startswith(QUOTA_WORDS) else why.code
+                raise Refused(why.status, str(why), code, 1.0)
             if not call.beats:
                 if isinstance(upstream.framing, Unframed):
                     call.cycle.keep_alive = False

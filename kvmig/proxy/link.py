@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from kvmig.cli.environment import take_path
 from kvmig.ground.errors import ConfigError
-from kvmig.proxy.messages import Demand, Down, Figures, Hello, Snapshot, Up, Want
+from kvmig.proxy.messages import Demand, Down, Figures, Hello, Up, Want
 
 LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
@@ -48,15 +48,15 @@ class ProxyLinks:
     def __init__(
         self,
         path: str,
-        snapshot: Callable[[], Snapshot],
+        first: Callable[[], Sequence[Down]],
         hear: Callable[[str, Want | Demand | Figures | None], None],
     ) -> None:
-        """path: of the socket. snapshot: what a proxy is told first.
+        """path: of the socket. first: what a proxy is told first.
 
         hear: takes what a proxy says, with its name; None: it has gone.
         """
         self._path = path
-        self._snapshot = snapshot
+        self._first = first
         self._hear = hear
         self._server: asyncio.Server | None = None
         self._writers: dict[str, asyncio.StreamWriter] = {}
@@ -100,7 +100,8 @@ class ProxyLinks:
             async with asyncio.timeout(HELLO_S):
                 name = (await receive(reader, Hello)).proxy
             self._writers[name] = writer
-            self._send(name, writer, self._snapshot())
+            for message in self._first():
+                self._send(name, writer, message)
             while True:
                 self._hear(name, await receive(reader, Want | Demand | Figures))
         except (EOFError, ConnectionError, TimeoutError):

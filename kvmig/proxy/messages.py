@@ -21,6 +21,8 @@ class ProxyLaunch(Discreet, frozen=True, kw_only=True):
     """Unique among the proxies of all times."""
     number: int = 0
     """The same for the next one in its place."""
+    proxies: int = 1
+    """How many share the port."""
     listening: int
     """Descriptor of the port's socket."""
     heartbeat: int = -1
@@ -101,7 +103,30 @@ class Aliases(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     aliases: Mapping[str, Mapping[str, int]]
 
 
-Down = Snapshot | Keys | Routes | Aliases
+class QuotaLeft(msgspec.Struct, frozen=True, array_like=True):
+    """Of one key's quota."""
+
+    tokens: int
+    anew: float | None
+    """Unix time from which on there is a whole quota again; None: never."""
+
+    def says_no(self, now: float) -> bool:
+        """Whether nothing is left at that Unix time."""
+        return self.tokens <= 0 and (self.anew is None or now < self.anew)
+
+
+class Spent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What keys have used, by their ids; after a snapshot of all keys that have used something."""
+
+    owed: Mapping[str, float] = {}
+    """Tokens that the rate of a key with `tpm` has not paid off."""
+    left: Mapping[str, QuotaLeft] = {}
+    """Of keys that have a quota."""
+
+
+Known = Snapshot | Keys | Routes | Aliases
+"""What a proxy keeps."""
+Down = Known | Spent
 
 
 # -- from a proxy

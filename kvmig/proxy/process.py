@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
+from kvmig.accounts.limits import Part
 from kvmig.cli.processes import Announcement, say, send_heartbeats
 from kvmig.controlplane.child import StopSignals, announce
 from kvmig.ground.clock import monotonic
@@ -59,7 +60,7 @@ class Proxy(HttpTask):
             launch.api,
             self._want,
             lambda: time.time() - self._heard_at,
-            number=launch.number,
+            part=Part(launch.number, launch.proxies),
         )
 
     async def start(self) -> None:

@@ -18,7 +18,7 @@ from kvmig.gateway.router import FENCE_TIMEOUT_S, HOLD_S
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
 from kvmig.ground.config import FaultConfig
-from kvmig.ground.errors import NoInstance
+from kvmig.ground.errors import Failure, NoInstance
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.source_machine import LEAP
 from kvmig.kvtransfer.wire import Frame
@@ -245,7 +245,7 @@ class Front(Part):
             if item.finished and self.given != self._tokens:
                 raise Violation(f"the stream ends after {self.given} of {self._tokens} tokens")
 
-    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+    def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         """The request was given up."""
         self.failed = reason
 

@@ -38,9 +38,15 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Frame
-from kvmig.engines.vllm.outputs import CarefulOutputs, EngineClocks, check_failure, failure
+from kvmig.engines.vllm.outputs import (
+    CarefulOutputs,
+    EngineClocks,
+    before_failure,
+    check_failure,
+    failure,
+)
 from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.errors import NoInstance
+from kvmig.ground.errors import Failure, NoInstance, QuotaUsedUp
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +80,14 @@ def decode_outputs(payload: Sequence[Frame]) -> EngineCoreOutputs:
     """The payload of an Outputs message: one step's outputs for this front end."""
     outputs: EngineCoreOutputs = _outputs_decoder.decode(payload)
     return outputs
+
+
+def cut_output(output: EngineCoreOutput, tokens: int) -> None:
+    """Leave the output's first tokens, after which its request still runs."""
+    output.new_token_ids = output.new_token_ids[:tokens]
+    if output.new_logprobs is not None:
+        output.new_logprobs = output.new_logprobs.slice_request(0, tokens)
+    output.finish_reason = output.stop_reason = None
 
 
 def apply_ready(config: VllmConfig, ready: Sequence[bytes]) -> None:
@@ -123,10 +137,10 @@ class OutputQueue:
         if outputs.outputs or outputs.scheduler_stats:
             self.queue.put_nowait(outputs)
 
-    def fail(self, request_ids: Sequence[str], reason: str, retry: bool) -> None:
+    def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         """End requests that can't go on: each client gets an error that says why."""
         logger.error("requests %s failed: %s", ", ".join(request_ids), reason)
-        said = failure(reason, retry)
+        said = failure(reason, kind)
         self.queue.put_nowait(
             EngineCoreOutputs(
                 outputs=[
@@ -175,6 +189,8 @@ class RoutingClient(AsyncMPClient):
             )
         except NoInstance as error:
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
+        except QuotaUsedUp as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         if not request_ids or self.resources.engine_dead:
@@ -268,6 +284,8 @@ class RoutedLLM(AsyncLLM):
     async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
         async with contextlib.aclosing(super().generate(*args, **options)) as outputs:
             async for output in outputs:
+                if (before := before_failure(output)) is not None:
+                    yield before
                 check_failure(output)
                 yield output
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from copy import copy
+from http import HTTPStatus
 from operator import length_hint
 from typing import Any
 
@@ -16,6 +18,8 @@ from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestError, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
+
+from kvmig.ground.errors import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -115,16 +119,38 @@ class EngineClocks:
         return told + self._ahead.get(index, 0.0)
 
 
-_KINDS = {"retry": RetryableRequestError, "final": GenerationError}
+class QuotaError(GenerationError):
+    """The key's quota is used up. vLLM's handlers answer with its status."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.status_code = HTTPStatus.TOO_MANY_REQUESTS
+
+
+_KINDS = {"retry": RetryableRequestError, "final": GenerationError, "quota": QuotaError}
 """Answered with 503 and 500, in a stream as OpenAI's error object."""
 
 
-def failure(reason: str, retry: bool) -> str:
+def failure(reason: str, kind: Failure) -> str:
     """The stop reason of an output in error that tells vLLM's HTTP handlers why.
 
     vLLM passes an output's stop reason on, and answers any `error` with "Internal server error".
     """
-    return f"{'retry' if retry else 'final'}: {reason}"
+    return f"{kind}: {reason}"
+
+
+def before_failure(output: RequestOutput) -> RequestOutput | None:
+    """What came before sequences failed, if anything did: vLLM merges what nobody has read yet."""
+    failed = [one for one in output.outputs if one.finish_reason == "error"]
+    if not any(one.token_ids for one in failed):
+        return None
+    before = copy(output)
+    before.finished = False
+    before.outputs = [copy(one) for one in output.outputs]
+    for one in before.outputs:
+        if one.finish_reason == "error":
+            one.finish_reason = one.stop_reason = None
+    return before
 
 
 def check_failure(output: RequestOutput) -> None:

@@ -1,0 +1,156 @@
+"""Quotas: tokens are granted to a key's calls in pieces, so that all of them never get more.
+
+A grant is written before it is told, and stands until the call's final record is merged, in the
+same transaction. What is left of a quota is what neither the ledger nor a grant has. A front end
+that is killed leaves its grants behind: they count as used until the period is over, for nobody
+knows what of them has reached a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from sqlalchemy import case, delete, func, select
+from sqlalchemy.engine import Connection
+
+from kvmig.accounts.allowances import SMALL, Ask, Granted
+from kvmig.accounts.keys import KeyGrant, Period, quota_used_up
+from kvmig.accounts.usage import UsageRecord
+from kvmig.cli.environment import take_path
+from kvmig.fleet.tables import Database, StoreError, grants, upsert, usage, usage_daily
+from kvmig.ground.errors import ConfigError
+from kvmig.proxy.messages import QuotaLeft
+
+log = logging.getLogger(__name__)
+
+
+def period_of(kind: Period, at: float) -> str:
+    """The beginning of the days of a period, which also names it; empty: all days."""
+    day = datetime.fromtimestamp(at, UTC).date().isoformat()
+    return {"day": day, "month": day[:7], "total": ""}[kind]
+
+
+def begins_anew(kind: Period, at: float) -> float | None:
+    """Unix time of the next period; None: there is none."""
+    day = datetime.fromtimestamp(at, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    if kind == "total":
+        return None
+    if kind == "day":
+        return (day + timedelta(days=1)).timestamp()
+    return (day.replace(day=1) + timedelta(days=32)).replace(day=1).timestamp()
+
+
+def grant(database: Database, key: KeyGrant, ask: Ask) -> Granted:
+    """Grant what there is, and keep that it was granted. Raises StoreError."""
+    if key.quota is None:
+        return Granted(ask.number, ask.want)
+    period = period_of(key.period, ask.began)
+    with database.transaction() as connection:
+        spare = left_of(connection, key, period)
+        given = min(ask.want, spare, max(ask.least, SMALL, spare // _open(connection, key, period)))
+        if given < ask.least:
+            why = quota_used_up(key, begins_anew(key.period, ask.began)).message
+            return Granted(ask.number, 0, why)
+        row = {
+            "source": ask.source, "seq": ask.seq, "key_id": key.key_id, "period": period,
+            "tokens": given,
+        }  # fmt: skip
+        upsert(connection, grants, ("source", "seq"), [row], add=("tokens",))
+        return Granted(ask.number, given)
+
+
+def _open(connection: Connection, key: KeyGrant, period: str) -> int:
+    """Calls that have grants, among whom the rest of a quota is shared; at least 1."""
+    counted = select(func.count()).where(grants.c.key_id == key.key_id, grants.c.period == period)
+    return max(1, int(connection.execute(counted).scalar() or 0))
+
+
+def left_of(connection: Connection, key: KeyGrant, period: str) -> int:
+    """Tokens of the key's quota that are neither used nor granted."""
+    assert key.quota is not None
+    used = select(func.sum(usage_daily.c.prompt + usage_daily.c.output)).where(
+        usage_daily.c.key_id == key.key_id, usage_daily.c.day.startswith(period)
+    )
+    recorded = func.coalesce(usage.c.prompt + usage.c.output, 0)
+    ahead = grants.c.tokens - recorded
+    open_ = (
+        select(func.sum(case((ahead > 0, ahead), else_=0)))
+        .select_from(
+            grants.outerjoin(
+                usage, (usage.c.source == grants.c.source) & (usage.c.seq == grants.c.seq)
+            )
+        )
+        .where(grants.c.key_id == key.key_id, grants.c.period == period)
+    )
+    spent = sum(int(connection.execute(one).scalar() or 0) for one in (used, open_))
+    return key.quota - spent
+
+
+def settle(connection: Connection, source: str, records: Sequence[UsageRecord]) -> None:
+    """What ended calls were granted and haven't used is left again."""
+    ended = [one.seq for one in records if one.ended is not None]
+    wanted = delete(grants).where(grants.c.source == source, grants.c.seq.in_(ended))
+    if ended:
+        connection.execute(wanted)
+
+
+def left(database: Database, keys: Iterable[KeyGrant], now: float) -> dict[str, QuotaLeft]:
+    """Of each key's quota in the present period, by the keys' ids. Raises StoreError."""
+    with database.transaction(reading=True) as connection:
+        return {
+            key.key_id: QuotaLeft(
+                left_of(connection, key, period_of(key.period, now)), begins_anew(key.period, now)
+            )
+            for key in keys
+            if key.quota is not None
+        }
+
+
+class QuotaSocket:
+    """Where front ends ask. `open` it inside a running event loop, then `close` it."""
+
+    def __init__(self, path: str, answer: Callable[[Ask], Awaitable[Granted]]) -> None:
+        """answer: may raise StoreError; the front end asks again then."""
+        self._path = path
+        self._answer = answer
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def open(self) -> None:
+        """Raises ConfigError."""
+        try:
+            sock = take_path(self._path)
+        except OSError as error:
+            raise ConfigError(f"{self._path} can't be used: {error}") from error
+        self._server = await asyncio.start_unix_server(self._connected, sock=sock)
+
+    async def close(self) -> None:
+        """Disconnect all."""
+        if self._server is None:
+            return
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            while line := await reader.readline():
+                granted = await self._answer(msgspec.json.decode(line, type=Ask))
+                writer.write(msgspec.json.encode(granted) + b"\n")
+        except (StoreError, ValueError, ConnectionError) as error:
+            log.warning("quota: %s", error)
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()

@@ -1,0 +1,93 @@
+"""Quotas and limits of keys on a fleet of toys, as clients meet them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.fleets import PATH, Streamed, ToyFleet, ask, counted, kill
+from tests.test_serve_fleet_usage import used
+
+pytestmark = pytest.mark.server
+
+QUOTA = 10_000
+
+
+def new_key(fleet: ToyFleet, **limits: Any) -> str:
+    made = fleet.ask("POST", "keys", {"user": "admin", **limits})
+    assert made.status_code == 201, made.text
+    return str(made.json()["key"])
+
+
+async def test_a_quota_of_10000_tokens_under_32_streams_delivers_10000(fleet: ToyFleet) -> None:
+    fleet.add_toy("a", flags=["--max-model-len=4096", "--num-blocks=8000"])
+    key = new_key(fleet, quota=QUOTA, period="day")
+    streams = [Streamed(fleet, ask("a", 1000, start), key) for start in range(32)]
+    texts = await asyncio.gather(*(stream.task for stream in streams))
+
+    for start, (stream, text) in enumerate(zip(streams, texts, strict=True)):
+        assert text == counted(1000, start)[: len(text)]
+        if len(text) < 1000:
+            assert stream.error is not None
+            assert stream.error["code"] == 429
+            assert "quota of 10000 tokens a day is used up" in stream.error["message"]
+    row = await asyncio.to_thread(used, fleet, key, sum(map(len, texts)))
+    assert row["output"] == sum(map(len, texts))
+    assert row["prompt"] + row["output"] == QUOTA
+
+    async with fleet.client(key) as http:
+        refused = await http.post(PATH, json=ask("a"))
+    assert refused.status_code == 429
+    assert refused.json()["error"]["type"] == "insufficient_quota"
+
+
+async def test_a_server_that_is_killed_neither_ends_a_stream_nor_gives_out_too_much(
+    fleet: ToyFleet,
+) -> None:
+    fleet.add_toy("a", flags=["--max-model-len=4096", "--num-blocks=8000"])
+    key = new_key(fleet, quota=3000, period="total")
+    fleet.hold(8)
+    streams = [Streamed(fleet, ask("a", 1200, start), key) for start in range(4)]
+    for stream in streams:
+        await stream.reach(8)
+    for server in fleet.processes("kvmig.fleet.server"):
+        kill(server)
+    fleet.hold(None)
+    texts = await asyncio.gather(*(stream.task for stream in streams))
+
+    assert [text == counted(1200, start)[: len(text)] for start, text in enumerate(texts)]
+    await asyncio.to_thread(fleet.until_it_listens)
+    row = await asyncio.to_thread(used, fleet, key, sum(map(len, texts)))
+    assert row["output"] == sum(map(len, texts))
+    # A grant whose answer died with the server is not given out again while its call runs.
+    assert 3000 - 4 * 1024 <= row["prompt"] + row["output"] <= 3000
+
+
+async def test_tokens_a_minute_close_the_door_until_they_are_paid_off(fleet: ToyFleet) -> None:
+    fleet.add_toy("a")
+    key = new_key(fleet, tpm=100)
+    statuses: list[int] = []
+    async with fleet.client(key) as http, asyncio.timeout(30):
+        while not statuses or statuses[-1] == 200:
+            answer = await http.post(PATH, json=ask("a", 90))
+            statuses.append(answer.status_code)
+            await asyncio.sleep(0.5)
+        error = answer.json()["error"]
+    assert statuses[0] == 200
+    assert statuses[-1] == 429
+    assert "may use 100 tokens a minute" in error["message"]
+    assert answer.headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+async def test_a_key_may_be_given_more_while_its_client_is_refused(fleet: ToyFleet) -> None:
+    fleet.add_toy("a")
+    key = new_key(fleet, quota=1)
+    async with fleet.client(key) as http:
+        before = await http.post(PATH, json=ask("a"))
+        changed = fleet.ask("PATCH", f"keys/{key.split('-')[1]}", {"quota": 1000})
+        assert changed.status_code == 200
+        after = await http.post(PATH, json=ask("a"))
+    assert (before.status_code, after.status_code) == (429, 200)
+    assert before.json()["error"]["code"] == "insufficient_quota"
