@@ -143,4 +143,4 @@ class Stream:
             raise StreamFailed(chunk["error"]["message"])
         for choice in chunk["choices"]:
             self.tokens += choice["token_ids"] or ()
-            self.logprobs += (choice["logprobs"] or {}).get("token_logprobs", ())
+            self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", ())

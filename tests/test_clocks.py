@@ -14,8 +14,8 @@ SHOWN = {
 }  # fmt: skip
 """Where it is only told to people, to clients, or to vLLM as a request's arrival (which vLLM
 orders requests by that come to one engine, and reports)."""
-EXPIRING = {"fleet/api.py"}
-"""Where keys end, at a date that people have given."""
+EXPIRING = {"fleet/api.py", "fleet/server.py"}
+"""Where keys end, at a date that people have given, and the periods of their quotas."""
 
 
 def test_nothing_is_decided_or_waited_for_by_the_wall_clock() -> None:
