@@ -39,8 +39,8 @@ class Merged(NamedTuple):
 def merge(database: Database, spool: Path, over: bool = False) -> Merged:
     """Take what a spool holds into the ledger. Raises StoreError, OSError.
 
-    Records of calls that run stay in the spool. over: nobody writes it any more, so no call runs; the
-    front end was killed under those that say so.
+    Records of calls that run stay in the spool. over: nobody writes it any more, so no call runs;
+    the front end was killed under those that say so.
     """
     file, merged, after = Spool(spool), 0, 0
     tokens: Counter[str] = Counter()
