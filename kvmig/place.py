@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         "--objective",
         choices=OBJECTIVES,
         default="slo",
-        help="slo (default): requests in time, with a margin; requests: throughput; "
+        help="slo (default): requests in time, with room for more; requests: throughput; "
         "paper: throughput weighted by rates, as MuxServe's",
     )
     add(

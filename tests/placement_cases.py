@@ -10,13 +10,6 @@ from kvmig.placement.greedy import added
 from kvmig.placement.meshes import groups
 from kvmig.placement.problem import Llm, Member, Plan, Unit, ordered
 
-FIGURE_5 = ["llama-7b"] * 12 + ["llama-13b"] * 4 + ["llama-30b"] * 2 + ["llama-65b"]
-
-
-def power_law(alpha: float, highest: float, kinds: Sequence[str] = FIGURE_5) -> list[Llm]:
-    """Rates as in MuxServe's section 4.2."""
-    return [Llm(f"llm-{at}", kind, highest * (at + 1) ** -alpha) for at, kind in enumerate(kinds)]
-
 
 def small_case(seed: int) -> list[Llm]:
     """Two to four models at rates that some placements carry and others don't."""

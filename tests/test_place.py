@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.mux.systems import power_law
 from kvmig.ground.errors import ConfigError
 from kvmig.place import METHODS, main, placed, where
 from kvmig.placement.dedicated import replicas, spatial
@@ -15,7 +16,6 @@ from kvmig.placement.estimator import Estimator
 from kvmig.placement.greedy import Stuck
 from kvmig.placement.problem import Plan, cluster_of, models_of
 from scripts import draw_placement
-from tests.placement_cases import power_law
 
 EXAMPLE = Path("examples/placement.toml")
 CLUSTER = ("--cluster", "1x8:a100-80g")
@@ -36,7 +36,7 @@ def test_each_unit_is_printed_and_why_not_the_next_best(
 ) -> None:
     assert run(*CLUSTER) == 0
     out = capsys.readouterr().out
-    assert "24.5 of 24.5 requests a second expected" in out
+    assert "34.5 of 34.5 requests a second expected" in out
     units = out.split("\nunit ")[1:]
     assert len(units) >= 4
     for unit in units:
@@ -59,7 +59,7 @@ def test_the_file_holds_each_models_whole_rate_on_gpus_of_its_own(
         for one in unit["models"]:
             rates[one["name"]] = rates.get(one["name"], 0) + one["rate"]
             assert 0 < one["decode_share"] <= 1
-    assert rates == pytest.approx({"chat": 20, "code": 3, "mail": 1, "reports": 0.5})
+    assert rates == pytest.approx({"chat": 30, "code": 3, "mail": 1, "reports": 0.5})
     assert len(taken) == len(set(taken)) <= 8
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.mux.systems import power_law
 from kvmig.costs.shares import StepCost
 from kvmig.ground.errors import ConfigError
 from kvmig.placement.estimator import Estimator, Expected
@@ -16,7 +17,7 @@ from kvmig.placement.greedy import Stuck, best_of_groups, place, used
 from kvmig.placement.meshes import groups, neighbours, packs
 from kvmig.placement.problem import Llm, Member, Objective, Plan, Unit, check, cluster_of, models_of
 from kvmig.placement.search import search
-from tests.placement_cases import best_value, power_law, small_case
+from tests.placement_cases import best_value, small_case
 
 
 def whole(models: list[Llm]) -> list[Member]:

@@ -29,6 +29,8 @@ SLO_SCALE = 8.0
 """In time: within so many times of the latency alone."""
 NEARNESS = 0.1
 """For the objective slo, what being as quick as alone is worth, beside being in time."""
+RESERVE = 0.5
+"""For the objective slo, what a request is worth that comes beyond the rates, up to `MARGIN`."""
 MARGIN = 1.25
 """For the objective slo, every rate is taken so many times as high."""
 
@@ -100,10 +102,13 @@ class Estimator:
     def _in_time(self, unit: Unit, expected: Sequence[Expected]) -> float:
         shares = [one.share for one in expected]
         higher = [Member(one.llm, MARGIN * one.rate) for one in unit.members]
+        then = self._solve(unit.gpus, higher, shares)
         total = 0.0
-        for member, one in zip(higher, self._solve(unit.gpus, higher, shares), strict=True):
-            times = one.latency_s / self._alone[member.llm]
-            total += one.throughput / MARGIN * (min(1.0, SLO_SCALE / times) + NEARNESS / times)
+        for member, now, later in zip(unit.members, expected, then, strict=True):
+            alone = self._alone[member.llm]
+            total += _served(now, member.rate, alone)
+            total += NEARNESS * now.throughput * alone / now.latency_s
+            total += RESERVE * _served(later, MARGIN * member.rate, alone)
         return total
 
     # -- what a unit does
@@ -237,3 +242,9 @@ def _left_for_decoding(jobs: Sequence[tuple[float, float, float]]) -> float:
             break
         left -= value / slope
     return left
+
+
+def _served(one: Expected, rate: float, alone_s: float) -> float:
+    """Requests a second in time: none of those whose queue only grows, as far as it does."""
+    late = one.latency_s / (SLO_SCALE * alone_s)
+    return one.throughput * one.throughput / rate / max(1.0, late)

@@ -17,7 +17,8 @@ from kvmig.ground.errors import ConfigError
 
 Objective = Literal["paper", "requests", "slo"]
 """paper: sum of rate x throughput over models, as MuxServe's axis; requests: their throughput;
-slo: what would still be served in time if every rate were 1.25 times as high."""
+slo: those in time, the quicker the better, with half weight on what else would be if every rate
+were 1.25 times as high."""
 OBJECTIVES: tuple[Objective, ...] = ("paper", "requests", "slo")
 
 MOST_GPUS = 4096

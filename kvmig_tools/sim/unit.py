@@ -24,6 +24,8 @@ PREFILL_TOKENS = 2048
 MOST_SEQUENCES = 256
 """Of one model's batch."""
 BLOCK_TOKENS = 16
+SHARED = "shared"
+"""Instead of a rule for quotas: whoever comes first takes what is free."""
 
 
 class Tenant(NamedTuple):
@@ -113,13 +115,14 @@ class SimUnit:
         policy: str = "adbs",
         rule: str = "muxserve",
     ) -> None:
-        """rule: of the quotas; fixed: they aren't adapted."""
+        """rule: of the quotas; fixed: they aren't adapted; shared: there are none."""
         self._events = events
         self._device = device
         self._bandwidth = device.bandwidth * gpus
         self.tenants = {one.name: SimTenant(one, device, gpus) for one in tenants}
         self._shares = {one.name: Shares(PARTS, parts(one.decode_share)) for one in tenants}
         self._gate = Gate(policy, self._shares)
+        self._arena = sum(one.quota_bytes for one in tenants)
         self._rule = rule if len(tenants) > 1 else "fixed"
         self._traffic: dict[str, float] = {}
         """Bytes a second that each running job reads, of those that decode."""
@@ -130,12 +133,23 @@ class SimUnit:
         self.tenants[name].waiting.append(request)
         self._look(name)
         self._stir()
-        if self._rule != "fixed" and not self._adapting:
+        if self._rule in RULES and self._rule != "fixed" and not self._adapting:
             self._adapting = True
             self._events.after(PERIOD_S, self._adapt)
 
     def _look(self, name: str) -> None:
+        if self._rule == SHARED:
+            self._share_all()
         self._gate.want(name, self.tenants[name].want())
+
+    def _share_all(self) -> None:
+        """Everybody may have what nobody holds; whoever is full may hope again."""
+        held = {name: one.running * one.request_bytes for name, one in self.tenants.items()}
+        free = self._arena - sum(held.values())
+        for name, one in self.tenants.items():
+            one.quota = held[name] + free
+            if name not in self._gate.running:
+                self._gate.want(name, one.want())
 
     def _stir(self) -> None:
         for job in self._gate.grants():

@@ -1,0 +1,113 @@
+"""The page: what was demanded and found, and what to know of the published figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench import report
+from bench.mux import figure5
+from bench.mux.figure5 import Row
+
+
+def written(rows: Sequence[Row], result: report.Result, others: str) -> str:
+    """The page."""
+    return "\n".join(
+        [HEAD, _demands(result), FINDINGS, "## Figure 5\n", figure5.page(rows), others]
+    )
+
+
+def _demands(result: report.Result) -> str:
+    lines = ["## What was demanded", "", "| | found | demanded | |", "|---|---|---|---|"]
+    for name, target in result.targets.items():
+        value = result.summary[name]
+        bound = " and ".join(
+            f"at {'most' if side == 'max' else 'least'} {limit:.3g}"
+            for side, limit in target.items()
+        )
+        met = "missed" if report.missed({name: value}, {name: target}) else "met"
+        lines.append(f"| {WORDS[name]} | {value:.3g} | {bound} | {met} |")
+    rest = [
+        f"| {WORDS[name]} | {result.summary[name]:.3g} | | |"
+        for name in WORDS
+        if name not in result.targets
+    ]
+    return "\n".join([*lines, *rest, ""])
+
+
+WORDS = {
+    "published_requests_error_median": (
+        "requests a second of the paper's three systems, as published: median error"
+    ),
+    "published_requests_error_worst": "the same, worst",
+    "published_muxserve_requests_error_median": "of it MuxServe, median",
+    "published_temporal_requests_error_median": "temporal",
+    "published_spatial_requests_error_median": "spatial",
+    "published_orders_right": "loads at which the order of the three on the axis is as published",
+    "published_spatial_better_slo_right": (
+        "loads at alpha 0.7 at which spatial or MuxServe has the better SLO as published"
+    ),
+    "corrected_in_time_least": "kvmig, requests in time at alpha 1.3 and 2.1, rate 50: least",
+    "corrected_axis_times_muxserve_least": "kvmig's axis / MuxServe's there: least",
+    "corrected_axis_times_best_other_least": (
+        "kvmig's axis / the best other system's at any load: least"
+    ),
+    "headline_axis_times_simulated_baselines": (
+        "kvmig's axis / the best of temporal and spatial, alpha 2.1, rate 50, all simulated"
+    ),
+    "headline_in_time_times_simulated_baselines": (
+        "share in time / theirs, alpha 2.1, rate 20, all simulated"
+    ),
+    "headline_axis_times_published_baselines": "kvmig's axis simulated / theirs as published",
+    "headline_in_time_times_published_baselines": "share in time simulated / theirs as published",
+    "headline_axis_times_spatial_best": "kvmig's axis / spatial-best's, alpha 2.1, rate 50",
+    "estimate_error_median_papers": (
+        "estimator beside simulator, models of the paper's systems: median error"
+    ),
+    "estimate_error_median_all": "the same, all systems",
+    "figure_9_adbs_times_fcfs": "Figure 9a, ADBS / FCFS (published 1.63)",
+    "figure_9_adbs_times_round_robin": "Figure 9a, ADBS / round robin (published 1.51)",
+    "cpu_s": "seconds of one core for Figure 5",
+}
+"""How each figure of the summary is called in the page."""
+
+HEAD = """\
+# MuxServe's evaluation, simulated
+
+Written by `python -m bench.mux`; raw figures: `bench/results/mux.json`. The paper is
+[MuxServe](https://arxiv.org/abs/2404.02015) (ICML'24). Models, placements and costs:
+[placement.md](placement.md), [simulation.md](simulation.md). Costs are fitted to the step times
+that its authors measured on A100-80G; nothing here ran on a GPU, and no figure says what an
+engine of ours does on one.
+
+| system | placement | who computes next |
+|---|---|---|
+| muxserve | Algorithm 1, every model once | ADBS, its quotas |
+| temporal | the same | one job at a time, the oldest request's model |
+| spatial | the paper's: one GPU for a 7B or 13B, 4 for a 30B, 8 for the 65B | alone |
+| spatial-best | each model on GPUs of its own, as many as help most | alone |
+| replicas | as few GPUs as possible an instance, as many instances as help | alone |
+| kvmig | search with replicas | ADBS, the same quotas |
+
+Requests go to the replica with the fewest for its rate and stay there: no live migration takes
+part here. Lengths are log-normal with ShareGPT's means, as the paper cut it; arrivals are
+Poisson. In time (SLO scale 8): within 8 times what the same request takes alone on the fewest
+GPUs that the model runs on. Throughput of a model: its requests / the time from its first arrival
+to its last end; so what is offered can't be reached by runs that end.
+"""
+
+FINDINGS = """\
+## What to know of the published figures
+
+1. **The runs behind Figure 5 send other numbers of requests than its text says.** The generator
+   sorts models' names as text, so model 2 got the count of model 11, and so on: at alpha 2.1,
+   rate 50, models 2 to 10 send for 17 to 82 s instead of 264 s. *As published* uses those counts,
+   *corrected* lets every model send for 120 s.
+2. **The axis isn't requests a second**, but the mean over models of rate x throughput: the most
+   popular model is 89 % of it at alpha 2.1. So both are printed everywhere.
+3. **The spatial baseline gives the hottest 7B one GPU, MuxServe gives it eight.** `spatial-best`
+   does the same without sharing anything, and is about as good; `replicas` shares nothing either,
+   and is better than both.
+4. **The temporal baseline is too good here** where the hottest model has a unit alone: then its
+   policy makes no difference. MuxServe's placements aren't published; that its temporal run falls
+   far behind says that theirs put others beside it.
+"""
