@@ -128,9 +128,21 @@ def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
         patch.setattr(ledger, "upsert", dies)
         with pytest.raises(RuntimeError):
             merge(store.database, path)
-    assert sums(store.database, ()) == [{"calls": 0, "prompt": 0, "output": 0}]
+    assert sums(store.database, ()) == [{"calls": 0, "prompt": 0, "cached": 0, "output": 0}]
     assert merge(store.database, path).records == 1001
     assert total(store) == (1001, 0, 1001)
+
+
+def test_what_a_prefix_cache_had_is_summed_and_moves_are_kept(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "front-1.sqlite"
+    Spool(path).write([record(1, prompt=50, cached=32), record(2, prompt=9, ended=1.0)])
+    merge(store.database, path)
+    Spool(path).write([record(1, prompt=50, cached=32, moves=2, ended=2.0)])
+    merge(store.database, path)
+    assert sums(store.database, ())[0]["cached"] == 32
+    with store.database.transaction(reading=True) as connection:
+        wanted = select(usage.c.cached, usage.c.moves).order_by(usage.c.seq)
+        assert [tuple(row) for row in connection.execute(wanted)] == [(32, 2), (0, 0)]
 
 
 def test_sums_are_by_key_user_model_and_day(store: Store, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 import time
 from typing import Any
 
@@ -34,6 +36,13 @@ def key(fleet: ToyFleet) -> str:
     return str(fleet.ask("POST", "keys", {"user": "admin"}).json()["key"])
 
 
+def moves_of(fleet: ToyFleet, key: str) -> int:
+    """Of all calls with the key."""
+    wanted = "SELECT sum(moves) FROM usage JOIN api_keys ON id = key_id WHERE prefix = ?"
+    with contextlib.closing(sqlite3.connect(fleet.folder / "kvmig.sqlite")) as file:
+        return int(file.execute(wanted, (key.split("-")[1],)).fetchone()[0])
+
+
 async def usage_of(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, int]:
     """Prompt and output tokens, as the client is told."""
     found = (await http.post(PATH, json=body)).json()["usage"]
@@ -63,6 +72,7 @@ async def test_a_stream_that_moves_is_counted_once(fleet: ToyFleet, key: str) ->
     assert [await stream.task for stream in streams] == [counted(60, start) for start in range(8)]
     found = await asyncio.to_thread(used, fleet, key, 480)
     assert (found["calls"], found["output"]) == (8, 480)
+    assert moves_of(fleet, key) > 0
 
 
 async def test_a_server_that_is_killed_again_and_again_counts_everything_once(

@@ -22,11 +22,12 @@ from vllm.v1.engine import (
     FinishReason,
 )
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.metrics.stats import PrefillStats
 
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
-from kvmig.engines.vllm.front import OutputQueue, RoutedLLM
+from kvmig.engines.vllm.front import OutputQueue, RoutedLLM, cached_tokens
 from kvmig.engines.vllm.outputs import (
     CarefulOutputs,
     before_failure,
@@ -223,3 +224,11 @@ def test_what_instances_of_other_machines_tell_is_on_the_front_ends_clock() -> N
     times = [outlet.queue.get_nowait().timestamp for _ in range(3)]
     assert times == pytest.approx([50.0, 50.1, 50.2])
     assert event.timestamp == pytest.approx(48.0)
+
+
+def test_a_first_token_tells_what_the_prefix_cache_had_of_its_prompt() -> None:
+    stats = PrefillStats()
+    stats.set(50, 32, 0)
+    begun = EngineCoreOutput("r", [1], prefill_stats=stats)
+    outputs = EngineCoreOutputs(outputs=[begun, EngineCoreOutput("s", [2])])
+    assert cached_tokens(outputs) == {"r": 32}

@@ -33,8 +33,12 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended: float | None = None
     prompt: int = 0
     """Tokens, once a prompt, however many answers it has."""
+    cached: int = 0
+    """Of the prompt, that a prefix cache had; 0 where the engine doesn't say."""
     output: int = 0
     sequences: int = 0
+    moves: int = 0
+    """Migrations of its sequences, after which the client's tokens came from elsewhere."""
     reruns: int = 0
     ttft_ms: float | None = None
     status: Status = "running"

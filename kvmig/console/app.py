@@ -229,7 +229,7 @@ def usage(
 ) -> None:
     """Calls and tokens; the largest first."""
     answer = where.client().get("usage", by=by, since=since, until=until)
-    columns = [*(one for one in by.split(",") if one), "calls", "prompt", "output"]
+    columns = [*(one for one in by.split(",") if one), "calls", "prompt", "cached", "output"]
     rows = [[one[name] for name in columns] for one in answer["data"]]
     if as_csv:
         writer = csv.writer(sys.stdout)

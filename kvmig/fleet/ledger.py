@@ -25,7 +25,9 @@ FIELDS = ("key", "user", "model", "day")
 """That sums can be by."""
 AT_ONCE = 500
 """Records of a statement: SQLite takes so many variables only."""
-SUMS = ("calls", "prompt", "output")
+COUNTS = ("prompt", "cached", "output")
+"""Of a call; cached ones are part of the prompt."""
+SUMS = ("calls", *COUNTS)
 
 
 class Merged(NamedTuple):
@@ -63,27 +65,26 @@ def _cut(record: UsageRecord) -> UsageRecord:
 def _merge(connection: Connection, source: str, records: Sequence[UsageRecord]) -> Counter[str]:
     """Tokens that are new, by the keys' ids."""
     seqs = [one.seq for one in records]
-    wanted = select(usage.c.seq, usage.c.prompt, usage.c.output).where(
+    wanted = select(usage.c.seq, *(usage.c[name] for name in COUNTS)).where(
         usage.c.source == source, usage.c.seq.in_(seqs)
     )
-    before = {seq: (prompt, output) for seq, prompt, output in connection.execute(wanted)}
-    sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    before = {seq: counts for seq, *counts in connection.execute(wanted)}
+    sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for one in records:
-        prompt, output = before.get(one.seq, (0, 0))
         day = sums[_day(one.began), one.account, one.model]
-        day[0] += one.seq not in before
-        day[1] += one.prompt - prompt
-        day[2] += one.output - output
+        day["calls"] += one.seq not in before
+        for name, known in zip(COUNTS, before.get(one.seq, (0, 0, 0)), strict=True):
+            day[name] += getattr(one, name) - known
     upsert(connection, usage, ("source", "seq"), [_row(source, one) for one in records])
     days = [
-        {"day": day, "key_id": key_id, "model": model, **dict(zip(SUMS, sum_, strict=True))}
+        {"day": day, "key_id": key_id, "model": model, **{name: sum_[name] for name in SUMS}}
         for (day, key_id, model), sum_ in sums.items()
     ]
     upsert(connection, usage_daily, ("day", "key_id", "model"), days, add=SUMS)
     settle(connection, source, records)
     tokens: Counter[str] = Counter()
-    for (_, key_id, _), (_, prompt, output) in sums.items():
-        tokens[key_id] += prompt + output
+    for (_, key_id, _), sum_ in sums.items():
+        tokens[key_id] += sum_["prompt"] + sum_["output"]
     return tokens
 
 

@@ -41,7 +41,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.ground.errors import ConfigError, KvmigError
 
-SCHEMA = 3
+SCHEMA = 4
 """The newest migration's number."""
 LOCK_KEY = 0x6B766D6967
 """Of PostgreSQL's advisory lock."""
@@ -151,8 +151,10 @@ usage = Table(
     Column("began", Double, nullable=False, index=True),
     Column("ended", Double),
     Column("prompt", BigInteger, nullable=False),
+    Column("cached", BigInteger, nullable=False, server_default="0"),
     Column("output", BigInteger, nullable=False),
     Column("sequences", Integer, nullable=False),
+    Column("moves", Integer, nullable=False, server_default="0"),
     Column("reruns", Integer, nullable=False),
     Column("ttft_ms", Double),
     Column("status", Text, nullable=False),
@@ -166,6 +168,7 @@ usage_daily = Table(
     Column("model", Text, primary_key=True),
     Column("calls", BigInteger, nullable=False),
     Column("prompt", BigInteger, nullable=False),
+    Column("cached", BigInteger, nullable=False, server_default="0"),
     Column("output", BigInteger, nullable=False),
 )
 

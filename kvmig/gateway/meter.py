@@ -18,9 +18,12 @@ class _Metered:
     live: dict[str, LiveRequest] = field(default_factory=dict)
     prompts: dict[str, int] = field(default_factory=dict)
     """By the engine's id of the prompt, which several answers may share."""
+    cached: dict[str, int] = field(default_factory=dict)
+    """Of these, tokens that a prefix cache had when the prompt was first computed."""
     output: int = 0
     """Of the sequences that have ended."""
     sequences: int = 0
+    moves: int = 0
     reruns: int = 0
     failed: bool = False
     ttft_ms: float | None = None
@@ -66,6 +69,7 @@ class Meter:
         if found is None or found.live.pop(request.request_id, None) is None:
             return
         found.output += request.splicer.next
+        found.moves += request.moves
         found.reruns += request.run
         found.failed = found.failed or failed
         self._note_first(found, request)
@@ -87,11 +91,14 @@ class Meter:
         return records
 
     def _note_first(self, found: _Metered, request: LiveRequest) -> None:
-        if found.ttft_ms is None and request.first_at is not None:
+        if request.first_at is None:
+            return
+        found.cached.setdefault(request.external_id, request.cached_tokens)
+        if found.ttft_ms is None:
             found.ttft_ms = (request.first_at - request.arrived) * 1e3
 
     def _record(self, call: HttpCall, found: _Metered, running: int, over: bool) -> UsageRecord:
-        reruns = found.reruns + sum(one.run for one in found.live.values())
+        live = found.live.values()
         return UsageRecord(
             seq=found.seq,
             call_id=call.call_id,
@@ -100,9 +107,11 @@ class Meter:
             began=found.began,
             ended=self._wall() if over else None,
             prompt=sum(found.prompts.values()),
+            cached=sum(found.cached.values()),
             output=found.output + running,
             sequences=found.sequences,
-            reruns=reruns,
+            moves=found.moves + sum(one.moves for one in live),
+            reruns=found.reruns + sum(one.run for one in live),
             ttft_ms=found.ttft_ms,
             status=_status(call, found) if over else "running",
         )

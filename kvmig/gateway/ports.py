@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvmig.engines.base import Frame
@@ -39,6 +39,8 @@ class Batch:
 
     items: Sequence[Item]
     meta: object = None
+    cached: Mapping[str, int] = field(default_factory=dict)
+    """Of runs whose first tokens these are: prompt tokens that the prefix cache had."""
 
 
 class Decode(Protocol):

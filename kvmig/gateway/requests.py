@@ -48,6 +48,8 @@ class LiveRequest:
     # what the client has
     first_at: float | None = None
     """When the first token came, in the router's clock."""
+    cached_tokens: int = 0
+    """Of the prompt, that the prefix cache of the first run had."""
     begun: Arithmetic = NOT_BEGUN
     """Weights and numerics of the first token: the request goes on under no other weights."""
     output_token_ids: list[int] = field(default_factory=list)
@@ -61,6 +63,8 @@ class LiveRequest:
     """Instance to which this front end's own order moves the request."""
     moved_to: str | None = None
     """Instance that runs the request, as a report says, before any of its tokens has come."""
+    moves: int = 0
+    """How often the client's stream went over to another instance by migration."""
     moved_from_epoch: int = -1
     """Epoch of the owner that the request left for `moved_to`."""
     unplaced_since: float | None = None
@@ -103,6 +107,7 @@ class LiveRequest:
 
     def note_switch(self, epoch: int) -> None:
         """The client gets tokens of `epoch` now: reports of moves up to there are no news."""
+        self.moves += 1
         if epoch > self.moved_from_epoch:
             self.moved_to = None
 

@@ -101,6 +101,9 @@ class Streams:
         others: list[tuple[Span, Item]] = []
         ended: list[LiveRequest] = []
         held: set[int] = set()
+        for run_id, tokens in batch.cached.items():
+            if (request := runs.get(run_id)) is not None and request.first_at is None:
+                request.cached_tokens = min(tokens, request.prompt_tokens)
         items = batch.items
         for span, item in zip(outputs.spans, items, strict=True):
             request = runs.get(span.request_id)

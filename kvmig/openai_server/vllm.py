@@ -24,6 +24,7 @@ from kvmig.engines.vllm.front import (
     OutputQueue,
     RoutedLLM,
     apply_ready,
+    cached_tokens,
     cut_output,
     decode_outputs,
 )
@@ -54,7 +55,7 @@ class VllmServer(HttpTask):
 
     def decode(self, payload: Sequence[memoryview]) -> Batch:
         outputs = decode_outputs(payload)
-        return Batch(outputs.outputs, outputs)
+        return Batch(outputs.outputs, outputs, cached_tokens(outputs))
 
     async def load(self) -> None:
         self._config = await asyncio.get_running_loop().run_in_executor(

@@ -82,6 +82,15 @@ def decode_outputs(payload: Sequence[Frame]) -> EngineCoreOutputs:
     return outputs
 
 
+def cached_tokens(outputs: EngineCoreOutputs) -> dict[str, int]:
+    """Of requests whose first tokens these are: prompt tokens that the prefix cache had."""
+    return {
+        one.request_id: stats.num_cached_tokens
+        for one in outputs.outputs
+        if (stats := one.prefill_stats) is not None
+    }
+
+
 def cut_output(output: EngineCoreOutput, tokens: int) -> None:
     """Leave the output's first tokens, after which its request still runs."""
     output.new_token_ids = output.new_token_ids[:tokens]

@@ -1,0 +1,108 @@
+"""The meter: what a call uses, however many sequences, moves and runs it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from kvmig.accounts.usage import UsageRecord
+from kvmig.controlplane.messages import Outputs, Span
+from kvmig.gateway.meter import Meter
+from kvmig.gateway.ports import NOT_BEGUN, Batch, Observer
+from kvmig.gateway.requests import HttpCall, LiveRequest, RequestTable
+from kvmig.gateway.splice import Splicer
+from kvmig.gateway.streams import Streams
+from tests.fake_llumlet import Tokens
+
+if TYPE_CHECKING:
+    from kvmig.gateway.ports import Instances, Sink
+
+
+class Front:
+    """A meter and its table."""
+
+    def __init__(self) -> None:
+        self.meter = Meter("a", lambda: 100.0)
+        self.table = RequestTable(self.meter)
+        self.call = HttpCall("c", "k")
+
+    def add(self, request_id: str, prompt_id: str = "x") -> LiveRequest:
+        """A sequence of the call, whose prompt has 50 tokens."""
+        request = LiveRequest(
+            request_id, prompt_id, "c", Splicer("i"), 50, 0, [b""], 0.0, call=self.call
+        )
+        self.table.add(request)
+        return request
+
+    def begin(self, request: LiveRequest, cached: int) -> None:
+        """Its first token comes."""
+        request.first_at, request.cached_tokens = 1.0, cached
+        request.splicer.next = 1
+
+    def record(self) -> UsageRecord:
+        """Of the call."""
+        (found,) = self.meter.take()
+        return found
+
+
+def test_moves_of_sequences_that_run_and_that_have_ended_add_up() -> None:
+    front = Front()
+    one, two = front.add("1"), front.add("2")
+    for request, epoch in ((one, 1), (one, 2), (two, 1)):
+        request.note_switch(epoch)
+    assert front.record().moves == 3
+    front.table.remove("1")
+    assert front.record().moves == 3
+
+
+def test_a_prompt_of_several_answers_was_cached_as_it_was_for_the_first_of_them() -> None:
+    front = Front()
+    one, two, other = front.add("1"), front.add("2"), front.add("3", "y")
+    front.begin(one, 16)
+    front.meter.take()
+    front.begin(two, 48)  # the first one's blocks
+    front.begin(other, 32)
+    for request in (one, two, other):
+        front.table.remove(request.request_id)
+    record = front.record()
+    assert (record.prompt, record.cached) == (100, 48)
+
+
+def test_a_call_without_a_first_token_had_nothing_of_a_cache() -> None:
+    front = Front()
+    front.add("1").cached_tokens = 16
+    front.table.remove("1", failed=True)
+    assert front.record().cached == 0
+
+
+class Nobody:
+    """Takes all tokens, and is the one instance."""
+
+    def deliver(self, index: int, items: Sequence[object], meta: object) -> None:
+        pass
+
+    def index(self, instance: str) -> int:
+        return 0
+
+    def arithmetic(self, instance: str) -> object:
+        return NOT_BEGUN
+
+
+def test_what_was_cached_is_what_the_first_run_said_with_its_first_token() -> None:
+    front, nobody, said = Front(), Nobody(), [32, 48]
+    request = front.add("1")
+    streams = Streams(
+        front.table,
+        cast("Sink", nobody),
+        lambda _: Batch([Tokens(request.run_id, [7])], None, {request.run_id: said.pop(0)}),
+        cast("Instances", nobody),
+        Observer(),
+        lambda: 2.0,
+    )
+    streams.take("i", Outputs([Span("1", 0, 0)]), [memoryview(b"")])
+    front.table.next_run(request, 2.0)  # whose prompt has the first token, too
+    request.splicer.restart("i")
+    streams.take("i", Outputs([Span("1+1", 0, 1)]), [memoryview(b"")])
+    front.table.remove("1")
+    record = front.record()
+    assert (record.output, record.reruns, record.cached) == (2, 1, 32)
