@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from kvmig import nursery
 from kvmig.cli import processes
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.vllm.kind import VllmKind
+from kvmig.kernels import driver
 from kvmig.kernels.driver import Driver
 from kvmig.kvtransfer.machine import Machine
 from kvmig.kvtransfer.transports import select
@@ -131,10 +133,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def put_on_gpu(steps_overlap: bool) -> None:
-    """The engine that this process makes next has its cache on the first GPU that it sees."""
+    """The engine that this process makes next has its cache on the first GPU that it sees, or those
+    of its workers that are processes of their own on a GPU each."""
     from kvmig.engines.vllm import config, memory, worker
     from kvmig.engines.vllm.serving import ServingVllm
-    from tests.gpu_worker import memory_of
+    from tests.gpu_worker import export_cache, memory_of
 
     patch = pytest.MonkeyPatch()
     fake_gpu.install(patch)
@@ -162,6 +165,7 @@ def put_on_gpu(steps_overlap: bool) -> None:
     )
     patch.setattr(memory, "torch", SimpleNamespace(cuda=on_gpu))
     patch.setattr(worker, "describe_cache", describe_moved)
+    patch.setattr(worker, "export_cache", partial(export_cache, library=driver.LIBRARY))
     patch.setattr(ServingVllm, "_open", open_on_gpu)
     patch.setattr(config, "engine_config", overlapping)
 
@@ -170,7 +174,7 @@ def words_of(engine: Any) -> dict[str, object]:
     """What tests ask about an engine."""
     config = engine._core.vllm_config
     return {
-        "GPU": os.environ["CUDA_VISIBLE_DEVICES"],
+        "GPUs": os.environ["CUDA_VISIBLE_DEVICES"],
         "runner": "V2" if config.use_v2_model_runner else "V1",
         "steps overlap": config.max_concurrent_batches > 1,
     }

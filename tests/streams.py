@@ -249,6 +249,8 @@ async def move_one(served: Served, row: dict[str, Any]) -> dict[str, Any]:
         raise EndedEarly(row["id"])
     assert answer.status_code == 200, answer.text
     report: dict[str, Any] = answer.json()
+    if report["reason"] == "finished":
+        raise EndedEarly(row["id"])
     return report
 
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
@@ -45,7 +45,7 @@ FLAGS = (
 )
 OVERLAPPING = "--async-scheduling"
 PATIENCE_S = 30.0
-TOKENS, MOVED_AT = 300, (10, 60)
+TOKENS, MOVED_AT = 500, (10, 40)
 
 
 def nursery_in(folder: Path, **variables: str) -> Nursery:
@@ -101,11 +101,14 @@ def once(look: Callable[[], T], right: Callable[[T], bool]) -> T:
 
 
 @contextmanager
-def machine(nursery: Nursery, folder: Path, *flags: str, **environment: str) -> Iterator[Machine]:
-    """environment: of its instances."""
+def machine(
+    nursery: Nursery, folder: Path, *flags: str, visible: str = "0,1", **environment: str
+) -> Iterator[Machine]:
+    """visible: GPUs; environment: of its instances."""
     orders = Orders(Path(nursery.environment[gpu_nursery.ORDERS]))
     orders.environment(environment)
-    with Served([*FLAGS, *flags], nursery=nursery, log=folder / "log") as served:
+    sees, log = {"CUDA_VISIBLE_DEVICES": visible}, folder / "log"
+    with Served([*FLAGS, *flags], nursery=nursery, environment=sees, log=log) as served:
         yield Machine(served, orders)
 
 
@@ -136,11 +139,11 @@ async def moves_exactly(at: Machine, transport: str) -> None:
     await asyncio.to_thread(assert_server_is_empty, at.served)
 
 
-def are(at: Machine, runner: str, overlap: bool) -> None:
-    """The instances' engines, one on each GPU."""
+def are(at: Machine, runner: str, overlap: bool, gpus: Sequence[str] = ("0", "1")) -> None:
+    """The instances' engines, each on its GPUs."""
     usual = {"runner": runner, "steps overlap": overlap}
     found = [at.orders.engine(one.pid) for one in at.processes()]
-    assert found == [{"GPU": gpu, **usual} for gpu in ("0", "1")]
+    assert found == [{"GPUs": each, **usual} for each in gpus]
 
 
 async def test_a_request_moves_there_and_back_by_cuda_ipc_which_auto_has_chosen(
@@ -248,6 +251,22 @@ def test_the_benchmark_for_a_gpu_moves_streams_by_cuda_ipc(
 async def test_steps_that_do_not_overlap_move_as_exactly(nursery: Nursery, tmp_path: Path) -> None:
     with machine(nursery, tmp_path) as at:
         are(at, "V1", False)
+        await moves_exactly(at, "cuda-ipc")
+
+
+@pytest.mark.long
+async def test_instances_on_one_gpu_move_blocks_within_it(nursery: Nursery, tmp_path: Path) -> None:
+    with machine(nursery, tmp_path, OVERLAPPING, visible="1") as at:
+        are(at, "V1", True, ("1", "1"))
+        await moves_exactly(at, "cuda-ipc")
+
+
+@pytest.mark.long
+async def test_instances_of_two_workers_move_blocks_of_both_gpus(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    with machine(nursery, tmp_path, OVERLAPPING, "--tensor-parallel-size=2") as at:
+        are(at, "V1", True, ("0,1", "0,1"))
         await moves_exactly(at, "cuda-ipc")
 
 
