@@ -55,6 +55,7 @@ async def test_an_engine_whose_requests_can_not_be_moved_neither_gives_nor_takes
     engines = {name: FakeEngine() for name in "ab"}
     engines["a"].start("r")
     engines[unmovable].unmovable = "7 kinds of cache"
+    engines[unmovable].layout = replace(engines[unmovable].layout, gpu=0)
     async with kvmig.Migrator(engines, CONFIG) as migrator:
         report = await migrator.migrate("r", "a", "b")
     assert (report.state, report.reason) == ("aborted", "unsupported")

@@ -145,9 +145,10 @@ class Migrations:
 
     async def get_ready(self) -> None:
         """Let the engine's GPU pin the staging buffers, before requests decode beside that."""
+        if not self._on_gpu or self._engine.unmovable:
+            return
         for staging in self._out.stagings.values():
-            memory = staging.memory
-            if self._on_gpu and memory is not None:
+            if (memory := staging.memory) is not None:
                 await self._engine.gather([], memory)
 
     # -- out
