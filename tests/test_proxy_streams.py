@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import httpx
@@ -222,6 +223,25 @@ async def test_a_stream_of_a_key_that_is_revoked_ends_and_others_go_on(tmp_path:
         assert await other == EVENT * 2
     assert last.startswith(b'data: {"error":{"message":"no such API key"')
     assert there.left == 1
+
+
+async def test_a_stream_ends_when_its_key_expires(tmp_path: Path) -> None:
+    given, grant = key(expires=time.time() + 1.0)
+
+    async def goes_on(got: Got) -> None:
+        got.events()
+        got.chunk()
+        await asyncio.Event().wait()
+
+    async with (
+        site(tmp_path, grant) as door,
+        door.deployment(goes_on),
+        door.client(given) as client,
+        client.stream("POST", "/v1/completions", json=STREAM) as mine,
+    ):
+        said = b"".join([part async for part in mine.aiter_bytes()])
+    assert said.startswith(EVENT)
+    assert b"the API key has expired" in said
 
 
 async def test_a_call_that_waits_ends_when_its_key_is_revoked(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ class Denied(NamedTuple):
 
 
 BAD_KEY = Denied(HTTPStatus.UNAUTHORIZED, "no such API key", "invalid_api_key")
+EXPIRED = Denied(HTTPStatus.UNAUTHORIZED, "the API key has expired", "expired_api_key")
 
 
 def new_key(pepper: bytes) -> NewKey:
@@ -154,7 +155,7 @@ def allows(
     model: None for a request to none. A model that the key may not use is as one that isn't there.
     """
     if grant.expires is not None and now >= grant.expires:
-        return Denied(HTTPStatus.UNAUTHORIZED, "the API key has expired", "expired_api_key")
+        return EXPIRED
     if grant.cidrs is not None and not _within(address, grant.cidrs):
         message = "the API key isn't for requests from this network"
         return Denied(HTTPStatus.FORBIDDEN, message, "network_not_allowed")

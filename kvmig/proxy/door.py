@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvmig.accounts.keys import (
     BAD_KEY,
+    EXPIRED,
     QUOTA_CODE,
     QUOTA_WORDS,
     Denied,
@@ -81,6 +82,8 @@ NOT_PASSED = OWN | {
     b"content-length", b"expect", b"forwarded", b"transfer-encoding", b"x-real-ip",
 }  # fmt: skip
 FORWARDED = b"x-forwarded-"
+DAY_S = 86400.0
+"""Longer than a call lasts: keys that expire later need no timer for it."""
 ERROR_BYTES = 1 << 20
 """Of a deployment's error that is told at the end of a stream."""
 EVENTS = (
@@ -393,8 +396,7 @@ class Door:
         if isinstance(message, (Keys, Snapshot)):
             for prefix in [one for one in self._calls if not self.directory.knows(one)]:
                 for call in list(self._calls[prefix]):
-                    call.cut = _refused(BAD_KEY)
-                    call.connection.on_lost()  # what it waits for
+                    _cut(call, BAD_KEY)
 
     def _take_spent(self, spent: Spent) -> None:
         now = self._clock()
@@ -529,10 +531,15 @@ class Door:
         waiter = await self._prepare(call, grant)
         limits = self._limits_of(grant)
         self._check_limits(call, grant, limits)
+        expires_s = float("inf") if grant.expires is None else grant.expires - self._wall()
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(expires_s, _cut, call, EXPIRED) if expires_s < DAY_S else None
         try:
             await self._reach_and_relay(call, grant, waiter)
         finally:
             limits.leave()
+            if timer is not None:
+                timer.cancel()
 
     def _limits_of(self, grant: KeyGrant) -> KeyLimits:
         limits = self._limits.get(grant.key_id)
@@ -710,6 +717,12 @@ class Door:
         finally:
             call.connection.on_lost = _nothing
             upstream.abort()
+
+
+def _cut(call: Call, why: Denied) -> None:
+    """Let the call go on no more."""
+    call.cut = _refused(why)
+    call.connection.on_lost()  # what it waits for
 
 
 def _refused(denied: Denied) -> Refused:
