@@ -10,6 +10,9 @@ A client that got all of its answer must find just that in the ledger. One that 
 off, finds all that it got, and what was on its way. Only a killed front end may have lost what it
 had counted in its last second; how long that was is measured.
 
+Keys with a quota are used up: one by 32 streams before the first fault, and others by 8 streams
+during the faults. The first must deliver its quota to the token, and none may deliver more.
+
 `--model toy` computes nothing, so that more calls fit between two faults.
 """
 
@@ -28,7 +31,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import httpx
 import psutil
@@ -63,6 +66,9 @@ SETTLE_S = 2.5
 SEEN_S = 2.5
 """For so long a revoked key is tried."""
 PROBE_S = 0.01
+QUOTA = 10_000
+CALM, AMID = (32, 1000), (8, 500)
+"""Streams that use a quota up, and the tokens of each."""
 
 Fault = Literal["server", "proxy", "front end", "lock", "scale", "revoke"]
 FAULTS: tuple[Fault, ...] = (
@@ -72,7 +78,10 @@ WORDS = {"server": "kvmig.fleet.server", "proxy": "kvmig.proxy", "front end": "k
 """Of the command line of each."""
 BREAKS = ("proxy", "front end")
 """Whose death ends streams."""
-Fate = Literal["whole", "left", "cut", "refused"]
+Fate = Literal["whole", "left", "cut", "refused", "unpaid"]
+"""left: by its client. refused: before it began. unpaid: for want of quota."""
+EXACT = ("whole", "unpaid")
+"""Of which nothing can be on its way."""
 
 
 class Done(NamedTuple):
@@ -163,7 +172,7 @@ def judge(
             else:
                 lost_s = max(lost_s, since)
                 figures["tokens lost with a front end"] += one.output - output
-        if one.fate != "whole":
+        if one.fate not in EXACT:
             figures["tokens counted that were on their way"] += max(0, output - one.output)
         for what in wrong:
             figures[what] += wrong[what]
@@ -189,11 +198,16 @@ def _wrong(one: Asked, found: Sequence[Row], faults: Sequence[Done]) -> dict[str
         "beyond what was asked": output - one.tokens,
         "failed without a reason": int(one.fate in ("cut", "refused") and not _hit(one, faults)),
     }
-    if one.fate == "whole":
+    if one.fate in EXACT:
         wrong["beyond the answer"] = output - one.output
-        prompt = 0 if one.told is None else one.told[0]
-        wrong["other prompt"] = sum(row.prompt != prompt for row in found)
+    if one.told is not None:
+        wrong["other prompt"] = sum(row.prompt != one.told[0] for row in found)
     return {what: count for what, count in wrong.items() if count > 0}
+
+
+def delivered(calls: Sequence[Asked], prompt: int) -> int:
+    """Tokens of a quota that its clients got for it. prompt: tokens of each prompt."""
+    return sum(one.output + prompt for one in calls if one.output)
 
 
 def _hit(one: Asked, faults: Iterable[Done]) -> bool:
@@ -255,7 +269,8 @@ class Clients:
             headers = {"x-request-id": one.call_id}
             async with http.stream("POST", PATH, json=body, headers=headers) as answer:
                 if answer.is_error:
-                    one.fate, one.why = "refused", (await answer.aread()).decode()[:300]
+                    one.why = (await answer.aread()).decode()[:300]
+                    one.fate = "unpaid" if "quota" in one.why else "refused"
                     return
                 if not body.get("stream"):
                     _whole(one, json.loads(await answer.aread()))
@@ -283,10 +298,27 @@ def _chunk(one: Asked, chunk: dict[str, Any]) -> None:
         one.told = _usage(chunk)
     if "error" in chunk:
         one.why = str(chunk["error"].get("message"))[:300]
+        one.fate = "unpaid" if "quota" in one.why else "cut"
 
 
 def _usage(answer: dict[str, Any]) -> tuple[int, int]:
     return answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
+
+
+async def use_up(fleet: FleetUp, clients: Clients, streams: int, tokens: int) -> list[Asked]:
+    """All calls of a new key whose quota is used up by so many at once."""
+    key = await asyncio.to_thread(new_key, fleet, quota=QUOTA, period="total")
+    calls: list[Asked] = []
+
+    async def client(start: int) -> None:
+        while True:
+            calls.append(one := await clients.call(key, tokens, start))
+            if one.fate == "unpaid":
+                return
+            await asyncio.sleep(0.1 if one.fate == "refused" else 0.0)
+
+    await asyncio.gather(*(client(start) for start in range(streams)))
+    return calls
 
 
 # -- faults
@@ -418,11 +450,18 @@ class Nemesis:
             await asyncio.sleep(PROBE_S)
 
 
-def new_key(fleet: FleetUp) -> str:
-    """Of the admin."""
-    answer = fleet.ask("POST", "keys", {"user": "admin", "scopes": ["infer"]})
-    answer.raise_for_status()
-    return str(answer.json()["key"])
+def new_key(fleet: FleetUp, **limits: Any) -> str:
+    """Of the admin. The server may just be killed, or its database locked."""
+    body, deadline = {"user": "admin", "scopes": ["infer"], **limits}, time.monotonic() + AGAIN_S
+    while True:
+        try:
+            answer = fleet.ask("POST", "keys", body)
+            answer.raise_for_status()
+            return str(answer.json()["key"])
+        except httpx.HTTPError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def _database(fleet: FleetUp) -> sqlite3.Connection:
@@ -432,7 +471,7 @@ def _database(fleet: FleetUp) -> sqlite3.Connection:
 def ledger_of(fleet: FleetUp) -> list[Row]:
     """All rows, once nothing more comes."""
     wanted = (
-        "SELECT call_id, prefix, status, prompt, output, 0 FROM usage"
+        "SELECT call_id, prefix, status, prompt, output, moves FROM usage"
         " LEFT JOIN api_keys ON api_keys.id = key_id"
     )
     before: list[Row] = []
@@ -451,13 +490,23 @@ def ledger_of(fleet: FleetUp) -> list[Row]:
 # -- the run
 
 
-async def load(clients: Clients, nemesis: Nemesis, seconds: float) -> None:
-    """Both, for so long."""
+async def load(
+    fleet: FleetUp, clients: Clients, nemesis: Nemesis, seconds: float
+) -> tuple[list[Asked], list[list[Asked]]]:
+    """All of it; the calls of the quota that is used up in quiet, and of each of the others."""
+    calm, amid = await use_up(fleet, clients, *CALM), []
     until = time.monotonic() + seconds
+
+    async def spend() -> None:
+        while time.monotonic() < until:
+            amid.append(await use_up(fleet, clients, *AMID))
+
     async with asyncio.TaskGroup() as group:
         group.create_task(nemesis.run(until))
+        group.create_task(spend())
         for number in range(CLIENTS):
             group.create_task(clients.run(number, until))
+    return calm, amid
 
 
 def spec_of(model: str) -> dict[str, Any]:
@@ -487,7 +536,7 @@ def main(argv: list[str] | None = None) -> int:
         fleet.until(f"models/{MODEL}", state="serving", serving=2)
         clients = Clients(fleet, [new_key(fleet) for _ in range(KEYS)], options.seed)
         nemesis = Nemesis(fleet, clients, options.seed)
-        asyncio.run(load(clients, nemesis, seconds))
+        calm, amid = asyncio.run(load(fleet, clients, nemesis, seconds))
         rows = ledger_of(fleet)
         sums = fleet.get("usage?by=key")["data"]
     figures, odd = judge(clients.asked, rows, nemesis.done)
@@ -497,7 +546,7 @@ def main(argv: list[str] | None = None) -> int:
     killed = Counter(one.fault for one in nemesis.done)
     result.summary = {
         "calls": len(clients.asked),
-        **{f"calls {fate}": fates[fate] for fate in ("whole", "left", "cut", "refused")},
+        **{f"calls {fate}": fates[fate] for fate in get_args(Fate)},
         **{f"faults: {fault}": killed[fault] for fault in dict.fromkeys(FAULTS)},
         "tokens that clients got": sum(one.output for one in clients.asked),
         "tokens in the ledger": sum(row.output for row in rows),
@@ -511,6 +560,19 @@ def main(argv: list[str] | None = None) -> int:
         **{what: {"max": 0} for what in (*WRONG, "wrong answers")},
         "sums that aren't those of the rows": {"min": 0, "max": 0},
         "longest that a front end lost, s": {"max": 1.5},
+    }
+    prompt = max(one.told[0] for one in clients.asked if one.told is not None)
+    in_quiet, amid_faults = delivered(calm, prompt), [delivered(one, prompt) for one in amid]
+    result.summary |= {
+        "moves in the ledger": sum(row.moves for row in rows),
+        f"delivered of {QUOTA}, {CALM[0]} streams": in_quiet,
+        f"most delivered of {QUOTA} amid faults": max(amid_faults),
+        f"least delivered of {QUOTA} amid faults": min(amid_faults),
+        "quotas used up amid faults": len(amid_faults),
+    }
+    result.targets |= {
+        f"delivered of {QUOTA}, {CALM[0]} streams": {"min": QUOTA, "max": QUOTA},
+        f"most delivered of {QUOTA} amid faults": {"max": QUOTA},
     }
     if nemesis.back_s:  # each further death in a row is followed by a longer pause
         result.summary["a killed server is back, s"] = nemesis.back_s[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.ledger import WRONG, Asked, Done, Row, judge
+from bench.ledger import WRONG, Asked, Done, Row, delivered, judge
 
 KILLED = Done("front end", 5.0)
 
@@ -56,6 +56,17 @@ def test_a_call_that_was_cut_off_may_have_more_in_the_ledger_but_no_more_than_it
     cut = asked(fate="left", told=None)
     assert not wrong(cut, [row(output=10)])
     assert wrong(cut, [row(output=11)]) == {"beyond what was asked": 1}
+
+
+def test_a_stream_that_its_quota_ended_has_just_its_tokens_in_the_ledger() -> None:
+    unpaid = asked(fate="unpaid", told=None)
+    assert not wrong(unpaid, [row()])
+    assert wrong(unpaid, [row(output=5)]) == {"beyond the answer": 1}
+
+
+def test_of_a_quota_prompts_are_delivered_whose_answers_began() -> None:
+    refused = asked(fate="unpaid", told=None, got=[], text="")
+    assert delivered([asked(), asked(), refused], 7) == 22
 
 
 def test_a_killed_front_end_excuses_what_it_had_not_written_yet() -> None:
