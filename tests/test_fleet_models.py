@@ -12,8 +12,9 @@ import pytest
 from kvmig.fleet.deployments import InstanceRow, Told
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
 from kvmig.fleet.memory import Memory
-from kvmig.fleet.models import Models, Note, Wanted
+from kvmig.fleet.models import WANT_S, Models, Note, Wanted
 from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
+from kvmig.fleet.room import Host
 from kvmig.fleet.schedule import Floor
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Instances, Spec
@@ -119,6 +120,42 @@ async def test_it_is_routed_to_once_it_serves(bench: Bench) -> None:
     told = len(bench.told)
     bench.turn(1)
     assert len(bench.told) == told, "nothing has changed"
+
+
+async def test_one_that_is_always_warm_starts_by_itself_and_stays(bench: Bench) -> None:
+    bench.catalogue(spec(warm="always", instances=Instances(zero_after_s=60)))
+    assert "--instances=1" in bench.started[0].words
+    bench.serve()
+    bench.turn(1)
+    bench.demand()
+    bench.turn(600)
+    assert bench.route.state == "ready"
+
+
+async def test_a_want_that_is_not_repeated_does_not_wait_for_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.models.memory, "host", lambda: Host(1 << 40, 0))
+    bench.catalogue(spec())
+    bench.models.take_want(Want("a"))
+    bench.turn()
+    assert (bench.route.state, bench.started) == ("cold", [])
+    assert bench.route.why.startswith("no room: it needs 0.1 GiB, 0.0 GiB is free")
+    bench.turn(WANT_S)
+    assert bench.route.why == ""
+
+
+async def test_one_that_is_too_large_for_what_is_allowed_now_says_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.models.memory, "host", lambda: Host(1000, 1000))
+    bench.catalogue(spec(memory=1001))
+    bench.models.take_want(Want("a"))
+    bench.turn()
+    assert (bench.route.state, bench.started) == ("failed", [])
+    assert bench.route.why == (
+        "model a needs 1001 bytes of memory, 1 more than the 1000 that all models may take"
+    )
 
 
 async def test_a_schedule_starts_it_and_lets_it_go(bench: Bench) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import mmap
 from collections.abc import Awaitable
-from pathlib import Path
 
 import pytest
 
 from kvmig.ground.errors import NotParked
-from tests.vllm_pair import PROMPT, Pair
-from tests.vllm_side import Side
+from tests.vllm_pair import PROMPT, Engines, Pair
+from tests.vllm_side import Configuration, Side
 
 pytestmark = pytest.mark.engine
 
@@ -40,16 +40,16 @@ async def side(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Side:
 
 
 def resident(side: Side) -> int:
-    """Bytes of its KV cache that are in memory."""
+    """Bytes of its KV cache that are in memory, whichever process has them."""
     cache = side.engine._memory._cache
     assert cache is not None
     (rank,) = cache.ranks
-    with Path("/proc/self/pagemap").open("rb") as pages:
-        first = rank.address // mmap.PAGESIZE
-        pages.seek(8 * first)
-        entries = pages.read(8 * (rank.nbytes // mmap.PAGESIZE))
-    present = sum(entries[at] >> 7 for at in range(7, len(entries), 8))
-    return present * mmap.PAGESIZE
+    begin = rank.address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = rank.address + rank.nbytes - begin
+    pages = (ctypes.c_ubyte * (-(-length // mmap.PAGESIZE)))()
+    libc = ctypes.CDLL(None)
+    assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(length), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 async def test_a_parked_engine_has_no_cache_in_memory_and_answers_as_before(
@@ -94,3 +94,22 @@ async def test_one_without_a_canary_is_not_parked(side: Side) -> None:
     side.engine._canary = ""
     with pytest.raises(NotParked, match="nothing shows"):
         await stepped(side, side.engine.park())
+
+
+@pytest.mark.long
+async def test_memory_that_is_shared_with_a_worker_is_given_back_too(engines: Engines) -> None:
+    apart = Configuration(apart=True)
+    async with engines.lent(apart, Configuration()) as pair:
+        side = pair.a
+        await stepped(side, side.engine.warm_up())
+        pair.begin()
+        await pair.run(side, "before", PROMPT, until=1)
+        before = await pair.finish("before")
+        taken = resident(side)
+
+        await stepped(side, side.engine.park())
+        assert resident(side) < taken / 100
+        await stepped(side, side.engine.unpark())
+        await pair.run(side, "after", PROMPT, until=1)
+        after = await pair.finish("after")
+        assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)

@@ -1,0 +1,79 @@
+"""What a model takes of a host's memory, by its files and flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmig.cli.environment import CPU_KV_MOST, INSTANCE_OVERHEAD
+from kvmig.fleet.memory import Memory
+from kvmig.fleet.spec import Instances, Spec
+from kvmig.ground.errors import ConfigError
+
+WEIGHTS = 1000
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(bytes(WEIGHTS))
+    return tmp_path
+
+
+def spec(folder: Path, **more: Any) -> Spec:
+    return Spec(name="a", source=f"path:{folder}", **more)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kv"),
+    [
+        ((), CPU_KV_MOST),
+        (("--kv-cache-memory-bytes=77",), 77),
+        (("--kv-cache-memory-bytes", "77"), 77),
+        (("--kv-cache-memory-bytes=4G",), CPU_KV_MOST),
+        (("--kv-cache-memory-bytes",), CPU_KV_MOST),
+    ],
+)
+def test_on_a_cpu_it_is_processes_weights_and_kv_cache(
+    folder: Path, flags: tuple[str, ...], kv: int
+) -> None:
+    model = spec(folder, flags=flags)
+    assert Memory().claim(model) == INSTANCE_OVERHEAD + WEIGHTS + kv
+    assert Memory().parked(model) == INSTANCE_OVERHEAD + WEIGHTS
+
+
+def test_each_worker_has_its_own_process_and_cache(folder: Path) -> None:
+    model = spec(folder, flags=("--tensor-parallel-size=2", "--kv-cache-memory-bytes=77"))
+    assert Memory().claim(model) == 3 * INSTANCE_OVERHEAD + WEIGHTS + 2 * 77
+
+
+def test_on_a_gpu_only_processes_are_the_hosts(folder: Path) -> None:
+    assert Memory(on_gpu=True).claim(spec(folder)) == INSTANCE_OVERHEAD
+
+
+def test_what_the_specification_says_counts(folder: Path) -> None:
+    assert Memory().claim(spec(folder, memory=5)) == 5
+    assert Memory().parked(spec(folder, memory=5)) == 5
+    flags = ("--kv-cache-memory-bytes=2",)
+    assert Memory().parked(spec(folder, memory=5, flags=flags)) == 3
+
+
+def test_models_may_take_what_was_allowed_and_no_more_than_there_is() -> None:
+    total = Memory().host().total
+    assert Memory(1000).host().total == 1000
+    assert Memory(2 * total).host().total == total
+    assert 0 < Memory().host().available <= total
+
+
+def test_one_whose_least_number_can_never_fit_is_refused_by_its_missing_bytes(
+    folder: Path,
+) -> None:
+    Memory(10).check(spec(folder, memory=5, instances=Instances(min=2, max=2)))
+    with pytest.raises(ConfigError, match="needs 12 bytes of memory, 2 more than the 10 that all"):
+        Memory(10).check(spec(folder, memory=6, instances=Instances(min=2, max=2)))
+
+
+def test_on_a_gpu_nothing_is_parked(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="warm is 'parked', must be none or always on a GPU"):
+        Memory(on_gpu=True).check(spec(folder, warm="parked"))
