@@ -123,7 +123,7 @@ async def test_three_models_take_turns_and_none_starves(small: ToyFleet) -> None
 
     async def use(name: str) -> None:
         async with small.client() as client:
-            while time.monotonic() - began < 15:
+            while time.monotonic() - began < 8:
                 assert await answer(client, ask(name, 10, answered[name])) == counted(
                     10, answered[name]
                 )
@@ -132,5 +132,5 @@ async def test_three_models_take_turns_and_none_starves(small: ToyFleet) -> None
 
     await asyncio.gather(*map(use, "abc"))
     starts = small.get("status")["starts"] - before
-    assert min(answered.values()) >= 3
-    assert 4 <= starts <= 25, "they take turns, but don't only start"
+    assert min(answered.values()) >= 2
+    assert 4 <= starts <= 15, "they take turns, but don't only start"

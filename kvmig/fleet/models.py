@@ -53,7 +53,7 @@ PAUSE_S = 10.0
 """After an order about instances that was refused, or one that has failed."""
 GROWTH = 10.0
 """Blocks by which each request could still grow on the survivors of a step down."""
-WANT_S = 5.0
+WANT_S = 2.0
 """A proxy repeats that somebody waits within it."""
 
 log = logging.getLogger(__name__)
