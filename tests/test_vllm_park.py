@@ -49,7 +49,7 @@ def resident(side: Side) -> int:
     pages = (ctypes.c_ubyte * (-(-length // mmap.PAGESIZE)))()
     libc = ctypes.CDLL(None)
     assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(length), pages) == 0
-    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+    return sum(int(page) & 1 for page in pages) * mmap.PAGESIZE
 
 
 async def test_a_parked_engine_has_no_cache_in_memory_and_answers_as_before(
