@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+from kvmig.placement.dedicated import replicas
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.greedy import Stuck, added, best_of_groups
 from kvmig.placement.meshes import packs
@@ -19,6 +20,9 @@ from kvmig.placement.problem import Cluster, Member, Plan, Unit, ordered
 
 GRAINS = (0.0, 0.5, 0.7, 0.9)
 """What share of a small unit's throughput a part may be; 0: models stay whole."""
+CLOSE = 0.0075
+"""Plans whose objectives differ by less are equal, as far as an estimate can say. Then the one is
+taken that was climbed to from instances that share nothing."""
 LEAST_GAIN = 1e-6
 """Of the objective, for a step to count."""
 Step = tuple[tuple[int, ...], tuple[Unit, ...]]
@@ -35,12 +39,15 @@ def search(estimator: Estimator, evaluations: int = 150_000) -> Plan | Stuck:
             stuck = stuck or found
         else:
             starts.append(found)
+    starts.sort(key=lambda one: -round(estimator.total(one), 9))
+    apart = replicas(estimator)
+    starts = [*([] if isinstance(apart, Stuck) else [apart]), *starts[:2]]
     if not starts:
         assert stuck is not None
         return stuck
-    starts.sort(key=lambda one: -round(estimator.total(one), 9))
-    best = [climb(estimator, one, evaluations // 2) for one in starts[:2]]
-    return max(best, key=lambda one: round(estimator.total(one), 9))
+    found = [climb(estimator, one, evaluations // len(starts)) for one in starts]
+    best = max(estimator.total(one) for one in found)
+    return next(one for one in found if estimator.total(one) >= (1 - CLOSE) * best)
 
 
 def parts(estimator: Estimator, grain: float) -> Iterator[Member]:
