@@ -97,7 +97,9 @@ def published() -> dict[tuple[float, int, str], Published]:
     }
 
 
-def loads(alpha: float, rate: int, as_published: bool, share: float = 1.0) -> list[Load]:
+def loads(
+    alpha: float, rate: int, as_published: bool, share: float = 1.0, send_s: float = SEND_S
+) -> list[Load]:
     """Every model's requests; share: of the requests, for runs that are to be quick."""
     models = power_law(alpha, rate)
     counts = {
@@ -108,7 +110,7 @@ def loads(alpha: float, rate: int, as_published: bool, share: float = 1.0) -> li
     return [
         poisson(
             one,
-            max(2, int(share * (counts[one.name] if as_published else one.rate * SEND_S))),
+            max(2, int(share * (counts[one.name] if as_published else one.rate * send_s))),
             SEED + 2 * at,
         )
         for at, one in enumerate(models)

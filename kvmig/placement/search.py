@@ -39,15 +39,16 @@ def search(estimator: Estimator, evaluations: int = 150_000) -> Plan | Stuck:
             stuck = stuck or found
         else:
             starts.append(found)
-    starts.sort(key=lambda one: -round(estimator.total(one), 9))
+    starts = sorted(starts, key=lambda one: -round(estimator.total(one), 9))[:2]
     apart = replicas(estimator)
-    starts = [*([] if isinstance(apart, Stuck) else [apart]), *starts[:2]]
+    if not isinstance(apart, Stuck):
+        starts.insert(0, apart)
     if not starts:
         assert stuck is not None
         return stuck
-    found = [climb(estimator, one, evaluations // len(starts)) for one in starts]
-    best = max(estimator.total(one) for one in found)
-    return next(one for one in found if estimator.total(one) >= (1 - CLOSE) * best)
+    plans = [climb(estimator, one, evaluations // len(starts)) for one in starts]
+    best = max(estimator.total(one) for one in plans)
+    return next(one for one in plans if estimator.total(one) >= (1 - CLOSE) * best)
 
 
 def parts(estimator: Estimator, grain: float) -> Iterator[Member]:
