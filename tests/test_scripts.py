@@ -244,6 +244,16 @@ def test_vllms_pythons_are_supported(version: tuple[int, int], good: bool) -> No
     assert setup_env.supported(version) is good
 
 
+def test_what_was_built_is_said_and_what_stands_in_for_the_rest(tmp_path: Path) -> None:
+    assert setup_env.built(tmp_path) == (
+        "kernels: for the CPU not compiled (no C++ compiler): torch copies;"
+        " for GPUs not compiled (no nvcc): CuPy or Triton makes them"
+    )
+    for name in ("libkvmig_cpu.so", "libkvmig_cuda.so"):
+        (tmp_path / name).touch()
+    assert setup_env.built(tmp_path) == "kernels: for the CPU compiled; for GPUs compiled"
+
+
 def test_changed_inputs_are_installed_again(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("a")
     first = setup_env.fingerprint(tmp_path, "cpu")
