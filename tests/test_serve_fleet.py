@@ -210,6 +210,13 @@ async def test_a_model_that_nobody_needs_any_more_frees_its_instances_live(fleet
     assert [await stream.task for stream in streams] == [counted(60, start) for start in range(40)]
 
 
+def test_a_model_may_have_more_instances_than_it_was_started_with(fleet: ToyFleet) -> None:
+    fleet.add_toy("a", instances={"min": 1, "max": 1})
+    fleet.until("models/a", state="serving", serving=1)
+    assert fleet.ask("POST", "models/a/scale", {"min": 2, "max": 2}).status_code == 200
+    fleet.until("models/a", serving=2)
+
+
 # -- fleets of their own
 
 

@@ -39,6 +39,7 @@ from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, Spec
 from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.config import USUAL_MOST
 from kvmig.ground.errors import StartupError
 from kvmig.proxy.messages import Demand as ProxyDemand
 from kvmig.proxy.messages import Route, RouteState, Want
@@ -617,6 +618,15 @@ def socket_of(deployment: str, settings: FleetSettings) -> str:
     return str(settings.path("run", f"d-{deployment}.sock"))
 
 
+def _most(spec: Spec) -> int:
+    """Instances that a deployment may be told to have, which may be more later.
+
+    One that decides by freeness itself goes so far.
+    """
+    most = spec.instances.max
+    return most if spec.instances.target_kind == "freeness" else max(most, USUAL_MOST)
+
+
 def words(wanted: Wanted, deployment: str, settings: FleetSettings) -> tuple[str, ...]:
     """A deployment's command line behind `kvmig.serve`."""
     spec, instances = wanted.spec, wanted.spec.instances
@@ -629,7 +639,7 @@ def words(wanted: Wanted, deployment: str, settings: FleetSettings) -> tuple[str
         f"--quota-socket={settings.quotas}",
         "--end-with-stdin",
         f"--instances={max(1, spec.least)}",
-        f"--max-instances={instances.max}",
+        f"--max-instances={_most(spec)}",
         f"--start-timeout={instances.start_timeout_s:g}",
         f"--shutdown-timeout={settings.shutdown_timeout_s:g}",
     ]
