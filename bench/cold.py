@@ -239,7 +239,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parked(folder: Path, options: argparse.Namespace) -> int:
     """The verdict on one that is parked."""
-    repeats = 5 if options.quick else 30
+    repeats = 5 if options.quick else 12
     result = report.begin("cold_parked", {"model": options.model, "repeats": repeats})
     result.samples = of_parked(folder, repeats)
     times = sorted(one["ttft_s"] for one in result.samples)
