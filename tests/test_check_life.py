@@ -10,7 +10,8 @@ from kvmig.fleet.lifecycle import Action, Life, Seen, Wish, turn
 from kvmig_tools.check import life
 
 
-@pytest.mark.parametrize("parks", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long  # CI explores all of it by `python -m kvmig_tools.check`
+@pytest.mark.parametrize("parks", [True, False])
 def test_nothing_is_wrong_with_it(parks: bool) -> None:
     found = life.explore(1, parks=parks)
     assert found.violation == ""
