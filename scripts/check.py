@@ -111,15 +111,14 @@ HANDSHAKE = "every order of the handshake"
 ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check"))
 ALL_ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check", "--long"))
 NEITHER = "not engine and not server"
-HEAVY = (
-    Check("tests on servers", marks="server and not long and not alone", naming="server"),
-    # By then the other lane is through, mostly.
+SERVERS = (Check("tests on servers", marks="server and not long and not alone", naming="server"),)
+ENGINES = (
     Check(
         "tests on engines", marks="engine and not long and not alone", naming="engine", at_once=2
     ),
 )
-LIGHT = (Check("tests without engines", marks=f"{NEITHER} and not long and not alone"),)
-AGAIN = (ON_NEXT, ON_V2)
+# They mostly wait.
+LIGHT = (Check("tests without engines", marks=f"{NEITHER} and not long and not alone", at_once=2),)
 LONG_AGAIN = (ALL_ON_NEXT, CONFORMS_ON_NEXT, CONFORMS_ON_V2, ALL_ON_V2, NEXT_ON_V2)
 """Tests that run on the installed vLLM, and its model runner V1, too."""
 ALONE = (Check("tests that measure", marks="alone and not long", naming="alone"),)
@@ -312,9 +311,10 @@ def main() -> int:
         if options.lint:
             outcomes = runner.lane(LINT)
         else:
-            lanes = [
-                HEAVY,
-                (FETCH, *LINT, *DRIFT, ALL_ORDERS if options.long else ORDERS, *LIGHT, *AGAIN),
+            orders = ALL_ORDERS if options.long else ORDERS
+            lanes = [  # as long as each other, about
+                (*SERVERS, ON_V2),
+                (FETCH, *LINT, *DRIFT, orders, *LIGHT, *ENGINES, ON_NEXT),
             ]
             with ThreadPoolExecutor(len(lanes)) as pool:
                 beside = [outcome for lane in pool.map(runner.lane, lanes) for outcome in lane]

@@ -218,7 +218,7 @@ def test_every_test_is_picked_by_one_check() -> None:
         for alone in (True, False)
     ]
     for marks in kinds:
-        every = (*check.HEAVY, *check.LIGHT, *check.ALONE, *check.LONG)
+        every = (*check.SERVERS, *check.ENGINES, *check.LIGHT, *check.ALONE, *check.LONG)
         picking = [one.name for one in every if picks(one, marks)]
         assert len(picking) == 1, (marks, picking)
         assert (picking[0] in {one.name for one in check.LONG}) == marks["long"]

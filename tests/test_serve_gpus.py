@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 from bench.gpu import serving
 from kvmig.kvtransfer import destination_machine, source_machine
@@ -169,17 +168,7 @@ BEFORE: dict[State, dict[State, Blow]] = {
     ("destination", "cancelled"): {("source", "copying"): Blow(SIGSTOP)},
 }
 """What leads to a state that a migration that goes well hasn't."""
-QUICK = {
-    *((one, IN_COPY_S) for one in COPIES),
-    *(((side, "committing"), 0.0) for side in SIDES),
-    *((("source", "sending_tail"), 0.0), (("destination", "cancelled"), 0.0)),
-}
-
-
-def kill(state: State, delay_s: float) -> ParameterSet:
-    marks = [] if (state, delay_s) in QUICK else [pytest.mark.long]
-    when = " in a copy" if delay_s else ""
-    return pytest.param(state, delay_s, id=" ".join(state) + when, marks=marks)
+NAMES = [" ".join(state) + (" in a copy" if delay_s else "") for state, delay_s in KILLS]
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +176,7 @@ def unmoved(server: Machine) -> Answer:
     return asyncio.run(run_unmoved(server.served, PATH, body(200)))
 
 
-@pytest.mark.parametrize(("state", "delay_s"), [kill(*one) for one in KILLS])
+@pytest.mark.parametrize(("state", "delay_s"), KILLS, ids=NAMES)
 async def test_an_instance_that_is_killed_in_a_state_leaves_nothing_and_no_client_notices(
     server: Machine, unmoved: Answer, state: State, delay_s: float
 ) -> None:

@@ -73,7 +73,7 @@ async def until(served: Served, words: str, times: int = 1) -> None:
         await asyncio.sleep(0.1)
 
 
-IN_CI = ("seeded with top-p", "log-probabilities", "n = 2", "guided regex")
+IN_CI = ("seeded with top-p", "log-probabilities")
 
 
 @pytest.mark.parametrize(
