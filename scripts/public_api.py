@@ -43,6 +43,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "kvmig.engines.vllm:factory",
         "kvmig.engines.vllm.embedded",
         "kvmig.engines.transformers:factory",
+        "kvmig.engines.transformers:pooled",
         "kvmig.engines.transformers.config:EngineConfig",
     ),
     "data-plane": (

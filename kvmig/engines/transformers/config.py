@@ -25,6 +25,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where weights and KV cache lie; cuda: torch's current GPU."""
     block_tokens: int = 16
     num_blocks: int = 256
+    """Of the KV cache; in a pool: of one request at most, and the pool has so many for each
+    engine, whatever the others hold beyond theirs."""
     max_batch_tokens: int = 256
     """Tokens that one step computes."""
     max_batch_requests: int = 32

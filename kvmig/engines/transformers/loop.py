@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,10 @@ class StepLoop:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self.between_steps: Callable[[], None] = lambda: None
         """Called on the loop's thread after each step and each call."""
+        self.memory: AbstractContextManager[Any] = nullcontext()
+        """Held while anything looks at blocks: a lock, where engines share them."""
+        self.idle_s: Callable[[], float | None] = lambda: None
+        """How long to wait for a call at most when there was nothing to do; None: for ever."""
         self.stream: Any = self._processor.inputs_and_outputs.compute_stream
         """The stream that steps are queued on; None on a CPU."""
         self.after_step: Callable[[], None] = lambda: None
@@ -78,7 +83,8 @@ class StepLoop:
         worked = False
         while self._take_calls(wait=not worked):
             worked = self._step()
-            self.between_steps()
+            with self.memory:
+                self.between_steps()
             if worked:
                 # After the snapshot of the load: who hears of a request's end finds it gone.
                 self._on_step(self._processor.inputs_and_outputs.requests_in_batch)
@@ -86,12 +92,13 @@ class StepLoop:
     def _take_calls(self, wait: bool) -> bool:
         """Run what was asked for; False at the end. wait: there is nothing else to do."""
         try:
-            call = self._calls.get(block=wait)
+            call = self._calls.get(block=wait, timeout=self.idle_s())
             while True:
                 if call is None:
                     return False
-                _answer(*call)
-                self.between_steps()
+                with self.memory:
+                    _answer(*call)
+                    self.between_steps()
                 call = self._calls.get(block=False)
         except queue.Empty:
             return True
@@ -100,10 +107,12 @@ class StepLoop:
         """Whether there was something to do."""
         began = self.step_began = time.monotonic()
         try:
-            if not self._processor.prepare_next_batch():
-                return False
+            with self.memory:
+                if not self._processor.prepare_next_batch():
+                    return False
             self._processor._generation_step(self._manager.model)
-            self._processor.update_batch()
+            with self.memory:
+                self._processor.update_batch()
             self.after_step()
         finally:
             self.step_began = None

@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.engines.transformers.payload import Output, Submitted
+from kvmig.engines.transformers.pool import Share
 from kvmig.engines.transformers.sampling import Logprobs
 from kvmig.ground.errors import MigrationRefused
 from kvmig.ground.layout import KVLayout, Region
@@ -28,10 +29,14 @@ class Blocks:
         which is the identity of these.
         """
         self._cache = cache
+        self.share: Share | None = cache.pool if isinstance(cache.pool, Share) else None
+        """Of a pool, where the cache is in one."""
         ((self._name, self._allocator),) = cache.cache_allocators.items()
         allocator = self._allocator
         self.tokens: int = allocator.tokens_per_page
         self.total: int = allocator.num_blocks
+        self.most: int = self.total if self.share is None else self.share.floor_blocks
+        """Of one request."""
         stride: int = allocator.bytes_per_block
         words = f"{model_words}\0{cache.dtype}\0{allocator.num_key_value_heads}"
         # Ids count from the tensor's start, where blocks that nobody gets are.
@@ -49,6 +54,8 @@ class Blocks:
 
     def free_now(self) -> int:
         """Blocks that a request can have, those included that keep a prefix for nobody."""
+        if self.share is not None:
+            return self.share.blocks_left()
         allocator, pool = self._allocator, self._cache.pool
         return int(
             pool.num_free_sectors * allocator.blocks_per_sector

@@ -44,6 +44,7 @@ from kvmig.engines.transformers.payload import (
     decode,
     encode,
 )
+from kvmig.engines.transformers.pool import Pool
 from kvmig.engines.transformers.requests import (
     Blocks,
     Held,
@@ -59,6 +60,10 @@ from kvmig.kernels.driver import current_device
 T = TypeVar("T")
 _LOAD_PERIOD_S = 0.01
 _WARM_UP_TIMEOUT_S = 300.0
+_STARVED_RETRY_S = 0.01
+"""An engine of a pool that has no room for any of its requests looks again so often."""
+_IDLE_LOOK_S = 0.1
+"""One that has no requests renews its load so often."""
 
 
 class ServingTransformers:
@@ -68,15 +73,15 @@ class ServingTransformers:
     can_hold = False
     unmovable = ""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the model and take the KV cache: seconds. Raises KvmigError."""
+    def __init__(self, config: EngineConfig, pool: Pool | None = None) -> None:
+        """Load the model and take the KV cache, or join `pool`: seconds. Raises KvmigError."""
         self.config = config
         weights = identify(config)
-        manager, logprobs = make_manager(config)
+        manager, logprobs = make_manager(config, pool)
         check_unchanged(config.model, weights, identify(config))
         processor = manager.batch_processor
         self._blocks = Blocks(processor.cache, manager.model.config.to_json_string(), weights)
-        self.max_request_tokens = self._blocks.total * self._blocks.tokens
+        self.max_request_tokens = self._blocks.most * self._blocks.tokens
         """Most tokens of one request, prompt and outputs: more could never be computed here."""
         self._requests = RequestTable(processor.scheduler, self._blocks, logprobs)
         self._source = Source(self._requests)
@@ -86,6 +91,9 @@ class ServingTransformers:
         )
         self._loop = StepLoop(manager, self._stepped)
         self._loop.between_steps = self._between_steps
+        if (share := self._blocks.share) is not None:
+            self._loop.memory, self._loop.idle_s = share.pool.lock, self._idle_s
+            share.is_short = processor.scheduler.is_short
         self.layout = self._blocks.layout
         self.numerics = _numerics(config)
         self._device_copies = self._on_gpu() if config.device == "cuda" else None
@@ -185,6 +193,8 @@ class ServingTransformers:
     def _close_memory(self) -> None:
         """No step and no copy may follow."""
         self._copies.close()
+        if self._blocks.share is not None:
+            self._blocks.share.leave()
         if self._device_copies is not None:
             self._device_copies.close()
 
@@ -200,6 +210,8 @@ class ServingTransformers:
         self._on_outputs, self._on_call_done = on_outputs, on_call_done
 
         def exited(error: BaseException | None) -> None:
+            if error is not None and self._blocks.share is not None:
+                self._close_memory()  # what it held is for the pool's other engines
             if not events.is_closed():
                 events.call_soon_threadsafe(on_exit, error)
 
@@ -297,6 +309,11 @@ class ServingTransformers:
         future: Future[T] = self._loop.call(function)
         # Shielded: what runs there can't be taken back half-way.
         return await asyncio.shield(asyncio.wrap_future(future))
+
+    def _idle_s(self) -> float:
+        """In a pool others give and take without a word: look again."""
+        waits = self._requests.scheduler.has_pending_requests()
+        return _STARVED_RETRY_S if waits else _IDLE_LOOK_S
 
     def _between_steps(self) -> None:
         now = time.monotonic()

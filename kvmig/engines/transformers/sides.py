@@ -202,6 +202,8 @@ class Destination:
     def _check_room(self, num_tokens: int) -> None:
         """Raise MigrationRefused where the request would squeeze out those that run here."""
         blocks, scheduler = self._blocks, self._requests.scheduler
+        if blocks.share is not None and blocks.share.must_wait():
+            raise MigrationRefused("no_blocks", "another engine of its pool is short of its own")
         needed, free = blocks.needed(self._with_spare(num_tokens)), blocks.free_now()
         margin = scheduler.safety_margin * blocks.total if scheduler.active_requests else 0
         if free - needed < margin:
