@@ -83,9 +83,26 @@ def test_kvmigs_rule_fills_who_wants_least_and_levels_the_others() -> None:
     assert quotas["large"] == quotas["huge"] == 425
 
 
-def test_kvmigs_rule_lends_what_nobody_wants() -> None:
+def test_kvmigs_rule_leaves_what_nobody_wants_where_it_is() -> None:
     quotas = kvmig([use("a", 300, 0, 100), use("b", 100, 0, 50)])
-    assert quotas == {"a": 100 + 187, "b": 50 + 62}
+    assert quotas == {"a": 300, "b": 100}
+
+
+def test_kvmigs_rule_takes_from_all_who_have_more_than_they_want_alike() -> None:
+    quotas = kvmig([use("a", 300, 0, 100), use("b", 150, 0, 50), use("c", 100, 0, 250)])
+    assert quotas == {"a": 300 - 100, "b": 150 - 50, "c": 250}
+
+
+def test_kvmigs_rule_takes_what_is_held_for_who_is_owed_its_guarantee() -> None:
+    lent = use("lent", 900, 800, 900)._replace(guarantee=500)
+    owed = use("owed", 100, 100, 700)._replace(guarantee=500)
+    assert kvmig([lent, owed]) == {"lent": 500, "owed": 500}
+
+
+def test_kvmigs_rule_takes_nothing_that_is_held_for_who_wants_more_than_its_guarantee() -> None:
+    first = use("first", 600, 600, 900)._replace(guarantee=500)
+    second = use("second", 400, 400, 900)._replace(guarantee=400)
+    assert kvmig([first, second]) == {"first": 600, "second": 400}
 
 
 def test_first_quotas_are_floors_and_the_rest_by_demand() -> None:

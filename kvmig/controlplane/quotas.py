@@ -1,8 +1,9 @@
 """How a unit's KV cache is shared by its models: quotas, in bytes. Pure.
 
 A rule gets what was seen since the last time and says the new quotas. Their sum never grows
-beyond the arena, and no quota falls below what its model holds, or below its floor: the cache of
-one request of the model's greatest length. With less, a model's only request might never end.
+beyond the arena, and none falls below its floor: the cache of one request of the model's greatest
+length. With less, a model's only request might never end. None falls below what its model holds,
+either, unless another one is owed what it was guaranteed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Use(NamedTuple):
     """Held, over the period."""
     wanted: float
     """What all its requests, the waiting ones too, would hold."""
+    guarantee: int = 0
+    """What it gets whenever it wants it, whoever holds it now."""
 
 
 def fair(arena: int, floors: Mapping[str, int], demand: Mapping[str, float]) -> dict[str, int]:
@@ -81,10 +84,11 @@ def fixed(uses: Sequence[Use]) -> dict[str, int]:
 
 def kvmig(uses: Sequence[Use]) -> dict[str, int]:
     """Every model gets what it wants, as far as that goes; where it doesn't, all who want more are
-    levelled from below (max-min fair), never below what a model holds. What nobody wants is lent
-    in the ratio of quotas, so that a burst finds room at once."""
+    levelled from below (max-min fair). What a model holds is taken from it only if others want
+    what they were guaranteed: from those first that hold most for their guarantee, and never below
+    their own. What nobody wants stays where it is, so that a burst finds room at once."""
     arena = sum(one.quota for one in uses)
-    quotas = {one.model: _least(one) for one in uses}
+    quotas = _kept(uses, arena)
     rest = arena - sum(quotas.values())
     short = {one.model: int(one.wanted) for one in uses if one.wanted > quotas[one.model]}
     while rest > 0 and short:
@@ -99,11 +103,33 @@ def kvmig(uses: Sequence[Use]) -> dict[str, int]:
             quotas[model] += step
             rest -= step
         short = {model: most for model, most in short.items() if quotas[model] < most}
-    total = sum(one.quota for one in uses)
-    if rest > 0 and total:
-        for one in uses:
-            quotas[one.model] += rest * one.quota // total
+    spare = {one.model: max(0, one.quota - quotas[one.model]) for one in uses}
+    total = sum(spare.values())
+    for model, size in spare.items() if rest > 0 else ():
+        quotas[model] += rest * size // total
     return quotas
+
+
+def _kept(uses: Sequence[Use], arena: int) -> dict[str, int]:
+    """What nobody else gets: what a model holds, and what it wants of its guarantee."""
+    rights = {one.model: max(one.floor, min(int(one.wanted), one.guarantee)) for one in uses}
+    kept = {one.model: max(one.held, rights[one.model]) for one in uses}
+    if sum(kept.values()) <= arena:
+        return kept
+    parts = {one.model: max(one.guarantee, one.floor, 1) for one in uses}
+
+    def cut(level: float) -> dict[str, int]:
+        """Nobody holds more than so many times its guarantee."""
+        return {
+            model: max(rights[model], min(size, int(level * parts[model])))
+            for model, size in kept.items()
+        }
+
+    low, high = 0.0, max(size / parts[model] for model, size in kept.items())
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(cut(middle).values()) <= arena else (low, middle)
+    return cut(low)
 
 
 def _least(one: Use) -> int:

@@ -78,6 +78,19 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """Blocks of running requests' prompts that are still to be computed before they decode."""
 
 
+class KVUse(msgspec.Struct, frozen=True):
+    """What an engine has of the KV cache that it shares with others of its host. Bytes."""
+
+    lease: int
+    """What it has not given back."""
+    used: int
+    """By requests."""
+    cached: int
+    """By the prefix cache alone."""
+    wanted: int
+    """By all its requests, those that wait, and what those that run grow by soon."""
+
+
 class RequestState(msgspec.Struct, frozen=True):
     """One request as its engine sees it, for the admin API and for choosing victims."""
 

@@ -1,0 +1,262 @@
+"""Who has how much of a unit's arena: leases, and the orders that bring them to their quotas. Pure.
+
+A quota is what a member of the unit shall have, its lease what it may have by now: the agent raises
+a lease before it says so, and lowers it only once the member has told that it gave the memory back.
+So the leases, which bound what the members' pages hold, never add up to more than the arena.
+
+    ledger = Ledger(1 << 30, "kvmig")
+    ledger.join("a", Claim("llama", floor=16 << 20, capacity=1 << 30, granule=1 << 16))
+    ledger.adapt(now=0.0)
+    for name, lease in ledger.orders(): ...   # send it; answers go to `ledger.heard`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvmig.controlplane.quotas import PERIOD_S, RULES, Use, fair
+from kvmig.ground.errors import ConfigError
+
+PERIODS_S = {"kvmig": 0.0, "muxserve": PERIOD_S, "fixed": PERIOD_S}
+"""Least time between two applications of a rule."""
+MIB = 1 << 20
+
+
+class Claim(NamedTuple):
+    """What a member is when it joins. Bytes."""
+
+    model: str
+    floor: int
+    """KV cache of one request of the greatest length."""
+    capacity: int
+    """The most that its engine could use."""
+    granule: int
+    """It takes and gives so much at a time."""
+    guarantee: int = 0
+    """What it gets back whenever it wants it; 0: a fair part of what others weren't promised."""
+    lease: int = 0
+    """What it has already, leased by an agent that is gone."""
+
+
+class Told(NamedTuple):
+    """What a member tells of itself. Bytes."""
+
+    seq: int
+    """Of the newest order that it has heard."""
+    lease: int
+    """What it has not given back."""
+    used: int
+    """By requests."""
+    cached: int
+    """By the prefix cache alone."""
+    wanted: int
+    """By all its requests, those that wait, too."""
+
+
+class Order(NamedTuple):
+    """To a member: have so many bytes at most, at once more, or less as soon as it can."""
+
+    seq: int
+    quota: int
+    limit: int
+    """What it could have if all others gave."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One instance of a model in the unit. Bytes."""
+
+    claim: Claim
+    quota: int
+    """By the rule; what comes of it is `due`."""
+    lease: int
+    seq: int = 0
+    ordered: int = -1
+    """The quota that it was told last; -1: none."""
+    limited: int = -1
+    """The limit that it was told last."""
+    used: int = 0
+    cached: int = 0
+    wanted: int = 0
+    held_s: float = 0.0
+    """Bytes x seconds in use since the rule was applied."""
+    seen_at: float = 0.0
+
+    @property
+    def due(self) -> int:
+        """What it shall have: its quota in whole granules, no more than its engine can use."""
+        return self.rounded(self.quota)
+
+    def rounded(self, size: int) -> int:
+        """The most that it can have of so much."""
+        return min(size, self.claim.capacity) // self.claim.granule * self.claim.granule
+
+    def count(self, now: float) -> None:
+        """Add what it used until now to the mean; before that changes."""
+        self.held_s += self.used * (now - self.seen_at)
+        self.seen_at = now
+
+
+class Ledger:
+    """Of one unit. All times are of one clock, in seconds."""
+
+    def __init__(self, arena: int, rule: str = "kvmig") -> None:
+        """Raises ConfigError for a size or a rule that can't be."""
+        if arena < MIB:
+            raise ConfigError(f"--memory is {arena} bytes, must be 1 MiB or more")
+        if rule not in RULES:
+            raise ConfigError(f"--quotas is {rule!r:.100}, must be {' or '.join(RULES)}")
+        self.arena = arena
+        self.rule = rule
+        self.members: dict[str, Member] = {}
+        self._adapted_at = 0.0
+        self._changed = False
+        """Whether the rule hasn't seen the newest news."""
+
+    @property
+    def leased(self) -> int:
+        """Bytes that members may have now, all together."""
+        return sum(one.lease for one in self.members.values())
+
+    def join(self, name: str, claim: Claim, now: float = 0.0) -> None:
+        """A new member, or a known one after its connection was lost.
+
+        Raises ConfigError in words for whoever started it, and nothing is changed.
+        """
+        self._check(name, claim)
+        self.members[name] = Member(claim, claim.lease, claim.lease, seen_at=now)
+        self._spread(now)
+
+    def leave(self, name: str, now: float = 0.0) -> None:
+        """Its process is gone, and its memory with it. Unknown names are ignored."""
+        if self.members.pop(name, None) is not None:
+            self._spread(now)
+
+    def heard(self, name: str, told: Told, now: float) -> None:
+        """A member's report."""
+        member = self.members[name]
+        member.count(now)
+        wanted = max(told.wanted, told.used)
+        self._changed |= (member.used, member.wanted) != (told.used, wanted)
+        member.used, member.cached, member.wanted = told.used, told.cached, wanted
+        if told.seq == member.seq and member.ordered >= 0:
+            # It has heard all orders: what it doesn't have beyond its quota it won't take.
+            member.lease = max(member.ordered, told.lease)
+
+    def adapt(self, now: float) -> None:
+        """Apply the rule, if it is its time and it could find anything new."""
+        due = now - self._adapted_at >= PERIODS_S[self.rule]
+        if self.members and due and (self._changed or PERIODS_S[self.rule]):
+            self._adapt(now)
+
+    def orders(self, *, grow: bool = True) -> list[tuple[str, Order]]:
+        """What members are to be told now. Those that are to give come first; what is free goes
+        to those that want it most urgently.
+
+        grow: whether anybody may get more. Not as long as members of an agent that is gone may
+        still come with their leases.
+        """
+        told: list[tuple[str, Order]] = []
+        members = sorted(self.members.items(), key=lambda one: (_need(one[1]), one[0]))
+        for name, one in members:
+            if one.due < one.lease and one.due != one.ordered:
+                told.append((name, self._order(one, one.due)))
+        free = self.arena - self.leased
+        for name, one in members if grow else ():
+            gain = one.rounded(min(one.due - one.lease, free))
+            first = one.ordered < 0
+            if gain > 0:
+                free -= gain
+                one.lease += gain
+            if gain > 0 or first:
+                told.append((name, self._order(one, one.lease)))
+            elif self._limit(one) != one.limited:
+                told.append((name, self._order(one, one.ordered)))
+        return told
+
+    def guarantees(self) -> dict[str, int]:
+        """What each member gets back whenever it wants it."""
+        claims = {name: one.claim for name, one in self.members.items()}
+        given = {name: max(one.floor, one.guarantee) for name, one in claims.items()}
+        open_ = {name: one.floor for name, one in claims.items() if not one.guarantee}
+        rest = self.arena - sum(size for name, size in given.items() if name not in open_)
+        return {**given, **fair(max(rest, sum(open_.values())), open_, dict.fromkeys(open_, 1.0))}
+
+    # -- helpers
+
+    def _check(self, name: str, claim: Claim) -> None:
+        if not 0 < claim.floor <= claim.capacity:
+            raise ConfigError(
+                f"{name}: one request of the greatest length takes {_mib(claim.floor)} of KV cache,"
+                f" its engine has {_mib(claim.capacity)}"
+            )
+        fits = claim.granule > 0 and not (claim.floor % claim.granule or claim.lease < 0)
+        if not fits or claim.guarantee < 0:
+            raise ConfigError(f"{name}: sizes {tuple(claim[1:])} can't be")
+        others = {other: one.claim for other, one in self.members.items() if other != name}
+        for what, mine, theirs in (
+            ("one request", claim.floor, [one.floor for one in others.values()]),
+            (
+                "its guarantee",
+                max(claim.floor, claim.guarantee),
+                [max(one.floor, one.guarantee) for one in others.values()],
+            ),
+        ):
+            missing = mine + sum(theirs) - self.arena
+            if missing > 0:
+                raise ConfigError(
+                    f"the unit has no room for {name}: {what} takes {_mib(mine)}, those of"
+                    f" {len(others)} others {_mib(sum(theirs))}, the arena has"
+                    f" {_mib(self.arena)}: {_mib(missing)} are missing"
+                )
+
+    def _spread(self, now: float) -> None:
+        """Somebody came or went: first quotas are as guaranteed, then by the rule."""
+        guarantees = self.guarantees()
+        floors = {name: one.claim.floor for name, one in self.members.items()}
+        demand = {name: float(size) for name, size in guarantees.items()}
+        quotas = fair(self.arena, floors, demand) if floors else {}
+        for name, one in self.members.items():
+            one.quota = quotas[name]
+        if self.members and not PERIODS_S[self.rule]:
+            self._adapt(now)
+
+    def _adapt(self, now: float) -> None:
+        guarantees, passed = self.guarantees(), now - self._adapted_at
+        uses: list[Use] = []
+        for name, one in self.members.items():
+            one.count(now)
+            uses.append(
+                Use(
+                    model=name,
+                    quota=one.quota,
+                    floor=one.claim.floor,
+                    held=one.used,
+                    mean=one.held_s / passed if passed > 0 else one.used,
+                    wanted=min(one.wanted, one.claim.capacity),
+                    guarantee=guarantees[name],
+                )
+            )
+            one.held_s = 0.0
+        for name, quota in RULES[self.rule](uses).items():
+            self.members[name].quota = quota
+        self._adapted_at, self._changed = now, False
+
+    def _limit(self, one: Member) -> int:
+        others = sum(other.claim.floor for other in self.members.values()) - one.claim.floor
+        return one.rounded(self.arena - others)
+
+    def _order(self, one: Member, quota: int) -> Order:
+        one.seq += 1
+        one.ordered, one.limited = quota, self._limit(one)
+        return Order(one.seq, one.ordered, one.limited)
+
+
+def _need(one: Member) -> tuple[bool, float]:
+    """The smaller, the more urgent: who waits for memory, who has the least of what it shall."""
+    return one.wanted <= one.lease, one.lease / max(one.due, 1)
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.1f} MiB"

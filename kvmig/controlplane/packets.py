@@ -1,0 +1,90 @@
+"""A Unix socket of packets between two processes of one user, on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from typing import Self
+
+from kvmig.ground.errors import TransportError
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Packets:
+    """One connection. From the loop's thread; to be closed. Errors are TransportError."""
+
+    def __init__(self, sock: socket.socket, most_bytes: int) -> None:
+        """sock: of packets, connected. most_bytes: of one that comes."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._most_bytes = most_bytes
+        self._reading: asyncio.Future[None] | None = None
+        self.process, self.user = credentials(sock)
+
+    @classmethod
+    def connect(cls, path: str, most_bytes: int) -> Self:
+        """To whoever of this user listens there; at once. Raises TransportError."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.setblocking(False)
+            sock.connect(path)
+            made = cls(sock, most_bytes)
+        except OSError as error:
+            sock.close()
+            raise TransportError(f"nobody listens at {path}: {error}") from error
+        if made.user != os.geteuid():
+            made.close()
+            raise TransportError(f"another user listens at {path}")
+        return made
+
+    def send(self, packet: bytes) -> None:
+        """At once: raises TransportError where the other side has gone, or doesn't read."""
+        try:
+            self._sock.send(packet)
+        except OSError as error:
+            raise TransportError(f"a packet can't be sent: {error}") from error
+
+    async def recv(self) -> bytes:
+        """The next packet; empty: the other side has gone. To be awaited by one task."""
+        while True:
+            try:
+                packet, _, flags, _ = self._sock.recvmsg(self._most_bytes)
+            except BlockingIOError:
+                await self._readable()
+                continue
+            except OSError:
+                return b""
+            if flags & socket.MSG_TRUNC:
+                raise TransportError(f"a packet has more than {self._most_bytes} bytes")
+            return packet
+
+    def close(self) -> None:
+        """May be called twice; whoever awaits a packet gets none."""
+        if self._sock.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._sock.fileno())
+            self._sock.close()
+        self._wake()
+
+    async def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._reading = loop.create_future()
+        loop.add_reader(self._sock.fileno(), self._wake)
+        try:
+            await self._reading
+        finally:
+            if self._sock.fileno() >= 0:
+                loop.remove_reader(self._sock.fileno())
+
+    def _wake(self) -> None:
+        if self._reading is not None and not self._reading.done():
+            self._reading.set_result(None)
+
+
+def credentials(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(raw)
+    return int(process), int(user)

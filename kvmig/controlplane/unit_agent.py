@@ -1,0 +1,233 @@
+"""A unit's agent: the process that tells the instances of a host how much KV cache each may have.
+
+It decides nothing: `kvmig.controlplane.leases` does. It holds no memory of theirs, so its end stops
+nobody: members keep what they have, connect again, and tell the next agent. A member that is
+connected no more keeps its lease until its process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from dataclasses import dataclass
+
+import msgspec
+
+from kvmig.controlplane.leases import Claim, Ledger, Told
+from kvmig.controlplane.packets import Packets, credentials
+from kvmig.controlplane.unit_messages import (
+    MOST_BYTES,
+    VERSION,
+    Ask,
+    Held,
+    Hello,
+    Lease,
+    Refused,
+    Share,
+    ToAgent,
+    Unit,
+    encode,
+    to_agent,
+)
+from kvmig.ground.errors import ConfigError, PeerError, TransportError
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 1.0
+"""From its start until it leases what nobody has claimed: members of an agent that has died are
+back by then (`kvmig.controlplane.unit_member.RETRY_S`)."""
+TICK_S = 0.5
+"""Between two looks at the rule while nobody tells anything."""
+
+
+@dataclass(eq=False)
+class Tenant:
+    """A member's process. packets: None while it isn't connected."""
+
+    process: int
+    ended: int
+    """A descriptor that is readable once the process is gone."""
+    packets: Packets | None
+
+
+class UnitAgent:
+    """Make it inside a running event loop. sock: where it listens, of packets; the caller's."""
+
+    def __init__(self, sock: socket.socket, ledger: Ledger, settle_s: float = SETTLE_S) -> None:
+        self._sock = sock
+        self._ledger = ledger
+        self._tenants: dict[str, Tenant] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._settled_at = self._loop.time() + settle_s
+
+    async def run(self) -> None:
+        """Serve until it is cancelled."""
+        self._sock.setblocking(False)
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+        try:
+            while True:
+                self._tell()
+                await asyncio.sleep(TICK_S if self._settled else SETTLE_S / 20)
+        finally:
+            self._loop.remove_reader(self._sock.fileno())
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for name in list(self._tenants):
+                self._forget(name)
+
+    @property
+    def unit(self) -> Unit:
+        """How it is now."""
+        guarantees = self._ledger.guarantees()
+        shares = [
+            Share(
+                instance=name,
+                model=one.claim.model,
+                guarantee=guarantees[name],
+                quota=one.due,
+                lease=one.lease,
+                used=one.used,
+                cached=one.cached,
+                wanted=one.wanted,
+                connected=self._tenants[name].packets is not None,
+            )
+            for name, one in self._ledger.members.items()
+        ]
+        return Unit(self._ledger.arena, self._ledger.rule, shares)
+
+    # -- connections
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError as error:
+            log.warning("nobody could be let in: %s", error)
+            return
+        _, user = credentials(sock)
+        if user != os.geteuid():
+            log.warning("user %d may not join", user)
+            sock.close()
+            return
+        task = asyncio.create_task(self._serve(Packets(sock, MOST_BYTES)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, packets: Packets) -> None:
+        """One connection, to its end. An error in it ends no other one."""
+        name = ""
+        try:
+            while packet := await packets.recv():
+                name = self._handle(packets, name, _decoded(packet)) or name
+        except (ConfigError, PeerError) as error:
+            with contextlib.suppress(TransportError):  # it has gone
+                packets.send(encode(Refused(str(error))))
+        except TransportError as error:
+            log.warning("%s: %s", name or "somebody", error)
+        finally:
+            packets.close()
+            tenant = self._tenants.get(name)
+            if tenant is not None and tenant.packets is packets:
+                tenant.packets = None
+
+    def _handle(self, packets: Packets, name: str, message: ToAgent) -> str:
+        """name: of the member whose connection it is; empty before Hello. The same, afterwards.
+
+        Raises ConfigError, PeerError or TransportError, which end the connection.
+        """
+        match message:
+            case Ask():
+                _check_version(message.version)
+                packets.send(encode(self.unit))
+            case Hello() if not name:
+                _check_version(message.version)
+                self._join(packets, message)
+                self._tell()
+                return message.instance
+            case Held() if name:
+                told = Told(*msgspec.structs.astuple(message))
+                self._ledger.heard(name, told, self._loop.time())
+                self._tell()
+            case _:
+                raise PeerError(f"{type(message).__name__} isn't expected now")
+        return name
+
+    # -- members
+
+    def _join(self, packets: Packets, hello: Hello) -> None:
+        """Raises ConfigError."""
+        name, known = hello.instance, self._tenants.get(hello.instance)
+        if known is not None and known.process != packets.process:
+            if _lives(known):
+                raise ConfigError(f"instance {name} is in the unit already, as another process")
+            self._forget(name)
+        claim = Claim(
+            hello.model, hello.floor, hello.capacity, hello.granule, hello.guarantee, hello.lease
+        )
+        self._ledger.join(name, claim, self._loop.time())
+        if known is not None and known.process == packets.process:
+            if known.packets is not None:
+                known.packets.close()
+            known.packets = packets
+            return
+        try:
+            ended = os.pidfd_open(packets.process)
+        except OSError as error:
+            self._ledger.leave(name, self._loop.time())
+            raise ConfigError(f"the process of {name} is gone: {error}") from error
+        self._tenants[name] = Tenant(packets.process, ended, packets)
+        self._loop.add_reader(ended, self._left, name)
+
+    def _left(self, name: str) -> None:
+        """Its process is gone."""
+        self._forget(name)
+        self._tell()
+
+    def _forget(self, name: str) -> None:
+        tenant = self._tenants.pop(name)
+        self._loop.remove_reader(tenant.ended)
+        os.close(tenant.ended)
+        if tenant.packets is not None:
+            tenant.packets.close()
+        self._ledger.leave(name, self._loop.time())
+
+    @property
+    def _settled(self) -> bool:
+        return self._loop.time() >= self._settled_at
+
+    def _tell(self) -> None:
+        """Let the rule look, and send what follows. Who isn't connected hears of it when it is."""
+        self._ledger.adapt(self._loop.time())
+        for name, order in self._ledger.orders(grow=self._settled):
+            packets = self._tenants[name].packets
+            if packets is None:
+                continue
+            try:
+                packets.send(encode(Lease(*order, arena=self._ledger.arena)))
+            except TransportError as error:
+                log.warning("%s: %s", name, error)
+                packets.close()  # it connects again, and says what it has
+
+
+def _lives(tenant: Tenant) -> bool:
+    try:
+        os.kill(tenant.process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _decoded(packet: bytes) -> ToAgent:
+    try:
+        return to_agent.decode(packet)
+    except msgspec.DecodeError as error:
+        raise PeerError(f"a packet can't be read: {error}", "unreadable") from error
+
+
+def _check_version(version: int) -> None:
+    if version != VERSION:
+        raise PeerError(f"version {version} of the unit's messages isn't known, only {VERSION}")

@@ -1,0 +1,186 @@
+"""An instance's end of its unit: joins, tells what it holds, and has its engine resized.
+
+The agent's end isn't the instance's: it keeps the lease that it has, and joins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from kvmig.controlplane.leases import Claim
+from kvmig.controlplane.packets import Packets
+from kvmig.controlplane.unit_messages import (
+    MOST_BYTES,
+    VERSION,
+    Ask,
+    Held,
+    Hello,
+    Lease,
+    Refused,
+    ToMember,
+    Unit,
+    encode,
+    to_member,
+)
+from kvmig.engines.base import KVUse
+from kvmig.ground.errors import ConfigError, StartupError, TransportError
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+"""Between two tries to join again."""
+REPORT_S = 0.01
+"""Between two looks at what the engine holds."""
+JOIN_S = 10.0
+"""For the agent to lease the floor to a new member."""
+
+Resize = Callable[[int, int], Awaitable[None]]
+"""(bytes to have at most from now on, bytes to have if all others gave)."""
+
+
+class UnitMember:
+    """One instance in its unit. Make it inside a running event loop."""
+
+    def __init__(
+        self, path: str, instance: str, claim: Claim, use: Callable[[], KVUse], resize: Resize
+    ) -> None:
+        """use: what the engine holds now, cheap; resize: returns at once, the engine gives as soon
+        as it can, which `use` shows."""
+        self._path = path
+        self._instance = instance
+        self._claim = claim
+        self._use = use
+        self._resize = resize
+        self._seq = 0
+        self._quota = 0
+        """The newest that was heard."""
+        self._told: Held | None = None
+        self._leased = asyncio.Event()
+        self._packets: Packets | None = None
+
+    async def join(self) -> None:
+        """Wait for the first lease. Raises StartupError: refused, or no agent there."""
+        try:
+            async with asyncio.timeout(JOIN_S):
+                self._packets = packets = self._hello()
+                while not self._leased.is_set():
+                    await self._heard(packets, await packets.recv())
+        except (ConfigError, TransportError) as error:
+            self.close()
+            raise StartupError(f"unit {self._path}: {error}") from error
+        except TimeoutError as error:
+            self.close()
+            floor = self._claim.floor
+            raise StartupError(
+                f"unit {self._path}: no lease of {floor} bytes within {JOIN_S:g} s"
+            ) from error
+
+    @property
+    def connected(self) -> bool:
+        """Whether an agent knows of it now."""
+        return self._packets is not None
+
+    def close(self) -> None:
+        """Leave; the agent frees the lease at the end of this process."""
+        if self._packets is not None:
+            self._packets.close()
+            self._packets = None
+
+    async def run(self) -> None:
+        """After `join`: until it is cancelled. Tells, hears, and joins again."""
+        while True:
+            assert self._packets is not None
+            reports = asyncio.create_task(self._report(self._packets))
+            try:
+                while packet := await self._packets.recv():
+                    await self._heard(self._packets, packet)
+            except (ConfigError, TransportError) as error:
+                log.warning("unit %s: %s", self._path, error)
+            finally:
+                self.close()
+                reports.cancel()
+                await asyncio.gather(reports, return_exceptions=True)
+            self._packets = await self._again()
+
+    async def _again(self) -> Packets:
+        while True:
+            await asyncio.sleep(RETRY_S)
+            try:
+                return self._hello()
+            except TransportError as error:
+                log.info("unit %s: %s", self._path, error)
+
+    def _hello(self) -> Packets:
+        """Raises TransportError."""
+        packets = Packets.connect(self._path, MOST_BYTES)
+        self._seq, self._told = 0, None
+        claim = self._claim._replace(lease=max(self._quota, self._use().lease))
+        hello = Hello(
+            version=VERSION, instance=self._instance, model=claim.model, floor=claim.floor,
+            capacity=claim.capacity, granule=claim.granule, guarantee=claim.guarantee,
+            lease=claim.lease,
+        )  # fmt: skip
+        try:
+            packets.send(encode(hello))
+        except TransportError:
+            packets.close()
+            raise
+        return packets
+
+    async def _heard(self, packets: Packets, packet: bytes) -> None:
+        """Raises ConfigError where the agent refuses, TransportError where it has gone."""
+        message = decoded(packet)
+        if isinstance(message, Refused):
+            raise ConfigError(message.why)
+        if isinstance(message, Lease):
+            self._quota = message.quota
+            await self._resize(message.quota, message.limit)
+            self._seq = message.seq
+            self._tell(packets)
+            if message.quota >= self._claim.floor:
+                self._leased.set()
+
+    async def _report(self, packets: Packets) -> None:
+        while True:
+            try:
+                self._tell(packets)
+            except TransportError as error:  # the reader sees the same
+                log.info("unit %s: %s", self._path, error)
+            await asyncio.sleep(REPORT_S)
+
+    def _tell(self, packets: Packets) -> None:
+        """What it holds, if that is news."""
+        use = self._use()
+        told = Held(self._seq, use.lease, use.used, use.cached, use.wanted)
+        if told != self._told:
+            packets.send(encode(told))
+            self._told = told
+
+
+async def ask(path: str, timeout_s: float = 5.0) -> Unit:
+    """The unit there as it is now. Raises TransportError, or ConfigError where it refuses."""
+    packets = Packets.connect(path, MOST_BYTES)
+    try:
+        async with asyncio.timeout(timeout_s):
+            packets.send(encode(Ask(VERSION)))
+            message = decoded(await packets.recv())
+    except TimeoutError as error:
+        raise TransportError(f"no answer at {path} within {timeout_s:g} s") from error
+    finally:
+        packets.close()
+    if isinstance(message, Refused):
+        raise ConfigError(message.why)
+    assert isinstance(message, Unit)
+    return message
+
+
+def decoded(packet: bytes) -> ToMember:
+    """Raises TransportError: the agent has gone, or is none."""
+    if not packet:
+        raise TransportError("the unit's agent has gone")
+    try:
+        return to_member.decode(packet)
+    except ValueError as error:
+        raise TransportError(f"what the unit's agent says can't be read: {error}") from error

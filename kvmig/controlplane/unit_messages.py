@@ -1,0 +1,99 @@
+"""What a unit's agent and its members tell each other: one msgpack message a packet.
+
+An instance says Hello with what it is, then Held whenever its use of memory changes; the agent
+answers with Lease, or Refused and the end. Whoever only wants to know says Ask, and gets Unit.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+VERSION = 1
+MOST_BYTES = 1 << 16
+"""Of one packet."""
+
+
+class UnitMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all."""
+
+
+# -- member to agent
+
+
+class Hello(UnitMessage, frozen=True, tag=True):
+    """I am this instance. Bytes; see `kvmig.controlplane.leases.Claim`."""
+
+    version: int
+    instance: str
+    """Names it in the unit: no other one has this name."""
+    model: str
+    floor: int
+    capacity: int
+    granule: int
+    guarantee: int = 0
+    lease: int = 0
+
+
+class Held(UnitMessage, frozen=True, tag=True):
+    """This is what I have. Bytes; see `kvmig.controlplane.leases.Told`."""
+
+    seq: int
+    lease: int
+    used: int
+    cached: int
+    wanted: int
+
+
+class Ask(UnitMessage, frozen=True, tag=True):
+    """What is the unit?"""
+
+    version: int
+
+
+# -- agent to member
+
+
+class Lease(UnitMessage, frozen=True, tag=True):
+    """Have so many bytes at most: more at once, or less as soon as you can."""
+
+    seq: int
+    quota: int
+    limit: int
+    """What it could have if all others gave."""
+    arena: int
+
+
+class Refused(UnitMessage, frozen=True, tag=True):
+    """Why not, in a sentence; the connection ends."""
+
+    why: str
+
+
+class Share(msgspec.Struct, frozen=True):
+    """One member's part. Bytes."""
+
+    instance: str
+    model: str
+    guarantee: int
+    quota: int
+    lease: int
+    used: int
+    cached: int
+    wanted: int
+    connected: bool
+
+
+class Unit(UnitMessage, frozen=True, tag=True):
+    """The unit as it is now."""
+
+    arena: int
+    rule: str
+    shares: list[Share]
+
+
+ToAgent = Hello | Held | Ask
+ToMember = Lease | Refused | Unit
+
+encode = msgspec.msgpack.Encoder().encode
+to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
+to_member: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)

@@ -1,0 +1,106 @@
+"""`python -m kvmig.unit PATH --memory 1GiB`: the agent of a unit, whose instances share KV cache.
+
+It listens on the Unix socket PATH, to processes of its own user only, until SIGTERM or Ctrl-C.
+`kvmig.serve --unit PATH` makes the instances of a deployment members.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import uvloop
+
+from kvmig.cli.environment import take_path
+from kvmig.cli.flags import quantity
+from kvmig.cli.processes import leave, quiet, say
+from kvmig.controlplane.leases import Ledger
+from kvmig.controlplane.quotas import RULES
+from kvmig.controlplane.unit_agent import UnitAgent
+from kvmig.ground.errors import ConfigError, KvmigError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0 after a signal, 2 for what is wrong before it listens."""
+    quiet("unit")
+    try:
+        flags = parser().parse_args(argv)
+        ledger = Ledger(int(flags.memory), flags.quotas)
+        with listening(flags.path) as sock:
+            uvloop.run(serve(sock, ledger, flags.path, end_with_stdin=flags.end_with_stdin))
+    except KvmigError as error:
+        say(str(error))
+        return 2
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the flags."""
+    made = _Parser(prog="python -m kvmig.unit", description=__doc__, allow_abbrev=False)
+    made.add_argument("path", metavar="PATH", help="the Unix socket that members connect to")
+    made.add_argument(
+        "--memory",
+        type=quantity("GiB"),
+        required=True,
+        help="KV cache of all members together, in GiB or with a unit (512MiB)",
+    )
+    made.add_argument(
+        "--quotas", default="kvmig", help=f"how it is shared: {', '.join(RULES)} (default: kvmig)"
+    )
+    made.add_argument(
+        "--end-with-stdin", action="store_true", help="stop at the end of stdin as at a signal"
+    )
+    return made
+
+
+async def serve(sock: socket.socket, ledger: Ledger, path: str, *, end_with_stdin: bool) -> None:
+    """Until a signal."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, stop.set)
+    if end_with_stdin:
+        loop.add_reader(sys.stdin.fileno(), _end_at_eof, stop)
+    running = asyncio.create_task(UnitAgent(sock, ledger).run())
+    say(f"unit of {ledger.arena / 2**20:.0f} MiB at {path} (Ctrl-C stops)")
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+    running.cancel()
+    stopped.cancel()
+    await asyncio.gather(running, stopped, return_exceptions=not running.done())
+
+
+def _end_at_eof(stop: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        stop.set()
+
+
+@contextlib.contextmanager
+def listening(path: str) -> Iterator[socket.socket]:
+    """A socket of packets there, that only this user can connect to. Raises ConfigError."""
+    try:
+        sock = take_path(path, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise ConfigError(f"PATH {path} can't be used: {error}") from error
+    with sock:
+        try:
+            yield sock
+        finally:
+            Path(path).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,319 @@
+"""The agent of a unit as a process, and its members' end of the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvmig.cli.environment import take_path
+from kvmig.controlplane.leases import MIB, Claim, Ledger
+from kvmig.controlplane.packets import Packets
+from kvmig.controlplane.unit_agent import UnitAgent
+from kvmig.controlplane.unit_member import UnitMember, ask
+from kvmig.controlplane.unit_messages import (
+    MOST_BYTES,
+    VERSION,
+    Ask,
+    Held,
+    Hello,
+    Refused,
+    Unit,
+    encode,
+    to_member,
+)
+from kvmig.engines.base import KVUse
+from kvmig.ground.errors import StartupError, TransportError
+from kvmig.unit import main
+
+PATIENCE_S = 20.0
+
+
+class Engine:
+    """What a member holds, MiB: it gives and takes at once, but never what its requests use."""
+
+    def __init__(self) -> None:
+        self.quota = self.lease = self.used = self.wanted = 0
+        self.limit = 0
+
+    async def resize(self, quota: int, limit: int) -> None:
+        self.quota, self.limit = quota // MIB, limit // MIB
+        self.lease = max(self.quota, self.used)
+
+    def use(self) -> KVUse:
+        self.lease = max(self.quota, self.used)
+        return KVUse(self.lease * MIB, self.used * MIB, 0, max(self.used, self.wanted) * MIB)
+
+
+def member(
+    path: Path, name: str, engine: Engine, *, guarantee: int = 0, floor: int = 4
+) -> UnitMember:
+    claim = Claim("llama", floor * MIB, 64 * MIB, MIB, guarantee * MIB)
+    return UnitMember(str(path), name, claim, engine.use, engine.resize)
+
+
+@contextlib.asynccontextmanager
+async def joined(path: Path, name: str) -> AsyncIterator[Engine]:
+    engine = Engine()
+    one = member(path, name, engine)
+    await one.join()
+    running = asyncio.create_task(one.run())
+    try:
+        yield engine
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        one.close()
+
+
+@contextlib.asynccontextmanager
+async def agent(path: Path, settle_s: float = 0.0) -> AsyncIterator[Ledger]:
+    ledger = Ledger(64 * MIB)
+    with take_path(str(path), socket.SOCK_SEQPACKET) as sock:
+        running = asyncio.create_task(UnitAgent(sock, ledger, settle_s).run())
+        try:
+            yield ledger
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            path.unlink()  # noqa: ASYNC240
+
+
+async def until(wanted: object, look: object) -> None:
+    assert callable(look)
+    async with asyncio.timeout(PATIENCE_S):
+        while look() != wanted:  # noqa: ASYNC110 - it is seen from outside
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "unit"
+
+
+async def test_a_member_gets_what_another_has_no_use_for_and_gives_it_back(path: Path) -> None:
+    async with agent(path) as ledger, joined(path, "a") as a, joined(path, "b") as b:
+        await until((32, 32), lambda: (a.quota, b.quota))
+        assert a.limit == 60
+        a.wanted = 100
+        await until((60, 4), lambda: (a.quota, b.quota))
+        a.used = 60
+        b.wanted = 20
+        await until((44, 4), lambda: (a.quota, b.quota))
+        assert ledger.leased == 64 * MIB, "a holds it still"
+        a.used = 40
+        await until((44, 20), lambda: (a.quota, b.quota))
+
+
+async def test_a_member_whose_process_lives_keeps_its_lease_without_a_connection(
+    path: Path,
+) -> None:
+    async with agent(path) as ledger:
+        async with joined(path, "a") as a:
+            await until(64, lambda: a.quota)
+        unit = await ask(str(path))
+        assert [(one.lease, one.connected) for one in unit.shares] == [(64 * MIB, False)]
+        assert ledger.leased == 64 * MIB
+
+
+async def test_a_member_whose_process_is_gone_leaves_its_lease(path: Path) -> None:
+    async with agent(path), joined(path, "a") as a:
+        other = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", JOINS, str(path)), stdin=subprocess.PIPE
+        )
+        await until(32, lambda: a.quota)
+        other.kill()
+        await other.wait()
+        await until(64, lambda: a.quota)
+
+
+JOINS = """
+import socket, sys
+from kvmig.controlplane.unit_messages import VERSION, Hello, encode
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect(sys.argv[1])
+sock.send(encode(Hello(VERSION, "other", "llama", 4 << 20, 64 << 20, 1 << 20)))
+sys.stdin.read()
+"""
+
+
+async def test_members_keep_their_leases_while_there_is_no_agent_and_tell_the_next(
+    path: Path,
+) -> None:
+    async with agent(path):
+        a, b = Engine(), Engine()
+        runs = []
+        for name, engine in (("a", a), ("b", b)):
+            one = member(path, name, engine)
+            await one.join()
+            runs.append(asyncio.create_task(one.run()))
+        a.wanted = 40
+        await until((40, 24), lambda: (a.quota, b.quota))
+        a.used = 40
+    assert (a.quota, b.quota) == (40, 24)
+    async with agent(path, settle_s=0.6) as ledger:
+        await until(2, lambda: len(ledger.members))
+        assert ledger.leased == 64 * MIB
+        await until(40, lambda: ledger.members["a"].used // MIB)
+        b.wanted = 100
+        await until(24, lambda: b.quota)
+        a.wanted = a.used = 0
+        await until(60, lambda: b.quota)
+    for run in runs:  # they try to join again
+        run.cancel()
+    await asyncio.gather(*runs, return_exceptions=True)
+
+
+async def test_what_does_not_fit_is_refused_at_the_door(path: Path) -> None:
+    async with agent(path), joined(path, "a"):
+        with pytest.raises(StartupError, match=r"no room for b: one request .* 1.0 MiB are missin"):
+            await member(path, "b", Engine(), floor=61).join()
+        with pytest.raises(StartupError, match=r"no room for b: its guarantee .* are missing"):
+            await member(path, "b", Engine(), guarantee=62).join()
+
+
+async def test_a_name_that_another_process_has_is_refused(path: Path) -> None:
+    async with agent(path), joined(path, "other"):
+        other = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", TWICE, str(path)), stdout=subprocess.PIPE
+        )
+        said, _ = await other.communicate()
+        assert b"other is in the unit already, as another process" in said
+
+
+TWICE = JOINS.replace("sys.stdin.read()", "print(sock.recv(4096))")
+
+
+async def test_where_no_agent_listens_a_member_cannot_start(path: Path) -> None:
+    with pytest.raises(StartupError, match=f"nobody listens at {path}: .*No such file"):
+        await member(path, "a", Engine()).join()
+
+
+@pytest.mark.parametrize(
+    ("packet", "words"),
+    [
+        (b"\xc1", "can't be read"),
+        (b"\x00" * (MOST_BYTES + 1), None),
+        (msgspec.msgpack.encode({"type": "Hello"}), "missing required field"),
+        (encode(Ask(VERSION + 1)), "version 2 of the unit's messages isn't known, only 1"),
+        (encode(Hello(VERSION + 1, "a", "m", 1, 1, 1)), "version 2 of the unit's"),
+        (encode(Held(0, 0, 0, 0, 0)), "Held isn't expected now"),
+        (encode(Hello(VERSION, "b", "m", 0, 1, 1)), "one request of the greatest length"),
+    ],
+)
+async def test_what_is_no_message_ends_that_connection_alone(
+    path: Path, packet: bytes, words: str | None
+) -> None:
+    async with agent(path), joined(path, "a") as a:
+        bad = Packets.connect(str(path), MOST_BYTES)
+        bad.send(packet)
+        answer = await bad.recv()
+        if words is None:
+            assert answer == b""
+        else:
+            refused = to_member.decode(answer)
+            assert isinstance(refused, Refused)
+            assert words in refused.why
+            assert await bad.recv() == b""
+        bad.close()
+        a.wanted = 64
+        assert isinstance(await ask(str(path)), Unit)
+
+
+async def test_another_users_listener_is_not_trusted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with agent(path):
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(TransportError, match="another user listens"):
+            await ask(str(path))
+
+
+async def test_another_users_process_is_not_let_in(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with agent(path):
+        packets = Packets.connect(str(path), MOST_BYTES)
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        assert await packets.recv() == b""
+        packets.close()
+
+
+# -- the process
+
+
+@pytest.fixture
+def process(path: Path) -> Iterator[subprocess.Popen[str]]:
+    made = subprocess.Popen(
+        [sys.executable, "-m", "kvmig.unit", str(path), "--memory", "64MiB", "--end-with-stdin"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with made:
+        try:
+            assert made.stderr is not None
+            assert "unit of 64 MiB" in made.stderr.readline()
+            yield made
+        finally:
+            made.kill()
+
+
+def test_its_socket_is_this_users_and_goes_with_it(
+    path: Path, process: subprocess.Popen[str]
+) -> None:
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    unit = asyncio.run(ask(str(path)))
+    assert (unit.arena, unit.rule, unit.shares) == (64 * MIB, "kvmig", [])
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0
+    assert not path.exists()
+
+
+def test_it_ends_with_its_stdin(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_second_agent_is_refused_and_a_killed_ones_path_taken_over(
+    path: Path, process: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(path), "--memory", "64MiB"]) == 2
+    assert f"PATH {path} can't be used" in capsys.readouterr().err
+    process.kill()
+    process.wait()
+    with take_path(str(path), socket.SOCK_SEQPACKET):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--memory", "1GiB"], "required: PATH"),
+        (["/tmp/unit"], "required: --memory"),
+        (["/tmp/unit", "--memory", "0"], "--memory is 0 bytes, must be 1 MiB or more"),
+        (["/tmp/unit", "--memory", "much"], "'much' must be a number of GiB"),
+        (["/tmp/unit", "--memory", "nan"], "'nan' must be a number of GiB"),
+        (["/tmp/unit", "--memory", "1GiB", "--quotas", "x"], "--quotas is 'x', must be muxserve"),
+        (["/none/unit", "--memory", "1GiB"], "PATH /none/unit can't be used: "),
+        (["/tmp/unit", "--memory", "1GiB", "--more"], "unrecognized arguments: --more"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
