@@ -38,7 +38,7 @@ SAMPLE_S = 5.0
 MIB = 1 << 20
 WARM = 0.2
 """Share of the time before growth counts."""
-STAY = ("kvmig up", "kvmig.fleet.server", "kvmig.proxy", "kvmig.nursery")
+STAY = ("kvmig up", "kvmig.fleet.server", "kvmig.fleet.forks", "kvmig.proxy", "kvmig.nursery")
 """Words of the command lines of processes that stay."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from kvmig.accounts.keys import KeyGrant, KeyTerms, new_key
+from kvmig.accounts.keys import KeyGrant, KeyTerms, Limits, new_key
 from kvmig.cli.environment import take_path
 from kvmig.ground.config import HttpConfig
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
@@ -27,13 +27,14 @@ GRACE_S = 2.0
 EVENT = b'data: {"choices":[{"text":"~"}]}\n\n'
 
 
-def key(**terms: Any) -> tuple[str, KeyGrant]:
-    """A new key, and its grant."""
+def key(user: Limits | None = None, **terms: Any) -> tuple[str, KeyGrant]:
+    """A new key of the user ann, and its grant. user: her limits."""
     made = new_key(PEPPER)
     told = msgspec.structs.asdict(KeyTerms(**terms))
     grant = KeyGrant(
-        **told, key_id="k1", user_id="u1", user="ann", prefix=made.prefix, hash=made.hash
-    )
+        **told, key_id=made.prefix, origin=made.prefix, user_id="u1", user="ann",
+        user_limits=user or Limits(), prefix=made.prefix, hash=made.hash,
+    )  # fmt: skip
     return made.shown, grant
 
 

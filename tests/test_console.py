@@ -118,6 +118,15 @@ def test_a_key_is_given_limits_and_they_are_changed(kvmig: Kvmig) -> None:
     assert "rpm is -1, must be 1 to" in kvmig.refused("key", "limit", prefix, "--rpm=-1")
 
 
+def test_a_users_limits_are_changed_one_by_one(kvmig: Kvmig) -> None:
+    kvmig("user", "add", "bea")
+    assert kvmig("user", "limit", "bea", "--quota", "9", "--period", "day") == "quota 9/day\n"
+    assert kvmig("user", "limit", "bea", "--rpm", "5") == "rpm 5, quota 9/day\n"
+    assert "rpm 5, quota 9/day" in " ".join(kvmig("user", "ls").split())
+    assert "quota is -1, must be 1 to" in kvmig.refused("user", "limit", "bea", "--quota=-1")
+    assert kvmig("user", "limit", "bea", "--rpm=0", "--quota=0") == "no limits\n"
+
+
 def test_a_user_is_disabled_and_enabled(kvmig: Kvmig) -> None:
     kvmig("user", "add", "anna", "--role", "admin")
     kvmig("user", "add", "bea")

@@ -157,6 +157,22 @@ async def test_limits_of_a_key_are_changed_one_by_one_and_noted(api: Api) -> Non
     )
 
 
+async def test_a_users_limits_come_to_all_keys_and_are_noted(api: Api) -> None:
+    await api.ask("POST", "users", {"name": "bea"})
+    made = [(await api.ask("POST", "keys", {"user": "bea"}))[1]["key"] for _ in range(2)]
+
+    status, row = await api.ask("PATCH", "users/bea", {"quota": 9, "period": "day"})
+
+    assert (status, row["limits"]["quota"], row["disabled"]) == (200, 9, False)
+    for key in made:
+        grant = api.keys.find(key)
+        assert grant is not None
+        assert (grant.quota, grant.user_limits.quota, grant.user_limits.period) == (None, 9, "day")
+    _, rows = await api.ask("GET", "audit?limit=1")
+    noted = [rows["data"][0][when]["limits"]["quota"] for when in ("before", "after")]
+    assert (rows["data"][0]["object"], noted) == ("bea", [None, 9])
+
+
 @pytest.mark.parametrize(
     ("limits", "sentence"),
     [
@@ -179,6 +195,7 @@ async def test_a_limit_that_can_not_be_kept_is_refused_and_changes_nothing(
     assert (status, api.changes) == (400, before)
     assert sentence in told
     assert (await api.ask("POST", "keys", {"user": "bea", **limits}))[0] == 400
+    assert (await api.ask("PATCH", "users/bea", limits))[0] == 400
 
 
 async def test_a_call_from_elsewhere_needs_an_admins_key(api: Api) -> None:

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmig.accounts.allowances import Ask, Granted
-from kvmig.accounts.keys import KeyGrant, Period
+from kvmig.accounts.keys import KeyGrant, KeyTerms, Period
 from kvmig.accounts.usage import Spool, UsageRecord
 from kvmig.fleet.ledger import merge
 from kvmig.fleet.quotas import begins_anew, grant, left, period_of
 from kvmig.fleet.store import Store
-from tests.fleet_stores import Place
+from tests.fleet_stores import ANNA, Place
 
 NOON = datetime(2026, 12, 31, 12, tzinfo=UTC).timestamp()
 DAY_S = 86400.0
@@ -27,38 +27,57 @@ DAY_S = 86400.0
 def store(place: Place) -> Iterator[Store]:
     made = place.store()
     made.open()
+    made.add_user("bea", "user", ANNA)
     yield made
     made.close()
 
 
-def key(quota: int = 1000, period: Period = "day") -> KeyGrant:
-    return KeyGrant(
-        key_id="k1", user_id="u1", user="bea", prefix="p", hash=b"", quota=quota, period=period
-    )
+def key(store: Store, quota: int | None = 1000, period: Period = "day") -> KeyGrant:
+    """A new one of bea's."""
+    row, _ = store.create_key("bea", "laptop", KeyTerms(quota=quota, period=period), ANNA)
+    return grant_of(store, row.prefix)
+
+
+def grant_of(store: Store, prefix: str) -> KeyGrant:
+    return next(one for one in store.key_changes().granted if one.prefix == prefix)
 
 
 def asking(seq: int = 1, least: int = 1, want: int = 256, began: float = NOON) -> Ask:
-    return Ask(7, "front-1", seq, "k1", began, least, want)
+    return Ask(7, "front-1", seq, "", began, least, want)
 
 
-def record(seq: int = 1, **more: Any) -> UsageRecord:
-    given: dict[str, Any] = {"seq": seq, "call_id": f"c{seq}", "account": "k1", "model": "a"}
-    return UsageRecord(**{**given, "began": NOON, "sequences": 1, **more})
+def given_to(store: Store, of: KeyGrant, *asked: Ask) -> list[int]:
+    """Tokens, of each question."""
+    return [grant(store.database, of, one).tokens for one in asked]
+
+
+def count(store: Store, folder: Path, of: KeyGrant, seq: int = 1, **more: Any) -> None:
+    """Bring a call's record into the ledger."""
+    spool = folder / "front-1.sqlite"
+    Spool(spool).write([record(of, seq, **more)])
+    merge(store.database, spool)
+
+
+def record(of: KeyGrant, seq: int = 1, **more: Any) -> UsageRecord:
+    told: dict[str, Any] = {"seq": seq, "call_id": f"c{seq}", "account": of.key_id, "model": "a"}
+    return UsageRecord(**{**told, "began": NOON, "sequences": 1, **more})
 
 
 def tokens_left(store: Store, of: KeyGrant, now: float = NOON) -> int:
-    return left(store.database, [of], now)["k1"].tokens
+    return left(store.database, [of], now)[of.origin].tokens
 
 
 def test_calls_get_what_is_left_and_the_last_one_less_than_it_wants(store: Store) -> None:
-    given = [grant(store.database, key(600), asking(seq)).tokens for seq in range(3)]
-    assert given == [256, 256, 44]
+    bea = key(store, 600)
+    assert given_to(store, bea, *map(asking, range(3))) == [256, 256, 44]
     # Two others may want of the rest, too.
-    assert [grant(store.database, key(600), asking(2)).tokens for _ in range(3)] == [32, 12, 0]
+    assert given_to(store, bea, *map(asking, (2, 2, 2))) == [32, 12, 0]
 
 
 def test_a_call_that_needs_more_than_is_left_gets_nothing_and_hears_why(store: Store) -> None:
-    granted = grant(store.database, key(100), asking(least=101))
+    bea = key(store, 100)
+
+    granted = grant(store.database, bea, asking(least=101))
 
     assert granted == Granted(
         7,
@@ -66,39 +85,97 @@ def test_a_call_that_needs_more_than_is_left_gets_nothing_and_hears_why(store: S
         "the API key's quota of 100 tokens a day is used up; it begins anew at"
         " 2027-01-01T00:00:00Z",
     )
-    assert tokens_left(store, key(100)) == 100
+    assert tokens_left(store, bea) == 100
 
 
 def test_what_an_ended_call_did_not_use_is_left_again(store: Store, tmp_path: Path) -> None:
-    grant(store.database, key(), asking())
-    spool = tmp_path / "front-1.sqlite"
-    Spool(spool).write([record(prompt=10, output=20)])
-    merge(store.database, spool)
-    assert tokens_left(store, key()) == 1000 - 256
+    bea = key(store)
+    grant(store.database, bea, asking())
+    count(store, tmp_path, bea, prompt=10, output=20)
+    assert tokens_left(store, bea) == 1000 - 256
 
-    Spool(spool).write([record(prompt=10, output=25, ended=NOON + 1)])
-    merge(store.database, spool)
+    count(store, tmp_path, bea, prompt=10, output=25, ended=NOON + 1)
 
-    assert tokens_left(store, key()) == 1000 - 35
+    assert tokens_left(store, bea) == 1000 - 35
 
 
 def test_a_call_whose_front_end_was_killed_keeps_its_grant_until_the_period_ends(
     store: Store, tmp_path: Path
 ) -> None:
-    grant(store.database, key(), asking())
-    spool = tmp_path / "front-1.sqlite"
-    Spool(spool).write([record(prompt=10, output=20)])
-    merge(store.database, spool)
+    bea = key(store)
+    grant(store.database, bea, asking())
+    count(store, tmp_path, bea, prompt=10, output=20)
 
-    assert tokens_left(store, key()) == 744
-    assert tokens_left(store, key(), NOON + DAY_S) == 1000
+    assert tokens_left(store, bea) == 744
+    assert tokens_left(store, bea, NOON + DAY_S) == 1000
 
 
 def test_a_call_counts_for_the_period_in_which_it_began(store: Store) -> None:
-    midnight = NOON + DAY_S / 2
-    assert grant(store.database, key(), asking(1, began=midnight - 1)).tokens == 256
-    assert grant(store.database, key(), asking(2, want=1000, began=midnight)).tokens == 1000
-    assert grant(store.database, key(), asking(1, want=1000, began=midnight - 1)).tokens == 744
+    bea, midnight = key(store), NOON + DAY_S / 2
+    assert given_to(store, bea, asking(1, began=midnight - 1)) == [256]
+    assert given_to(store, bea, asking(2, want=1000, began=midnight)) == [1000]
+    assert given_to(store, bea, asking(1, want=1000, began=midnight - 1)) == [744]
+
+
+# -- of a user, and of keys that were rotated
+
+
+def test_a_users_quota_is_that_of_all_keys_together_whatever_theirs_are(
+    store: Store, tmp_path: Path
+) -> None:
+    row = store.set_user("bea", ANNA, limits={"quota": 500, "period": "month"})
+    large, small = (
+        grant_of(store, key(store, quota, period).prefix)
+        for quota, period in ((10_000, "total"), (300, "day"))
+    )
+    assert given_to(store, large, asking(1)) == [256]
+    assert given_to(store, small, asking(2), asking(3)) == [244, 0]
+    told = grant(store.database, large, asking(4))
+    assert told.why.startswith("the user bea's quota of 500 tokens a month is used up; it begins")
+
+    count(store, tmp_path, small, 2, output=4, ended=NOON)
+
+    found = left(store.database, [large, small], NOON)
+    assert {found[one].tokens for one in (large.origin, small.origin, row.user_id)} == {
+        10_000 - 256,
+        300 - 4,
+        500 - 256 - 4,
+    }
+
+
+def test_a_key_without_a_quota_is_bound_by_its_users(store: Store) -> None:
+    store.set_user("bea", ANNA, limits={"quota": 100})
+    assert given_to(store, key(store, None), asking(1), asking(2)) == [100, 0]
+
+
+def test_a_key_without_any_quota_gets_what_it_wants(store: Store) -> None:
+    assert given_to(store, key(store, None), asking(1), asking(2)) == [256, 256]
+    assert left(store.database, [key(store, None)], NOON) == {}
+
+
+def test_a_rotated_key_has_what_was_left_of_the_one_before(store: Store, tmp_path: Path) -> None:
+    old = key(store, 1000, "total")
+    grant(store.database, old, asking(1))
+    count(store, tmp_path, old, 2, output=44, ended=NOON)
+
+    new = grant_of(store, store.rotate_key(old.prefix, ANNA)[0].prefix)
+    newest = grant_of(store, store.rotate_key(new.prefix, ANNA)[0].prefix)
+
+    assert tokens_left(store, newest) == 1000 - 256 - 44
+    assert given_to(store, newest, asking(3, want=1000)) == [700]
+
+
+def test_limits_of_a_key_change_with_those_of_the_one_that_it_takes_the_place_of(
+    store: Store, place: Place
+) -> None:
+    old = key(store)
+    new = store.rotate_key(old.prefix, ANNA, keep_s=60)[0]
+
+    store.limit_key(new.prefix, {"quota": 77}, ANNA)
+
+    of_old = grant_of(store, old.prefix)
+    assert (of_old.quota, of_old.expires) == (77, place.now + 60)
+    assert grant_of(store, new.prefix).expires is None
 
 
 @pytest.mark.parametrize(
@@ -124,33 +201,38 @@ STEPS = st.lists(
 )
 
 
-@given(steps=STEPS, quota=st.integers(1, 300))
+@given(steps=STEPS, quota=st.integers(1, 300), of_user=st.integers(1, 300))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_however_calls_ask_use_end_and_die_they_never_get_more_than_the_quota(
+def test_however_calls_of_two_keys_ask_use_end_and_die_they_never_get_more_than_the_quotas(
     sqlite_place: Place, tmp_path_factory: pytest.TempPathFactory,
-    steps: list[tuple[str, int, int]], quota: int,
+    steps: list[tuple[str, int, int]], quota: int, of_user: int,
 ) -> None:  # fmt: skip
     folder = tmp_path_factory.mktemp("quota")
     store = Store(f"sqlite:///{folder}/db.sqlite", folder / "pepper")
     store.open()
+    store.add_user("bea", "user", ANNA)
+    store.set_user("bea", ANNA, limits={"quota": of_user})
+    grants = [grant_of(store, key(store, quota).prefix) for _ in range(2)]
     spool = folder / "front-1.sqlite"
     granted, used, over = dict.fromkeys(range(1, 6), 0), dict.fromkeys(range(1, 6), 0), set()
     try:
         for step, seq, tokens in steps:
+            of = grants[seq % 2]
             if step == "merge":
                 merge(store.database, spool)
             elif seq in over:
                 continue
             elif step == "ask":
-                granted[seq] += grant(store.database, key(quota), asking(seq, want=tokens)).tokens
+                granted[seq] += grant(store.database, of, asking(seq, want=tokens)).tokens
             elif step == "use":
                 used[seq] = min(used[seq] + tokens, granted[seq])
             elif step == "die":  # what it used since its last record is written nowhere
                 over.add(seq)
             else:
                 ended = NOON if step == "end" else None
-                Spool(spool).write([record(seq, output=used[seq], ended=ended)])
+                Spool(spool).write([record(of, seq, output=used[seq], ended=ended)])
                 over.update([seq] if step == "end" else [])
-            assert sum(used.values()) <= quota
+            assert sum(used.values()) <= of_user
+            assert max(used[1] + used[3] + used[5], used[2] + used[4]) <= quota
     finally:
         store.close()

@@ -31,7 +31,7 @@ HERE = "10.0.0.1"
 def granted(made: NewKey | None = None, **terms: Any) -> KeyGrant:
     made = made or new_key(PEPPER)
     return KeyGrant(
-        key_id="k", user_id="u", user="bea", prefix=made.prefix, hash=made.hash, **terms
+        key_id="k", origin="k", user_id="u", user="bea", prefix=made.prefix, hash=made.hash, **terms
     )
 
 

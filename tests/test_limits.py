@@ -1,4 +1,4 @@
-"""Limits of a key: how much comes in, over all proxies, at whatever times."""
+"""Limits of keys and users: how much comes in, over all proxies, at whatever times."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.accounts.keys import KeyTerms
-from kvmig.accounts.limits import MINUTE_S, Bucket, KeyLimits, Part
+from kvmig.accounts.keys import Limits
+from kvmig.accounts.limits import MINUTE_S, Bucket, Limiter, Part, headers, let_in
 
 TIMES = st.lists(st.floats(0, 300), min_size=1, max_size=300).map(sorted)
 
@@ -17,26 +17,26 @@ def test_in_no_window_more_requests_come_in_than_its_minutes_and_one_more_allow(
     rpm: int, proxies: int, times: list[float], seed: int
 ) -> None:
     rpm = max(rpm, proxies)
-    doors = [KeyLimits(KeyTerms(rpm=rpm), Part(number, proxies)) for number in range(proxies)]
-    let_in = []
+    doors = [Limiter(Limits(rpm=rpm), Part(number, proxies)) for number in range(proxies)]
+    came = []
     for turn, now in enumerate(times):
         door = doors[(turn * 7 + seed) % proxies]
-        if door.enter(now) is None:
-            let_in.append(now)
+        if let_in([door], now) is None:
+            came.append(now)
             door.leave()
-    for first, began in enumerate(let_in):
-        for last in range(first, len(let_in)):
-            minutes = (let_in[last] - began) / MINUTE_S
+    for first, began in enumerate(came):
+        for last in range(first, len(came)):
+            minutes = (came[last] - began) / MINUTE_S
             assert last - first + 1 <= rpm * (minutes + 1) + 1e-6
 
 
 @given(st.integers(1, 100), TIMES)
 def test_a_request_that_comes_when_it_was_told_to_is_let_in(rpm: int, times: list[float]) -> None:
-    limits = KeyLimits(KeyTerms(rpm=rpm))
+    limits = Limiter(Limits(rpm=rpm))
     for now in times:
-        refused = limits.enter(now)
+        refused = let_in([limits], now)
         if refused is not None:
-            assert KeyLimits.enter(limits, now + refused.again_s + 1e-6) is None
+            assert let_in([limits], now + refused.again_s + 1e-6) is None
             return
         limits.leave()
 
@@ -45,10 +45,10 @@ def test_a_request_that_comes_when_it_was_told_to_is_let_in(rpm: int, times: lis
 def test_never_more_requests_run_at_once_than_the_key_may_have(
     parallel: int, proxies: int, events: list[tuple[int, bool]]
 ) -> None:
-    doors = [KeyLimits(KeyTerms(parallel=parallel), Part(n, proxies)) for n in range(proxies)]
+    doors = [Limiter(Limits(parallel=parallel), Part(n, proxies)) for n in range(proxies)]
     for door, comes in ((doors[n % proxies], comes) for n, comes in events):
         if comes:
-            door.enter(0.0)
+            let_in([door], 0.0)
         elif door.running:
             door.leave()
         assert sum(one.running for one in doors) <= parallel
@@ -62,15 +62,15 @@ def test_all_parts_together_are_the_whole(whole: int, proxies: int) -> None:
 
 
 def test_a_key_that_owes_tokens_waits_until_a_minutes_rate_has_paid_them_off() -> None:
-    limits = KeyLimits(KeyTerms(tpm=600))
+    limits = Limiter(Limits(tpm=600))
     limits.bucket.told(610, now=0.0)
 
-    refused = limits.enter(0.0)
+    refused = let_in([limits], 0.0)
 
     assert refused is not None
     assert refused.again_s == pytest.approx(1.0)
     assert refused.sentence == "the API key may use 600 tokens a minute, try again in 1.0 s"
-    assert limits.enter(1.1) is None
+    assert let_in([limits], 1.1) is None
 
 
 @given(st.integers(1, 10_000), st.lists(st.tuples(st.floats(0, 30), st.integers(0, 5_000))))
@@ -86,15 +86,15 @@ def test_what_was_spent_is_paid_off_at_the_rate_and_never_below_nothing(
 
 
 def test_headers_say_what_is_left_and_when_all_of_it_is_back() -> None:
-    limits = KeyLimits(KeyTerms(rpm=3, tpm=600))
+    limits = Limiter(Limits(rpm=3, tpm=600))
     left = []
     for _ in range(4):
-        limits.enter(0.0)
-        left.append(dict(limits.headers(0.0))[b"x-ratelimit-remaining-requests"])
+        let_in([limits], 0.0)
+        left.append(dict(headers([limits], 0.0))[b"x-ratelimit-remaining-requests"])
     limits.bucket.told(100, 0.0)
 
     assert left == [b"2", b"1", b"0", b"0"]
-    assert dict(limits.headers(0.0)) == {
+    assert dict(headers([limits], 0.0)) == {
         b"x-ratelimit-limit-requests": b"3",
         b"x-ratelimit-remaining-requests": b"0",
         b"x-ratelimit-reset-requests": b"60.000s",
@@ -105,17 +105,41 @@ def test_headers_say_what_is_left_and_when_all_of_it_is_back() -> None:
 
 
 def test_changed_terms_keep_what_runs() -> None:
-    limits = KeyLimits(KeyTerms(parallel=2))
-    assert limits.enter(0.0) is None
+    limits = Limiter(Limits(parallel=2))
+    assert let_in([limits], 0.0) is None
 
-    limits.renew(KeyTerms(parallel=1), 0.0)
+    limits.renew(Limits(parallel=1), 0.0)
 
-    refused = limits.enter(0.0)
+    refused = let_in([limits], 0.0)
     assert refused is not None
     assert "may have 1 requests at once" in refused.sentence
 
 
 def test_a_key_without_limits_is_shown_none() -> None:
-    limits = KeyLimits(KeyTerms())
-    assert limits.enter(0.0) is None
-    assert limits.headers(0.0) == []
+    limits = Limiter(Limits())
+    assert let_in([limits], 0.0) is None
+    assert headers([limits], 0.0) == []
+
+
+def test_whoever_one_limit_refuses_uses_nothing_of_another_one() -> None:
+    key, user = Limiter(Limits(rpm=10)), Limiter(Limits(parallel=1), name="the user bea")
+    assert let_in([key, user], 0.0) is None
+
+    refused = let_in([key, user], 0.0)
+
+    assert refused is not None
+    assert refused.sentence == (
+        "the user bea may have 1 requests at once, try again when one has ended"
+    )
+    assert dict(headers([key, user], 0.0))[b"x-ratelimit-remaining-requests"] == b"9"
+    assert (key.running, user.running) == (1, 1)
+
+
+def test_headers_tell_of_the_limit_of_which_least_is_left() -> None:
+    key, user = Limiter(Limits(rpm=10, tpm=600)), Limiter(Limits(rpm=3, tpm=900))
+    user.bucket.told(400, 0.0)
+
+    told = dict(headers([key, user], 0.0))
+
+    assert told[b"x-ratelimit-limit-requests"] == b"3"
+    assert told[b"x-ratelimit-remaining-tokens"] == b"500"

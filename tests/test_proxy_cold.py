@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from kvmig.proxy import hold
@@ -161,7 +162,7 @@ async def test_a_deployment_that_is_not_there_is_tried_again(tmp_path: Path) -> 
     [
         ("/v1/chat/completions", b": starting, 4 s left\n\n"),
         ("/v1/completions", b": starting, 4 s left\n\n"),
-        ("/v1/responses", b'event: keepalive\ndata: {"type":"keepalive","sequence_number":0}\n\n'),
+        ("/v1/responses", b": starting, 4 s left\n\n"),
         ("/v1/messages", b'event: ping\ndata: {"type":"ping"}\n\n'),
     ],
 )
@@ -186,12 +187,16 @@ async def test_signs_of_life_come_again_and_again(
     monkeypatch.setattr(hold, "BEAT_S", 0.05)
     async with site(tmp_path) as door:
         door.tell(cold(heartbeat_after_s=0.05))
-        call = ask(door, BEATS)
-        await asyncio.sleep(0.4)
-        async with door.deployment(events):
-            content = (await call).content
-    assert content.count(b": starting\n\n") >= 3
-    assert content.endswith(EVENT)
+        async with (
+            door.client() as client,
+            client.stream("POST", "/v1/completions", json=BEATS) as answer,
+        ):
+            content, pieces = b"", answer.aiter_bytes()
+            while content.count(b": starting\n\n") < 3:
+                content += await anext(pieces)
+            async with door.deployment(events):
+                content += b"".join([piece async for piece in pieces])
+    assert content.replace(b": starting\n\n", b"") == EVENT
 
 
 async def test_a_call_without_a_stream_gets_an_honest_status_however_late(tmp_path: Path) -> None:
@@ -226,6 +231,99 @@ async def test_a_refusal_of_the_deployment_after_signs_of_life_is_the_streams_la
             text = (await call).text
     assert '"message":"max_tokens is too large"' in text
     assert text.endswith("data: [DONE]\n\n")
+
+
+# -- responses, as OpenAI's client takes them
+
+
+def response_events(text: str) -> list[bytes]:
+    """As vLLM sends them."""
+    response = {
+        "id": "resp_1", "object": "response", "created_at": 1.0, "model": "count", "output": [],
+        "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "status": "in_progress",
+    }  # fmt: skip
+    place = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    message = {
+        "id": "msg_1", "type": "message", "role": "assistant", "status": "completed",
+        "content": [{**part, "text": text}],
+    }  # fmt: skip
+    events: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": response}),
+        ("response.output_item.added", {"output_index": 0, "item": {**message, "content": []}}),
+        ("response.content_part.added", {**place, "part": part}),
+        *(("response.output_text.delta", {**place, "delta": c, "logprobs": []}) for c in text),
+        ("response.output_item.done", {"output_index": 0, "item": message}),
+        ("response.completed", {"response": {**response, "output": [message]}}),
+    ]  # fmt: skip
+    return [
+        b"event: %s\ndata: %s\n\n"
+        % (kind.encode(), json.dumps({**more, "sequence_number": number, "type": kind}).encode())
+        for number, (kind, more) in enumerate(events)
+    ]
+
+
+def client_of(door: Site) -> openai.AsyncOpenAI:
+    base = f"http://127.0.0.1:{door.port}/v1"
+    return openai.AsyncOpenAI(base_url=base, api_key=door.key, max_retries=0)
+
+
+async def test_openais_client_takes_a_response_of_a_model_that_has_started_meanwhile(
+    tmp_path: Path,
+) -> None:
+    async def answers(got: Got) -> None:
+        got.events()
+        for event in response_events("12"):
+            got.chunk(event)
+        got.last()
+
+    async def ask_for_it(door: Site) -> tuple[list[int], str]:
+        async with (
+            client_of(door) as client,
+            client.responses.stream(model="count", input="1") as stream,
+        ):
+            numbers = [event.sequence_number async for event in stream]
+            return numbers, (await stream.get_final_response()).output_text
+
+    async with site(tmp_path) as door:
+        door.tell(cold(heartbeat_after_s=0.02))
+        call = asyncio.create_task(ask_for_it(door))
+        await until(lambda: door.door.hold.waiting("count"))
+        await until(lambda: door.door.hold.waiting("count")[0].beaten)
+        async with door.deployment(answers):
+            numbers, text = await call
+    assert (numbers, text) == (list(range(7)), "12")
+
+
+async def test_openais_client_raises_what_ended_a_response_with_the_next_events_number(
+    tmp_path: Path,
+) -> None:
+    async def dies(got: Got) -> None:
+        got.events()
+        for event in response_events("12")[:4]:
+            for at in range(0, len(event), 50):  # however it comes apart
+                got.chunk(event[at : at + 50])
+                await got.writer.drain()
+                await asyncio.sleep(0)
+
+    async with site(tmp_path) as door, door.deployment(dies):
+        answer = await door.ask(BEATS, "/v1/responses")
+        async with client_of(door) as client:
+            stream = await client.responses.create(model="count", input="1", stream=True)
+            with pytest.raises(openai.APIError, match="deployment ended while it answered"):
+                async for _ in stream:
+                    pass
+    last = json.loads(answer.text.rstrip().rpartition("\n")[2].removeprefix("data: "))
+    assert (last["type"], last["code"], last["sequence_number"]) == ("error", "deployment_ended", 4)
+
+
+async def test_openais_client_raises_why_a_model_did_not_start(tmp_path: Path) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold(heartbeat_after_s=0.02, start_timeout_s=0.1, why="it hangs"))
+        async with client_of(door) as client:
+            with pytest.raises(openai.APIError, match=r"not ready within 0\.1 s: it hangs"):
+                async with client.responses.stream(model="count", input="1") as stream:
+                    await stream.until_done()
 
 
 async def test_a_proxy_that_stops_holds_nobody(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvmig.accounts.keys import Limits
 from kvmig.proxy.messages import Aliases, Keys, QuotaLeft, Route, Spent
 from tests.proxy_site import Got, key, site
 from tests.waiting import until
@@ -157,6 +158,33 @@ async def test_a_quota_that_is_used_up_is_said_as_openai_does_until_it_begins_an
         assert "quota of 1000 tokens a day is used up" in error_of(answer)["message"]
 
 
+async def test_a_users_limit_counts_the_requests_of_all_keys(tmp_path: Path) -> None:
+    keys = [key(Limits(rpm=1)) for _ in range(2)]
+    async with site(tmp_path, *(grant for _, grant in keys)) as door, door.deployment():
+        answers = []
+        for given, _ in keys:
+            async with door.client(given) as client:
+                answers.append(await client.post("/v1/completions", json={"model": "count"}))
+    assert [answer.status_code for answer in answers] == [200, 429]
+    assert error_of(answers[1])["message"].startswith("the user ann may send 1 requests a minute")
+    assert answers[0].headers["x-ratelimit-remaining-requests"] == "0"
+
+
+async def test_a_users_quota_is_passed_on_and_refused_when_it_is_used_up(tmp_path: Path) -> None:
+    given, grant = key(Limits(quota=1000, period="day"))
+    async with (
+        site(tmp_path, grant) as door,
+        door.deployment() as there,
+        door.client(given) as client,
+    ):
+        before = await client.post("/v1/completions", json={"model": "count"})
+        door.door.apply(Spent(left={grant.user_id: QuotaLeft(0, None)}))
+        after = await client.post("/v1/completions", json={"model": "count"})
+    assert (before.status_code, there.got[0].headers["x-kvmig-quota"]) == (200, "1")
+    assert after.status_code == 429
+    assert error_of(after)["message"] == "the user ann's quota of 1000 tokens a day is used up"
+
+
 # -- the model
 
 
@@ -300,7 +328,7 @@ async def test_headers_of_kvmigs_are_the_proxys_own(tmp_path: Path) -> None:
     async with site(tmp_path) as door, door.deployment() as there:
         answer = await door.ask(headers=sent)
     got = there.got[0].headers
-    assert got["x-kvmig-account"] == "k1"
+    assert got["x-kvmig-account"] == door.key.split("-")[1]
     assert "x-kvmig-place" not in got
     assert "authorization" not in got
     assert (got["x-request-id"], answer.headers["x-request-id"]) == ("r1", "r1")

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import stat
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from kvmig.cli.processes import Child, running
+from kvmig.cli.processes import Child, Process
 from kvmig.proxy.link import ProxyLinks
 from kvmig.proxy.messages import Demand, Figures, ProxyLaunch, Route, Snapshot, Want
 from tests.proxy_site import EVENT, PEPPER, Deployment, Got, key
@@ -27,11 +28,19 @@ async def proxy(folder: Path) -> AsyncIterator[tuple[Child, httpx.AsyncClient]]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port, descriptor = listening.getsockname()[1], listening.fileno()
         launch = ProxyLaunch(
-            name="p0", listening=descriptor, links=str(folder / "links"), api=str(folder / "api"),
+            name="p0", links=str(folder / "links"), api=str(folder / "api"),
             snapshot=str(folder / "snapshot"), shutdown_timeout_s=20.0,
         )  # fmt: skip
-        spawn = running("kvmig.proxy", os.environ, [descriptor])
+        beats = os.open(os.devnull, os.O_WRONLY)
+
+        async def spawn(stdin: int, announced: int) -> Process:
+            passed = announced, descriptor, beats
+            return await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "kvmig.proxy", *map(str, passed), stdin=stdin, pass_fds=passed
+            )
+
         child = await Child.start("proxy", spawn, launch)
+        os.close(beats)
     try:
         assert await child.ready(START_S) == "shared"
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:

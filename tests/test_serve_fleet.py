@@ -149,13 +149,17 @@ async def test_a_stream_of_a_deployment_that_dies_ends_with_an_error_and_the_mod
         assert await answer(client, ask("a")) == counted(10)
 
 
-async def test_a_proxy_that_dies_is_started_again(fleet: ToyFleet) -> None:
+async def test_a_proxy_that_dies_with_what_it_was_forked_from_is_started_again(
+    fleet: ToyFleet,
+) -> None:
     fleet.add_toy("a")
-    (proxy,) = fleet.processes("kvmig.proxy")
+    (forks,), (proxy,) = map(fleet.processes, ("kvmig.fleet.forks", "kvmig.proxy"))
+    kill(forks)
     kill(proxy)
     async with fleet.client() as client:
         assert await answer(client, ask("a")) == counted(10)
     assert fleet.processes("kvmig.proxy") != [proxy]
+    assert fleet.processes("kvmig.fleet.forks") != [forks]
 
 
 async def test_a_key_sees_and_uses_its_models_only(fleet: ToyFleet) -> None:

@@ -43,6 +43,31 @@ async def test_a_quota_of_10000_tokens_under_32_streams_delivers_10000(fleet: To
     assert refused.json()["error"]["type"] == "insufficient_quota"
 
 
+async def test_a_users_quota_is_delivered_to_the_token_whichever_keys_share_it(
+    fleet: ToyFleet,
+) -> None:
+    fleet.add_toy("a", flags=["--max-model-len=4096", "--num-blocks=8000"])
+    fleet.ask("POST", "users", {"name": "bea"})
+    keys = [new_key(fleet, user="bea") for _ in range(2)]
+    rotated = fleet.ask("POST", f"keys/{keys[0].split('-')[1]}/rotate?keep_s=600").json()["key"]
+    keys.append(rotated)
+    changed = fleet.ask("PATCH", "users/bea", {"quota": 2000, "period": "day"})
+    assert changed.status_code == 200
+    streams = [Streamed(fleet, ask("a", 400, n), keys[n % 3]) for n in range(9)]
+    texts = await asyncio.gather(*(stream.task for stream in streams))
+
+    errors = [stream.error["message"] for stream in streams if stream.error is not None]
+    assert errors
+    assert all(one.startswith("the user bea's quota of 2000 tokens a day is") for one in errors)
+    got = [sum(map(len, texts[n::3])) for n in range(3)]
+    rows = [
+        await asyncio.to_thread(used, fleet, key, tokens)
+        for key, tokens in zip(keys, got, strict=True)
+    ]
+    assert [row["output"] for row in rows] == got
+    assert sum(row["prompt"] + row["output"] for row in rows) == 2000
+
+
 async def test_a_server_that_is_killed_neither_ends_a_stream_nor_gives_out_too_much(
     fleet: ToyFleet,
 ) -> None:

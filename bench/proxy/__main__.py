@@ -96,7 +96,7 @@ def direct(port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
 @contextmanager
 def kvmig(port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
     grant = KeyGrant(
-        key_id="k1", user_id="u1", user="bench", prefix=KEY.prefix, hash=KEY.hash, rpm=None
+        key_id="k1", origin="k1", user_id="u1", user="bench", prefix=KEY.prefix, hash=KEY.hash
     )
     route = Route(name="count", state="ready", socket=upstream, served="count")
     known = Snapshot(version=1, pepper=PEPPER, keys=(grant,), routes=(route,))
@@ -104,12 +104,13 @@ def kvmig(port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
     with socket.create_server(("127.0.0.1", port), backlog=4096) as listening:
         descriptor = listening.fileno()
         launch = ProxyLaunch(
-            name="proxy", listening=descriptor, links=str(folder / "links"),
-            api=str(folder / "api"), snapshot=str(folder / "snapshot"), shutdown_timeout_s=0.0,
+            name="proxy", links=str(folder / "links"), api=str(folder / "api"),
+            snapshot=str(folder / "snapshot"), shutdown_timeout_s=0.0,
         )  # fmt: skip
         heard, told = os.pipe()
         with (folder / "log").open("ab") as log:
-            one = process.start("kvmig.proxy", told, log=log, descriptors=[descriptor, told])
+            passed = [told, descriptor, told]
+            one = process.start("kvmig.proxy", *passed, log=log, descriptors=passed)
         os.close(told)
     assert one.stdin is not None
     one.stdin.write(msgspec.json.encode(launch) + b"\n")

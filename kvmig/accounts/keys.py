@@ -40,20 +40,14 @@ MOST = 10**12
 """Of requests and tokens a minute."""
 QUOTA_CODE = "insufficient_quota"
 """OpenAI's word, as the code of an error and as its type."""
-QUOTA_WORDS = "the API key's quota"
-"""Beginning of the sentence, by which a proxy knows a deployment's."""
+QUOTA_WORDS = "'s quota of "
+"""In the sentence, by which a proxy knows a deployment's."""
+THE_KEY = "the API key"
 
 
-class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a key allows."""
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much a key may do, or all keys of a user together."""
 
-    scopes: tuple[Scope, ...] = ("infer", "read")
-    models: tuple[str, ...] | None = None
-    """Names that requests may give; None: all."""
-    cidrs: tuple[str, ...] | None = None
-    """Networks that requests may come from; None: all."""
-    expires: float | None = None
-    """Unix time."""
     rpm: int | None = None
     """Requests a minute; None: no limit."""
     tpm: int | None = None
@@ -66,15 +60,48 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Of the quota."""
 
 
+class KeyTerms(Limits, frozen=True, kw_only=True):
+    """What a key allows."""
+
+    scopes: tuple[Scope, ...] = ("infer", "read")
+    models: tuple[str, ...] | None = None
+    """Names that requests may give; None: all."""
+    cidrs: tuple[str, ...] | None = None
+    """Networks that requests may come from; None: all."""
+    expires: float | None = None
+    """Unix time."""
+
+
 class KeyGrant(KeyTerms, frozen=True, kw_only=True):
     """What who lets requests in must know of a key. It can't be turned back into the key."""
 
     key_id: str
+    origin: str
+    """Id of the first of the keys that were rotated into this one; limits are of all together."""
     user_id: str
     user: str
     """The user's name."""
+    user_limits: Limits = Limits()
+    """Of all keys of the user together."""
     prefix: str
     hash: bytes
+
+
+class Limited(NamedTuple):
+    """Whose limits hold for a request."""
+
+    id: str
+    name: str
+    """In a sentence."""
+    limits: Limits
+
+
+def limited_by(grant: KeyGrant) -> tuple[Limited, Limited]:
+    """The key with those that it was rotated from, and its user with all keys."""
+    return (
+        Limited(grant.origin, THE_KEY, grant),
+        Limited(grant.user_id, f"the user {grant.user}", grant.user_limits),
+    )
 
 
 class NewKey(NamedTuple):
@@ -167,11 +194,12 @@ def allows(
     return None
 
 
-def quota_used_up(terms: KeyTerms, anew: float | None) -> Denied:
-    """The answer to a request of a key that has a quota, of which nothing is left."""
-    period = "in all" if terms.period == "total" else f"a {terms.period}"
+def quota_used_up(whose: Limited, anew: float | None) -> Denied:
+    """The answer to a request where nothing is left of a quota."""
+    limits = whose.limits
+    period = "in all" if limits.period == "total" else f"a {limits.period}"
     then = "" if anew is None else f"; it begins anew at {datetime.fromtimestamp(anew, UTC):%FT%TZ}"
-    message = f"{QUOTA_WORDS} of {terms.quota} tokens {period} is used up{then}"
+    message = f"{whose.name}{QUOTA_WORDS}{limits.quota} tokens {period} is used up{then}"
     return Denied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
 
 
@@ -220,9 +248,14 @@ def check_terms(terms: KeyTerms, now: float) -> None:
             ) from error
     if terms.expires is not None and not now < terms.expires < now + MOST:
         raise ConfigError(f"expires is {terms.expires:.0f}, must be a Unix time to come")
-    if terms.period not in PERIODS:
-        raise ConfigError(f"period is {terms.period!r:.100}, must be one of {', '.join(PERIODS)}")
+    check_limits(terms)
+
+
+def check_limits(limits: Limits) -> None:
+    """Raises ConfigError with the field, its value and what is allowed."""
+    if limits.period not in PERIODS:
+        raise ConfigError(f"period is {limits.period!r:.100}, must be one of {', '.join(PERIODS)}")
     for field in ("rpm", "tpm", "parallel", "quota"):
-        value = getattr(terms, field)
+        value = getattr(limits, field)
         if value is not None and not 1 <= value <= MOST:
             raise ConfigError(f"{field} is {value}, must be 1 to {MOST}; leave it out for no limit")

@@ -1,16 +1,17 @@
-"""Limits of a key: requests at once, requests and tokens a minute. Pure.
+"""Limits of keys and users: requests at once, requests and tokens a minute. Pure.
 
-Each proxy lets requests in by itself. Of requests it has an equal part of the key's limits, so that
-all proxies together never let in more. Tokens are counted by the server, which tells every proxy
-what a key has spent; none is refused in the midst of its answer, the next request waits instead.
+Each proxy lets requests in by itself. Of requests it has an equal part of each limit, so that all
+proxies together never let in more. Tokens are counted by the server, which tells every proxy what
+was spent; no request is refused in the midst of its answer, the next one waits instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from kvmig.accounts.keys import KeyTerms
+from kvmig.accounts.keys import THE_KEY, Limits
 
 MINUTE_S = 60.0
 BUSY_S = 1.0
@@ -60,67 +61,84 @@ class Bucket:
         self.level, self.at = level, now
 
     def wait_s(self, now: float) -> float:
-        """Until the key owes nothing; 0: it owes nothing."""
+        """Until nothing is owed; 0: nothing is."""
         owed = self.now(now) - self.per_minute
         return max(0.0, owed * MINUTE_S / self.per_minute)
 
 
-@dataclass
-class KeyLimits:
-    """What one proxy lets in for one key."""
+What = Literal["requests", "tokens"]
 
-    terms: KeyTerms
+
+class Left(NamedTuple):
+    """Of a limit a minute."""
+
+    left: int
+    limit: int
+    reset_s: float
+    """Until all of it is left."""
+
+
+@dataclass
+class Limiter:
+    """What one proxy lets in for one key, or one user."""
+
+    limits: Limits
     part: Part = WHOLE
+    name: str = THE_KEY
+    """In a sentence."""
     running: int = 0
     bucket: Bucket = field(init=False)
     _due: float = 0.0
     """When the next request would come if all came evenly (GCRA's theoretical arrival time)."""
 
     def __post_init__(self) -> None:
-        self.bucket = Bucket(self.terms.tpm or 1)
+        self.bucket = Bucket(self.limits.tpm or 1)
 
-    def renew(self, terms: KeyTerms, now: float) -> None:
-        """The key allows something else from now on; what came, runs, and was spent, counts on."""
+    def renew(self, limits: Limits, now: float) -> None:
+        """Other limits hold from now on; what came, runs, and was spent, counts on."""
         came = max(0.0, self._due - now) / self._interval_s
-        self.terms = terms
+        self.limits = limits
         self._due = now + came * self._interval_s
-        self.bucket.per_minute = terms.tpm or 1
+        self.bucket.per_minute = limits.tpm or 1
 
-    def enter(self, now: float) -> Exceeded | None:
-        """Let a request in, which must `leave`; or say why not."""
-        if self.terms.parallel is not None and self.running >= self._parallel:
-            sentence = f"the API key may have {self.terms.parallel} requests at once"
+    def exceeded(self, now: float) -> Exceeded | None:
+        """Why no request may come in now; None: one may."""
+        if self.limits.parallel is not None and self.running >= self._parallel:
+            sentence = f"{self.name} may have {self.limits.parallel} requests at once"
             return Exceeded(f"{sentence}{self._here}, try again when one has ended", BUSY_S)
-        if self.terms.rpm is not None and (wait_s := self._early_s(now)) > 0:
-            sentence = f"the API key may send {self.terms.rpm} requests a minute"
+        if self.limits.rpm is not None and (wait_s := self._early_s(now)) > 0:
+            sentence = f"{self.name} may send {self.limits.rpm} requests a minute"
             return Exceeded(f"{sentence}{self._here}, try again in {wait_s:.1f} s", wait_s)
-        if self.terms.tpm is not None and (wait_s := self.bucket.wait_s(now)) > 0:
-            sentence = f"the API key may use {self.terms.tpm} tokens a minute"
+        if self.limits.tpm is not None and (wait_s := self.bucket.wait_s(now)) > 0:
+            sentence = f"{self.name} may use {self.limits.tpm} tokens a minute"
             return Exceeded(f"{sentence}, try again in {wait_s:.1f} s", wait_s)
-        if self.terms.rpm is not None:
+        return None
+
+    def enter(self, now: float) -> None:
+        """A request comes in; it must `leave`."""
+        if self.limits.rpm is not None:
             self._due = max(self._due, now) + self._interval_s
         self.running += 1
-        return None
 
     def leave(self) -> None:
         """A request that was let in is over."""
         self.running -= 1
 
-    def headers(self, now: float) -> list[tuple[bytes, bytes]]:
-        """As OpenAI's clients know them."""
-        found: list[tuple[bytes, bytes]] = []
-        if self.terms.rpm is not None:
+    def left(self, what: What, now: float) -> Left | None:
+        """Of a limit; None: there is none."""
+        rpm, tpm = self.limits.rpm, self.limits.tpm
+        if what == "requests" and rpm is not None:
             ahead_s = max(0.0, self._due - now)
             left = int((self._spare_s - ahead_s) / self._interval_s + 1 + 1e-9)
-            found += _shown(b"requests", self.terms.rpm, max(0, left), ahead_s)
-        if self.terms.tpm is not None:
-            level, most = self.bucket.now(now), self.terms.tpm
-            found += _shown(b"tokens", most, max(0, int(most - level)), level * MINUTE_S / most)
-        return found
+            return Left(max(0, left), rpm, ahead_s)
+        if what == "tokens" and tpm is not None:
+            level = self.bucket.now(now)
+            return Left(max(0, int(tpm - level)), tpm, level * MINUTE_S / tpm)
+        return None
 
     @property
     def _parallel(self) -> int:
-        return self.part.share(self.terms.parallel or 0)
+        return self.part.share(self.limits.parallel or 0)
 
     @property
     def _here(self) -> str:
@@ -129,7 +147,7 @@ class KeyLimits:
     @property
     def _interval_s(self) -> float:
         """Between two requests that come evenly."""
-        return MINUTE_S * self.part.of / (self.terms.rpm or 1)
+        return MINUTE_S * self.part.of / (self.limits.rpm or 1)
 
     @property
     def _spare_s(self) -> float:
@@ -140,9 +158,26 @@ class KeyLimits:
         return self._due - now - self._spare_s
 
 
-def _shown(what: bytes, limit: int, left: int, reset_s: float) -> list[tuple[bytes, bytes]]:
-    return [
-        (b"x-ratelimit-limit-" + what, b"%d" % limit),
-        (b"x-ratelimit-remaining-" + what, b"%d" % left),
-        (b"x-ratelimit-reset-" + what, b"%.3fs" % reset_s),
-    ]
+def let_in(limiters: Sequence[Limiter], now: float) -> Exceeded | None:
+    """Let a request in past all of them; or past none, and say why."""
+    for one in limiters:
+        if (why := one.exceeded(now)) is not None:
+            return why
+    for one in limiters:
+        one.enter(now)
+    return None
+
+
+def headers(limiters: Sequence[Limiter], now: float) -> list[tuple[bytes, bytes]]:
+    """As OpenAI's clients know them: of the limits those of which least is left."""
+    found: list[tuple[bytes, bytes]] = []
+    for what in get_args(What):
+        states = [left for one in limiters if (left := one.left(what, now)) is not None]
+        if states:
+            least, word = min(states), what.encode()
+            found += [
+                (b"x-ratelimit-limit-" + word, b"%d" % least.limit),
+                (b"x-ratelimit-remaining-" + word, b"%d" % least.left),
+                (b"x-ratelimit-reset-" + word, b"%.3fs" % least.reset_s),
+            ]
+    return found

@@ -24,7 +24,8 @@ import struct
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -51,6 +52,7 @@ ENGINE = "engine"
 INSTANCES, SERVERS = "the environment of instances", "the environment of servers"
 """What a `Loaded` names besides `likeness`; environments by their `digest`."""
 LLUMLET = "kvmig.cli.llumlet"
+ENGINES = "kvmig.cli.forks"
 DESCRIPTORS = Path("/proc/self/fd")
 GPUS = "/dev/nvidia"
 """Files of NVIDIA's driver, opened by cuInit: it fails in a fork of who has called it."""
@@ -245,7 +247,7 @@ class Forks:
 
     def _begin(self) -> None:
         self._servers = [one for one in self._servers if not one.gone]
-        self._servers.append(ForkServer.begin(self._engine, self._environment))
+        self._servers.append(ForkServer.begin(ENGINES, self._environment, self._engine))
 
 
 class ForkServer:
@@ -265,10 +267,10 @@ class ForkServer:
         self._asked: asyncio.Future[Fork] | None = None
 
     @classmethod
-    def begin(cls, engine: str, environment: Mapping[str, str]) -> ForkServer:
-        """Start one of our own at once. Raises StartupError."""
+    def begin(cls, module: str, environment: Mapping[str, str], *words: str) -> ForkServer:
+        """Start `python -m module DESCRIPTOR words`, our own, at once. Raises StartupError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = ["-m", "kvmig.cli.forks", str(theirs.fileno()), engine]
+        words = ("-m", module, str(theirs.fileno()), *words)
         with theirs:
             try:
                 process = subprocess.Popen(
@@ -429,14 +431,18 @@ def load(engine: str, more: Sequence[str] = ()) -> str:
 
     more: modules to be loaded besides those of an instance.
     """
+    kind = kind_of(engine)
+    imports = [partial(importlib.import_module, module) for module in (LLUMLET, *more)]
+    return make_forkable(kind.prepare, kind.load, *imports)
+
+
+def make_forkable(*loads: Callable[[], object]) -> str:
+    """Load, in this order, as one to be forked; why it can't be, or nothing."""
     lead_group()
     quiet("fork server")
     begin_loading()
-    kind = kind_of(engine)
-    kind.prepare()
-    kind.load()
-    for module in (LLUMLET, *more):
-        importlib.import_module(module)
+    for one in loads:
+        one()
     end_loading()
     return unsafe()
 

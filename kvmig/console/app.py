@@ -496,13 +496,47 @@ def list_users(as_json: Json = False) -> None:
         where.client().get("users"),
         as_json,
         lambda found: table_of(
-            ["user", "role", ""],
+            ["user", "role", "limits", ""],
             [
-                (one["name"], one["role"], "disabled" if one["disabled"] else None)
+                (
+                    one["name"],
+                    one["role"],
+                    limits_of(one["limits"]),
+                    "disabled" if one["disabled"] else None,
+                )
                 for one in found["data"]
             ],
         ),
     )
+
+
+Rpm = Annotated[int | None, typer.Option(help="Requests a minute; 0: no limit.")]
+Tpm = Annotated[int | None, typer.Option(help="Tokens a minute; 0: no limit.")]
+Parallel = Annotated[int | None, typer.Option(help="Requests at once; 0: no limit.")]
+Quota = Annotated[int | None, typer.Option(help="Tokens a period; 0: no limit.")]
+Period = Annotated[str | None, typer.Option(help="day, month or total.")]
+
+
+@user_app.command("limit")
+@said
+def limit_user(
+    name: str,
+    rpm: Rpm = None,
+    tpm: Tpm = None,
+    parallel: Parallel = None,
+    quota: Quota = None,
+    period: Period = None,
+) -> None:
+    """Change limits of all keys of a user together; those that aren't named stay."""
+    body = changed_limits(period, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
+    row = where.client().patch(f"users/{quote(name)}", body)
+    print(limits_of(row["limits"]) or "no limits")
+
+
+def changed_limits(period: str | None, **numbers: int | None) -> dict[str, Any]:
+    """A body that names what changes; 0: no limit."""
+    body: dict[str, Any] = {name: n or None for name, n in numbers.items() if n is not None}
+    return body if period is None else {**body, "period": period}
 
 
 @key_app.command("add")
@@ -564,7 +598,7 @@ def key_row(one: dict[str, Any]) -> Sequence[object]:
 
 
 def limits_of(terms: dict[str, Any]) -> str | None:
-    """Those that a key has, as `kvmig key limit` takes them."""
+    """Those that there are, as `kvmig key limit` and `kvmig user limit` take them."""
     named = [f"{name} {terms[name]}" for name in ("rpm", "tpm", "parallel") if terms[name]]
     if terms["quota"]:
         named.append(f"quota {terms['quota']}/{terms['period']}")
@@ -575,17 +609,14 @@ def limits_of(terms: dict[str, Any]) -> str | None:
 @said
 def limit_key(
     prefix: str,
-    rpm: Annotated[int | None, typer.Option(help="Requests a minute; 0: no limit.")] = None,
-    tpm: Annotated[int | None, typer.Option(help="Tokens a minute; 0: no limit.")] = None,
-    parallel: Annotated[int | None, typer.Option(help="Requests at once; 0: no limit.")] = None,
-    quota: Annotated[int | None, typer.Option(help="Tokens a period; 0: no limit.")] = None,
-    period: Annotated[str | None, typer.Option(help="day, month or total.")] = None,
+    rpm: Rpm = None,
+    tpm: Tpm = None,
+    parallel: Parallel = None,
+    quota: Quota = None,
+    period: Period = None,
 ) -> None:
     """Change limits of a key; those that aren't named stay."""
-    numbers = {"rpm": rpm, "tpm": tpm, "parallel": parallel, "quota": quota}
-    body: dict[str, Any] = {name: n or None for name, n in numbers.items() if n is not None}
-    if period is not None:
-        body["period"] = period
+    body = changed_limits(period, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
     row = where.client().patch(f"keys/{quote(prefix)}", body)
     print(limits_of(row["terms"]) or "no limits")
 

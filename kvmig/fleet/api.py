@@ -284,9 +284,11 @@ def accounts_api(backend: Backend, caller: Any) -> APIRouter:
 
     @api.patch("/users/{name:path}")
     async def set_user(name: str, body: UserChange, actor: Actor = caller) -> Body:
-        """Change a role, or refuse all of the user's keys until they are enabled again."""
+        """Change a role, limits, or refuse all of the user's keys until they are enabled again."""
+        check_parts(body.rpm, body.parallel, backend.settings.proxies)
+        limits = body.model_dump(include=set(LimitsBody.model_fields), exclude_unset=True)
         row = await backend.stored(
-            store.set_user, name, actor, role=body.role, disabled=body.disabled
+            store.set_user, name, actor, role=body.role, disabled=body.disabled, limits=limits
         )
         await backend.changed()
         found: Body = msgspec.to_builtins(row)
@@ -387,15 +389,6 @@ class UserBody(BaseModel):
     role: Literal["user", "admin"] = "user"
 
 
-class UserChange(BaseModel):
-    """What is to be different of a user; null: nothing."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: Literal["user", "admin"] | None = None
-    disabled: bool | None = None
-
-
 class AliasBody(BaseModel):
     """What an alias stands for."""
 
@@ -405,7 +398,7 @@ class AliasBody(BaseModel):
 
 
 class LimitsBody(BaseModel):
-    """Limits of a key."""
+    """Limits of a key, or of a user."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -414,6 +407,13 @@ class LimitsBody(BaseModel):
     parallel: int | None = Field(default=None, description="Requests at once; null: no limit.")
     quota: int | None = Field(default=None, description="Tokens in a period; null: no limit.")
     period: Literal["day", "month", "total"] = Field(default="month", description="Of the quota.")
+
+
+class UserChange(LimitsBody):
+    """What is to be different of a user; what isn't named stays."""
+
+    role: Literal["user", "admin"] | None = Field(default=None, description="null: as it is.")
+    disabled: bool | None = Field(default=None, description="null: as it is.")
 
 
 class KeyBody(LimitsBody):

@@ -37,7 +37,6 @@ from kvmig.cli.processes import (
     how_it_ended,
     quiet,
     restart_pause,
-    running,
     say,
 )
 from kvmig.fleet.orders import (
@@ -59,6 +58,8 @@ from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
 from kvmig.ground.errors import ConfigError, StartupError
 from kvmig.proxy.messages import ProxyLaunch
 
+FORKS = "kvmig.fleet.forks"
+SERVER, PROXY = "kvmig.fleet.server", "kvmig.proxy.__main__"
 READY_S = 60.0
 """For the server or a proxy to be ready."""
 NURSERY_S = 120.0
@@ -201,6 +202,8 @@ class Init:
         self._settings = settings
         self._sock = sock
         self._nurseries = Nurseries(settings)
+        self._forks: ForkServer | None = None
+        """Of the server and the proxies."""
         self._deployments: dict[str, Deployment] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: socket.socket | None = None
@@ -254,6 +257,8 @@ class Init:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._nurseries.close()
+        if self._forks is not None:
+            self._forks.close()
 
     def _task(self, work: Awaitable[None], name: str) -> None:
         async def run() -> None:
@@ -269,10 +274,9 @@ class Init:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self._forget_server()
-        launch = ServerLaunch(self._settings, theirs.fileno(), heartbeat)
         with theirs:
-            spawn = running("kvmig.fleet.server", os.environ, [theirs.fileno(), heartbeat])
-            child = await Child.start("the server", spawn, launch)
+            spawn = partial(self._fork, SERVER, (theirs.fileno(), heartbeat))
+            child = await Child.start("the server", spawn, ServerLaunch(self._settings))
         self._server = ours
         asyncio.get_running_loop().add_reader(ours, self._hear)
         self._tell(
@@ -289,20 +293,37 @@ class Init:
         return child
 
     async def _begin_proxy(self, number: int, heartbeat: int) -> Child:
-        listening = self._sock.fileno()
         launch = ProxyLaunch(
             name=f"proxy-{secrets.token_hex(4)}",
             number=number,
             proxies=self._settings.proxies,
-            listening=listening,
-            heartbeat=heartbeat,
             links=str(self._settings.links),
             api=str(self._settings.api),
             snapshot=str(self._settings.path("run", "snapshot")),
             shutdown_timeout_s=self._settings.shutdown_timeout_s,
         )
-        spawn = running("kvmig.proxy", os.environ, [listening, heartbeat])
+        spawn = partial(self._fork, PROXY, (self._sock.fileno(), heartbeat))
         return await Child.start("a proxy", spawn, launch)
+
+    async def _fork(
+        self, module: str, descriptors: Sequence[int], stdin: int, announced: int
+    ) -> Process:
+        """The server, or a proxy: a fork; a process of its own where that can't be had.
+
+        Raises OSError.
+        """
+        descriptors = (announced, *descriptors)
+        try:
+            if self._forks is None or self._forks.gone:
+                self._forks = ForkServer.begin(FORKS, os.environ)
+            order = ForkOrder(module, (), dict(os.environ))
+            return await self._forks.carry_out(order, (stdin, 1, 2, *descriptors))
+        except StartupError as error:
+            log.warning("%s; %s starts by itself, which takes longer", error, module)
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, *map(str, descriptors),
+            stdin=stdin, pass_fds=descriptors,
+        )  # fmt: skip
 
     def _forget_server(self) -> None:
         if self._server is not None:

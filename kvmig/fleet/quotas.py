@@ -1,4 +1,4 @@
-"""Quotas: tokens are granted to a key's calls in pieces, so that all of them never get more.
+"""Quotas of keys and users: tokens are granted to calls in pieces, so that all never get more.
 
 A grant is written before it is told, and stands until the call's final record is merged, in the
 same transaction. What is left of a quota is what neither the ledger nor a grant has. A front end
@@ -16,14 +16,22 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import case, delete, func, select
+from sqlalchemy import Select, case, delete, func, select
 from sqlalchemy.engine import Connection
 
 from kvmig.accounts.allowances import SMALL, Ask, Granted
-from kvmig.accounts.keys import KeyGrant, Period, quota_used_up
+from kvmig.accounts.keys import KeyGrant, Limited, Period, limited_by, quota_used_up
 from kvmig.accounts.usage import UsageRecord
 from kvmig.cli.environment import take_path
-from kvmig.fleet.tables import Database, StoreError, grants, upsert, usage, usage_daily
+from kvmig.fleet.tables import (
+    Database,
+    StoreError,
+    api_keys,
+    grants,
+    upsert,
+    usage,
+    usage_daily,
+)
 from kvmig.ground.errors import ConfigError
 from kvmig.proxy.messages import QuotaLeft
 
@@ -48,34 +56,47 @@ def begins_anew(kind: Period, at: float) -> float | None:
 
 def grant(database: Database, key: KeyGrant, ask: Ask) -> Granted:
     """Grant what there is, and keep that it was granted. Raises StoreError."""
-    if key.quota is None:
-        return Granted(ask.number, ask.want)
-    period = period_of(key.period, ask.began)
+    whose = [one for one in limited_by(key) if one.limits.quota is not None]
+    given = ask.want
+    if not whose:
+        return Granted(ask.number, given)
     with database.transaction() as connection:
-        spare = left_of(connection, key, period)
-        given = min(ask.want, spare, max(ask.least, SMALL, spare // _open(connection, key, period)))
-        if given < ask.least:
-            why = quota_used_up(key, begins_anew(key.period, ask.began)).message
-            return Granted(ask.number, 0, why)
+        for one in whose:
+            period = period_of(one.limits.period, ask.began)
+            spare = left_of(connection, one, period)
+            piece = max(ask.least, SMALL, spare // _open(connection, one, period))
+            given = min(given, spare, piece)
+            if given < ask.least:
+                why = quota_used_up(one, begins_anew(one.limits.period, ask.began)).message
+                return Granted(ask.number, 0, why)
         row = {
-            "source": ask.source, "seq": ask.seq, "key_id": key.key_id, "period": period,
-            "tokens": given,
+            "source": ask.source, "seq": ask.seq, "key_id": key.key_id,
+            "day": period_of("day", ask.began), "tokens": given,
         }  # fmt: skip
         upsert(connection, grants, ("source", "seq"), [row], add=("tokens",))
         return Granted(ask.number, given)
 
 
-def _open(connection: Connection, key: KeyGrant, period: str) -> int:
+def _keys_of(whose: Limited) -> Select[tuple[str]]:
+    """Ids of the keys that count together: those rotated one into another, or all of a user's."""
+    return select(api_keys.c.id).where(
+        (api_keys.c.origin == whose.id) | (api_keys.c.user_id == whose.id)
+    )
+
+
+def _open(connection: Connection, whose: Limited, period: str) -> int:
     """Calls that have grants, among whom the rest of a quota is shared; at least 1."""
-    counted = select(func.count()).where(grants.c.key_id == key.key_id, grants.c.period == period)
+    counted = select(func.count()).where(
+        grants.c.key_id.in_(_keys_of(whose)), grants.c.day.startswith(period)
+    )
     return max(1, int(connection.execute(counted).scalar() or 0))
 
 
-def left_of(connection: Connection, key: KeyGrant, period: str) -> int:
-    """Tokens of the key's quota that are neither used nor granted."""
-    assert key.quota is not None
+def left_of(connection: Connection, whose: Limited, period: str) -> int:
+    """Tokens of a quota that are neither used nor granted."""
+    assert whose.limits.quota is not None
     used = select(func.sum(usage_daily.c.prompt + usage_daily.c.output)).where(
-        usage_daily.c.key_id == key.key_id, usage_daily.c.day.startswith(period)
+        usage_daily.c.key_id.in_(_keys_of(whose)), usage_daily.c.day.startswith(period)
     )
     recorded = func.coalesce(usage.c.prompt + usage.c.output, 0)
     ahead = grants.c.tokens - recorded
@@ -86,10 +107,10 @@ def left_of(connection: Connection, key: KeyGrant, period: str) -> int:
                 usage, (usage.c.source == grants.c.source) & (usage.c.seq == grants.c.seq)
             )
         )
-        .where(grants.c.key_id == key.key_id, grants.c.period == period)
+        .where(grants.c.key_id.in_(_keys_of(whose)), grants.c.day.startswith(period))
     )
     spent = sum(int(connection.execute(one).scalar() or 0) for one in (used, open_))
-    return key.quota - spent
+    return whose.limits.quota - spent
 
 
 def settle(connection: Connection, source: str, records: Sequence[UsageRecord]) -> None:
@@ -101,14 +122,20 @@ def settle(connection: Connection, source: str, records: Sequence[UsageRecord]) 
 
 
 def left(database: Database, keys: Iterable[KeyGrant], now: float) -> dict[str, QuotaLeft]:
-    """Of each key's quota in the present period, by the keys' ids. Raises StoreError."""
+    """Of the quotas of keys and their users in the present period, by `Limited.id`.
+
+    Raises StoreError.
+    """
+    every = {one.id: one for key in keys for one in limited_by(key) if one.limits.quota is not None}
+    if not every:
+        return {}
     with database.transaction(reading=True) as connection:
         return {
-            key.key_id: QuotaLeft(
-                left_of(connection, key, period_of(key.period, now)), begins_anew(key.period, now)
+            one.id: QuotaLeft(
+                left_of(connection, one, period_of(one.limits.period, now)),
+                begins_anew(one.limits.period, now),
             )
-            for key in keys
-            if key.quota is not None
+            for one in every.values()
         }
 
 

@@ -1,4 +1,4 @@
-"""`python -m kvmig.fleet.server DESCRIPTOR`: decides for a fleet; started by init only.
+"""`python -m kvmig.fleet.server ANNOUNCED INIT HEARTBEAT`: decides for a fleet; init starts it.
 
 It keeps the catalogue and the accounts, and every model as they and its requests want it. It is in
 no stream's path: without it warm models and known keys go on, and init starts another one, which
@@ -26,7 +26,7 @@ import uvicorn
 import uvloop
 
 from kvmig.accounts.allowances import Ask, Granted
-from kvmig.accounts.keys import BAD_KEY, KeyGrant, Keys
+from kvmig.accounts.keys import BAD_KEY, KeyGrant, Keys, limited_by
 from kvmig.accounts.limits import Bucket
 from kvmig.accounts.usage import Spool
 from kvmig.cli.environment import gpus, take_path
@@ -139,7 +139,7 @@ class FleetServer:
         self._grants: dict[str, KeyGrant] = {}
         self._grants_by_id: dict[str, KeyGrant] = {}
         self._left: dict[str, QuotaLeft] = {}
-        """Of keys that have a quota, by their ids."""
+        """Of quotas, by `Limited.id`."""
         self._keys = Keys(b"")
         self._keys_version = 0
         self._aliases: Mapping[str, Mapping[str, int]] = {}
@@ -156,7 +156,7 @@ class FleetServer:
         self._links = ProxyLinks(str(settings.links), self._first, self._hear)
         self._quotas = QuotaSocket(str(settings.quotas), self._grant)
         self._buckets: dict[str, Bucket] = {}
-        """Of keys with a limit of tokens a minute, by their ids."""
+        """Of limits of tokens a minute, by `Limited.id`."""
         self._backend = Backend(
             settings,
             self._store,
@@ -216,20 +216,20 @@ class FleetServer:
                     log.warning("usage in %s waits to be counted: %s", folder, error)
 
     async def _tell_spent(self, tokens: Mapping[str, int]) -> None:
-        """Let proxies know what keys with limits have used. Raises StoreError."""
+        """Let proxies know what was used of limits. tokens: by keys' ids. Raises StoreError."""
         keys = [self._grants_by_id[one] for one in tokens if one in self._grants_by_id]
         if not keys:
             return
         owed = {}
         now = monotonic()
         for key in keys:
-            if key.tpm is not None:
-                bucket = self._buckets.setdefault(key.key_id, Bucket(key.tpm, at=now))
-                bucket.per_minute = key.tpm
-                bucket.spend(tokens[key.key_id], now)
-                owed[key.key_id] = bucket.level
-        limited = [one for one in keys if one.quota is not None]
-        changed = await self._backend.stored(left, self._store.database, limited, time.time())
+            for whose in limited_by(key):
+                if (tpm := whose.limits.tpm) is not None:
+                    bucket = self._buckets.setdefault(whose.id, Bucket(tpm, at=now))
+                    bucket.per_minute = tpm
+                    bucket.spend(tokens[key.key_id], now)
+                    owed[whose.id] = bucket.level
+        changed = await self._backend.stored(left, self._store.database, keys, time.time())
         self._left.update(changed)
         if owed or changed:
             self._links.tell(Spent(owed=owed, left=changed))
@@ -284,8 +284,7 @@ class FleetServer:
             self._links.tell(
                 messages.Keys(version=self._next(), changed=keys.granted, removed=keys.revoked)
             )
-            limited = [one for one in keys.granted if one.quota is not None]
-            changed = await stored(left, self._store.database, limited, time.time())
+            changed = await stored(left, self._store.database, keys.granted, time.time())
             self._left.update(changed)
             self._links.tell(Spent(left=changed))
         named = {name: {row.name: 1} for row in rows for name in row.spec.aliases}
@@ -305,7 +304,7 @@ class FleetServer:
     def _first(self) -> Sequence[Down]:
         """All that a proxy needs, when it connects."""
         now = monotonic()
-        owed = {key_id: bucket.now(now) for key_id, bucket in self._buckets.items()}
+        owed = {whose: bucket.now(now) for whose, bucket in self._buckets.items()}
         snapshot = Snapshot(
             version=self._version,
             pepper=self._store.pepper,
@@ -370,17 +369,16 @@ def keep_key(path: Path, key: str) -> None:
         file.write(f"{key}\n")
 
 
-async def run(launch: ServerLaunch, descriptor: int) -> None:
+async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -> None:
     """Serve until init wants an end, or has ended. Raises KvmigError."""
-    to_init = socket.socket(fileno=launch.descriptor)
-    server = FleetServer(launch.settings, to_init)
+    server = FleetServer(launch.settings, socket.socket(fileno=init))
     stopped = asyncio.create_task(until_stopped())
     try:
         await server.start()
         gc.freeze()  # or garbage waits until there is a quarter as much of it as of libraries
         gc.collect()
-        announce(descriptor, Announcement(endpoint="server"))
-        beating = asyncio.create_task(send_heartbeats(launch.heartbeat), name="heartbeats")
+        announce(announced, Announcement(endpoint="server"))
+        beating = asyncio.create_task(send_heartbeats(heartbeat), name="heartbeats")
         ended = asyncio.create_task(server.ended())
         await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
         beating.cancel()
@@ -392,20 +390,22 @@ async def run(launch: ServerLaunch, descriptor: int) -> None:
         await server.close()
 
 
-def main(argv: Sequence[str]) -> int:
-    """Launch document on stdin, readiness on the file descriptor named by argv[1]."""
-    if len(argv) != 2 or not argv[1].isdecimal():
-        print("usage: python -m kvmig.fleet.server DESCRIPTOR", file=sys.stderr)
+def main(words: Sequence[str]) -> int:
+    """Launch document on stdin. words: descriptors, of where it announces that it is ready, of its
+    end of the socket to init, and for `kvmig.cli.processes.send_heartbeats`.
+    """
+    if len(words) != 3 or not all(map(str.isdecimal, words)):
+        print("usage: python -m kvmig.fleet.server ANNOUNCED INIT HEARTBEAT", file=sys.stderr)
         return 2
-    descriptor = int(argv[1])
+    announced, init, heartbeat = map(int, words)
     try:
         launch = read_launch(ServerLaunch)
         quiet("server")
-        uvloop.run(run(launch, descriptor))
+        uvloop.run(run(launch, announced, init, heartbeat))
     except (KvmigError, OSError) as error:
         try:
             refused = isinstance(error, ConfigError)
-            announce(descriptor, Announcement(failed=str(error), refused=refused))
+            announce(announced, Announcement(failed=str(error), refused=refused))
         except StartupError:  # announced before: it ran, then failed
             say(str(error))
         return 1
@@ -413,4 +413,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv))
+    leave(main(sys.argv[1:]))

@@ -107,7 +107,3 @@ class ServerLaunch(msgspec.Struct, frozen=True):
     """What init tells the server (JSON, on stdin)."""
 
     settings: FleetSettings
-    descriptor: int = -1
-    """Its end of the socket to init."""
-    heartbeat: int = -1
-    """Descriptor for `kvmig.cli.processes.send_heartbeats`."""

@@ -21,7 +21,16 @@ import msgspec
 from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
 from sqlalchemy.engine import Connection
 
-from kvmig.accounts.keys import PEPPER_BYTES, KeyGrant, KeyTerms, NewKey, check_terms, new_key
+from kvmig.accounts.keys import (
+    PEPPER_BYTES,
+    KeyGrant,
+    KeyTerms,
+    Limits,
+    NewKey,
+    check_limits,
+    check_terms,
+    new_key,
+)
 from kvmig.fleet.spec import (
     NAME,
     NAMES,
@@ -90,6 +99,8 @@ class UserRow(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     disabled: bool
     created: float
+    limits: Limits = Limits()
+    """Of all keys together."""
 
 
 class KeyRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +113,8 @@ class KeyRow(msgspec.Struct, frozen=True, kw_only=True):
     terms: KeyTerms
     created: float
     revoked_at: float | None
+    origin: str
+    """Id of the first of the keys that were rotated into this one."""
 
 
 class KeyChanges(NamedTuple):
@@ -335,10 +348,11 @@ class Store:
         *,
         role: str | None = None,
         disabled: bool | None = None,
+        limits: Mapping[str, Any] | None = None,
     ) -> UserRow:
-        """Change a role, or whether the user's keys let requests in. Raises NotThere, ConfigError.
+        """Change a role, whether the user's keys let requests in, or some of the user's limits.
 
-        One admin remains: else nobody could undo it.
+        One admin remains: else nobody could undo it. Raises NotThere, ConfigError.
         """
         with self.database.transaction() as connection:
             old = _user(connection, name)
@@ -346,15 +360,16 @@ class Store:
                 old,
                 role=old.role if role is None else _checked_role(role),
                 disabled=old.disabled if disabled is None else disabled,
+                limits=msgspec.structs.replace(old.limits, **(limits or {})),
             )
+            check_limits(new.limits)
             if new == old:
                 return old
-            named = {"role": new.role, "disabled": new.disabled}
+            before, named = _changeable(old), _changeable(new)
             connection.execute(update(users).where(users.c.id == old.user_id).values(**named))
             admins = select(users.c.id).where(users.c.role == "admin", ~users.c.disabled)
-            if connection.execute(admins).first() is None:
+            if old.role == "admin" and connection.execute(admins).first() is None:
                 raise ConfigError(f"{name} is the only admin, must be one and not disabled")
-            before = {"role": old.role, "disabled": old.disabled}
             version = self._note(connection, actor, Change("change", "user", name, before, named))
             connection.execute(
                 update(api_keys).where(api_keys.c.user_id == old.user_id).values(version=version)
@@ -383,7 +398,7 @@ class Store:
     def rotate_key(self, prefix: str, actor: Actor, *, keep_s: float = 0.0) -> tuple[KeyRow, str]:
         """A new key with the terms of one; the old one is good for keep_s more.
 
-        Raises NotThere, ConfigError.
+        What the old one has used of its limits, the new one has. Raises NotThere, ConfigError.
         """
         if not 0 <= keep_s <= MOST_KEEP_S:
             raise ConfigError(f"keep_s is {keep_s:g}, must be 0 to {MOST_KEEP_S:g}")
@@ -391,7 +406,7 @@ class Store:
             old = self._living(connection, prefix)
             check_terms(old.terms, self._clock())
             owner = _user(connection, old.user)
-            made = self._add_key(connection, owner, old.name, old.terms, actor)
+            made = self._add_key(connection, owner, old.name, old.terms, actor, old.origin)
             if keep_s:
                 ends = min(self._clock() + keep_s, old.terms.expires or float("inf"))
                 self._end_key(connection, old, actor, expires=ends)
@@ -402,17 +417,21 @@ class Store:
     def limit_key(self, prefix: str, limits: Mapping[str, Any], actor: Actor) -> KeyRow:
         """Change some of a key's limits: rpm, tpm, parallel, quota, period; what it has used stays.
 
+        Those of keys that it was rotated from, and that still live, change with them.
         Raises NotThere, ConfigError.
         """
         with self.database.transaction() as connection:
             old = self._living(connection, prefix)
-            terms = msgspec.structs.replace(old.terms, **limits)
-            check_terms(terms, self._clock())
+            check_limits(msgspec.structs.replace(old.terms, **limits))
             before = {name: getattr(old.terms, name) for name in limits}
             change = Change("change", "key", prefix, before, dict(limits))
             version = self._note(connection, actor, change)
-            values = {"terms": msgspec.to_builtins(terms), "version": version}
-            connection.execute(update(api_keys).where(api_keys.c.id == old.key_id).values(**values))
+            together = select(api_keys.c.id, api_keys.c.terms).where(
+                api_keys.c.origin == old.origin, api_keys.c.revoked_at.is_(None)
+            )
+            for key_id, terms in connection.execute(together).all():
+                values = {"terms": {**terms, **limits}, "version": version}
+                connection.execute(update(api_keys).where(api_keys.c.id == key_id).values(**values))
             return _key(connection, prefix)
 
     def revoke_key(self, prefix: str, actor: Actor) -> KeyRow:
@@ -449,21 +468,30 @@ class Store:
         row = UserRow(
             user_id=_new_id(), name=name, role=role, disabled=False, created=self._clock()
         )
-        fields = msgspec.structs.asdict(row)
+        fields = msgspec.to_builtins(row)
         connection.execute(insert(users).values(id=fields.pop("user_id"), **fields))
         self._note(connection, actor, Change("add", "user", name, None, {"role": role}))
         return row
 
     def _add_key(
-        self, connection: Connection, owner: UserRow, name: str, terms: KeyTerms, actor: Actor
+        self,
+        connection: Connection,
+        owner: UserRow,
+        name: str,
+        terms: KeyTerms,
+        actor: Actor,
+        origin: str = "",
     ) -> tuple[KeyRow, str]:
+        """origin: of the key that this one takes the place of; empty: of none."""
         made: NewKey = new_key(self._pepper)
+        key_id = _new_id()
         kept = msgspec.to_builtins(terms)
         after = {"user": owner.name, "name": name, "terms": kept}
         version = self._note(connection, actor, Change("add", "key", made.prefix, None, after))
         connection.execute(
             insert(api_keys).values(
-                id=_new_id(),
+                id=key_id,
+                origin=origin or key_id,
                 user_id=owner.user_id,
                 name=name,
                 prefix=made.prefix,
@@ -653,7 +681,14 @@ def _user_row(row: RowMapping) -> UserRow:
         role=row["role"],
         disabled=row["disabled"],
         created=row["created"],
+        limits=msgspec.convert(row["limits"], Limits),
     )
+
+
+def _changeable(user: UserRow) -> dict[str, Any]:
+    """What an order may change of a user."""
+    limits = msgspec.to_builtins(user.limits)
+    return {"role": user.role, "disabled": user.disabled, "limits": limits}
 
 
 def _user(connection: Connection, name: str) -> UserRow:
@@ -671,9 +706,8 @@ def _checked_role(role: str) -> Role:
 
 
 def _keys_of_users() -> Select[Any]:
-    return select(api_keys, users.c.name.label("user"), users.c.role, users.c.disabled).join(
-        users, users.c.id == api_keys.c.user_id
-    )
+    of_users = (users.c.name.label("user"), users.c.role, users.c.disabled, users.c.limits)
+    return select(api_keys, *of_users).join(users, users.c.id == api_keys.c.user_id)
 
 
 def _key_row(row: RowMapping) -> KeyRow:
@@ -685,6 +719,7 @@ def _key_row(row: RowMapping) -> KeyRow:
         terms=msgspec.convert(row["terms"], KeyTerms),
         created=row["created"],
         revoked_at=row["revoked_at"],
+        origin=row["origin"],
     )
 
 
@@ -705,8 +740,10 @@ def _grant(row: RowMapping) -> KeyGrant:
         {
             **terms,
             "key_id": row["id"],
+            "origin": row["origin"],
             "user_id": row["user_id"],
             "user": row["user"],
+            "user_limits": row["limits"],
             "prefix": row["prefix"],
             "hash": row["hash"],
         },

@@ -41,7 +41,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.ground.errors import ConfigError, KvmigError
 
-SCHEMA = 4
+SCHEMA = 5
 """The newest migration's number."""
 LOCK_KEY = 0x6B766D6967
 """Of PostgreSQL's advisory lock."""
@@ -82,6 +82,7 @@ users = Table(
     Column("role", Text, nullable=False),
     Column("disabled", Boolean, nullable=False),
     Column("created", Double, nullable=False),
+    Column("limits", JSON, nullable=False, server_default="{}"),
 )
 
 api_keys = Table(
@@ -96,6 +97,7 @@ api_keys = Table(
     Column("created", Double, nullable=False),
     Column("revoked_at", Double),
     Column("version", Integer, nullable=False, index=True),
+    Column("origin", Text, nullable=False, server_default="", index=True),
 )
 
 models = Table(
@@ -178,7 +180,7 @@ grants = Table(
     Column("source", Text, primary_key=True),
     Column("seq", Integer, primary_key=True, autoincrement=False),
     Column("key_id", Text, nullable=False, index=True),
-    Column("period", Text, nullable=False),
+    Column("day", Text, nullable=False),
     Column("tokens", BigInteger, nullable=False),
 )
 

@@ -1,4 +1,4 @@
-"""`python -m kvmig.proxy DESCRIPTOR`: one proxy, for the fleet's init only."""
+"""`python -m kvmig.proxy ANNOUNCED LISTENING HEARTBEAT`: one proxy, for the fleet's init only."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from kvmig.proxy.messages import ProxyLaunch
 from kvmig.proxy.process import run
 
 
-def main(argv: Sequence[str]) -> int:
-    """Launch document on stdin, readiness on the file descriptor named by argv[1]."""
-    if len(argv) != 2 or not argv[1].isdecimal():
-        print("usage: python -m kvmig.proxy DESCRIPTOR", file=sys.stderr)
+def main(words: Sequence[str]) -> int:
+    """Launch document on stdin. words: descriptors, of where it announces that it is ready, of the
+    port's socket, and for `kvmig.cli.processes.send_heartbeats`.
+    """
+    if len(words) != 3 or not all(map(str.isdecimal, words)):
+        print("usage: python -m kvmig.proxy ANNOUNCED LISTENING HEARTBEAT", file=sys.stderr)
         return 2
-    descriptor = int(argv[1])
+    announced, listening, heartbeat = map(int, words)
     try:
         launch = read_launch(ProxyLaunch)
         quiet(launch.name)
-        uvloop.run(run(launch, descriptor))
+        uvloop.run(run(launch, announced, listening, heartbeat))
     except KvmigError as error:
         try:
-            announce(descriptor, Announcement(failed=str(error)))
+            announce(announced, Announcement(failed=str(error)))
         except StartupError:  # announced before: it ran, then failed
             say(str(error))
         return 1
@@ -34,4 +36,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv))
+    leave(main(sys.argv[1:]))

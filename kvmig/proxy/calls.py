@@ -34,6 +34,9 @@ OTHERS = WORK | {"/tokenize", "/detokenize"}
 WITHHELD = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Paths of engines that are not for clients."""
 SAFE = "/:@!$&'()*+,;=~-._"
+EDGE_BYTES = 50
+"""Longer than an event's number with its name."""
+_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 
 def bad(message: str, code: str = "invalid_request") -> Refused:
@@ -181,33 +184,53 @@ _TYPES: dict[int, str] = {
 
 def error_body(api: Api, status: int, message: str, code: str) -> bytes:
     """An error as the API's clients read it: in OpenAI's form, or in Anthropic's."""
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    if code == QUOTA_CODE and api != "messages":
-        kind = QUOTA_CODE
     if api == "messages":
-        error: dict[str, object] = {"type": kind, "message": message}
+        error: dict[str, object] = {"type": _type_of(status), "message": message}
         return msgspec.json.encode({"type": "error", "error": error})
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return msgspec.json.encode({"error": error})
+    return msgspec.json.encode({"error": _error(status, message, code)})
+
+
+def _type_of(status: int) -> str:
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+
+
+def _error(status: int, message: str, code: str) -> dict[str, object]:
+    kind = QUOTA_CODE if code == QUOTA_CODE else _type_of(status)
+    return {"message": message, "type": kind, "param": None, "code": code}
 
 
 def error_event(api: Api, status: int, message: str, code: str, number: int = 0) -> bytes:
-    """An error at the end of a stream. number: of the event."""
+    """An error at the end of a stream. number: of the event, where the API's have some."""
     if api == "messages":
         return b"event: error\ndata: %s\n\n" % error_body(api, status, message, code)
     if api == "responses":
-        event = {
-            "type": "error", "code": code, "message": message, "param": None,
-            "sequence_number": number,
-        }  # fmt: skip
+        error = _error(status, message, code)  # OpenAI documents it flat, and sends it nested
+        event = {**error, "type": "error", "sequence_number": number, "error": error}
         return b"event: error\ndata: %s\n\n" % msgspec.json.encode(event)
     return b"data: %s\n\ndata: [DONE]\n\n" % error_body(api, status, message, code)
 
 
-def heartbeat(api: Api, number: int, sentence: str) -> bytes:
-    """A sign of life, which clients of the API drop. number: of the event."""
+def heartbeat(api: Api, sentence: str) -> bytes:
+    """A sign of life, which clients of the API drop.
+
+    OpenAI sends `keepalive` events in the midst of responses; before `response.created` its own
+    Python client takes no other event. A comment leaves the numbers of the events to the engine.
+    """
     if api == "messages":
         return b'event: ping\ndata: {"type":"ping"}\n\n'
-    if api == "responses":
-        return b'event: keepalive\ndata: {"type":"keepalive","sequence_number":%d}\n\n' % number
     return b": %s\n\n" % " ".join(sentence.split()).encode()
+
+
+class EventNumbers:
+    """Of the events of a response that goes by, however they come apart."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self._edge = b""
+
+    def feed(self, data: bytes) -> None:
+        """What has come."""
+        text = self._edge + data
+        if numbers := _NUMBER.findall(text):
+            self.next = int(numbers[-1]) + 1
+        self._edge = text[-EDGE_BYTES:]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from math import ceil
 from typing import Any, cast
@@ -30,13 +30,15 @@ from kvmig.accounts.keys import (
     QUOTA_WORDS,
     Denied,
     KeyGrant,
-    KeyTerms,
+    Limited,
+    Limits,
     allows,
+    limited_by,
     no_model,
     quota_used_up,
 )
 from kvmig.accounts.keys import Scope as KeyScope
-from kvmig.accounts.limits import WHOLE, KeyLimits, Part
+from kvmig.accounts.limits import WHOLE, Limiter, Part, headers, let_in
 from kvmig.gateway import http as gateway
 from kvmig.gateway.http import CALL_ID, PRIORITY, UNREAD_BYTES, Connection, accepted
 from kvmig.ground.clock import Clock, monotonic
@@ -44,6 +46,7 @@ from kvmig.ground.config import BODIES, HttpConfig
 from kvmig.proxy.calls import (
     Api,
     Body,
+    EventNumbers,
     api_of,
     asked,
     bad,
@@ -149,14 +152,15 @@ class Call:
         self.api: Api = api_of(self.path)
         self.asking = NOTHING
         """Head and body, as they go on."""
+        self.numbers = EventNumbers()
         self.beats = 0
         """Signs of life that were sent; from the first on the answer is a stream."""
         self.cut: Refused | None = None
         """Why it may not go on."""
         self.quota = False
-        """Whether its key has one."""
+        """Whether its key or its user has one."""
         self.limits: list[tuple[bytes, bytes]] = []
-        """Headers that tell of the key's limits."""
+        """Headers that tell of limits."""
 
     @property
     def address(self) -> str:
@@ -215,7 +219,7 @@ class Call:
         unread: how much of the call's body is taken, and dropped; the connection is closed then.
         """
         if self.beats:
-            self._write_chunk(error_event(self.api, why.status, str(why), why.code, self.beats))
+            self._write_chunk(error_event(self.api, why.status, str(why), why.code))
             self.connection.transport.write(LAST_CHUNK)
             self.finish()
             return
@@ -238,7 +242,7 @@ class Call:
                 own += b"connection: close\r\n"
             self.connection.transport.write(EVENTS + own + b"\r\n")
             self.cycle.response_started = True
-        self._write_chunk(heartbeat(self.api, self.beats, sentence))
+        self._write_chunk(heartbeat(self.api, sentence))
         self.beats += 1
 
     def _write_chunk(self, data: bytes) -> None:
@@ -258,6 +262,8 @@ class Call:
         """Its body, as it comes."""
         connection = self.connection
         connection.upstream = upstream
+        if self.api == "responses":
+            upstream.watch = self.numbers.feed
         try:
             upstream.pass_to(connection.transport)
             if connection.flow.write_paused:
@@ -272,7 +278,8 @@ class Call:
             self.finish()
         elif events and upstream.framing.whole:
             why = self.cut or DIED
-            self._write_chunk(error_event(self.api, why.status, str(why), why.code))
+            number = self.numbers.next
+            self._write_chunk(error_event(self.api, why.status, str(why), why.code, number))
             self.connection.transport.write(LAST_CHUNK)
             self.finish()
         else:
@@ -379,10 +386,10 @@ class Door:
         self._turns: dict[Waiter, asyncio.Future[None]] = {}
         self._calls: dict[str, set[Call]] = {}
         """By the prefixes of their keys."""
-        self._limits: dict[str, KeyLimits] = {}
-        """Of keys that were used here or have spent tokens, by their ids."""
+        self._limiters: dict[str, Limiter] = {}
+        """Of keys and users that came here or have spent tokens, by `Limited.id`."""
         self._left: dict[str, QuotaLeft] = {}
-        """Of the quotas of keys, by their ids."""
+        """Of quotas, likewise."""
 
     # -- what the server tells, and hears
 
@@ -400,9 +407,9 @@ class Door:
 
     def _take_spent(self, spent: Spent) -> None:
         now = self._clock()
-        for key_id, level in spent.owed.items():
-            limits = self._limits.setdefault(key_id, KeyLimits(KeyTerms(), self._part))
-            limits.bucket.told(level, now)
+        for whose, level in spent.owed.items():
+            limiter = self._limiters.setdefault(whose, Limiter(Limits(), self._part))
+            limiter.bucket.told(level, now)
         self._left.update(spent.left)
 
     def wishes(self) -> list[str]:
@@ -529,34 +536,42 @@ class Door:
 
     async def _infer(self, call: Call, grant: KeyGrant) -> None:
         waiter = await self._prepare(call, grant)
-        limits = self._limits_of(grant)
-        self._check_limits(call, grant, limits)
+        every = limited_by(grant)
+        limiters = [self._limiter_of(one) for one in every]
+        self._check_limits(call, every, limiters)
         expires_s = float("inf") if grant.expires is None else grant.expires - self._wall()
         loop = asyncio.get_running_loop()
         timer = loop.call_later(expires_s, _cut, call, EXPIRED) if expires_s < DAY_S else None
         try:
             await self._reach_and_relay(call, grant, waiter)
         finally:
-            limits.leave()
+            for one in limiters:
+                one.leave()
             if timer is not None:
                 timer.cancel()
 
-    def _limits_of(self, grant: KeyGrant) -> KeyLimits:
-        limits = self._limits.get(grant.key_id)
-        if limits is None:
-            limits = self._limits[grant.key_id] = KeyLimits(grant, self._part)
-        elif limits.terms is not grant:
-            limits.renew(grant, self._clock())
-        return limits
+    def _limiter_of(self, whose: Limited) -> Limiter:
+        limiter = self._limiters.get(whose.id)
+        if limiter is None:
+            limiter = Limiter(whose.limits, self._part, whose.name)
+            self._limiters[whose.id] = limiter
+        elif limiter.limits is not whose.limits:
+            limiter.name = whose.name
+            limiter.renew(whose.limits, self._clock())
+        return limiter
 
-    def _check_limits(self, call: Call, grant: KeyGrant, limits: KeyLimits) -> None:
+    def _check_limits(
+        self, call: Call, every: Sequence[Limited], limiters: Sequence[Limiter]
+    ) -> None:
         """Let the call in, or raise Refused, 429."""
-        left, wall = self._left.get(grant.key_id), self._wall()
-        if grant.quota is not None and left is not None and left.says_no(wall):
-            raise _refused(quota_used_up(grant, left.anew))
+        wall = self._wall()
+        for whose in every:
+            left = self._left.get(whose.id)
+            if whose.limits.quota is not None and left is not None and left.says_no(wall):
+                raise _refused(quota_used_up(whose, left.anew))
         now = self._clock()
-        exceeded = limits.enter(now)
-        call.limits = limits.headers(now)
+        exceeded = let_in(limiters, now)
+        call.limits = headers(limiters, now)
         if exceeded is not None:
             status = HTTPStatus.TOO_MANY_REQUESTS
             raise Refused(status, exceeded.sentence, "rate_limit_exceeded", exceeded.again_s)
@@ -587,13 +602,13 @@ class Door:
         found = self.directory.find(name, call.call_id)
         if denied is not None or found is None:
             raise _refused(denied or no_model(name))
-        headers = _passed(call, (FORWARDED, KVMIG, *KEY_HEADERS))
-        headers.append((ACCOUNT, grant.key_id.encode()))
-        if grant.quota is not None:
+        passed = _passed(call, (FORWARDED, KVMIG, *KEY_HEADERS))
+        passed.append((ACCOUNT, grant.key_id.encode()))
+        if any(one.limits.quota is not None for one in limited_by(grant)):
             call.quota = True
-            headers.append((QUOTA, b"1"))
+            passed.append((QUOTA, b"1"))
         content = body.naming(found.served)
-        call.ask(target(where.path, call.scope["query_string"]), headers, content)
+        call.ask(target(where.path, call.scope["query_string"]), passed, content)
         return Waiter(
             model=found.model,
             priority=self._priority(call, body, found.model),
@@ -704,7 +719,7 @@ class Door:
                 raise await _error_of(head, upstream)
             if call.quota and head.status == HTTPStatus.TOO_MANY_REQUESTS:
                 why = await _error_of(head, upstream)
-                code = QUOTA_CODE if str(why).startswith(QUOTA_WORDS) else why.code
+                code = QUOTA_CODE if QUOTA_WORDS in str(why) else why.code
                 raise Refused(why.status, str(why), code, 1.0)
             if not call.beats:
                 if isinstance(upstream.framing, Unframed):

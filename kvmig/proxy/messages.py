@@ -23,10 +23,6 @@ class ProxyLaunch(Discreet, frozen=True, kw_only=True):
     """The same for the next one in its place."""
     proxies: int = 1
     """How many share the port."""
-    listening: int
-    """Descriptor of the port's socket."""
-    heartbeat: int = -1
-    """Descriptor for `kvmig.cli.processes.send_heartbeats`."""
     links: str
     """Path of the server's socket for proxies."""
     api: str
@@ -104,7 +100,7 @@ class Aliases(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class QuotaLeft(msgspec.Struct, frozen=True, array_like=True):
-    """Of one key's quota."""
+    """Of one quota."""
 
     tokens: int
     anew: float | None
@@ -116,12 +112,12 @@ class QuotaLeft(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What keys have used, by their ids; after a snapshot of all keys that have used something."""
+    """What was used of limits, by `Limited.id`; after a snapshot of all that was."""
 
     owed: Mapping[str, float] = {}
-    """Tokens that the rate of a key with `tpm` has not paid off."""
+    """Tokens that a rate has not paid off, where there is a `tpm`."""
     left: Mapping[str, QuotaLeft] = {}
-    """Of keys that have a quota."""
+    """Of quotas."""
 
 
 Known = Snapshot | Keys | Routes | Aliases

@@ -40,9 +40,9 @@ KEEP_S = 1.0
 class Proxy(HttpTask):
     """Make it inside a running event loop; `start`, then `stop`."""
 
-    def __init__(self, launch: ProxyLaunch) -> None:
-        """Raises OSError for a listening socket that is none."""
-        super().__init__(socket.socket(fileno=launch.listening), lambda: self._uvicorn)
+    def __init__(self, launch: ProxyLaunch, listening: int) -> None:
+        """listening: descriptor of the port's socket. Raises OSError for one that is none."""
+        super().__init__(socket.socket(fileno=listening), lambda: self._uvicorn)
         self._launch = launch
         self._file = Path(launch.snapshot)
         self._unsaved = False
@@ -163,19 +163,18 @@ class Proxy(HttpTask):
             log.warning("%s can't be kept: %s", self._file, error)
 
 
-async def run(launch: ProxyLaunch, descriptor: int) -> None:
+async def run(launch: ProxyLaunch, announced: int, listening: int, heartbeat: int) -> None:
     """Serve until init wants an end, or has ended. Raises StartupError."""
     signals = StopSignals()
-    proxy = Proxy(launch)
+    proxy = Proxy(launch, listening)
     stopped = asyncio.create_task(signals.stop.wait())
     beating: asyncio.Task[None] | None = None
     try:
         await proxy.start()
         signals.listen()
-        if launch.heartbeat >= 0:
-            beating = asyncio.create_task(send_heartbeats(launch.heartbeat), name="heartbeats")
+        beating = asyncio.create_task(send_heartbeats(heartbeat), name="heartbeats")
         with contextlib.suppress(StartupError):  # init has gone, and stdin says so
-            announce(descriptor, Announcement(endpoint="shared"))
+            announce(announced, Announcement(endpoint="shared"))
         ended = asyncio.create_task(proxy.ended())
         await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()

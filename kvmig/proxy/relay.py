@@ -7,6 +7,7 @@ connection as it came; the relay only knows where chunks end, and where the body
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -175,6 +176,8 @@ class Upstream(asyncio.Protocol):
         self.framing: Framing = Unframed()
         self.passed = 0
         """Bytes."""
+        self.watch: Callable[[bytes], None] | None = None
+        """Sees what of the body goes by."""
         self._method = "GET"
         self._transport: asyncio.Transport | None = None
         self._before = bytearray()
@@ -235,6 +238,8 @@ class Upstream(asyncio.Protocol):
             self._fail(error)
             return
         self.passed += len(data)
+        if self.watch is not None:
+            self.watch(data)
         self._client.write(data)
         if self.framing.ended and not isinstance(self.framing, Unframed):
             self._end()

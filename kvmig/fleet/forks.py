@@ -1,0 +1,35 @@
+"""`python -m kvmig.fleet.forks DESCRIPTOR`: what a fleet's server and proxies are forked from.
+
+It has their libraries loaded, so that one that dies is back without loading them again, and so that
+all of them share that memory. For init only, by `kvmig.cli.forks`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from kvmig.cli.forks import Loaded, make_forkable, serve, tell
+from kvmig.cli.processes import leave, say
+from kvmig.fleet.init import PROXY, SERVER
+
+USED = (
+    SERVER, PROXY, "sqlalchemy.dialects.sqlite.pysqlite", "uvicorn.protocols.http.httptools_impl",
+)  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """Load, then fork as often as init wants, until it is gone."""
+    if why := make_forkable(*(partial(importlib.import_module, one) for one in USED)):
+        say(f"the server and the proxies start without a fork server: {why}")
+        return 1
+    init = socket.socket(fileno=int(argv[1]))
+    tell(init, Loaded({}))
+    return serve([init])
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv))
