@@ -124,10 +124,7 @@ def test_a_users_quota_is_that_of_all_keys_together_whatever_theirs_are(
     store: Store, tmp_path: Path
 ) -> None:
     row = store.set_user("bea", ANNA, limits={"quota": 500, "period": "month"})
-    large, small = (
-        grant_of(store, key(store, quota, period).prefix)
-        for quota, period in ((10_000, "total"), (300, "day"))
-    )
+    large, small = key(store, 10_000, "total"), key(store, 300, "day")
     assert given_to(store, large, asking(1)) == [256]
     assert given_to(store, small, asking(2), asking(3)) == [244, 0]
     told = grant(store.database, large, asking(4))
