@@ -37,7 +37,15 @@ from kvmig.cli.local import Host
 from kvmig.cli.processes import Launcher, begin_loading, leave, quiet, say
 from kvmig.cli.ray_launcher import RayLauncher
 from kvmig.cli.scheduler import SchedulerKeeper
-from kvmig.cli.shapes import Shapes, Trees, own_flags, own_trees, shapes_of, unit_tokens
+from kvmig.cli.shapes import (
+    Shapes,
+    Trees,
+    own_flags,
+    own_trees,
+    own_units,
+    shapes_of,
+    unit_tokens,
+)
 from kvmig.controlplane.messages import Member
 from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind, kind_of
 from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
@@ -66,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
             say(few)
         own = own_flags(config.instance_flags, config.instances)
         trees = own_trees(config.instance_vllm, config.instances, kind.check_tree)
+        own_units(config.instance_unit, config.instances)  # refused at the door
         every = [word for words in (rest, *own.values()) for word in words]
         front = FrontLaunch(
             name=f"front-{secrets.token_hex(4)}",
@@ -151,6 +160,7 @@ def serve(
             shapes,
             launcher,
             lambda argv: kind.weights(kind.parse(argv)),
+            own_units(config.instance_unit, config.instances),
         )
         front = msgspec.structs.replace(front, config=config, engine_argv=argv)
         return uvloop.run(Server(cluster, front, args, sock).run())

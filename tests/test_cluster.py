@@ -27,6 +27,7 @@ from kvmig.controlplane.messages import (
     Member,
     Members,
     MessagesRefused,
+    RestartInstances,
     Scale,
     SetState,
     StopDrain,
@@ -207,6 +208,7 @@ class World:
             shapes,
             self.launcher,
             lambda argv: self.launcher.weights,
+            {"i1": "east"},
         )
         self.control = Control(self.cluster, SECRET, "127.0.0.1")
         self.front = Told()
@@ -246,6 +248,18 @@ async def test_added_instances_take_free_names_and_are_seen_starting() -> None:
         assert await it.link.order(lambda number: AddInstances(number, 2)) == ("i2", "i3")
         assert any(states.get("i3") == "starting" for states in it.front.history)
         await it.hears(i0="serving", i1="serving", i2="serving", i3="serving")
+
+
+async def test_an_instance_keeps_its_place_in_a_placement_when_it_starts_again() -> None:
+    async with world(max_instances=3) as it:
+        await it.link.order(lambda number: AddInstances(number, unit="west"))
+        await it.hears(i0="serving", i1="serving", i2="serving")
+        await it.link.order(drain("i1"))
+        await it.link.order(lambda number: RestartInstances(number, ("i2",)))
+        await until(lambda: len([one for one in it.launcher.starts
+                                 if one.launch.instance == "i2"]) == 2)  # fmt: skip
+        units = {one.instance: one.unit for one in it.front.members}
+        assert units == {"i0": "", "i1": "east", "i2": "west"}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from kvmig.cli.shapes import (
     Trees,
     own_flags,
     own_trees,
+    own_units,
     shapes_of,
     unit_tokens,
 )
@@ -97,6 +98,23 @@ def test_a_build_that_no_instance_can_be_is_refused(given_: str, named: str) -> 
 
     with pytest.raises(ConfigError, match=named):
         own_trees([given_], 2, check)
+
+
+def test_instances_are_named_a_place_each() -> None:
+    assert own_units(["i1: east", "i0:west"], 2) == {"i0": "west", "i1": "east"}
+
+
+@pytest.mark.parametrize(
+    ("given_", "named"),
+    [
+        ("i2: east", "--instance-unit is 'i2: east', must be one of i0, i1, a colon and a name"),
+        ("i1:", "--instance-unit is 'i1: ', its name must have 1 to 200 characters"),
+        ("i1: " + 201 * "x", "its name must have 1 to 200 characters"),
+    ],
+)
+def test_a_place_that_no_instance_can_have_is_refused(given_: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        own_units([given_], 2)
 
 
 def test_a_build_for_all_goes_before_those_that_some_had() -> None:

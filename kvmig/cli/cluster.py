@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from kvmig.cli.instance import Deadline, Instance
 from kvmig.cli.processes import Launcher, LlumletLaunch, say
@@ -41,11 +42,12 @@ class Cluster:
         shapes: Shapes,
         launcher: Launcher,
         weights_of: Callable[[list[str]], str] = lambda argv: "",
+        units: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """name: of its shared memory.
 
         weights_of: the identity of what an instance with these flags would load now; empty: it
-        isn't known.
+        isn't known. units: where the first instances are in a placement, by name.
         """
         self.preferred_weights = ""
         """Weights that new requests begin under as long as an instance with them has room."""
@@ -61,6 +63,7 @@ class Cluster:
         self._shapes = shapes
         self._launcher = launcher
         self._weights_of = weights_of
+        self._units = units
         self._instances: dict[str, Instance] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Instances that are being ended; their names are still taken."""
@@ -79,7 +82,7 @@ class Cluster:
         """
         names = [instance_name(number) for number in range(self._config.instances)]
         for name in names:
-            self._begin(name, self._shapes.of(name))
+            self._begin(name, self._shapes.of(name), unit=self._units.get(name, ""))
         # Whichever fails first: others may need minutes more.
         for starting in asyncio.as_completed([self._instances[one].first_start for one in names]):
             if failed := await starting:
@@ -123,7 +126,8 @@ class Cluster:
         except ConfigError as error:
             raise OrderRefused("invalid", str(error)) from error
         for name, shape in zip(free, shapes, strict=True):
-            self._begin(name, shape, order.gpus).first_start.add_done_callback(self._say_failure)
+            instance = self._begin(name, shape, order.gpus, order.unit)
+            instance.first_start.add_done_callback(self._say_failure)
         self.changed()
         return tuple(free)
 
@@ -272,7 +276,9 @@ class Cluster:
         if not first_start.cancelled() and (how := first_start.result()):
             say(f"{how}; it is given up")
 
-    def _begin(self, name: str, shape: InstanceShape, gpus: tuple[str, ...] = ()) -> Instance:
+    def _begin(
+        self, name: str, shape: InstanceShape, gpus: tuple[str, ...] = (), unit: str = ""
+    ) -> Instance:
         launch = LlumletLaunch(
             cluster=self._name,
             instance=name,
@@ -281,6 +287,7 @@ class Cluster:
             engine_argv=[*self._shapes.argv, *shape.own],
             engine_tree=shape.tree,
             gpus=gpus,
+            unit=unit,
         )
         instance = Instance(launch, shape.workers, self._launcher, self)
         self._instances[name] = instance

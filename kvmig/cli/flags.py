@@ -71,6 +71,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         flags,
         instance_flags=tuple(flags.instance_flags),
         instance_vllm=tuple(flags.instance_vllm),
+        instance_unit=tuple(flags.instance_unit),
         ray=_ray(flags),
         lifecycle=_filled(LifecycleConfig, flags, max_instances=_max_instances(flags)),
         scaling=_scaling(flags),
@@ -249,6 +250,13 @@ def _add_cluster(root: _Parser) -> None:
         metavar="'iN: FOLDER'",
         help="another build of vLLM that instance N is, e.g. 'i1: .vllm/0.33.0'; may be given"
         " several times",
+    )
+    group.add_argument(
+        "--instance-unit",
+        action="append",
+        default=[],
+        metavar="'iN: NAME'",
+        help="where instance N is in a placement (docs/placement.md); may be given several times",
     )
     group.add(
         "--control-host",

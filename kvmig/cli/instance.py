@@ -96,8 +96,10 @@ class Instance:
     @property
     def member(self) -> Member:
         """Describe it for others."""
-        tree = self._launch.engine_tree
-        return Member(self.name, self._endpoint, self.state, self._detail, tree)
+        launch = self._launch
+        return Member(
+            self.name, self._endpoint, self.state, self._detail, launch.engine_tree, launch.unit
+        )
 
     async def close(self) -> None:
         """End it at once. May be called twice, and by several."""

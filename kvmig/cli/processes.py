@@ -127,6 +127,8 @@ class LlumletLaunch(Discreet, frozen=True, kw_only=True):
     """Folder whose build of the engine goes before the installed one; empty: none does."""
     gpus: tuple[str, ...] = ()
     """Ids of its GPUs; none: the launcher chooses."""
+    unit: str = ""
+    """Name of where it is in a placement; only told to people and planners."""
 
 
 class Announcement(msgspec.Struct, frozen=True):

@@ -79,6 +79,17 @@ def own_trees(given: Sequence[str], instances: int, check: CheckTree) -> Trees:
     return Trees(own=trees)
 
 
+def own_units(given: Sequence[str], instances: int) -> dict[str, str]:
+    """From "i1: NAME" to where that instance is in a placement. Raises ConfigError."""
+    units = dict(_named("--instance-unit", words, instances, "a name") for words in given)
+    for name, unit in units.items():
+        if not 0 < len(unit) <= 200:
+            raise ConfigError(
+                f"--instance-unit is '{name}: {unit:.100}', its name must have 1 to 200 characters"
+            )
+    return units
+
+
 def checked_tree(folder: str, check: CheckTree) -> str:
     """The folder with its whole path; empty stays empty. Raises ConfigError."""
     if not folder:

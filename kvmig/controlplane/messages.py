@@ -221,7 +221,8 @@ class AddInstances(Message, frozen=True, tag=True):
     """Front end to the launcher: start so many more, with these flags of vLLM's besides.
 
     tree: as in RestartInstances; None: that of most of the others. gpus: ids of those that each
-    runs on, as CUDA_VISIBLE_DEVICES has them; none: the launcher chooses.
+    runs on, as CUDA_VISIBLE_DEVICES has them; none: the launcher chooses. unit: name of where they
+    are in a placement.
     """
 
     call_id: int
@@ -229,6 +230,7 @@ class AddInstances(Message, frozen=True, tag=True):
     flags: str = ""
     tree: str | None = None
     gpus: tuple[str, ...] = ()
+    unit: str = ""
 
 
 class DrainInstance(Message, frozen=True, tag=True):
@@ -325,6 +327,8 @@ class Member(msgspec.Struct, frozen=True):
     """For people: why it is in this state."""
     tree: str = ""
     """Folder of its engine; empty: the installed one."""
+    unit: str = ""
+    """Name of where it is in a placement; empty: nobody said."""
 
 
 class Members(Message, frozen=True, tag=True):

@@ -112,7 +112,7 @@ def instances_api(
         wanted = body or AddBody()
         names = await launcher.order(
             lambda call_id: AddInstances(
-                call_id, wanted.count, wanted.flags, wanted.vllm, tuple(wanted.gpus)
+                call_id, wanted.count, wanted.flags, wanted.vllm, tuple(wanted.gpus), wanted.unit
             )
         )
         return Listing(data=listed(names))
@@ -207,6 +207,7 @@ class Instance(BaseModel):
     weights: str = Field(description="Identity of its weights; a stream goes on under no others.")
     numerics: str = Field(description="Its numerics class: instances of one round alike.")
     vllm: str = Field(description="Folder of its vLLM; empty: the installed one.")
+    unit: str = Field(description="Name of where it is in a placement; empty: nobody said.")
 
     @classmethod
     def of(cls, row: InstanceRow, model: str) -> Instance:
@@ -272,6 +273,11 @@ class AddBody(BaseModel):
         max_length=MOST,
         description="Ids of the GPUs that each of them runs on, as CUDA_VISIBLE_DEVICES has them; "
         "none: those with the fewest workers.",
+    )
+    unit: str = Field(
+        default="",
+        max_length=200,
+        description="Name of where they are in a placement; rows show it.",
     )
 
 

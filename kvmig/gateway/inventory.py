@@ -49,6 +49,8 @@ class InstanceRow:
     """The instance's numerics class."""
     tree: str = ""
     """Folder of the instance's engine; empty: the installed one."""
+    unit: str = ""
+    """Name of where the instance is in a placement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ def cluster_rows(linked: Sequence[InstanceRow], members: Iterable[Member]) -> li
         )
         sound = member.state in ("starting", "failed") or row.state in ("serving", "draining")
         state = member.state if sound else row.state
-        joined.append(replace(row, state=state, detail=member.detail, tree=member.tree))
+        told = replace(row, state=state, detail=member.detail, tree=member.tree, unit=member.unit)
+        joined.append(told)
     return [*joined, *rows.values()]
 
 

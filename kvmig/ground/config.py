@@ -184,6 +184,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """As given: "iN: FLAGS", the engine's flags that only instance N gets."""
     instance_vllm: tuple[str, ...] = ()
     """As given: "iN: FOLDER", the build of vLLM that instance N is."""
+    instance_unit: tuple[str, ...] = ()
+    """As given: "iN: NAME", where instance N is in a placement."""
     ray: RayConfig | None = None
     """None: all instances run on this host."""
     control_host: str = "127.0.0.1"
