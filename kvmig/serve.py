@@ -47,12 +47,13 @@ from kvmig.cli.shapes import (
     unit_tokens,
 )
 from kvmig.controlplane.messages import Member
+from kvmig.controlplane.unit_member import ask
 from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind, kind_of
 from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
 from kvmig.gateway.access import is_loopback
-from kvmig.ground.config import ClusterConfig
+from kvmig.ground.config import ClusterConfig, UnitConfig
 from kvmig.ground.discreet import ADMIN_KEY
-from kvmig.ground.errors import ConfigError, KvmigError
+from kvmig.ground.errors import ConfigError, KvmigError, TransportError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -126,6 +127,9 @@ def serve(
     args = kind.parse(argv)
     planned = shapes_of(args, argv, own, planned_instances(config), kind.parse)
     config = in_units(config, unit_tokens(planned), kind)
+    arena = 0
+    if config.unit is not None:
+        config, arena = joining(config, config.unit, args)
     with listening(config.http.uds, args) as sock:
         if host is not None:
             kind.check_gpus(args, host.gpus)
@@ -140,6 +144,7 @@ def serve(
                     available_memory(),
                     os.environ,
                     weights_of(args.model),
+                    arena,
                 ),
             ]
         first = planned[: config.instances]
@@ -197,6 +202,22 @@ def in_units(config: ClusterConfig, tokens: int, kind: EngineKind) -> ClusterCon
         )
     migration = msgspec.structs.replace(config.migration, unit_tokens=tokens)
     return msgspec.structs.replace(config, migration=migration)
+
+
+def joining(config: ClusterConfig, unit: UnitConfig, args: Namespace) -> tuple[ClusterConfig, int]:
+    """With the model's name in the unit, and the bytes of the unit. Raises ConfigError."""
+    try:
+        found = asyncio.run(ask(unit.path))
+    except TransportError as error:
+        raise ConfigError(f"--unit is {unit.path}, must be a unit's socket: {error}") from error
+    if unit.guarantee > found.arena:
+        raise ConfigError(
+            f"--unit-guarantee is {unit.guarantee / 2**20:g} MiB, must be at most the unit's"
+            f" {found.arena / 2**20:g} MiB"
+        )
+    name = (args.served_model_name or [args.model])[0]
+    unit = msgspec.structs.replace(unit, model=name)
+    return msgspec.structs.replace(config, unit=unit), found.arena
 
 
 class Server:

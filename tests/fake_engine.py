@@ -21,6 +21,7 @@ from kvmig.engines.base import (
     EngineLoad,
     Export,
     RequestState,
+    Sharing,
     Stage,
     Tail,
 )
@@ -80,6 +81,7 @@ class FakeEngine:
         self.leaving: set[str] = set()
         self.can_hold = True
         self.unmovable = ""
+        self.sharing: Sharing | str = "it is a fake"
         self.ballast: list[bytes] = []
         """What a request was submitted with beside its tokens."""
         self.expected: list[tuple[str, float]] = []

@@ -54,6 +54,22 @@ REFUSED = [
     ([MODEL, "--scheduler-cls", "a.b"], "--scheduler-cls a.b can't be used"),
     ([MODEL, "--kv-transfer-config", "{}"], "--kv-transfer-config can't be used"),
     ([MODEL, "--pipeline-parallel-size", "2"], "use --tensor-parallel-size"),
+    (
+        [MODEL, "--unit", "/no/such"],
+        "--unit is /no/such, must be a unit's socket: nobody listens at",
+    ),
+    ([MODEL, "--unit", ""], "--unit is '', must be the path of a unit's socket"),
+    (
+        [MODEL, "--unit", "/u", "--ray"],
+        "--unit is /u, must be left out with --ray: a unit is on one",
+    ),
+    ([*TOY, "--unit", "/u"], "--unit is /u, must be left out with --engine toy: only vLLM's"),
+    ([MODEL, "--unit-guarantee", "1GiB"], "--unit-guarantee is 1024 MiB, but --unit is not given"),
+    ([MODEL, "--unit", "/u", "--unit-guarantee", "x"], "'x' must be a number of MiB"),
+    (
+        [MODEL, "--unit", "/u", "--reclaim-patience", "-1"],
+        "--reclaim-patience is -1.0, must be 0 or",
+    ),
     ([MODEL, "--instance-flags", "i7: --block-size 64"], "must be one of i0, i1, a colon and"),
     ([MODEL, "--instance-flags", "i1: --block-size x"], "invalid int value: 'x'"),
     ([MODEL, "--instance-vllm", "i7: /tmp"], "must be one of i0, i1, a colon and a folder"),

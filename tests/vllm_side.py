@@ -59,6 +59,8 @@ class Configuration:
     model: Path = BUNDLED
     apart: bool = False
     """Whether the one worker is a process of its own."""
+    shared: bool = False
+    """Whether its KV cache can shrink and grow."""
 
 
 BY_PRIORITY = Configuration(
@@ -92,7 +94,7 @@ def start(wanted: Configuration) -> ServingVllm:
         config.parallel_config.distributed_executor_backend = "mp"
     # vLLM's CPU platform turns it off; the machinery is the same as on a GPU.
     config.scheduler_config.async_scheduling = wanted.async_scheduling
-    engine = ServingVllm(config, unit_tokens=wanted.unit_tokens)
+    engine = ServingVllm(config, unit_tokens=wanted.unit_tokens, shared=wanted.shared)
     # Once a process is enough; a second time it trips over numba, which ngram drafts bring.
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
     return engine

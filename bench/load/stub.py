@@ -17,6 +17,7 @@ from kvmig.engines.base import (
     OnCallDone,
     OnOutputs,
     RequestState,
+    Sharing,
     Stage,
     StepTime,
     Tail,
@@ -35,6 +36,7 @@ class StubEngine:
     numerics = ""
     can_hold = False
     unmovable = "it has no KV cache"
+    sharing: Sharing | str = "it has no KV cache"
 
     def __init__(self, words: Words, metronome: Metronome, phase: float) -> None:
         """phase: of its steps among those of the other instances, 0 to 1."""

@@ -216,6 +216,7 @@ def memory_flags(
     available: int,
     environment: Mapping[str, str],
     weights: int,
+    arena: int = 0,
 ) -> list[str]:
     """vLLM flags that share the machine's memory among instances; [] if the user said how.
 
@@ -223,7 +224,8 @@ def memory_flags(
     vLLM still wants its whole share free.
 
     kv_bytes: --kv-cache-memory-bytes, if given: a worker's; workers: of each instance;
-    weights: bytes of the model on disk. Raises ConfigError if there isn't enough.
+    weights: bytes of the model on disk. arena: KV cache that instances share with others, which
+    is no part of theirs; 0: they don't. Raises ConfigError if there isn't enough.
     """
     by_share = any(word.split("=")[0] == "--gpu-memory-utilization" for word in argv)
     total = sum(workers)
@@ -235,6 +237,14 @@ def memory_flags(
     fixed = [fixed_memory(count, weights) for count in workers]
     space = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
     kv = int(space) * GIB if kv_bytes is None and space.isdecimal() else kv_bytes
+    if arena:
+        if sum(fixed) > available:
+            raise ConfigError(
+                f"not enough memory for {len(workers)} instances: each needs"
+                f" {max(fixed) / GIB:.1f} GiB beside its KV cache and {available / GIB:.1f} GiB are"
+                " available, lower --instances"
+            )
+        return [] if kv is not None else ["--kv-cache-memory-bytes", str(arena)]
     if kv is None:
         if by_share:
             return []

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ from kvmig.ground.config import (
     RayConfig,
     ScalingConfig,
     SchedulerConfig,
+    UnitConfig,
     check,
 )
 from kvmig.ground.errors import ConfigError
@@ -73,6 +75,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         instance_vllm=tuple(flags.instance_vllm),
         instance_unit=tuple(flags.instance_unit),
         ray=_ray(flags),
+        unit=_unit(flags),
         lifecycle=_filled(LifecycleConfig, flags, max_instances=_max_instances(flags)),
         scaling=_scaling(flags),
         priorities=priority_classes(flags.priority_class),
@@ -109,6 +112,23 @@ def _ray(flags: argparse.Namespace) -> RayConfig | None:
             raise ConfigError(f"--ray-resources is {flags.ray_resources!r}, but --ray is not given")
         return None
     return RayConfig(address=checked_address(flags.ray), resources=resources)
+
+
+def _unit(flags: argparse.Namespace) -> UnitConfig | None:
+    """None: instances have KV cache of their own. Raises ConfigError."""
+    if flags.unit is None:
+        if flags.unit_guarantee is not None:
+            raise ConfigError(
+                f"--unit-guarantee is {flags.unit_guarantee / 2**20:g} MiB, but --unit is not given"
+            )
+        return None
+    if not flags.unit:
+        raise ConfigError("--unit is '', must be the path of a unit's socket")
+    return UnitConfig(
+        path=str(Path(flags.unit).absolute()),
+        guarantee=int(flags.unit_guarantee or 0),
+        patience_s=flags.patience_s,
+    )
 
 
 def _max_instances(flags: argparse.Namespace) -> int:
@@ -219,6 +239,7 @@ def parser() -> argparse.ArgumentParser:
     _add_cluster(root)
     _add_http(root)
     _add_ray(root)
+    _add_unit(root)
     _add_lifecycle(root)
     _add_scheduler(root)
     _add_faults(root)
@@ -346,6 +367,32 @@ def _add_ray(root: _Parser) -> None:
         metavar="JSON",
         help="what each instance takes of a node, such as '{\"CPU\": 4}'; one GPU a worker"
         " unless given",
+    )
+
+
+def _add_unit(root: _Parser) -> None:
+    usual = UnitConfig(path="")
+    group = _Group(root, "KV cache that models share", usual)
+    group.add_argument(
+        "--unit",
+        default=None,
+        metavar="PATH",
+        help="share the KV cache of the unit whose agent, `python -m kvmig.unit`, listens there",
+    )
+    group.add_argument(
+        "--unit-guarantee",
+        type=quantity("MiB"),
+        default=None,
+        metavar="MiB",
+        help="KV cache that each instance gets back whenever it wants it, in MiB or with a unit"
+        " (None: a fair part of what others weren't promised)",
+    )
+    group.add(
+        "--reclaim-patience",
+        "patience_s",
+        "what is called back is waited for so long, while requests end or move elsewhere; then"
+        " the last ones are preempted",
+        metavar="SECONDS",
     )
 
 

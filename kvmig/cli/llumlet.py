@@ -38,7 +38,8 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
     kind.prepare()
     kind.load()
     end_loading()
-    engine = kind.make(launch.engine_argv, launch.config.migration.unit_tokens)
+    unit_tokens, shared = launch.config.migration.unit_tokens, launch.config.unit is not None
+    engine = kind.make(launch.engine_argv, unit_tokens, shared)
     llumlet = Llumlet(launch.instance, launch.cluster, launch.secret, launch.config, engine)
     stopped = asyncio.ensure_future(until_stopped())
     try:
@@ -47,6 +48,8 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
         gc.freeze()  # a collection that walks all of vLLM would stop it for tens of ms
         if engine.unmovable:
             say(f"its requests can't be moved: {engine.unmovable}", f"kvmig {launch.instance}")
+        if shared and isinstance(engine.sharing, str):
+            say(f"its KV cache is its own alone: {engine.sharing}", f"kvmig {launch.instance}")
         announce(descriptor, Announcement(endpoint=llumlet.endpoint))
         failed = asyncio.ensure_future(llumlet.failed())
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)

@@ -48,7 +48,7 @@ def candidates(view: ClusterView, demand_blocks: float) -> Mask:
     columns = view.columns
     if not len(columns):
         raise NoInstance("no instance to run a request on: the cluster has none")
-    fits = columns.total >= demand_blocks
+    fits = columns.limit >= demand_blocks
     good: Mask = (columns.open_until >= view.now) & fits
     if good.any():
         return good

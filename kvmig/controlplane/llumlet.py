@@ -12,6 +12,7 @@ import msgspec
 
 from kvmig.controlplane.fronts import Fronts, Tracking
 from kvmig.controlplane.headroom import measured_headroom
+from kvmig.controlplane.leases import Claim
 from kvmig.controlplane.messages import (
     URGENT,
     AbortRequests,
@@ -39,6 +40,7 @@ from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.mover import Mover
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import Reporter
+from kvmig.controlplane.unit_member import UnitMember
 from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
 from kvmig.ground.config import ClusterConfig
@@ -74,6 +76,8 @@ class Llumlet:
         engine: ServingEngine,
     ) -> None:
         self.instance = instance
+        self._cluster = cluster
+        self._member: UnitMember | None = None
         self._config = config
         self._engine = engine
         self._server = Server(
@@ -128,11 +132,29 @@ class Llumlet:
     async def start(self) -> None:
         """Step the engine, warm it up, then take messages. Raises StartupError if it fails."""
         self._engine.connect(self._on_outputs, self._on_call_done, self._on_exit)
+        await self._join_unit()
         await self._warm_up()
         await self._migrations.get_ready()
         self._headroom = await measured_headroom(self._engine, self._config.priorities)
         for loop in (self._receive, self._report, self._mover.run):
             self._spawn(self._for_ever(loop))
+
+    async def _join_unit(self) -> None:
+        """Raises StartupError."""
+        unit, sharing = self._config.unit, self._engine.sharing
+        if unit is None or isinstance(sharing, str):
+            return
+        room, patience_s = sharing.room, unit.patience_s
+        claim = Claim(unit.model, room.floor, room.capacity, room.granule, unit.guarantee)
+        self._member = UnitMember(
+            unit.path,
+            f"{self._cluster}.{self.instance}",
+            claim,
+            lambda: sharing.use,
+            lambda quota, limit: sharing.resize(quota, limit, patience_s),
+        )
+        await self._member.join()
+        self._spawn(self._for_ever(self._member.run))
 
     async def _for_ever(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Without any of these an instance would be there and not serve: rather none at all."""
@@ -162,6 +184,8 @@ class Llumlet:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._member is not None:
+            self._member.close()
         await self._host.close()
         self._server.close()
         await self._engine.close(timeout_s)

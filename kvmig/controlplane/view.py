@@ -34,6 +34,7 @@ class Columns:
     """
 
     total: Column
+    limit: Column
     free: Column
     behind: Column
     room: Column
@@ -190,6 +191,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
         heard = -math.inf if self.reported_at is None else self.reported_at + stale_after_s
         return (
             load.total_blocks,
+            load.most_blocks,
             free,
             self.behind_blocks,
             free - self.behind_blocks,

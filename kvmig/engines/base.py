@@ -76,6 +76,24 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """Waiting requests that ran here and were preempted; 0 where the engine can't tell."""
     prefill_blocks: int = 0
     """Blocks of running requests' prompts that are still to be computed before they decode."""
+    limit_blocks: int = 0
+    """What `total_blocks` could be if those that share memory with it gave; 0: nobody does."""
+
+    @property
+    def most_blocks(self) -> int:
+        """What one request may need at most to ever run here."""
+        return max(self.total_blocks, self.limit_blocks)
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What an engine can have of KV cache that it shares with others. Bytes."""
+
+    floor: int
+    """For one request of the greatest length."""
+    capacity: int
+    """The most that it could use."""
+    granule: int
+    """It gives and takes so much at a time."""
 
 
 class KVUse(msgspec.Struct, frozen=True):
@@ -214,6 +232,25 @@ class CameBlocks:
                 raise MigrationRefused("corrupt", f"block {self.first + index} came changed")
 
 
+class Sharing(Protocol):
+    """The side of an engine whose KV cache can shrink and grow while it serves."""
+
+    room: Room
+
+    @property
+    def use(self) -> KVUse:
+        """A cheap snapshot, taken between two steps; from any thread."""
+        ...
+
+    async def resize(self, quota: int, limit: int, patience_s: float) -> None:
+        """Have so many bytes at most: more at once, less as soon as it is free, which `use` shows.
+
+        Requests that run keep what they hold for `patience_s`, so that they may move elsewhere;
+        then the last ones are preempted. limit: bytes to have if others gave.
+        """
+        ...
+
+
 class Engine(Protocol):
     """One engine instance behind a llumlet.
 
@@ -232,6 +269,8 @@ class Engine(Protocol):
     """Whether a step waits for a commit that it expects: see `expect`."""
     unmovable: str
     """Why none of its requests can be moved, nor any come, in a few words; empty when they can."""
+    sharing: Sharing | str
+    """For an engine that was made to share KV cache; for others why it doesn't, in a few words."""
 
     # -- what it does and holds
     def cadence(self) -> Cadence:

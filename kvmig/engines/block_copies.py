@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmig.ground.errors import RequestGone
 from kvmig.ground.layout import KVLayout, Region, fused
 from kvmig.kernels.copy import address_of, backend, checksum_fused, start_copy
 
@@ -46,6 +47,8 @@ class BlockCopies:
         self._block_bytes = layout.block_bytes
         self._by = by or HostCopies(Blocks(layout))
         self._thread = CopyThread()
+        self.absent: tuple[NDArray[np.bool_], int] | None = None
+        """Which blocks have no memory, and how many ids each has; written on the copy thread."""
 
     async def gather(
         self, block_ids: Sequence[int], out: memoryview, urgent: bool = False
@@ -55,7 +58,12 @@ class BlockCopies:
         urgent: ahead of other copies.
         """
         ids, out = list(block_ids), out[: len(block_ids) * self._block_bytes]
-        return await self._on_thread(lambda: self._by.gather(ids, out, urgent), urgent)
+
+        def copy() -> list[int]:
+            self._check(ids)
+            return self._by.gather(ids, out, urgent)
+
+        return await self._on_thread(copy, urgent)
 
     async def scatter(
         self, block_ids: Sequence[int], data: memoryview, urgent: bool = False
@@ -63,6 +71,18 @@ class BlockCopies:
         """`data` [n * block_bytes] into blocks [n]; returns n checksums of `data`."""
         ids, data = list(block_ids), data[: len(block_ids) * self._block_bytes]
         return await self._on_thread(lambda: self._by.scatter(ids, data, urgent), urgent)
+
+    def submit(self, work: Callable[[], list[int]]) -> Future[list[int]]:
+        """Run it on the copy thread, after the copies of now; from any thread."""
+        return self._thread.submit(work, urgent=False)
+
+    def _check(self, ids: Sequence[int]) -> None:
+        """Whoever wanted these was told of them before they were freed, and given back."""
+        if self.absent is None or not ids:
+            return
+        absent, per_block = self.absent
+        if absent[np.asarray(ids) // per_block].any():
+            raise RequestGone("finished", "its blocks are gone")
 
     def gather_now(self, block_ids: Sequence[int], out: memoryview) -> list[int]:
         """`gather` on the calling thread, where it needn't wait for a device."""

@@ -69,6 +69,7 @@ class CheckedEngine:
         self.numerics = engine.numerics
         self.can_hold = engine.can_hold
         self.unmovable = engine.unmovable
+        self.sharing = engine.sharing
         self._rules = Rulebook(engine.layout)
         self.violations: list[ContractViolation] = []
         """All that were found, raised or not."""

@@ -80,10 +80,11 @@ class EngineKind(Protocol):
         """The identity of the weights that an instance would have that is started now."""
         ...
 
-    def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
+    def make(self, argv: list[str], unit_tokens: int, shared: bool = False) -> ServingEngine:
         """The engine, loaded. Raises StartupError or ConfigError with one sentence.
 
-        unit_tokens: of what it exchanges with other instances; 0: its own blocks.
+        unit_tokens: of what it exchanges with other instances; 0: its own blocks. shared: its KV
+        cache has no memory yet, which comes by `ServingEngine.sharing`, if it can.
         """
         ...
 

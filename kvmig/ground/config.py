@@ -173,6 +173,19 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance takes, by Ray's names; none: a GPU a worker."""
 
 
+class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The unit whose KV cache the instances share with those of other models."""
+
+    path: str
+    """Of its agent's socket."""
+    guarantee: int = 0
+    """Bytes that an instance gets back whenever it wants them; 0: a fair part."""
+    patience_s: float = 2.0
+    """For what is called back to become free, until requests are preempted for it."""
+    model: str = ""
+    """Its name in the unit."""
+
+
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that all processes of one cluster agree on."""
 
@@ -204,6 +217,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """First to run first; one has priority 0."""
     faults: FaultConfig = FaultConfig()
     http: HttpConfig = HttpConfig()
+    unit: UnitConfig | None = None
+    """None: each instance has KV cache of its own."""
 
 
 def instance_name(number: int) -> str:
@@ -234,6 +249,8 @@ def check(config: ClusterConfig) -> ClusterConfig:
         check_scaling(config.scaling, config.instances)
     _check_faults(config.faults, config.heartbeat_interval_ms)
     _check_http(config.http)
+    if config.unit is not None:
+        _check_unit(config.unit, config)
     return config
 
 
@@ -308,6 +325,15 @@ def _check_faults(faults: FaultConfig, heartbeat_interval_ms: float) -> None:
     _positive("--step-timeout", faults.step_timeout_s)
     _least("--failover-timeout", faults.failover_timeout_s, 0)
     _least("--max-crashes", faults.max_crashes, 1)
+
+
+def _check_unit(unit: UnitConfig, config: ClusterConfig) -> None:
+    _least("--unit-guarantee", unit.guarantee, 0)
+    _least("--reclaim-patience", unit.patience_s, 0)
+    alone = "left out with --ray: a unit is on one host"
+    _require(config.ray is None, "--unit", unit.path, alone)
+    others = f"left out with --engine {config.engine}: only vLLM's engines share KV cache"
+    _require(config.engine == "vllm", "--unit", unit.path, others)
 
 
 def _check_http(http: HttpConfig) -> None:

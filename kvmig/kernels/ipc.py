@@ -69,16 +69,21 @@ class Mapping:
     size: int
 
 
+def properties(driver: Driver, handle_types: int = 0) -> _Properties:
+    """Of memory of the device. handle_types: by which other processes open it; 0: none does."""
+    return _Properties(
+        type=_PINNED,
+        handle_types=handle_types,
+        location=_Location(_ON_DEVICE, driver.ordinal),
+        rdma=driver.attribute(CAN_RDMA),
+    )
+
+
 def create(driver: Driver, nbytes: int) -> tuple[Mapping, int]:
     """New memory of `nbytes` or a little more, and its descriptor, which the caller closes."""
     if not driver.attribute(_CAN_EXPORT):
         raise KernelUnavailable(f"GPU {driver.ordinal} can't share memory by file descriptors")
-    wanted = _Properties(
-        type=_PINNED,
-        handle_types=_DESCRIPTOR,
-        location=_Location(_ON_DEVICE, driver.ordinal),
-        rdma=driver.attribute(CAN_RDMA),
-    )
+    wanted = properties(driver, _DESCRIPTOR)
     grain, handle, descriptor = c_size_t(), c_uint64(), c_int(-1)
     driver.call("cuMemGetAllocationGranularity", byref(grain), byref(wanted), c_int(_MINIMUM))
     size = -(-nbytes // grain.value) * grain.value

@@ -26,6 +26,7 @@ from kvmig.engines.base import (
     OnOutputs,
     Preempted,
     RequestState,
+    Sharing,
     Stage,
     StepTime,
     Tail,
@@ -45,6 +46,7 @@ class ToyEngine:
 
     can_hold = False
     unmovable = ""
+    sharing: Sharing | str = "it is a toy"
 
     def __init__(
         self,

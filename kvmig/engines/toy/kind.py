@@ -93,7 +93,7 @@ class ToyKind:
     def weights(self, args: Namespace) -> str:
         return ScriptFile(args.script).read().weights
 
-    def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
+    def make(self, argv: list[str], unit_tokens: int, shared: bool = False) -> ServingEngine:
         args = self.parse(argv)
         script = ScriptFile(args.script)
         while not script.read().load:

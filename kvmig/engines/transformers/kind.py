@@ -68,7 +68,7 @@ class TransformersKind:
 
         return identify(parse(engine_fields(args)))
 
-    def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
+    def make(self, argv: list[str], unit_tokens: int, shared: bool = False) -> ServingEngine:
         args = parse(argv)
         try:
             return factory(**engine_fields(args))

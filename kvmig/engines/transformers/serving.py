@@ -26,6 +26,7 @@ from kvmig.engines.base import (
     OnCallDone,
     OnOutputs,
     RequestState,
+    Sharing,
     Stage,
     StepTime,
     Tail,
@@ -72,6 +73,7 @@ class ServingTransformers:
 
     can_hold = False
     unmovable = ""
+    sharing: Sharing | str = "only vLLM's engines do, from process to process"
 
     def __init__(self, config: EngineConfig, pool: Pool | None = None) -> None:
         """Load the model and take the KV cache, or join `pool`: seconds. Raises KvmigError."""

@@ -33,6 +33,8 @@ from kvmig.ground.leftovers import remove, shared_by
 T = TypeVar("T")
 Deliver = Callable[[tuple[int, EngineCoreOutputs]], None]
 _CALL = object()
+STARVED_S = 0.05
+"""Until an engine that nothing can run on looks again by itself."""
 
 
 class StepCore(EngineCoreProc):
@@ -52,6 +54,9 @@ class StepCore(EngineCoreProc):
         """Called on the engine's thread after each step and each request or call."""
         self.after_step: Callable[[], None] = lambda: None
         """Called on the engine's thread after each step, before that."""
+        self.starves: Callable[[], bool] = lambda: False
+        """Whether a step that has computed nothing can't be followed by another kind of step
+        before something comes."""
         self.called: Callable[[str, Sequence[Any]], None] = lambda method, args: None
         """Called on the engine's thread after each call of a client's: (method, arguments)."""
         self.stepping: AbstractContextManager[object] = nullcontext()
@@ -204,6 +209,18 @@ class StepCore(EngineCoreProc):
                 return
             self._handle_client_request(*request)
 
+    def _await_memory(self) -> None:
+        """Where nothing can run for lack of memory, another step would be in vain: vLLM would take
+        a thousand a second."""
+        in_flight = (output for _, output, _ in self.batch_queue or ())
+        if any(one.total_num_scheduled_tokens for one in in_flight) or not self.starves():
+            return
+        try:
+            request = self.input_queue.get(timeout=STARVED_S)
+        except queue.Empty:
+            return
+        self._handle_client_request(*request)
+
     def _process_engine_step(self) -> bool:
         self._await_arrivals()
         began = self.step_began = time.monotonic()
@@ -216,6 +233,8 @@ class StepCore(EngineCoreProc):
             self.between_steps()
         finally:
             self.step_began = None
+        if not executed:
+            self._await_memory()
         return executed
 
     def execute_dummy_batch(self) -> None:

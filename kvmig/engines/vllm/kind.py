@@ -85,7 +85,7 @@ class VllmKind:
 
         return identity_of_args(args)
 
-    def make(self, argv: list[str], unit_tokens: int) -> ServingEngine:
+    def make(self, argv: list[str], unit_tokens: int, shared: bool = False) -> ServingEngine:
         from kvmig.engines.vllm.config import (
             compile_nothing,
             engine_config,
@@ -100,7 +100,7 @@ class VllmKind:
         try:
             config = engine_config(args)
             identify = partial(identity_of_args, args)
-            return ServingVllm(config, unit_tokens=unit_tokens, identify=identify)
+            return ServingVllm(config, unit_tokens=unit_tokens, identify=identify, shared=shared)
         except KvmigError:
             raise
         except Exception as error:

@@ -24,7 +24,7 @@ from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.tables import Tables, layer_names
 from kvmig.engines.vllm.units import RankCache, UnitMap, Units, strips_of, units_of, whole_blocks
 from kvmig.ground.errors import KvmigError, NotParked, UnsupportedLayout
-from kvmig.ground.layout import KVLayout
+from kvmig.ground.layout import KVLayout, Region
 from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import Driver
@@ -48,7 +48,7 @@ class BlockMemory:
         Raises ConfigError or KernelUnavailable.
         """
         scheduler, self._core = core.scheduler, core
-        self._num_blocks = scheduler.kv_cache_config.num_blocks
+        self.num_blocks = scheduler.kv_cache_config.num_blocks
         self._cache: SharedCache | None = None
         self._gpu: device_copies.DeviceCopies | None = None
         self._stepping_on: int | None = None
@@ -64,7 +64,7 @@ class BlockMemory:
             self._close_cache()
             self.unmovable, copies = str(error), NoCopies()
             self.tables = Tables(scheduler, Units(scheduler.block_size))
-            self.layout = KVLayout((), self._num_blocks, self.tables.block_tokens)
+            self.layout = KVLayout((), self.num_blocks, self.tables.block_tokens)
         except KvmigError:
             self._close_cache()
             raise
@@ -76,14 +76,14 @@ class BlockMemory:
         ranks, tables, plan = self._cache.ranks, self.tables, None
         if unit_tokens:
             heads = _heads(config)
-            plan = UnitMap(ranks, heads, self._num_blocks, tables.units, _order(config))
+            plan = UnitMap(ranks, heads, self.num_blocks, tables.units, _order(config))
             model = _unit_model(config, ranks[0], heads)
-            blocks = self._num_blocks * tables.units.per_block
+            blocks = self.num_blocks * tables.units.per_block
             layout = KVLayout(plan.wire_regions, blocks, unit_tokens, model)
         else:
             model = _block_model(config, kv_cache, ranks[0])
             regions, tokens = whole_blocks(ranks), tables.block_tokens
-            layout = KVLayout(regions, self._num_blocks, tokens, model, tables.count)
+            layout = KVLayout(regions, self.num_blocks, tokens, model, tables.count)
         if config.device_config.device_type == "cpu":
             return layout, HostCopies(plan or Blocks(layout))
         copies = self._on_gpu(config, plan or Blocks(layout), self._cache.gpu)
@@ -102,6 +102,13 @@ class BlockMemory:
         overlap = config.max_concurrent_batches > 1
         self._gpu = device_copies.load(plan, gpu, steps_overlap=overlap)
         return self._gpu
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Where vLLM's own blocks lie. Raises UnsupportedLayout where that isn't known."""
+        if self._cache is None or self.unmovable:
+            raise UnsupportedLayout(self.unmovable)
+        return whole_blocks(self._cache.ranks)
 
     @property
     def on_gpu(self) -> bool:

@@ -20,6 +20,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from kvmig.engines.backing import Madvise
 from kvmig.engines.base import (
     Cadence,
     CameBlocks,
@@ -30,12 +31,15 @@ from kvmig.engines.base import (
     OnCallDone,
     OnOutputs,
     RequestState,
+    Sharing,
     Stage,
     StepTime,
     Tail,
     too_large,
 )
 from kvmig.engines.identity import check_unchanged
+from kvmig.engines.vllm.allocation import without_pages
+from kvmig.engines.vllm.balloon import Balloon, VllmSharing, unshared
 from kvmig.engines.vllm.building import Builder, go_on, not_again, without_what_was_sent
 from kvmig.engines.vllm.compat import refuse
 from kvmig.engines.vllm.config import (
@@ -70,7 +74,7 @@ from kvmig.engines.vllm.warmup import (
     warm_up_requests,
     write_profile,
 )
-from kvmig.ground.errors import MigrationRefused, NotParked
+from kvmig.ground.errors import MigrationRefused, NotParked, UnsupportedLayout
 
 T = TypeVar("T")
 _WARM_UP_TIMEOUT_S = 300.0
@@ -92,16 +96,21 @@ class ServingVllm:
         log_stats: bool = True,
         unit_tokens: int = 0,
         identify: Identify | None = None,
+        shared: bool = False,
     ) -> None:
         """Load the model and take the KV cache: minutes. vLLM's own errors pass through.
 
         unit_tokens: of what is exchanged with other instances; 0: an engine's own block.
         identify: the weights; None: by `config`. Raises StartupError if they change meanwhile.
+        shared: see `kvmig.engines.kind.EngineKind.make`.
         """
+        on_cpu = config.device_config.device_type == "cpu"
+        lazily = shared and on_cpu and config.parallel_config.world_size == 1
         self._identify = identify = identify or partial(identity_of_config, config)
         self._weights = weights = identify()
         """The identity of the weights, on the engine's thread."""
-        self._core = StepCore(config, Executor.get_class(config), log_stats, self._deliver)
+        with without_pages() if lazily else contextlib.nullcontext():
+            self._core = StepCore(config, Executor.get_class(config), log_stats, self._deliver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_outputs: OnOutputs = lambda client, emitted, frames: None
         self._on_call_done: OnCallDone = lambda client, call_id, error, frames: None
@@ -120,12 +129,12 @@ class ServingVllm:
         """Requests that were here when the weights were last updated."""
         try:
             check_unchanged(config.model_config.model, weights, identify())
-            self._open(unit_tokens, weights)
+            self._open(unit_tokens, weights, lazily)
         except BaseException:
             self._core.shutdown()  # workers are processes of their own
             raise
 
-    def _open(self, unit_tokens: int, weights: str) -> None:
+    def _open(self, unit_tokens: int, weights: str, lazily: bool) -> None:
         """Make what moves requests, before the core runs."""
         core = self._core
         self._scheduler = scheduler = core.scheduler
@@ -140,7 +149,11 @@ class ServingVllm:
         self._adapters = Adapters()
         self._builder = Builder(core)
         self._holdings = Holdings(scheduler, self._memory.tables, self.unmovable)
-        self._load = self._holdings.load()
+        self._balloon: Balloon | None = None
+        self.sharing: Sharing | str = "it wasn't told to"
+        if lazily:
+            self._share()
+        self._load = self._seen_load()
         self._load_at = 0.0
         self._listed: list[RequestState] = []
         self._listed_at = 0.0
@@ -150,6 +163,23 @@ class ServingVllm:
         core.after_step = self._memory.after_step
         core.between_steps = self._between_steps
         core.called = self._called
+
+    def _share(self) -> None:
+        """Let its KV cache shrink and grow, if that can be."""
+        core, memory = self._core, self._memory
+        self.sharing = unshared(core.vllm_config, memory.tables, memory.unmovable)
+        if self.sharing:
+            return
+        try:
+            backing = Madvise(memory.regions, memory.num_blocks)
+        except UnsupportedLayout as error:
+            self.sharing = str(error)
+            return
+        self._balloon = balloon = Balloon(
+            self._scheduler, memory.tables, backing, memory.copies, core.call
+        )
+        core.starves = balloon.starves
+        self.sharing = VllmSharing(balloon, self._on_engine)
 
     # -- for clients
 
@@ -531,10 +561,15 @@ class ServingVllm:
         # that come, and those that may come back, keep their places.
         kept = self._source.may_come_back() + self._destination.to_come()
         self._scheduler.max_num_active_reqs = self._seats - kept
+        news = self._balloon is not None and self._balloon.between_steps()
         now = time.monotonic()
         # After its last step an idle engine takes none that would renew the snapshot.
-        if now - self._load_at >= _LOAD_PERIOD_S or not self._scheduler.running:
-            self._load, self._load_at = self._holdings.load(), now
+        if news or now - self._load_at >= _LOAD_PERIOD_S or not self._scheduler.running:
+            self._load, self._load_at = self._seen_load(), now
+
+    def _seen_load(self) -> EngineLoad:
+        load = self._holdings.load()
+        return load if self._balloon is None else self._balloon.look(load)
 
     # -- on the event loop
 

@@ -1,0 +1,269 @@
+"""A balloon in vLLM's block pool: blocks that the engine may not use, whose pages others have.
+
+vLLM's KV cache is as large as it may become. The balloon holds, as a request would, the blocks that
+are beyond the quota; it takes and frees them between two steps. To vLLM's scheduler, and to
+everybody who reads its load, the pool is as large as the quota.
+
+What is taken first: free blocks, then those of the prefix cache that nobody has used for longest,
+as vLLM itself reuses them. Beyond that the engine owes: it admits nothing, and gives what becomes
+free, as its requests end or move elsewhere. Only then it preempts, the last one first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from kvmig.engines.backing import Backing
+from kvmig.engines.base import EngineLoad, KVUse, Room
+from kvmig.engines.block_copies import BlockCopies
+from kvmig.engines.vllm.tables import Tables
+
+GROWTH_BLOCKS = 4
+"""Blocks that a running request is expected to want besides, soon."""
+SPARE_BLOCKS = 2
+"""Of the floor, beside those of the longest request: vLLM's null block, and one ahead."""
+
+
+def unshared(config: VllmConfig, tables: Tables, unmovable: str) -> str:
+    """Why such an engine's KV cache can't have a balloon, in a few words; empty when it can."""
+    if config.parallel_config.world_size > 1:
+        return "several workers"
+    if unmovable:
+        return unmovable
+    if not tables.plain:
+        return "KV cache of several kinds, windows or states"
+    if config.kv_transfer_config is not None:
+        return "an offload of KV cache, which reads blocks that are free"
+    if config.device_config.device_type != "cpu":
+        return "KV cache of a GPU, which has not been measured"
+    return ""
+
+
+class Balloon:
+    """Of one engine; all on its thread, between two steps, but for `use`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tables: Tables,
+        backing: Backing,
+        copies: BlockCopies,
+        call: Callable[[Callable[[], None]], object],
+    ) -> None:
+        """Takes all but one group, which nothing was written to. call: runs something on the
+        engine's thread soon, from any thread."""
+        self._patience_s = 0.0
+        self._scheduler = scheduler
+        self._tables = tables
+        self._backing = backing
+        self._copies = copies
+        self._call = call
+        manager = scheduler.kv_cache_manager
+        self._manager, self._pool = manager, manager.block_pool
+        self._virtual = self._pool.num_gpu_blocks
+        self._watermark = manager.watermark_blocks / self._virtual
+        self._out: list[list[KVCacheBlock]] = []
+        """Groups whose pages are given back."""
+        self._giving = 0
+        """Groups whose pages are being given back."""
+        self._news = False
+        self._absent = np.zeros(self._virtual, np.bool_)
+        copies.absent = self._absent, tables.units.per_block
+        self._owes_since: float | None = None
+        self._limit = self._virtual
+        groups = self._virtual // backing.group
+        self.room = Room(
+            floor=min(groups, self._groups_of(scheduler.max_model_len)) * backing.group_bytes,
+            capacity=groups * backing.group_bytes,
+            granule=backing.group_bytes,
+        )
+        self._quota = backing.group
+        self._out = self._pick(groups - 1)
+        self._mark(self._out, absent=True)
+        self._resized()
+        self.use = KVUse(0, 0, 0, 0)
+        """What it holds; a snapshot, from any thread."""
+
+    def resize(self, quota: int, limit: int, patience_s: float) -> None:
+        """See `kvmig.engines.base.Sharing`; it happens between the steps that follow."""
+        group = self._backing.group
+        self._quota = max(1, min(quota, self.room.capacity) // self.room.granule) * group
+        self._limit = max(1, limit // self.room.granule) * group
+        self._patience_s, self._owes_since = patience_s, None
+
+    def between_steps(self) -> bool:
+        """Towards the quota, as far as that goes now; whether there is anything new to see."""
+        if self._pool.num_gpu_blocks < self._quota:
+            self._deflate()
+        elif self._pool.num_gpu_blocks > self._quota:
+            self._inflate()
+        news, self._news = self._news, False
+        return news
+
+    def starves(self) -> bool:
+        """Whether nothing can run before there is more memory: what waits doesn't fit."""
+        return bool(self._pool.num_gpu_blocks < self._virtual and not self._scheduler.running)
+
+    def look(self, load: EngineLoad) -> EngineLoad:
+        """Renew `use`; the load as others shall see it: of an engine as large as the quota."""
+        per_block = self._tables.units.per_block
+        pool, size = self._pool, self.room.granule // self._backing.group
+        free = pool.get_num_free_blocks()
+        used = pool.num_gpu_blocks - free
+        wanted = used + load.waiting_blocks // per_block + GROWTH_BLOCKS * load.running
+        self.use = KVUse(
+            lease=pool.num_gpu_blocks * size + self._giving * self.room.granule,
+            used=used * size,
+            cached=min(free, len(pool.cached_block_hash_to_block)) * size,
+            wanted=wanted * size,
+        )
+        return replace(
+            load,
+            total_blocks=(min(self._quota, self._pool.num_gpu_blocks) - 1) * per_block,
+            limit_blocks=(min(self._limit, self._virtual) - 1) * per_block,
+        )
+
+    # -- more
+
+    def _deflate(self) -> None:
+        groups = (self._quota - self._pool.num_gpu_blocks) // self._backing.group
+        groups = min(groups, len(self._out))
+        self._owes_since = None
+        if not groups:
+            return
+        taken = self._out[-groups:]
+        self._backing.take([_number(one, self._backing.group) for one in taken])
+        del self._out[-groups:]
+        self._mark(taken, absent=False)
+        self._pool.free_blocks(block for one in taken for block in one)
+        self._resized()
+
+    # -- less
+
+    def _inflate(self) -> None:
+        now = time.monotonic()
+        if self._owes_since is None:
+            self._owes_since = now
+        late = now - self._owes_since >= self._patience_s
+        self._take_free(spare=0 if late else len(self._scheduler.running))
+        while late and self._owed and len(self._scheduler.running) > 1:
+            self._preempt()
+            self._take_free(spare=0)
+        self._resized()
+
+    @property
+    def _owed(self) -> int:
+        """Groups that it has beyond its quota."""
+        return -(-(self._pool.num_gpu_blocks - self._quota) // self._backing.group)
+
+    def _take_free(self, spare: int) -> None:
+        """spare: blocks to leave to requests that run, for what they grow by."""
+        free = self._pool.get_num_free_blocks() - spare
+        groups = min(self._owed, free // self._backing.group)
+        taken = self._pick(groups) if groups > 0 else []
+        if not taken:
+            return
+        self._pool.num_gpu_blocks -= len(taken) * self._backing.group
+        self._giving += len(taken)
+        numbers = [_number(one, self._backing.group) for one in taken]
+
+        def give() -> list[int]:
+            # On the copy thread, behind the copies that read these blocks; later ones are refused.
+            self._mark(taken, absent=True)
+            self._backing.give(numbers)
+            return []
+
+        def given(done: Future[Any]) -> None:
+            self._call(lambda: self._given(taken, done))
+
+        self._copies.submit(give).add_done_callback(given)
+
+    def _given(self, taken: list[list[KVCacheBlock]], done: Future[Any]) -> None:
+        self._giving -= len(taken)
+        self._news = True
+        self._out += taken
+        done.result()  # where pages can't be given back nobody may go on as if they were
+
+    def _pick(self, groups: int) -> list[list[KVCacheBlock]]:
+        """Hold so many groups, or all that are free, those that are reused first."""
+        pool, size = self._pool, self._backing.group
+        if size == 1:
+            return [[block] for block in pool.get_new_blocks(groups)]
+        members: dict[int, list[KVCacheBlock]] = {}
+        whole: list[list[KVCacheBlock]] = []
+        for block in pool.free_block_queue.get_all_free_blocks():
+            group = members.setdefault(block.block_id // size, [])
+            group.append(block)
+            if len(group) == size:
+                whole.append(group)
+        picked = whole[:groups]
+        blocks = [block for group in picked for block in group]
+        pool.evict_blocks({block.block_id for block in blocks})
+        pool.touch(blocks)
+        return picked
+
+    def _preempt(self) -> None:
+        """As vLLM does when it runs out of blocks, and as it does between two steps."""
+        scheduler = self._scheduler
+        request: Request
+        if scheduler.policy is SchedulingPolicy.PRIORITY:
+            request = max(scheduler.running, key=lambda one: (one.priority, one.arrival_time))
+            scheduler.running.remove(request)
+        else:
+            request = scheduler.running.pop()
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    # -- helpers
+
+    def _resized(self) -> None:
+        blocks = self._virtual - len(self._out) * self._backing.group
+        blocks -= self._giving * self._backing.group
+        self._news = self._news or blocks != self._pool.num_gpu_blocks
+        self._pool.num_gpu_blocks = blocks
+        owes = blocks > self._quota
+        # What waits must not take what is owed.
+        self._manager.watermark_blocks = blocks if owes else int(self._watermark * blocks)
+
+    def _mark(self, groups: list[list[KVCacheBlock]], *, absent: bool) -> None:
+        self._absent[[block.block_id for one in groups for block in one]] = absent
+
+    def _groups_of(self, tokens: int) -> int:
+        per_block = self._tables.units.per_block
+        blocks = self._tables.demand(tokens) // per_block + SPARE_BLOCKS
+        return -(-blocks // self._backing.group)
+
+
+class VllmSharing:
+    """Implements `kvmig.engines.base.Sharing` for an engine with a balloon."""
+
+    def __init__(
+        self, balloon: Balloon, on_engine: Callable[[Callable[[], None]], Awaitable[None]]
+    ) -> None:
+        self.room = balloon.room
+        self._balloon = balloon
+        self._on_engine = on_engine
+
+    @property
+    def use(self) -> KVUse:
+        """See `Sharing`."""
+        return self._balloon.use
+
+    async def resize(self, quota: int, limit: int, patience_s: float) -> None:
+        """See `Sharing`."""
+        await self._on_engine(lambda: self._balloon.resize(quota, limit, patience_s))
+
+
+def _number(group: list[KVCacheBlock], size: int) -> int:
+    return int(group[0].block_id) // size

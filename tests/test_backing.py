@@ -1,0 +1,154 @@
+"""Pages of a KV cache, given back and taken again: in this process, and on the tests' GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+
+import pytest
+
+from kvmig.engines.backing import Madvise, Vmm, group_of, spans
+from kvmig.ground.errors import KvmigError, UnsupportedLayout
+from kvmig.ground.layout import Region
+from kvmig.kernels.copy import address_of
+from kvmig.kernels.driver import Driver
+from kvmig.kernels.vmm import Addresses
+from tests import fake_gpu
+
+PAGE = mmap.PAGESIZE
+LAYERS, BLOCKS = 3, 16
+
+
+def regions(base: int, block: int, blocks: int = BLOCKS) -> tuple[Region, ...]:
+    return tuple(Region(base + one * blocks * block, block, block) for one in range(LAYERS))
+
+
+def test_the_memory_of_blocks_is_told_in_as_few_spans_as_there_are() -> None:
+    found = list(spans(regions(0, 100)[:2], 2, [3, 1, 2, 6]))
+    assert found == [(200, 600), (1200, 200), (1800, 600), (2800, 200)]
+
+
+@pytest.mark.parametrize(("block", "group"), [(PAGE, 1), (4 * PAGE, 1), (PAGE // 4, 4), (1024, 4)])
+def test_blocks_that_share_a_page_are_a_group(block: int, group: int) -> None:
+    assert group_of(regions(0, block), BLOCKS, PAGE) == group
+
+
+@pytest.mark.parametrize(("base", "block"), [(8, PAGE), (0, 24), (PAGE, 3 * 128)])
+def test_blocks_that_fill_no_pages_cannot_be_given_back(base: int, block: int) -> None:
+    with pytest.raises(UnsupportedLayout, match="don't fill pages of 4096 bytes"):
+        group_of(regions(base, block), BLOCKS, PAGE)
+
+
+class Host:
+    def __init__(self, block: int) -> None:
+        self.block = block
+        self.memory = mmap.mmap(-1, LAYERS * BLOCKS * block, flags=mmap.MAP_PRIVATE | 0x20)
+        self.view = memoryview(self.memory)
+        self.base = address_of(self.view)
+        self.backing = Madvise(regions(self.base, block), BLOCKS)
+
+    def resident(self) -> int:
+        """Pages."""
+        pages = (ctypes.c_ubyte * (len(self.view) // PAGE))()
+        size = ctypes.c_size_t(len(self.view))
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(self.base), size, pages) == 0
+        return sum(page & 1 for page in pages)
+
+    def of(self, block: int) -> set[int]:
+        """The bytes of a block."""
+        first = [(layer * BLOCKS + block) * self.block for layer in range(LAYERS)]
+        return {byte for one in first for byte in self.view[one : one + self.block]}
+
+    def close(self) -> None:
+        self.view.release()
+        self.memory.close()
+
+
+@pytest.fixture(params=[2 * PAGE, PAGE // 4], ids=["alone", "in groups"])
+def host(request: pytest.FixtureRequest) -> Iterator[Host]:
+    made = Host(request.param)
+    yield made
+    made.close()
+
+
+def test_given_pages_leave_this_process_and_the_others_stay_as_they_are(host: Host) -> None:
+    assert host.resident() == 0
+    host.view[:] = b"\7" * len(host.view)
+    whole = host.resident()
+    size = host.backing.group
+    gone = [1, 3]
+    host.backing.give(gone)
+    assert host.resident() * PAGE == whole * PAGE - len(gone) * host.backing.group_bytes
+    for block in range(BLOCKS):
+        assert host.of(block) == ({0} if block // size in gone else {7})
+    host.backing.take(gone)
+    host.view[:] = b"\1" * len(host.view)
+    assert host.resident() == whole
+
+
+# -- a GPU
+
+
+@pytest.fixture
+def gpu() -> Iterator[Driver]:
+    with fake_gpu.installed():
+        yield Driver()
+
+
+def on(gpu: Driver, addresses: Addresses) -> Vmm:
+    return Vmm(addresses, regions(addresses.address, addresses.page), BLOCKS, gpu.settle)
+
+
+def test_a_gpus_pages_come_and_go_behind_the_same_addresses(gpu: Driver) -> None:
+    before = fake_gpu.held()
+    addresses = Addresses(gpu, LAYERS * BLOCKS * 10)
+    addresses.close()
+    addresses = Addresses(gpu, LAYERS * BLOCKS * addresses.page)
+    backing = on(gpu, addresses)
+    assert fake_gpu.held()["memory"] == before["memory"]
+    backing.take([0, 1, 5])
+    assert fake_gpu.held()["memory"] == before["memory"] + 3 * LAYERS
+    at = addresses.address + 5 * addresses.page
+    gpu.write(at, b"here")
+    backing.give([1])
+    assert fake_gpu.held()["memory"] == before["memory"] + 2 * LAYERS
+    assert gpu.read(at, 4) == b"here"
+    backing.take([1, 5])
+    assert gpu.read(at, 4) == b"here"
+    gpu.write(addresses.address + addresses.page, b"anew")
+    backing.give([0, 1, 2, 5])
+    assert fake_gpu.held()["memory"] == before["memory"]
+    addresses.close()
+    assert fake_gpu.held() == before
+
+
+def test_an_access_to_a_page_that_is_not_there_is_refused(gpu: Driver) -> None:
+    addresses = Addresses(gpu, LAYERS * BLOCKS)
+    with pytest.raises(KvmigError):
+        gpu.write(addresses.address, b"none")
+    addresses.close()
+
+
+def test_a_gpu_without_memory_leaves_none_of_what_was_asked_for(
+    gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fake_gpu.held()
+    page = Addresses(gpu, 1)
+    addresses = Addresses(gpu, LAYERS * BLOCKS * page.page)
+    page.close()
+    backing, put, left = on(gpu, addresses), addresses.put, [2]
+
+    def puts(at: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            fake_gpu.fail("cuMemCreate")
+        put(at)
+
+    monkeypatch.setattr(addresses, "put", puts)
+    with pytest.raises(KvmigError, match="cuMemCreate"):
+        backing.take([0])
+    assert not addresses.there
+    addresses.close()
+    fake_gpu.library().fakegpu_mend()
+    assert fake_gpu.held() == before

@@ -1,0 +1,271 @@
+"""A real vLLM engine whose KV cache shrinks and grows while it serves: what it computes is what one
+that is left alone computes, and its pages are really gone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvmig.engines.vllm.balloon import Balloon, unshared
+from kvmig.ground.errors import MigrationRefused, RequestGone, StartupError
+from tests.test_vllm_park import resident
+from tests.vllm_pair import LONG, PROMPT, SAMPLING, Pair, assert_same
+from tests.vllm_side import Configuration, Side
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 64 << 10
+"""Bytes of a block of the bundled model, 32 tokens."""
+BLOCKS = 40
+
+
+def balloon(side: Side) -> Balloon:
+    found = side.engine._balloon
+    assert found is not None
+    return found
+
+
+async def resized(side: Side, blocks: int, patience_s: float = 60.0) -> None:
+    """Told to, and as far as it could by then."""
+    sharing = side.engine.sharing
+    assert not isinstance(sharing, str)
+    task = asyncio.ensure_future(sharing.resize(blocks * BLOCK, BLOCKS * BLOCK, patience_s))
+    while not task.done():
+        side.take_calls()
+        await asyncio.sleep(0)
+    await task
+    await settled(side)
+
+
+async def settled(side: Side) -> None:
+    """What it was about to give back is given."""
+    async with asyncio.timeout(10):
+        while balloon(side)._giving:
+            side.take_calls()
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="sync"),
+        pytest.param(True, id="async", marks=pytest.mark.long),
+    ],
+)
+def configurations(request: pytest.FixtureRequest) -> tuple[Configuration, Configuration]:
+    wanted = Configuration(async_scheduling=request.param, shared=True)
+    return wanted, wanted
+
+
+@pytest.fixture
+async def both(pair: Pair) -> AsyncIterator[Pair]:
+    """Both with all their memory; the last test may have left less."""
+    for side in (pair.a, pair.b):
+        await resized(side, BLOCKS)
+        side.engine._scheduler.reset_prefix_cache()
+    yield pair
+    await pair.idle()
+    for side in (pair.a, pair.b):
+        await resized(side, BLOCKS)
+
+
+async def test_its_pages_come_as_they_are_written_and_go_with_the_quota(both: Pair) -> None:
+    a = both.a
+    await resized(a, 1)
+    assert resident(a) <= BLOCK, "vLLM's null block"
+    await resized(a, BLOCKS)
+    assert resident(a) <= BLOCK, "nothing is written"
+    await both.run(a, "one", LONG, until=2)
+    await both.finish("one")
+    await both.idle()
+    assert resident(a) >= len(LONG) // 32 * BLOCK
+    await resized(a, 5)
+    assert resident(a) <= 5 * BLOCK
+
+
+async def test_others_see_an_engine_as_large_as_its_quota(both: Pair) -> None:
+    await resized(both.a, 11)
+    load = both.a.engine.load()
+    assert (load.total_blocks, load.limit_blocks) == (10, BLOCKS - 1)
+    assert both.a.engine._scheduler.kv_cache_manager.usage == 0.0
+    assert both.a.engine.layout.num_blocks == BLOCKS
+
+
+async def test_a_prefix_whose_pages_are_given_back_is_forgotten(both: Pair) -> None:
+    alone = await both.unmoved(PROMPT)
+    both.submit(both.a, "one", PROMPT)
+    assert_same(await both.finish("one"), alone)
+    await both.idle()
+    await resized(both.a, 1)
+    await resized(both.a, BLOCKS)
+    both.submit(both.a, "again", PROMPT)
+    both.a.take_calls()
+    (request,) = both.a.engine._scheduler.waiting
+    manager = both.a.engine._scheduler.kv_cache_manager
+    assert manager.get_computed_blocks(request)[1] == 0
+    assert_same(await both.finish("again"), alone)
+
+
+async def test_cold_prefixes_go_before_those_that_were_used_lately(both: Pair) -> None:
+    cold, warm = PROMPT, [one + 1 for one in PROMPT]
+    for name, prompt in (
+        ("cold", cold),
+        ("warm", warm),
+        ("cold again", cold),
+        ("warm again", warm),
+    ):
+        both.submit(both.a, name, prompt, max_tokens=2)
+        await both.finish(name)
+    await both.idle()
+    await resized(both.a, 4)  # the null block, and 3 full blocks of the warm one
+    manager = both.a.engine._scheduler.kv_cache_manager
+    hits = {}
+    for name, prompt in (("cold", cold), ("warm", warm)):
+        both.submit(both.a, name + " at last", prompt, max_tokens=2)
+        both.a.take_calls()
+        (request,) = both.a.engine._scheduler.waiting
+        hits[name] = manager.get_computed_blocks(request)[1]
+        both.a.engine.abort([name + " at last"])
+        await both.idle()
+    assert hits == {"cold": 0, "warm": 96}
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "penalties"])
+async def test_a_request_computes_the_same_while_the_balloon_grows_and_shrinks(
+    both: Pair, kind: str
+) -> None:
+    params = SAMPLING[kind]
+    alone = await both.unmoved(PROMPT, **params)
+    both.submit(both.a, "one", PROMPT, **params)
+    sizes = random.Random(3)
+    while both.outputs.get("one") is None or both.outputs["one"].finish_reason is None:
+        await resized(both.a, sizes.choice([1, 5, 9, 20, BLOCKS]))
+        both.a.step()
+        await both.settle()
+    assert_same(both.outputs["one"], alone)
+
+
+async def test_what_runs_keeps_what_it_holds_and_nothing_is_admitted_while_it_owes(
+    both: Pair,
+) -> None:
+    alone = await both.unmoved(PROMPT)
+    await both.run(both.a, "one", PROMPT, until=2)
+    await resized(both.a, 2)
+    both.submit(both.a, "two", PROMPT)
+    await both.step(both.a, until=("one", 20))
+    assert "two" not in both.outputs
+    assert both.a.engine.load().used_blocks > both.a.engine.load().total_blocks
+    assert_same(await both.finish("one"), alone)
+    await resized(both.a, BLOCKS)
+    assert_same(await both.finish("two"), alone)
+
+
+async def test_after_its_patience_the_last_request_is_preempted_and_computes_the_same(
+    both: Pair,
+) -> None:
+    alone = [await both.unmoved(prompt) for prompt in (PROMPT, LONG)]
+    both.submit(both.a, "first", PROMPT)
+    both.submit(both.a, "last", LONG)
+    await both.step(both.a, until=("last", 5))
+    await resized(both.a, 8, patience_s=0.0)
+    both.a.step()
+    scheduler = both.a.engine._scheduler
+    assert [one.request_id for one in scheduler.running] == ["first"]
+    await settled(both.a)
+    assert balloon(both.a).use.lease <= 8 * BLOCK
+    await resized(both.a, BLOCKS)
+    assert (await both.finish("first")).tokens == alone[0].tokens
+    assert (await both.finish("last")).tokens == alone[1].tokens
+
+
+async def test_a_request_moves_between_engines_that_shrink_and_grow(both: Pair) -> None:
+    alone = await both.unmoved(LONG)
+    await resized(both.b, 24)
+    await both.run(both.a, "moved", LONG, until=10)
+    await resized(both.a, 2)
+    await both.move(both.a, both.b, "moved")
+    await resized(both.a, 2)
+    await settled(both.a)
+    assert resident(both.a) <= 2 * BLOCK, "what it held is gone from there"
+    await both.step(both.b, until=("moved", 30))
+    await resized(both.a, 30)
+    await resized(both.b, 3)
+    await both.move(both.b, both.a, "moved")
+    assert_same(await both.finish("moved"), alone)
+    await resized(both.b, 3)
+    assert resident(both.b) <= 3 * BLOCK
+
+
+async def test_blocks_that_are_given_back_during_a_stage_are_not_read(both: Pair) -> None:
+    await both.run(both.a, "one", LONG, until=2)
+    await both.done(both.a.engine.export("one"))
+    stage = await both.done(both.a.engine.stage("one", 0))
+    both.a.engine.abort(["one"])
+    await both.idle()
+    await resized(both.a, 1)
+    buffer = memoryview(bytearray(both.a.engine.layout.block_bytes * len(stage.block_ids)))
+    with pytest.raises(RequestGone, match="its blocks are gone"):
+        await both.done(both.a.engine.gather(stage.block_ids, buffer))
+    assert resident(both.a) <= BLOCK
+    await both.done(both.a.engine.resume("one"))
+
+
+async def test_no_request_arrives_where_memory_is_owed(both: Pair) -> None:
+    await both.run(both.a, "moves", PROMPT, until=2)
+    await both.run(both.b, "stays", PROMPT, until=2)
+    await resized(both.b, 2)
+    export = await both.done(both.a.engine.export("moves"))
+    with pytest.raises(MigrationRefused, match="no_blocks"):
+        await both.done(both.b.engine.reserve(export))
+    await both.done(both.a.engine.resume("moves"))
+    for name in ("moves", "stays"):
+        await both.finish(name)
+
+
+async def test_an_engine_without_memory_for_what_waits_does_not_spin(both: Pair) -> None:
+    await resized(both.a, 2)
+    both.submit(both.a, "one", LONG, max_tokens=2)
+    began, steps, cpu = time.monotonic(), 0, time.process_time()
+    while time.monotonic() - began < 0.5:
+        both.a.step()
+        steps += 1
+    assert steps <= 15
+    assert time.process_time() - cpu < 0.1
+    await resized(both.a, BLOCKS)
+    await both.finish("one")
+
+
+def test_a_vllm_that_takes_its_cache_otherwise_is_refused() -> None:
+    from kvmig.engines.vllm.allocation import without_pages
+
+    with pytest.raises(StartupError, match="by 0 allocations"), without_pages():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("workers", "plain", "connector", "device", "unmovable", "why"),
+    [
+        (2, True, None, "cpu", "", "several workers"),
+        (1, True, None, "cpu", "KV cache kind X", "KV cache kind X"),
+        (1, False, None, "cpu", "", "KV cache of several kinds, windows or states"),
+        (1, True, "some", "cpu", "", "an offload of KV cache, which reads blocks that are free"),
+        (1, True, None, "cuda", "", "KV cache of a GPU, which has not been measured"),
+        (1, True, None, "cpu", "", ""),
+    ],
+)
+def test_an_engine_whose_cache_cannot_be_shared_says_why(
+    workers: int, plain: bool, connector: str | None, device: str, unmovable: str, why: str
+) -> None:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=workers),
+        kv_transfer_config=connector,
+        device_config=SimpleNamespace(device_type=device),
+    )
+    tables: Any = SimpleNamespace(plain=plain)
+    assert unshared(config, tables, unmovable) == why

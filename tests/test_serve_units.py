@@ -1,0 +1,121 @@
+"""Two real servers of one unit: KV cache goes to who wants it, every token is right, and nobody is
+stopped by the end of the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvmig.controlplane.leases import MIB
+from kvmig.controlplane.unit_member import ask
+from kvmig.controlplane.unit_messages import Share, Unit
+from kvmig.ground.errors import TransportError
+from kvmig_tools.nursery import Nursery
+from kvmig_tools.served import Served
+
+pytestmark = pytest.mark.server
+
+ARENA = 40 * MIB
+FLAGS = ("--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model-len=2048",
+         "--instances=1", "--shutdown-timeout=2", "--reclaim-patience=0.5")  # fmt: skip
+PATIENCE_S = 60.0
+
+
+class Agent:
+    """`python -m kvmig.unit`, which may die."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        words = (str(self.path), f"--memory={ARENA}B", "--end-with-stdin")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvmig.unit", *words], stdin=subprocess.PIPE
+        )
+        self.until(lambda unit: True)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+
+    def unit(self) -> Unit:
+        return asyncio.run(ask(str(self.path)))
+
+    def until(self, holds: Callable[[Unit], bool]) -> Unit:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                unit = self.unit()
+                assert sum(one.lease for one in unit.shares) <= ARENA
+                if holds(unit):
+                    return unit
+            except TransportError:
+                pass  # not yet
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def share(unit: Unit, model: str) -> Share:
+    return next(one for one in unit.shares if one.model == model)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    made = Agent(tmp_path / "unit")
+    made.start()
+    yield made
+    made.kill()
+
+
+def counted(served: Served, model: str, start: int, tokens: int) -> None:
+    """One call, whose every token is looked at."""
+    before = " ".join(f"{number:04}" for number in range(start, start + 150))
+    body = {"model": model, "prompt": before, "max_tokens": tokens, "temperature": 0}
+    answer: Any = httpx.post(f"{served.url}/v1/completions", json=body, timeout=300).json()
+    after = "".join(f" {number:04}" for number in range(start + 150, start + 150 + tokens))
+    assert answer["choices"][0]["text"] == after[:tokens], answer
+
+
+def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_the_agent(
+    agent: Agent, nursery: Nursery, tmp_path: Path
+) -> None:
+    def flags(name: str) -> list[str]:
+        return [*FLAGS, f"--unit={agent.path}", f"--served-model-name={name}"]
+
+    with (
+        ThreadPoolExecutor(24) as clients,
+        Served(flags("a"), nursery=nursery, log=tmp_path / "a") as a,
+        Served(flags("b"), nursery=nursery, log=tmp_path / "b") as b,
+    ):
+        for one in agent.unit().shares:
+            assert one.lease == pytest.approx(ARENA / 2, abs=MIB)
+        calls = [clients.submit(counted, a, "a", 100 + one, 500) for one in range(12)]
+        agent.until(lambda unit: share(unit, "a").lease > 0.6 * ARENA)
+        agent.kill()
+        calls += [clients.submit(counted, b, "b", 300 + one, 200) for one in range(10)]
+        time.sleep(0.5)
+        assert not all(call.done() for call in calls)
+        agent.start()
+        lent = agent.until(lambda unit: len(unit.shares) == 2 and all(s.used for s in unit.shares))
+        assert share(lent, "a").lease + share(lent, "b").lease <= ARENA
+        agent.until(lambda unit: share(unit, "b").lease > 0.45 * ARENA)
+        for call in calls:
+            call.result(PATIENCE_S * 3)
+        a.stop()
+        agent.until(lambda unit: len(unit.shares) == 1 and unit.shares[0].lease == ARENA)
+        late = [*FLAGS, f"--unit={agent.path}", "--unit-guarantee=39MiB"]
+        with pytest.raises(Exception, match=r"its guarantee takes 39.0 MiB, .* MiB are missing"):
+            Served(late, nursery=nursery, log=tmp_path / "c").start()
