@@ -70,6 +70,8 @@ def register(
 
 def prepare_workers(core: EngineCore) -> None:
     """Repair in the workers what moved, re-run and chunked requests would stumble over."""
+    if core.vllm_config.device_config.device_type == "cpu":
+        _in_workers(core, worker.ask_for_tiles)
     if not uses_v2(core):
         _in_workers(core, worker.keep_cpu_generators_from_chunks)
         if core.scheduler.kv_cache_config.has_mamba_layers:

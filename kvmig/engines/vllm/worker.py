@@ -39,6 +39,13 @@ def attempt(worker: Any, function: Callable[..., object], *args: object) -> obje
         return error
 
 
+def ask_for_tiles(worker: Any) -> None:
+    """Let this process use AMX where the CPU has it. Attention uses its tiles without asking Linux
+    for them, and oneDNN asks at the first large product of matrices; a worker whose first step
+    decodes, or embeds a few tokens, would be killed by SIGILL (plain vLLM's are)."""
+    torch.cpu._init_amx()
+
+
 def describe_cache(worker: Any, layer_names: Sequence[str]) -> RankCache:
     """Where this worker's KV cache lies; layers that share memory only once."""
     layers: dict[int, LayerCache] = {}
