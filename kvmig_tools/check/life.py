@@ -10,26 +10,25 @@ everything is late.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kvmig.fleet.lifecycle import Life, Seen, Wish, turn
 
 FAILURES = 4
 LATE_S = 1e6
-WISH = Wish()
+WISHES = {(on, parks): Wish(on=on, parks=parks) for on in (True, False) for parks in (True, False)}
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
     """All that counts of one model. Times are relative to now."""
 
     most: int = 1
     """Requests that run, and that wait."""
     parks: bool = False
     """Whether it is parked where it would end."""
-    life: Life = field(default_factory=Life)
+    life: Life = Life()
     on: bool = True
     process: bool = False
     ready: bool = False
@@ -79,16 +78,16 @@ def arrives(now: World) -> World | None:
     """A request comes to the proxy."""
     if not now.up or now.held >= now.most or now.running >= now.most:
         return None
-    busy = replace(now, idle=False)
+    busy = now._replace(idle=False)
     if not now.routed or not now.process:
-        return replace(busy, held=now.held + 1)
+        return busy._replace(held=now.held + 1)
     require(not now.stopping, "a request is sent to a deployment that stops")
-    return replace(busy, running=now.running + 1)
+    return busy._replace(running=now.running + 1)
 
 
 def wants(now: World) -> World | None:
     """The proxy says that a request waits."""
-    return replace(now, asked=True) if now.up and now.held and not now.asked else None
+    return now._replace(asked=True) if now.up and now.held and not now.asked else None
 
 
 def hears(now: World) -> World | None:
@@ -96,11 +95,11 @@ def hears(now: World) -> World | None:
     if not now.up or not now.news:
         return None
     routed, *rest = now.news
-    heard = replace(now, routed=routed, news=tuple(rest))
+    heard = now._replace(routed=routed, news=tuple(rest))
     if routed and now.held and now.process:
         require(not now.stopping, "who waits is sent to a deployment that stops")
         running = min(now.most, now.running + now.held)
-        return replace(heard, running=running, held=0)
+        return heard._replace(running=running, held=0)
     return heard
 
 
@@ -109,29 +108,29 @@ def says(now: World) -> World | None:
     if not now.up:
         return None
     unrouted = not now.news and not now.routed
-    return replace(now, said_held=now.held, said_running=now.running, said_unrouted=unrouted)
+    return now._replace(said_held=now.held, said_running=now.running, said_unrouted=unrouted)
 
 
 def finishes(now: World) -> World | None:
     """A request ends."""
-    return replace(now, running=now.running - 1) if now.running and now.process else None
+    return now._replace(running=now.running - 1) if now.running and now.process else None
 
 
 def gets_ready(now: World) -> World | None:
     """The deployment serves."""
-    return replace(now, ready=True) if now.process and not now.ready and not now.stopping else None
+    return now._replace(ready=True) if now.process and not now.ready and not now.stopping else None
 
 
 def obeys(now: World) -> World | None:
     """The deployment is parked, or wakes."""
     if not now.order or not now.process or (now.order == "park" and now.running):
         return None
-    return replace(now, parked=now.order == "park", order="")
+    return now._replace(parked=now.order == "park", order="")
 
 
 def refuses(now: World) -> World | None:
     """It isn't; or an order is late."""
-    return replace(now, order="", refused=True) if now.order and now.process else None
+    return now._replace(order="", refused=True) if now.order and now.process else None
 
 
 def ends(now: World) -> World | None:
@@ -149,8 +148,8 @@ def crashes(now: World) -> World | None:
 
 def gone(now: World, how: str) -> World:
     """Without its process; its streams have ended with an error."""
-    return replace(
-        now, process=False, ready=False, parked=False, order="", refused=False, stopping=False,
+    return now._replace(
+        process=False, ready=False, parked=False, order="", refused=False, stopping=False,
         ended=how, running=0,
     )  # fmt: skip
 
@@ -158,31 +157,31 @@ def gone(now: World, how: str) -> World:
 def is_late(now: World) -> World | None:
     """All time-outs are over."""
     life = replace(now.life, since=-LATE_S, retry_at=0.0)
-    late = replace(now, life=life, idle=not now.held and not now.running)
+    late = now._replace(life=life, idle=not now.held and not now.running)
     return late if late != now else None
 
 
 def switched(now: World) -> World | None:
     """Somebody switches the model off, or on."""
-    return replace(now, on=not now.on)
+    return now._replace(on=not now.on)
 
 
 def room_changes(now: World) -> World | None:
     """Others start, wait, or end."""
-    return replace(now, scarce=not now.scarce)
+    return now._replace(scarce=not now.scarce)
 
 
 def another_server(now: World) -> World | None:
     """The server is killed; the next one hears what runs, and tells what it knows: nothing."""
-    fresh = replace(now, life=Life(), asked=False, told=False, ended="", idle=False, refused=False)
+    fresh = now._replace(life=Life(), asked=False, told=False, ended="", idle=False, refused=False)
     news = (False,) if now.up else ()
-    return replace(fresh, news=news, said_held=0, said_running=0, said_unrouted=False)
+    return fresh._replace(news=news, said_held=0, said_running=0, said_unrouted=False)
 
 
 def another_proxy(now: World) -> World | None:
     """The proxy is killed with its connections, and the next one knows what the server tells."""
-    fresh = replace(now, routed=False, news=(now.told,), held=0, running=0)
-    return replace(fresh, said_held=0, said_running=0, said_unrouted=False)
+    fresh = now._replace(routed=False, news=(now.told,), held=0, running=0)
+    return fresh._replace(said_held=0, said_running=0, said_unrouted=False)
 
 
 def decides(now: World) -> World | None:
@@ -202,32 +201,32 @@ def decides(now: World) -> World | None:
         no_room="no room" if now.scarce else "",
         yields=now.scarce,
     )
-    life, action = turn(now.life, replace(WISH, on=now.on, parks=now.parks), seen, 0.0)
+    life, action = turn(now.life, WISHES[now.on, now.parks], seen, 0.0)
     life = replace(life, failures=min(life.failures, FAILURES))
-    after = replace(now, life=life, ended="")
+    after = now._replace(life=life, ended="")
     if life.state != now.life.state:
-        after = replace(after, refused=False)
+        after = after._replace(refused=False)
     if life.state in ("serving", "failed") and now.life.state != life.state:
-        after = replace(after, asked=False)
+        after = after._replace(asked=False)
     if action == "start":
         require(not now.process, "two deployments at once")
         require(not now.scarce, "one starts without room")
-        after = replace(after, process=True, ready=False)
+        after = after._replace(process=True, ready=False)
     elif action == "stop":
         require(not now.running, "a deployment is told to end while it answers")
         require(not now.routed and True not in now.news, "one that is told to end has its route")
-        after = replace(after, stopping=True, ready=False)
+        after = after._replace(stopping=True, ready=False)
     elif action in ("park", "unpark"):
         require(not now.running or now.parked, "a deployment is parked while it answers")
-        after = replace(after, order=action)
+        after = after._replace(order=action)
     elif action == "kill":
         after = gone(after, "killed")
     told = life.state == "serving" and after.ready and not after.parked and after.on
     if told != now.told:
         news = (*now.news, told) if now.up else now.news
-        after = replace(after, told=told, news=news[-3:])
+        after = after._replace(told=told, news=news[-3:])
         if not told:
-            after = replace(after, said_unrouted=False)
+            after = after._replace(said_unrouted=False)
     return after if after != now else None
 
 
@@ -237,9 +236,8 @@ FAIR: tuple[Event, ...] = (
     room_changes,
 )  # fmt: skip
 """What happens some time, if nobody prevents it."""
-ALL: tuple[Event, ...] = (
-    *FAIR, arrives, refuses, crashes, switched, another_server, another_proxy,
-)  # fmt: skip
+OTHER: tuple[Event, ...] = arrives, refuses, crashes, switched, another_server, another_proxy
+EVENTS = [(fair, event) for fair, some in ((True, FAIR), (False, OTHER)) for event in some]
 
 
 @dataclass
@@ -260,52 +258,53 @@ def explore(most: int, *, parks: bool = False) -> Lives:
     """
     began, found = time.process_time(), Lives()
     start = World(most=most, parks=parks)
-    came: dict[World, tuple[World, str] | None] = {start: None}
-    before: dict[World, list[World]] = {}
-    left = deque([start])
-    while left and not found.violation:
-        now = left.popleft()
-        for event in ALL:
+    worlds, numbers = [start], {start: 0}
+    came, before = [(-1, "")], [list[int]()]
+    """Of each world: what led to it first; those that a fair event leads from."""
+    for at, now in enumerate(worlds):
+        for fair, event in EVENTS:
             try:
                 after = event(now)
             except Broken as broken:
                 found.violation = str(broken)
-                found.trace = [*_trace(came, now), event.__name__]
+                found.trace = [*_trace(came, at), event.__name__]
                 break
             if after is None:
                 continue
             found.events += 1
-            if event in FAIR:
-                before.setdefault(after, []).append(now)
-            if after not in came:
-                came[after] = (now, event.__name__)
-                left.append(after)
-    found.states = len(came)
-    if not found.violation:
-        for stuck in _stuck(came, before):
+            number = numbers.setdefault(after, len(worlds))
+            if number == len(worlds):
+                worlds.append(after)
+                came.append((at, event.__name__))
+                before.append([])
+            if fair:
+                before[number].append(at)
+        if found.violation:
+            break
+    else:
+        for stuck in _stuck(worlds, before):
             found.violation, found.trace = "who waits is never served", _trace(came, stuck)
             break
+    found.states = len(worlds)
     found.seconds = time.process_time() - began
     return found
 
 
-def _stuck(
-    came: dict[World, tuple[World, str] | None], before: dict[World, list[World]]
-) -> Iterator[World]:
+def _stuck(worlds: list[World], before: list[list[int]]) -> Iterator[int]:
     """States in which somebody waits for a model that is on, and from which nobody is served."""
-    served = [one for one in came if not one.held]
+    served = [at for at, one in enumerate(worlds) if not one.held]
     can = set(served)
     while served:
-        for one in before.get(served.pop(), ()):
-            if one not in can:
-                can.add(one)
-                served.append(one)
-    return (one for one in came if one.on and one.held and one.up and one not in can)
+        for at in before[served.pop()]:
+            if at not in can:
+                can.add(at)
+                served.append(at)
+    return (at for at, one in enumerate(worlds) if one.on and one.held and one.up and at not in can)
 
 
-def _trace(came: dict[World, tuple[World, str] | None], world: World) -> list[str]:
+def _trace(came: list[tuple[int, str]], at: int) -> list[str]:
     steps: list[str] = []
-    while (step := came[world]) is not None:
-        world, name = step
+    while at:
+        at, name = came[at]
         steps.append(name)
     return steps[::-1]
