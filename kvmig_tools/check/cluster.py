@@ -70,9 +70,10 @@ class Cluster:
     def set(self, state: State, name: str, part: int) -> State:
         """With another number."""
         if name == "F":
-            return state._replace(front=part)
+            return State(state.sites, part, state.channels)
         at = self.names.index(name)
-        return state._replace(sites=(*state.sites[:at], part, *state.sites[at + 1 :]))
+        sites = (*state.sites[:at], part, *state.sites[at + 1 :])
+        return State(sites, state.front, state.channels)
 
     def silently(self, state: State, name: str, event: tuple[str, ...]) -> State:
         """After an event that ends in one way and that nobody is told of."""
@@ -97,7 +98,7 @@ class Cluster:
         if content:
             others.append((channel, content))
             others.sort()
-        return state._replace(channels=tuple(others))
+        return State(state.sites, state.front, tuple(others))
 
     def drop(self, state: State, which: Callable[[str], bool]) -> State:
         """Without these channels."""
@@ -114,16 +115,22 @@ class Cluster:
         return self.lost in dict(state.channels).get(channel, ())
 
     def outcomes(
-        self, state: State, name: str, event: tuple[str, ...], label: str, message: int = -1
+        self,
+        state: State,
+        name: str,
+        event: tuple[str, ...],
+        label: str,
+        message: int = -1,
+        seconds: float = 0.0,
     ) -> list[Edge]:
-        """All ways in which an event may end."""
+        """All ways in which an event may end, before which so much time passes at most."""
         found = []
         for outcome in self.library.step(self.part(state, name), event, message):
             after = self.set(state, name, outcome.part)
             for channel, letter in outcome.letters:
                 after = self.post(after, channel, letter)
             said = f"{label}: {outcome.said}" if outcome.said else label
-            found.append(Edge(said, after, outcome.cost, violation=outcome.violation))
+            found.append(Edge(said, after, outcome.cost, seconds, "", outcome.violation))
         return found
 
 

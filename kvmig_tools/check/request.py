@@ -6,15 +6,15 @@ any more; where it still may, a time-out means that it is late, which is a fault
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kvmig.gateway.instances import RETRY_S
 from kvmig.gateway.requests import RequestTable
 from kvmig_tools.check.cluster import DEAD, Cluster, Edge, State, Step, ends, part_name
 from kvmig_tools.check.faults import Faults
 from kvmig_tools.check.front import Front
-from kvmig_tools.check.part import Kind, Library, Move
+from kvmig_tools.check.part import Kind, Library
 from kvmig_tools.check.site import Order, Shape, Site
+
+TIMERS: tuple[Kind, ...] = ("timer", "verdict", "lease", "hold")
 
 
 class Request:
@@ -129,13 +129,13 @@ class Request:
     # -- what may happen
 
     def _find(self, state: State) -> tuple[list[Edge], list[Edge]]:
-        found = [*self._deliveries(state), *self._own(state, "go"), *self._reconnections(state)]
+        own = self._own(state)
+        found = [*self._deliveries(state), *own["go"], *self._reconnections(state)]
         busy = bool(found)
-        found += self._own(state, "token")
+        found += own["token"]
         late: list[Edge] = []
-        kinds: tuple[Kind, ...] = ("timer", "verdict", "lease", "hold")
-        for kind in kinds:
-            timers = self._own(state, kind)
+        for kind in TIMERS:
+            timers = own[kind]
             if busy:
                 # What is waited for may still come: that it comes too late is a fault.
                 late += [edge._replace(cost=edge.cost + 1) for edge in timers]
@@ -160,22 +160,19 @@ class Request:
             found += self._cluster.outcomes(rest, receiver, ("hear", channel), label, message)
         return found
 
-    def _own(self, state: State, kind: Kind) -> list[Edge]:
-        found: list[Edge] = []
-        for name in (*self.names, "F"):
-            at = self._cluster.part(state, name)
+    def _own(self, state: State) -> dict[Kind, list[Edge]]:
+        """What parts may do by themselves, by its kind."""
+        found: dict[Kind, list[Edge]] = {"go": [], "token": [], **{kind: [] for kind in TIMERS}}
+        for name, at in zip((*self.names, "F"), (*state.sites, state.front), strict=True):
             if at == DEAD:
                 continue
             for move in self.library.facts[at].moves:
-                if move.kind == kind:
-                    found += self._move(state, name, move)
+                space = "" if move.label[0] in "' " else " "
+                label = f"{part_name(name)}{space}{move.label}"
+                found[move.kind] += self._cluster.outcomes(
+                    state, name, move.event, label, seconds=move.seconds
+                )
         return found
-
-    def _move(self, state: State, name: str, move: Move) -> Iterator[Edge]:
-        space = "" if move.label[0] in "' " else " "
-        label = f"{part_name(name)}{space}{move.label}"
-        for edge in self._cluster.outcomes(state, name, move.event, label):
-            yield edge._replace(seconds=move.seconds)
 
     def _reconnections(self, state: State) -> list[Edge]:
         """The front end connects again to instances that it lost."""
