@@ -32,9 +32,14 @@ NO_TESTS = 5
 """pytest's exit statuses: tests failed; it found nothing to run."""
 TESTS_PER_FLAKY = 50
 SLOWEST = 30
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "KVMIG_HYPOTHESIS": "ci"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "KVMIG_HYPOTHESIS": "ci",
+    "PYTHONDONTWRITEBYTECODE": "",
+}
 """Of tests: an engine's threads and the test beside it would wait for each other's turns; a check
-that fails finds the same the next time."""
+that fails finds the same the next time; what one process has compiled serves the others, also where
+the machine's environment says otherwise."""
 LONG_ENVIRONMENT = {**ENVIRONMENT, "KVMIG_HYPOTHESIS": "patient"}
 
 

