@@ -15,17 +15,19 @@ pytestmark = pytest.mark.server
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPT = "Count: 0017 0018"
+TOKENS = 500
+"""Moves are asked for at the 40th and the 120th; on a busy machine they take a while."""
 SEVEN = ord("7")
 """The bundled model's tokens are bytes."""
 
 
 def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
-    return COMPLETIONS, {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, **fields}
+    return COMPLETIONS, {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, **fields}
 
 
 def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
     messages = [{"role": "user", "content": "Count from 0042"}]
-    return CHAT, {"messages": messages, "max_tokens": 900, "ignore_eos": True, **fields}
+    return CHAT, {"messages": messages, "max_tokens": TOKENS, "ignore_eos": True, **fields}
 
 
 CALLS = {
@@ -40,13 +42,13 @@ CALLS = {
     "prompt of many blocks": completion(
         temperature=0.7, seed=4, logprobs=1, prompt=" ".join(f"{n:04d}" for n in range(100, 400))
     ),
-    "stop string": completion(temperature=0, stop=["0190", "0200"]),
+    "stop string": completion(temperature=0, stop=["0110", "0120"]),
     "stop token ids and min_tokens": completion(
-        temperature=0.8, seed=5, min_tokens=500, stop_token_ids=[SEVEN], ignore_eos=False
+        temperature=0.8, seed=5, min_tokens=300, stop_token_ids=[SEVEN], ignore_eos=False
     ),
     "n = 2": completion(temperature=1.1, seed=11, n=2, logprobs=1),
     "guided regex": completion(
-        temperature=1.0, seed=2, structured_outputs={"regex": "([0-9]{3}[a-f] ){180}"}
+        temperature=1.0, seed=2, structured_outputs={"regex": "([0-9]{3}[a-f] ){100}"}
     ),
     "chat with usage and log-probabilities": chat(
         temperature=0.9, seed=6, logprobs=True, top_logprobs=2
@@ -66,9 +68,7 @@ async def test_a_call_moved_twice_equals_the_one_left_alone(served: Served, kind
     moved.same_as(unmoved)
 
 
-@pytest.mark.parametrize(
-    "kind", ["log-probabilities", "n = 2", "chat with usage and log-probabilities"]
-)
+@pytest.mark.parametrize("kind", ["n = 2", "chat with usage and log-probabilities"])
 async def test_a_moved_call_answered_as_a_whole_equals_the_one_left_alone(
     served: Served, kind: str
 ) -> None:

@@ -1,4 +1,5 @@
-"""A model of Qwen3-0.6B's shape as users have it: `python -m bench.real`, shortened."""
+"""A model with Qwen3-0.6B's KV cache and vocabulary as users have it: `python -m bench.real`,
+shortened. What lies between the layers' caches is thin."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.models import QWEN3, model_folder
+from bench.models import QWEN3, make_checkpoint
 from bench.real import FLAGS
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
@@ -29,7 +30,8 @@ PROMPT = [number * number % 5000 for number in range(2 * BLOCK + 20)]
 @pytest.fixture(scope="module")
 def served(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("real")
-    model = model_folder("qwen3-0.6b", folder)
+    model = folder / "thin"
+    make_checkpoint(model, {**QWEN3, "hidden_size": 256, "intermediate_size": 256})
     with Served(FLAGS, model=model, nursery=nursery, log=folder / "log") as served:
         yield served
         assert_server_is_empty(served)
@@ -43,9 +45,9 @@ def body(prompt: list[int], tokens: int, **fields: Any) -> dict[str, Any]:
 
 async def test_a_stream_of_a_real_models_shape_moves_there_and_back(served: Served) -> None:
     # A prefix that is found in the cache would leave another prefill, which rounds otherwise.
-    unmoved = await run_unmoved(served, PATH, body(PROMPT, 60, logprobs=1, cache_salt="stays"))
+    unmoved = await run_unmoved(served, PATH, body(PROMPT, 80, logprobs=1, cache_salt="stays"))
 
-    wanted = body(PROMPT, 60, logprobs=1, cache_salt="moves")
+    wanted = body(PROMPT, 80, logprobs=1, cache_salt="moves")
     moved, reports = await run_moved(served, PATH, wanted, at=(5, 30))
 
     assert [report["state"] for report in reports] == ["committed"] * 2, reports

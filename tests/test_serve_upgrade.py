@@ -27,7 +27,7 @@ pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
 PATIENCE_S = 240.0
-STREAMS = 20
+STREAMS = 8
 TREE = ROOT / ".vllm" / NEXT
 
 
@@ -115,7 +115,7 @@ async def test_a_vllm_that_does_not_start_leaves_the_cluster_as_it_was(
     (tmp_path / "vllm-0.33.9.dist-info").mkdir()
     (tmp_path / "vllm-0.33.9.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.33.9\n")
     before = builds(mixed)
-    stream = Stream(mixed, PATH, count_from(0, 1000))
+    stream = Stream(mixed, PATH, count_from(0, 800))
     await stream.reach(5)
 
     answer = await restart(mixed, vllm=str(tmp_path), instances=["i0"])
@@ -135,7 +135,7 @@ async def test_a_rolling_upgrade_under_streams_loses_none(mixed: Served, tree: s
     async def client(number: int) -> None:
         """One stream after the other, each counted to its end."""
         while not upgraded.is_set() or not ended[number]:
-            stream = Stream(mixed, PATH, count_from(100 * number, 800))
+            stream = Stream(mixed, PATH, count_from(100 * number, 400))
             counted(await stream.end(), 100 * number)
             ended[number] += 1
 
