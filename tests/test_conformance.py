@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import conftest
+from kvmig.ground.errors import ConfigError
 from kvmig.testing import plugin
+from kvmig.testing.subject import load_factory
 from tests.vllm_side import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,16 +57,27 @@ def test_what_is_installed_brings_the_option_under_the_name_that_a_checkout_has_
     assert conftest.pytest_plugins == [plugin.__name__]
 
 
+NO_FACTORY = "--engine is 'nothing', must be MODULE:FACTORY"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [
-        ((), "--engine is missing"),
-        (("--engine", "nothing"), "--engine is 'nothing', must be MODULE:FACTORY"),
-        (("--engine", "kvmig:nothing"), "can't be imported"),
-        (("--engine", "kvmig:__version__"), "something that can be called"),
-    ],
+    [((), "--engine is missing"), (("--engine", "nothing"), NO_FACTORY)],
 )
-def test_an_engine_that_can_not_be_made_is_named(arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_suite_that_has_no_engine_says_so(arguments: tuple[str, ...], sentence: str) -> None:
     code, output = run_suite(*arguments, "-x", "-k", "unknown_requests")
     assert code != 0
     assert sentence in output
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nothing", NO_FACTORY),
+        ("kvmig:nothing", "can't be imported"),
+        ("kvmig:__version__", "something that can be called"),
+    ],
+)
+def test_an_engine_that_can_not_be_made_is_named(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_factory(name)

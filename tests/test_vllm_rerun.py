@@ -25,13 +25,24 @@ async def rest_of(pair: Pair, prompt: list[int], whole: Output, known: int, **pa
     assert rest.finish_reason == whole.finish_reason
 
 
-@pytest.mark.parametrize("known", [1, 40])
 @pytest.mark.parametrize("params", SAMPLING.values(), ids=SAMPLING)
 async def test_the_rest_equals_that_of_an_undisturbed_run(
-    pair: Pair, params: dict[str, Any], known: int
+    pair: Pair, params: dict[str, Any]
 ) -> None:
     whole = await pair.unmoved(PROMPT, **params)
-    await rest_of(pair, PROMPT, whole, known, **params)
+    await rest_of(pair, PROMPT, whole, 40, **params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(params, id=name, marks=() if name == "penalties" else pytest.mark.long)
+        for name, params in SAMPLING.items()
+    ],
+)
+async def test_the_rest_after_the_first_token_does(pair: Pair, params: dict[str, Any]) -> None:
+    whole = await pair.unmoved(PROMPT, **params)
+    await rest_of(pair, PROMPT, whole, 1, **params)
 
 
 async def test_a_grammar_goes_on_where_it_was(pair: Pair) -> None:
