@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from kvmig.ground.errors import ConfigError
+from kvmig.placement import moves
 from kvmig.placement.dedicated import replicas, spatial
 from kvmig.placement.estimator import Estimator
-from kvmig.placement.greedy import Stuck, best_of_groups
+from kvmig.placement.file import (
+    PlacedUnit,
+    Placement,
+    placement_of,
+    plan_of,
+    read,
+    to_toml,
+    where,
+)
+from kvmig.placement.greedy import Stuck, best_of_groups, place, place_by_memory
+from kvmig.placement.meshes import Group, groups
+from kvmig.placement.moves import GIB, Lease, Refused, Slot, nearest
 from kvmig.placement.problem import (
     OBJECTIVES,
     Llm,
@@ -22,20 +37,57 @@ from kvmig.placement.problem import (
     models_of,
 )
 from kvmig.placement.search import next_best, search
+from kvmig.placement.told import way_to_text, worth_to_text
+from kvmig.placement.worth import delayed, worth
 
-GIB = 2**30
-
-
-def _muxserve(estimator: Estimator) -> Plan | Stuck:
-    whole = [Member(at, one.rate) for at, one in enumerate(estimator.models)]
-    return best_of_groups(estimator, whole)
+Method = Callable[[Estimator, Plan | None], Plan | Stuck]
+"""With the plan that is, whose units stay as they are cut; None: they are as the method likes."""
 
 
-METHODS: dict[str, Callable[[Estimator], Plan | Stuck]] = {
-    "kvmig": search,
+def _whole(estimator: Estimator) -> list[Member]:
+    return [Member(at, one.rate) for at, one in enumerate(estimator.models)]
+
+
+def _kvmig(estimator: Estimator, now: Plan | None) -> Plan | Stuck:
+    return search(estimator, now=now)
+
+
+def _muxserve(estimator: Estimator, now: Plan | None) -> Plan | Stuck:
+    if now is not None:
+        return place(estimator, _whole(estimator), _cut(now))
+    return best_of_groups(estimator, _whole(estimator))
+
+
+def _memory(estimator: Estimator, now: Plan | None) -> Plan | Stuck:
+    cluster = estimator.cluster
+    cuts = groups(cluster.nodes, cluster.gpus) if now is None else [_cut(now)]
+    found = [place_by_memory(estimator, _whole(estimator), one) for one in cuts]
+    plans = [one for one in found if not isinstance(one, Stuck)]
+    return max(plans, key=lambda one: round(estimator.total(one), 9)) if plans else found[0]
+
+
+def _cut(now: Plan) -> Group:
+    return tuple(sorted((one.gpus for one in now), reverse=True))
+
+
+def _recut(choose: Callable[[Estimator], Plan | Stuck]) -> Method:
+    def method(estimator: Estimator, now: Plan | None) -> Plan | Stuck:
+        if now is not None:
+            raise ConfigError(
+                "--method cuts the GPUs anew, must be kvmig or muxserve or greedy-memory with "
+                "--from: units stay as they are while they serve"
+            )
+        return choose(estimator)
+
+    return method
+
+
+METHODS: dict[str, Method] = {
+    "kvmig": _kvmig,
     "muxserve": _muxserve,
-    "spatial": spatial,
-    "replicas": replicas,
+    "greedy-memory": _memory,
+    "spatial": _recut(spatial),
+    "replicas": _recut(replicas),
 }
 
 
@@ -43,18 +95,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 2, with one sentence, when the input can't be used or nothing fits."""
     args = parser().parse_args(argv)
     try:
-        cluster = cluster_of(args.cluster)
-        models = _read(args.models)
-        check(models, cluster)
-        estimator = Estimator(models, cluster, args.objective)
-        plan = placed(estimator, args.method)
-        if args.out is not None:
-            _write(args.out, to_toml(estimator, plan))
+        lines = list(_lines(args))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    print(to_text(estimator, plan))
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # `| head` has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _lines(args: argparse.Namespace) -> Iterable[str]:
+    """All that is printed; a file is written meanwhile. Raises ConfigError."""
+    for name in ("start", "load", "link", "horizon"):
+        value = getattr(args, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{name} is {value:g}, must be a number above 0")
+    cluster = cluster_of(args.cluster)
+    models = _models(args.models)
+    check(models, cluster)
+    estimator = Estimator(models, cluster, args.objective)
+    if args.before is None:
+        found = placed(estimator, args.method)
+        after = placement_of(estimator, found)
+        yield to_text(estimator, found)
+    else:
+        before = read(_text("--from", args.before), f"--from {args.before}")
+        now = plan_of(before, estimator, f"--from {args.before}")
+        found = placed(estimator, args.method, now)
+        after, units, text = _moves(args, estimator, before, now, found)
+        yield to_text(estimator, found, [(one.node, one.gpus) for one in units])
+        yield text
+    if args.out is not None:
+        _write(args.out, to_toml(after))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,34 +155,59 @@ def parser() -> argparse.ArgumentParser:
         "--method",
         choices=METHODS,
         default="kvmig",
-        help="kvmig (default): with replicas; muxserve: its Algorithm 1; spatial: each model "
-        "on GPUs of its own; replicas: small instances that share nothing",
+        help="kvmig (default): with replicas; muxserve: its Algorithm 1; greedy-memory: the "
+        "highest rate to the unit with the most memory; spatial: each model on GPUs of its own; "
+        "replicas: small instances that share nothing",
+    )
+    add(
+        "--from",
+        dest="before",
+        type=Path,
+        metavar="FILE.toml",
+        help="the placement that is: print how to come from there to the new one, and whether "
+        "that is worth it; its units stay",
+    )
+    add("--horizon", type=float, default=600.0, help="seconds for which the new one is meant (600)")
+    add(
+        "--start", type=float, default=15.0, help="of an instance, beside its weights: seconds (15)"
+    )
+    add("--load", type=float, default=2.0, help="GB of weights that it loads a second (2)")
+    add("--link", type=float, default=5.0, help="GB of KV cache that leave it a second (5)")
+    add(
+        "--fixed-quotas",
+        action="store_true",
+        help="quotas can't change while instances serve: there is no unit agent",
     )
     add("--out", type=Path, metavar="FILE.toml", help="write the placement there")
     return flags
 
 
-def placed(estimator: Estimator, method: str) -> Plan:
+def placed(estimator: Estimator, method: str, now: Plan | None = None) -> Plan:
     """The plan by a method's name. Raises ConfigError with what is missing."""
-    plan = METHODS[method](estimator)
-    if not isinstance(plan, Stuck):
-        return plan
-    name = estimator.models[plan.llm].name
-    if plan.missing_bytes > 0:
+    found = METHODS[method](estimator, now)
+    if not isinstance(found, Stuck):
+        return found
+    name = estimator.models[found.llm].name
+    if found.missing_bytes > 0:
         raise ConfigError(
             f"--method {method} finds no room for model {name}: "
-            f"{plan.missing_bytes / GIB:.1f} GiB are missing in the unit with the most room"
+            f"{found.missing_bytes / GIB:.1f} GiB are missing in the unit with the most room"
         )
     raise ConfigError(
         f"--method {method} finds no unit for model {name}: all have as many models as can be"
     )
 
 
-def to_text(estimator: Estimator, plan: Plan) -> str:
-    """What is printed: the units, what each is expected to do, and why not the next best."""
+def to_text(
+    estimator: Estimator, plan: Plan, places: Sequence[tuple[int, Sequence[int]]] | None = None
+) -> str:
+    """What is printed: the units, what each is expected to do, and why not the next best.
+
+    places: node and GPUs of each unit; None: as they fit.
+    """
     lines = [_summary(estimator, plan)]
-    for number, (place, unit) in enumerate(zip(where(estimator, plan), plan, strict=True)):
-        node, gpus = place
+    for number, (at, unit) in enumerate(zip(places or where(estimator, plan), plan, strict=True)):
+        node, gpus = at
         what = "" if unit.members else ": nobody"
         lines.append(f"\nunit {number}: node {node}, GPUs {_span(gpus)}{what}")
         for member, one in zip(unit.members, estimator.unit(unit) or (), strict=True):
@@ -155,48 +254,84 @@ def _why(estimator: Estimator, plan: Plan, number: int) -> str:
     )
 
 
-def to_toml(estimator: Estimator, plan: Plan) -> str:
-    """The placement as a file; the same plan gives the same bytes."""
-    lines = [f'objective = "{estimator.objective}"', ""]
-    for (node, gpus), unit in zip(where(estimator, plan), plan, strict=True):
-        if not unit.members:
-            continue
-        lines += ["[[units]]", f"node = {node}", f"gpus = {gpus}", ""]
-        for member, one in zip(unit.members, estimator.unit(unit) or (), strict=True):
-            lines += [
-                "[[units.models]]",
-                f"name = {json.dumps(estimator.models[member.llm].name, ensure_ascii=False)}",
-                f"rate = {member.rate!r}",
-                f"decode_share = {round(one.share, 4)!r}",
-                f"batch = {round(one.batch)}",
-                f"kv_bytes = {int(one.kv_bytes)}",
-                f"expected_rate = {round(one.throughput, 6)!r}",
-                "",
-            ]
-    return "\n".join(lines)
-
-
-def where(estimator: Estimator, plan: Plan) -> list[tuple[int, list[int]]]:
-    """Node and GPUs of each unit, large ones first: the first node with room."""
-    cluster = estimator.cluster
-    taken = [0] * cluster.nodes
-    found: list[tuple[int, list[int]]] = []
-    for unit in plan:
-        node = next(at for at, used in enumerate(taken) if used + unit.gpus <= cluster.gpus)
-        found.append((node, list(range(taken[node], taken[node] + unit.gpus))))
-        taken[node] += unit.gpus
-    return found
-
-
 def _span(gpus: Sequence[int]) -> str:
     return f"{gpus[0]}" if len(gpus) == 1 else f"{gpus[0]}-{gpus[-1]}"
 
 
-def _read(file: Path) -> list[Llm]:
+# -- from the placement that is
+
+
+def _moves(
+    args: argparse.Namespace, estimator: Estimator, before: Placement, now: Plan, found: Plan
+) -> tuple[Placement, list[PlacedUnit], str]:
+    """The new placement on the units that there are; which of them each of the plan's units is;
+    and what is printed about the way there."""
+    after = _on_units(before, placement_of(estimator, found))
+    leases = _leases(estimator, before, now)
+    device = estimator.cluster.device
+    start_s = {
+        one.name: args.start + device.held(one.model) / args.load / 1e9 for one in estimator.models
+    }
+    site = after.site(start_s)._replace(elastic=not args.fixed_quotas, bandwidth=args.link * 1e9)
+    named = nearest(site, leases, after.leases())
+    units = {one.called: one for one in before.units}
+    planned = [replace(units[named[one.called]], models=one.models) for one in after.units]
+    of = {one.called: one for one in planned}
+    after = replace(after, units=[of[one.called] for one in before.units])
+    waves = moves.plan(site, leases, after.leases())
+    if isinstance(waves, Refused):
+        raise ConfigError(f"--from {args.before}: {waves.why}")
+    then = {(one.name, at.called): one.expected_rate for at in after.units for one in at.models}
+    late = delayed(waves, _rates(estimator, before, now), then)
+    gain = estimator.total(found) - estimator.total(now)
+    verdict = worth_to_text(worth(gain, args.horizon, late), args.horizon)
+    return after, planned, f"\nfrom {args.before}: {way_to_text(waves)}\n{verdict}"
+
+
+def _on_units(before: Placement, after: Placement) -> Placement:
+    """The same, on the units that there are: any of the same size."""
+    left = list(before.units)
+    units: list[PlacedUnit] = []
+    for one in after.units:
+        at = next(at for at, unit in enumerate(left) if len(unit.gpus) == len(one.gpus))
+        units.append(replace(left.pop(at), models=one.models))
+    return replace(after, units=units)
+
+
+def _leases(estimator: Estimator, before: Placement, now: Plan) -> dict[Slot, Lease]:
+    """What each instance may hold, and holds by the estimate."""
+    leases = before.leases()
+    device = estimator.cluster.device
+    for unit, planned in zip(before.units, now, strict=True):
+        for member, one in zip(planned.members, estimator.unit(planned) or (), strict=True):
+            llm = estimator.models[member.llm]
+            slot = (llm.name, unit.called)
+            used = one.batch * llm.context * device.models[llm.model].token_bytes
+            leases[slot] = leases[slot]._replace(used=min(int(used), leases[slot].quota))
+    return leases
+
+
+def _rates(estimator: Estimator, before: Placement, now: Plan) -> dict[Slot, float]:
+    """Requests a second of each instance, by the estimate."""
+    return {
+        (estimator.models[member.llm].name, unit.called): one.throughput
+        for unit, planned in zip(before.units, now, strict=True)
+        for member, one in zip(planned.members, estimator.unit(planned) or (), strict=True)
+    }
+
+
+# -- files
+
+
+def _models(file: Path) -> list[Llm]:
+    return models_of(_text("--models", file), f"--models {file}")
+
+
+def _text(flag: str, file: Path) -> str:
     try:
-        return models_of(file.read_text(encoding="utf-8"), f"--models {file}")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--models {file} can't be read: {error}") from error
+        raise ConfigError(f"{flag} {file} can't be read: {error}") from error
 
 
 def _write(file: Path, text: str) -> None:

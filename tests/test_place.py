@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,10 @@ import pytest
 
 from bench.mux.systems import power_law
 from kvmig.ground.errors import ConfigError
-from kvmig.place import METHODS, main, placed, where
+from kvmig.place import METHODS, main, placed
 from kvmig.placement.dedicated import replicas, spatial
 from kvmig.placement.estimator import Estimator
+from kvmig.placement.file import read, where
 from kvmig.placement.greedy import Stuck
 from kvmig.placement.problem import Plan, cluster_of, models_of
 from scripts import draw_placement
@@ -141,3 +144,79 @@ def test_an_unknown_choice_is_refused(capsys: pytest.CaptureFixture[str], flag: 
 
 def test_the_picture_is_current() -> None:
     assert draw_placement.TARGET.read_text() == draw_placement.drawing()
+
+
+# -- from the placement that is
+
+
+def before(folder: Path) -> Path:
+    file = folder / "before.toml"
+    assert run(*CLUSTER, "--out", str(file)) == 0
+    return file
+
+
+def changed(folder: Path) -> Path:
+    """The example at other rates."""
+    file = folder / "models.toml"
+    text = EXAMPLE.read_text().replace("rate = 30.0", "rate = 8.0")
+    file.write_text(text.replace("rate = 0.5", "rate = 4.0"))
+    return file
+
+
+def test_the_way_from_a_placement_is_printed_in_seconds_and_bytes_with_its_worth(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, out = before(tmp_path), tmp_path / "after.toml"
+    capsys.readouterr()
+    flags = (*CLUSTER, "--from", str(old), "--out", str(out))
+    assert run(*flags, models=changed(tmp_path)) == 0
+    text = capsys.readouterr().out
+    assert "GiB of weights are loaded" in text
+    assert "  wave 1, " in text
+    assert "\nworth it: in 600 s it serves " in text
+    was, is_now = (read(file.read_text(), str(file)) for file in (old, out))
+    assert [one.called for one in was.units] == [one.called for one in is_now.units]
+    assert was.leases().keys() != is_now.leases().keys()
+
+
+def test_a_short_horizon_isnt_worth_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (*CLUSTER, "--from", str(before(tmp_path)), "--horizon", "1")
+    assert run(*flags, models=changed(tmp_path)) == 0
+    assert "\nnot worth it: in 1 s it serves " in capsys.readouterr().out
+
+
+def test_from_a_placement_to_itself_nothing_moves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = before(tmp_path)
+    file = tmp_path / "again.toml"
+    assert run(*CLUSTER, "--from", str(old), "--out", str(file)) == 0
+    assert ": nothing moves\nnot worth it" in capsys.readouterr().out
+    leases = [read(one.read_text(), "it").leases() for one in (old, file)]
+    assert leases[0] == leases[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--method", "spatial"), "--method cuts the GPUs anew, must be kvmig or muxserve or"),
+        (("--horizon", "nan"), "--horizon is nan, must be a number above 0"),
+        (("--load", "0"), "--load is 0, must be a number above 0"),
+    ],
+)
+def test_what_cant_be_done_from_a_placement_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], sentence: str
+) -> None:
+    assert run(*CLUSTER, "--from", str(before(tmp_path)), *flags) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m kvmig.place --models {EXAMPLE} --cluster 1x8:a100-80g | true"
+    ended = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -54,6 +54,23 @@ def place(estimator: Estimator, members: Sequence[Member], group: Group) -> Plan
     return ordered(units)
 
 
+def place_by_memory(estimator: Estimator, members: Sequence[Member], group: Group) -> Plan | Stuck:
+    """Those with the highest rate first, each to the unit with the most memory left: what MuxServe
+    is compared with in its Figure 8."""
+    units = [Unit(size, ()) for size in group]
+    for count, member in enumerate(sorted(members, key=lambda one: (-one.rate, one.llm))):
+        fitting = [
+            (estimator.left_bytes(one), -at, larger)
+            for at, one in enumerate(units)
+            if estimator.value(larger := added(one, member)) is not None
+        ]
+        if not fitting:
+            return _stuck(estimator, units, member.llm, count)
+        _, at, larger = max(fitting, key=lambda one: one[:2])
+        units[-at] = larger
+    return ordered(units)
+
+
 def _stuck(estimator: Estimator, units: Sequence[Unit], llm: int, placed: int) -> Stuck:
     model, cluster = estimator.models[llm], estimator.cluster
     room = [

@@ -125,8 +125,8 @@ class Refused(NamedTuple):
 
 
 def plan(site: Site, now: Leases, target: Leases) -> list[Wave] | Refused:
-    """Waves from `now` to `target`, whose units may be meant as others that are alike (`placed`
-    does that). `used` of `target` doesn't count. Raises KeyError for an unknown model or unit."""
+    """Waves from `now` to `target`, with its units as they are named; `used` of it doesn't count.
+    Raises KeyError for an unknown model or unit."""
     search = _Search(site, now, target)
     if short := search.impossible():
         return Refused(short)
@@ -146,9 +146,9 @@ def plan(site: Site, now: Leases, target: Leases) -> list[Wave] | Refused:
     return Refused(f"{TRIES} ways were found, each with a unit too full for requests to pass")
 
 
-def placed(site: Site, now: Leases, target: Leases) -> dict[Slot, Lease]:
-    """The target with its units named so that the least is loaded and moved: a placement means
-    no unit in particular among those that are alike (Hungarian method)."""
+def nearest(site: Site, now: Leases, target: Leases) -> dict[str, str]:
+    """For each unit of the target which one it had better be, so that the least is loaded and
+    moved: a placement means no unit in particular among those that are alike (Hungarian method)."""
     names = list(site.units)
     there = {unit: {model for model, at in now if at == unit} for unit in names}
     wanted = {unit: {model for model, at in target if at == unit} for unit in names}
@@ -163,7 +163,12 @@ def placed(site: Site, now: Leases, target: Leases) -> dict[Slot, Lease]:
         return load + leave + (0.0 if want == unit else 0.5)  # equal ones stay as they are named
 
     columns = matched([[cost(want, unit) for unit in names] for want in names])
-    name = {want: names[column] for want, column in zip(names, columns, strict=True)}
+    return {want: names[column] for want, column in zip(names, columns, strict=True)}
+
+
+def placed(site: Site, now: Leases, target: Leases) -> dict[Slot, Lease]:
+    """The target with its units as `nearest` names them."""
+    name = nearest(site, now, target)
     return {(model, name[unit]): lease for (model, unit), lease in target.items()}
 
 

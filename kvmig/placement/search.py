@@ -14,7 +14,7 @@ from itertools import combinations
 
 from kvmig.placement.dedicated import replicas
 from kvmig.placement.estimator import Estimator
-from kvmig.placement.greedy import Stuck, added, best_of_groups
+from kvmig.placement.greedy import Stuck, added, best_of_groups, place
 from kvmig.placement.meshes import packs
 from kvmig.placement.problem import Cluster, Member, Plan, Unit, ordered
 
@@ -29,24 +29,35 @@ Step = tuple[tuple[int, ...], tuple[Unit, ...]]
 """Units that go, by index, and units that come."""
 
 
-def search(estimator: Estimator, evaluations: int = 150_000) -> Plan | Stuck:
-    """The best plan found; evaluations: of units, the bound on the work after Algorithm 1."""
+def search(
+    estimator: Estimator, evaluations: int = 150_000, now: Plan | None = None
+) -> Plan | Stuck:
+    """The best plan found; evaluations: of units, the bound on the work after Algorithm 1.
+
+    now: what is there; its units stay, and it is a start of the climb, too. None: nothing is.
+    """
+    group = None if now is None else tuple(sorted((one.gpus for one in now), reverse=True))
     starts: list[Plan] = []
     stuck: Stuck | None = None
     for members in dict.fromkeys(tuple(parts(estimator, grain)) for grain in GRAINS):
-        found = best_of_groups(estimator, members)
+        found = (
+            best_of_groups(estimator, members)
+            if group is None
+            else place(estimator, members, group)
+        )
         if isinstance(found, Stuck):
             stuck = stuck or found
         else:
             starts.append(found)
     starts = sorted(starts, key=lambda one: -round(estimator.total(one), 9))[:2]
-    apart = replicas(estimator)
-    if not isinstance(apart, Stuck):
-        starts.insert(0, apart)
+    first = replicas(estimator) if now is None else ordered(now)
+    if not isinstance(first, Stuck):
+        starts.insert(0, first)
     if not starts:
         assert stuck is not None
         return stuck
-    plans = [climb(estimator, one, evaluations // len(starts)) for one in starts]
+    most = evaluations // len(starts)
+    plans = [climb(estimator, one, most, cut=now is None) for one in starts]
     best = max(estimator.total(one) for one in plans)
     return next(one for one in plans if estimator.total(one) >= (1 - CLOSE) * best)
 
@@ -65,13 +76,16 @@ def parts(estimator: Estimator, grain: float) -> Iterator[Member]:
         yield from [Member(index, llm.rate / count)] * count
 
 
-def climb(estimator: Estimator, plan: Plan, evaluations: int) -> Plan:
-    """Steps that help, the first one found each time, until none does or the bound is met."""
+def climb(estimator: Estimator, plan: Plan, evaluations: int, cut: bool = True) -> Plan:
+    """Steps that help, the first one found each time, until none does or the bound is met.
+
+    cut: units may be halved and joined.
+    """
     left = evaluations
     going = True
     while going and left > 0:
         going = False
-        for gone, come in _steps(estimator, plan):
+        for gone, come in _steps(estimator, plan, cut):
             left -= len(come)
             if left <= 0:
                 break
@@ -96,7 +110,7 @@ def _gain(
     return after - sum(estimator.value(plan[at]) or 0.0 for at in gone)
 
 
-def _steps(estimator: Estimator, plan: Plan) -> Iterator[Step]:
+def _steps(estimator: Estimator, plan: Plan, cut: bool) -> Iterator[Step]:
     """Every step from here; those of members that lack most throughput first."""
     lacking: list[tuple[float, int, Member]] = []
     for at, unit in enumerate(plan):
@@ -107,7 +121,8 @@ def _steps(estimator: Estimator, plan: Plan) -> Iterator[Step]:
     distinct = [at for at, unit in enumerate(plan) if at == 0 or plan[at - 1] != unit]
     for _, at, member in lacking:
         yield from _of_member(plan, at, member, distinct)
-    yield from _of_sizes(plan, estimator.cluster)
+    if cut:
+        yield from _of_sizes(plan, estimator.cluster)
 
 
 def _of_member(plan: Plan, at: int, member: Member, distinct: Sequence[int]) -> Iterator[Step]:
