@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 
-from kvmig.placement.moves import RECOMPUTED, Leases, Site, Slot
+from kvmig.placement.moves import IDLE_GAP, LIVE_GAP, Leases, Site, Slot
 
 Slots = frozenset[Slot]
 
@@ -72,7 +72,7 @@ class Oracle:
             if any(self.live[slot[0]] and slot[0] not in ends for slot in gone):
                 continue
             cost = sum(
-                self.site.models[slot[0]].start_s * (RECOMPUTED if self.live[slot[0]] else 1.0)
+                self.site.models[slot[0]].start_s * (LIVE_GAP if self.live[slot[0]] else IDLE_GAP)
                 for slot in gone if slot[0] in ends
             )  # fmt: skip
             if not self.legal(on, holders):

@@ -28,8 +28,9 @@ SMALL = 12
 """Up to so many possible instances every helping step is tried everywhere, for the least time."""
 TRIES = 10
 """Ways that are looked for where tokens have no room to pass each other."""
-RECOMPUTED = 10.0
-"""What a gap of a model with live requests weighs, in starts of it; without: one start."""
+IDLE_GAP, LIVE_GAP = 10.0, 100.0
+"""What a gap of a model without and with live requests weighs, in starts of it: another way had
+better be so much longer before anybody waits for a start."""
 
 Slot = tuple[str, str]
 """A model and the unit where an instance of it is; a unit has one of each model at most."""
@@ -271,11 +272,16 @@ class _Search:
         """Waves worth a look: each possible step alone, with all drains that are wanted, and with
         all wanted steps that are legal beside it."""
         wanted = self._wanted(on)
-        helping = self._helping(on)
-        stuck = not any(self.legal(on, one) for one in wanted)
         small = len(self.site.units) * len(self.site.models) <= SMALL
+        stuck = not any(self.legal(on, one) for one in wanted)
+        helping = self._helping(on) if small or stuck else []
+        if small:
+            helping += [
+                _Change(one.starts | two.starts, frozenset())
+                for one, two in itertools.combinations([one for one in helping if one.starts], 2)
+            ]
         nothing = _Change(frozenset(), frozenset())
-        seeds = [nothing, *wanted, *(helping if small or stuck else ())]
+        seeds = [nothing, *wanted, *helping]
         seen: set[_Change] = set()
         for seed in seeds:
             if not self.legal(on, seed):
@@ -377,7 +383,7 @@ class _Search:
         times = [self.site.models[slot[0]].start_s for slot in change.starts]
         times += [self.drain_s(on, slot) for slot in change.drains]
         gaps = sum(
-            self.site.models[slot[0]].start_s * (RECOMPUTED if self.live[slot[0]] else 1.0)
+            self.site.models[slot[0]].start_s * (LIVE_GAP if self.live[slot[0]] else IDLE_GAP)
             for slot in change.gaps
             if any(slot[0] == model for model, _ in self.end)
         )

@@ -1,0 +1,106 @@
+"""What runs, as the deployments tell it, beside a placement. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvmig.ground.errors import ConfigError
+from kvmig.placement.file import Placement
+from kvmig.placement.moves import Lease, Slot, Step
+
+
+class Row(msgspec.Struct, frozen=True):
+    """The part of an instance's row that counts here (`GET /kvmig/v1/instances`)."""
+
+    id: str
+    state: str
+    detail: str = ""
+    unit: str = ""
+    blocks_total: int = 0
+    blocks_used: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+Rows = Mapping[str, Sequence[Row]]
+"""By deployment: the name of its model in the placement."""
+
+
+class Observed(NamedTuple):
+    """Instances that serve, by their places."""
+
+    leases: dict[Slot, Lease]
+    instances: dict[Slot, str]
+    failed: list[tuple[str, str]]
+    """Deployment and instance of those that were given up, and only take a name."""
+    unsettled: str
+    """Why nothing can be planned yet; empty: something can."""
+
+
+def check(placement: Placement, deployments: Sequence[str], where: str) -> None:
+    """Whether a placement is one of these deployments by hand. Raises ConfigError."""
+    models = placement.models()
+    for name in models:
+        if name not in deployments:
+            raise ConfigError(
+                f"{where}: model is {name!r:.100}, must be of {', '.join(sorted(deployments))} "
+                "(--deployment)"
+            )
+    for name in deployments:
+        if name not in models:
+            raise ConfigError(f"{where}: deployment {name} has no place, must have one at least")
+    for unit in placement.units:
+        for one in unit.models:
+            if one.kv_bytes != models[one.name].kv_bytes:
+                raise ConfigError(
+                    f"{where}: model {one.name}: kv_bytes is {one.kv_bytes} in unit {unit.called}, "
+                    f"must be {models[one.name].kv_bytes}, as before: a deployment without a unit "
+                    "agent has instances of one size, and no order changes it"
+                )
+
+
+def observed(placement: Placement, rows: Rows) -> Observed:
+    """Where everybody is. Raises ConfigError for an instance whose place isn't of the placement."""
+    models, units = placement.models(), [one.called for one in placement.units]
+    found = Observed({}, {}, [], "")
+    unsettled: list[str] = []
+    for name, listed in rows.items():
+        for row in listed:
+            if row.state == "failed":
+                found.failed.append((name, row.id))
+                continue
+            slot = (name, row.unit)
+            if row.unit not in units:
+                raise ConfigError(
+                    f"deployment {name}: unit of instance {row.id} is {row.unit!r:.100}, must be "
+                    f"of {', '.join(units)} (--instance-unit, or unit of POST /kvmig/v1/instances)"
+                )
+            if slot in found.instances:
+                raise ConfigError(
+                    f"deployment {name}: instances {found.instances[slot]} and {row.id} are both "
+                    f"in unit {row.unit}, delete one of them"
+                )
+            quota = models[name].kv_bytes
+            used = math.ceil(quota * row.blocks_used / max(1, row.blocks_total))
+            used = max(used, row.running + row.waiting)  # never 0 while somebody is there
+            found.instances[slot] = row.id
+            found.leases[slot] = Lease(quota, min(used, quota))
+            if row.state != "serving":
+                why = f" ({row.detail})" if row.detail else ""
+                unsettled.append(f"instance {row.id} of {name} is {row.state}{why}")
+    return found._replace(unsettled="; ".join(unsettled))
+
+
+def unfinished(steps: Sequence[Step], gone: Mapping[Slot, str], rows: Rows) -> Iterator[str]:
+    """Steps of a wave that aren't over, in words. gone: ids of instances that shall leave."""
+    for step in steps:
+        listed = rows.get(step.model, ())
+        if step.kind == "start":
+            if not any(row.unit == step.unit and row.state == "serving" for row in listed):
+                yield f"{step.model} starts in {step.unit}"
+        elif any(row.id == gone[step.model, step.unit] for row in listed):
+            yield f"{step.model} leaves {step.unit}"

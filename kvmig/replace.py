@@ -1,0 +1,332 @@
+"""`python -m kvmig.replace --to placement.toml --deployment chat=http://...`: from where instances
+are to where a placement has them, while they serve.
+
+It looks, plans, gives the orders of one wave, waits until they are done, and looks again: whatever
+fails or changes meanwhile, the next plan begins with what is. Killed at any moment it leaves
+orders that go on by themselves, and another start of it goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import msgspec
+
+from kvmig.ground.discreet import ADMIN_KEY
+from kvmig.ground.errors import ConfigError, KvmigError
+from kvmig.placement.file import Placement, read
+from kvmig.placement.moves import Leases, Refused, Slot, Step, Wave, placed, plan
+from kvmig.placement.observed import Observed, Row, check, observed, unfinished
+from kvmig.placement.told import wave_to_text, way_to_text
+
+LOOK_S = 0.1
+"""Between two looks at what the deployments do."""
+ORDER_S = 40.0
+"""For an answer: a launcher may read an engine's flags first."""
+FAILURES = 5
+"""In a row, until it gives up."""
+AFTER_FAILURE_S = 1.0
+PATIENCE_S = 300.0
+"""For a wave, and for instances that neither serve nor leave."""
+
+
+class ReplaceFailed(KvmigError):
+    """It didn't come to an end; instances are where they are, and serve."""
+
+
+class Settings(NamedTuple):
+    """What is known of times; starts are measured meanwhile."""
+
+    start_s: dict[str, float]
+    """By deployment."""
+    drain_s: float = 1.5
+    bandwidth: float = 1e9
+    """Bytes of KV cache a second that leave an instance."""
+    patience_s: float = PATIENCE_S
+
+
+class Done(NamedTuple):
+    """A wave that is over."""
+
+    wave: Wave
+    began: float
+    """As `time.monotonic` has it."""
+    seconds: float
+
+
+class Deployment:
+    """The admin API of one `kvmig.serve`. Make it inside a running event loop; `close` it."""
+
+    def __init__(self, name: str, at: str, key: str = "") -> None:
+        """at: http://HOST:PORT, or the path of its Unix socket. key: of its admin API."""
+        self.name = name
+        path = at.startswith("/")
+        self._http = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=at if path else None, verify=at[:5] == "https"),
+            base_url=("http://deployment" if path else at.rstrip("/")) + "/kvmig/v1",
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=ORDER_S,
+        )
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._http.aclose()
+
+    async def rows(self) -> list[Row]:
+        """Its instances. Raises ReplaceFailed."""
+        answer = await self._ask("GET", "/instances")
+        try:
+            return msgspec.convert(answer.json()["data"], list[Row])
+        except (ValueError, LookupError, TypeError, msgspec.MsgspecError) as error:
+            raise ReplaceFailed(f"deployment {self.name}: no kvmig.serve: {error!r}") from error
+
+    async def start(self, unit: str, gpus: Sequence[str]) -> None:
+        """Raises ReplaceFailed with the deployment's own sentence."""
+        await self._ask("POST", "/instances", json={"unit": unit, "gpus": list(gpus)})
+
+    async def leave(self, instance: str, *, last: bool = False, now: bool = False) -> None:
+        """Drain it and end it. Raises ReplaceFailed with the deployment's own sentence."""
+        flags = {"last": str(last).lower(), "now": str(now).lower()}
+        await self._ask("DELETE", f"/instances/{instance}", params=flags)
+
+    async def _ask(self, method: str, path: str, **more: object) -> httpx.Response:
+        try:
+            answer = await self._http.request(method, path, **more)  # type: ignore[arg-type]
+        except httpx.HTTPError as error:
+            raise ReplaceFailed(f"deployment {self.name} doesn't answer: {error!r}") from error
+        if answer.is_error:
+            try:
+                why = str(answer.json()["error"]["message"])
+            except (ValueError, LookupError, TypeError):
+                why = f"status {answer.status_code}"
+            raise ReplaceFailed(f"deployment {self.name}: {why}")
+        return answer
+
+
+class Replacing:
+    """One placement for some deployments."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        deployments: Mapping[str, Deployment],
+        settings: Settings,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._placement = placement
+        self._deployments = deployments
+        self._settings = settings
+        self._tell = tell
+        self._gpus = {one.called: [str(gpu) for gpu in one.gpus] for one in placement.units}
+        self._target: Leases | None = None
+        self.done: list[Done] = []
+
+    async def run(self) -> None:
+        """Until the placement is reached. Raises ConfigError or ReplaceFailed."""
+        failures = 0
+        while True:
+            before = len(self.done)
+            try:
+                if not await self._wave():
+                    return
+            except ReplaceFailed as failed:
+                failures = failures + 1 if len(self.done) == before else 1
+                self._tell(f"{failed}; it is planned anew")
+                if failures >= FAILURES:
+                    raise ReplaceFailed(f"given up after {failures} failures: {failed}") from failed
+                await asyncio.sleep(AFTER_FAILURE_S)
+
+    async def waves(self) -> list[Wave]:
+        """What would be done now. Raises ConfigError or ReplaceFailed."""
+        return self._planned(await self._settled())
+
+    async def _wave(self) -> bool:
+        """One more; False: nothing is left to do."""
+        seen = await self._settled()
+        waves = self._planned(seen)
+        if not waves:
+            return False
+        wave = waves[0]
+        self._tell(wave_to_text(len(self.done) + 1, wave).strip())
+        began = time.monotonic()
+        try:
+            await asyncio.gather(*(self._order(one, seen) for one in wave.steps))
+        except ReplaceFailed:
+            await self._settled()  # some of them may have begun
+            raise
+        await self._over(wave, seen.instances, began)
+        self.done.append(Done(wave, began, time.monotonic() - began))
+        self._tell(f"  took {self.done[-1].seconds:.1f} s")
+        return True
+
+    def _planned(self, seen: Observed) -> list[Wave]:
+        settings = self._settings
+        site = self._placement.site(settings.start_s)._replace(
+            drain_s=settings.drain_s, bandwidth=settings.bandwidth
+        )
+        if self._target is None:  # once: units that are alike keep the names they get here
+            self._target = placed(site, seen.leases, self._placement.leases())
+        waves = plan(site, seen.leases, self._target)
+        if isinstance(waves, Refused):
+            raise (ReplaceFailed if self.done else ConfigError)(waves.why)
+        return waves
+
+    async def _settled(self) -> Observed:
+        """Look until every instance serves; those that were given up are taken out."""
+        deadline = time.monotonic() + self._settings.patience_s
+        while True:
+            seen = observed(self._placement, await self._rows())
+            for name, instance in seen.failed:
+                await self._deployments[name].leave(instance, now=True)
+            if not seen.unsettled and not seen.failed:
+                return seen
+            if time.monotonic() > deadline:
+                raise ReplaceFailed(f"still so: {seen.unsettled}")
+            await asyncio.sleep(LOOK_S)
+
+    async def _rows(self) -> dict[str, list[Row]]:
+        rows = await asyncio.gather(*(one.rows() for one in self._deployments.values()))
+        return dict(zip(self._deployments, rows, strict=True))
+
+    async def _order(self, step: Step, seen: Observed) -> None:
+        at = self._deployments[step.model]
+        match step.kind:
+            case "start":
+                await at.start(step.unit, self._gpus[step.unit])
+            case "drain" | "gap":
+                instance = seen.instances[step.model, step.unit]
+                await at.leave(instance, last=step.kind == "gap")
+            case "quota" | "move":
+                raise ConfigError(f"deployment {step.model} has no unit agent: its quotas stay")
+
+    async def _over(self, wave: Wave, instances: Mapping[Slot, str], began: float) -> None:
+        """Wait until all steps are; learn how long starts take. Raises ReplaceFailed."""
+        left = list(wave.steps)
+        while left:
+            rows = await self._rows()
+            failed = [(name, one) for name, listed in rows.items()
+                      for one in listed if one.state == "failed"]  # fmt: skip
+            if failed:
+                name, row = failed[0]
+                raise ReplaceFailed(f"instance {row.id} of {name} can't start: {row.detail}")
+            for one in list(left):
+                if not list(unfinished([one], instances, rows)):
+                    left.remove(one)
+                    if one.kind == "start":
+                        self._settings.start_s[one.model] = time.monotonic() - began
+            if left and time.monotonic() - began > self._settings.patience_s:
+                raise ReplaceFailed(f"still so: {'; '.join(unfinished(left, instances, rows))}")
+            await asyncio.sleep(LOOK_S if left else 0)
+
+
+# -- the command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 2 for what can't be used or has no way, 1 for what failed on the way."""
+    args = parser().parse_args(argv)
+    try:
+        return asyncio.run(_run(args))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except ReplaceFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = argparse.ArgumentParser("python -m kvmig.replace", description=__doc__)
+    add = flags.add_argument
+    add("--to", type=Path, required=True, metavar="FILE.toml", help="the placement to reach")
+    add(
+        "--deployment",
+        action="append",
+        required=True,
+        metavar="NAME=URL",
+        help="where the model NAME of the placement is served: http://HOST:PORT, or the path of a "
+        f"Unix socket; {ADMIN_KEY} is sent where it is set; may be given several times",
+    )
+    add(
+        "--start",
+        action="append",
+        default=[],
+        metavar="NAME=SECONDS",
+        help="how long an instance of it takes to start (10 each, until one was measured)",
+    )
+    add("--dry-run", action="store_true", help="print the waves; change nothing")
+    return flags
+
+
+async def _run(args: argparse.Namespace) -> int:
+    where = f"--to {args.to}"
+    try:
+        placement = read(args.to.read_text(encoding="utf-8"), where)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} can't be read: {error}") from error
+    named = _named("--deployment", args.deployment, "URL")
+    for name, url in named.items():
+        if not url.startswith(("http://", "https://", "/")):
+            raise ConfigError(
+                f"--deployment is {name}={url!r:.100}, must be NAME=http://HOST:PORT or NAME=/PATH"
+            )
+    check(placement, list(named), where)
+    start_s = dict.fromkeys(named, 10.0) | _seconds(args.start, named)
+    key = os.environ.get(ADMIN_KEY, "")
+    deployments = {name: Deployment(name, url, key) for name, url in named.items()}
+    try:
+        it = Replacing(
+            placement, deployments, Settings(start_s), lambda line: print(line, flush=True)
+        )
+        if args.dry_run:
+            print(way_to_text(await it.waves()))
+            return 0
+        began = time.monotonic()
+        await it.run()
+        print(f"the placement is reached, after {time.monotonic() - began:.1f} s")
+        return 0
+    finally:
+        for one in deployments.values():
+            await one.close()
+
+
+def _named(flag: str, given: Sequence[str], what: str) -> dict[str, str]:
+    """From NAME=VALUE. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for words in given:
+        name, equals, value = words.partition("=")
+        if not (name and equals and value):
+            raise ConfigError(f"{flag} is {words!r:.100}, must be NAME={what}")
+        if name in found:
+            raise ConfigError(f"{flag} is {words!r:.100}, but {name} was given before")
+        found[name] = value
+    return found
+
+
+def _seconds(given: Sequence[str], known: Mapping[str, str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in _named("--start", given, "SECONDS").items():
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = math.nan
+        if not (math.isfinite(found[name]) and found[name] > 0 and name in known):
+            raise ConfigError(
+                f"--start is {name}={value!r:.100}, must be {' or '.join(known)}, = and seconds "
+                "above 0"
+            )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

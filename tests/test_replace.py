@@ -1,0 +1,314 @@
+"""`python -m kvmig.replace`: what it sees, what it orders, and what it does after failures."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvmig.engines.toy.script import Script
+from kvmig.ground.errors import ConfigError
+from kvmig.placement.file import Placement, read, to_toml
+from kvmig.placement.moves import Lease, Step
+from kvmig.placement.observed import Row, check, observed, unfinished
+from kvmig.replace import Deployment, ReplaceFailed, Replacing, Settings, main
+from tests.toys import Toys
+from tests.waiting import until
+
+HELD, KV = 600, 200
+
+
+def placement(**units: str) -> Placement:
+    """Of models by unit, such as left="a b"; two of them fit into one. No two units are alike."""
+    text = "".join(
+        f"[[units]]\nname = '{unit}'\nmemory_bytes = {2000 + at}\n"
+        + "".join(
+            f"[[units.models]]\nname = '{name}'\nheld_bytes = {HELD}\nfloor_bytes = 10\n"
+            f"kv_bytes = {KV}\n"
+            for name in models.split()
+        )
+        for at, (unit, models) in enumerate(units.items())
+    )
+    return read(text, "p.toml")
+
+
+def row(name: str, unit: str, state: str = "serving", used: int = 0) -> Row:
+    return Row(name, state, "", unit, 100, used)
+
+
+# -- what is seen
+
+
+def test_used_bytes_are_the_used_part_of_the_quota() -> None:
+    rows = {"a": [row("i0", "left", used=25), row("i1", "right", "failed")]}
+    seen = observed(placement(left="a", right="a"), rows)
+    assert seen.leases == {("a", "left"): Lease(KV, 50)}
+    assert (seen.instances, seen.failed) == ({("a", "left"): "i0"}, [("a", "i1")])
+    assert seen.unsettled == ""
+
+
+def test_an_instance_with_a_request_is_never_taken_for_idle() -> None:
+    tiny = Row("i0", "serving", "", "left", 10**6, 1, running=1)
+    waiting = Row("i1", "serving", "", "right", 10**6, 0, waiting=1)
+    seen = observed(placement(left="a", right="a"), {"a": [tiny, waiting]})
+    assert [one.used for one in seen.leases.values()] == [1, 1]
+
+
+def test_nothing_is_planned_while_an_instance_starts() -> None:
+    rows = {"a": [row("i0", "left"), row("i1", "right", "starting")]}
+    assert observed(placement(left="a", right=""), rows).unsettled == "instance i1 of a is starting"
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([row("i0", "")], "unit of instance i0 is '', must be of left, right"),
+        ([row("i0", "left"), row("i1", "left")], "instances i0 and i1 are both in unit left"),
+    ],
+)
+def test_instances_without_a_place_of_their_own_are_refused(rows: list[Row], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        observed(placement(left="a", right=""), {"a": rows})
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["a"], "model is 'b', must be of a"),
+        (["a", "b", "c"], "deployment c has no place"),
+    ],
+)
+def test_placements_of_other_models_are_refused(names: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check(placement(left="a b"), names, "p.toml")
+
+
+def test_quotas_that_would_have_to_change_are_refused() -> None:
+    text = "[[units]]\nname = '{}'\nmemory_bytes = 9\n[[units.models]]\nname = 'a'\nkv_bytes = {}\n"
+    odd = read(text.format("left", 5) + text.format("right", 6), "p.toml")
+    with pytest.raises(ConfigError, match="kv_bytes is 6 in unit right, must be 5, as before"):
+        check(odd, ["a"], "p.toml")
+
+
+def test_a_wave_is_over_when_who_comes_serves_and_who_leaves_is_gone() -> None:
+    steps = [Step("start", "a", "right", 1.0), Step("drain", "a", "left", 1.0)]
+    gone = {("a", "left"): "i0"}
+
+    def left(*rows: Row) -> list[str]:
+        return list(unfinished(steps, gone, {"a": rows}))
+
+    assert left(row("i0", "left"), row("i1", "right", "starting")) == [
+        "a starts in right", "a leaves left",
+    ]  # fmt: skip
+    assert left(row("i0", "left", "draining"), row("i1", "right")) == ["a leaves left"]
+    assert left(row("i1", "right")) == []
+
+
+# -- what is ordered
+
+
+class Site:
+    """Deployments that carry out orders at once, or don't."""
+
+    def __init__(self, **units: str) -> None:
+        self.rows: dict[str, list[Row]] = {}
+        self.orders: list[str] = []
+        self.fail_starts = 0
+        """So many more can't start."""
+        self.refuse = 0
+        """So many more orders are refused."""
+        self._ids = itertools.count()
+        for unit, models in units.items():
+            for name in models.split():
+                self.add(name, unit)
+
+    def add(self, name: str, unit: str, state: str = "serving") -> None:
+        self.rows.setdefault(name, []).append(row(f"i{next(self._ids)}", unit, state, used=10))
+
+    def places(self) -> dict[str, str]:
+        return {
+            name: " ".join(sorted(one.unit for one in rows)) for name, rows in self.rows.items()
+        }
+
+    async def carry_out(self, request: httpx.Request) -> httpx.Response:
+        name = request.url.host
+        if request.method == "GET":
+            rows = [{name: getattr(one, name) for name in one.__struct_fields__}
+                    for one in self.rows[name]]  # fmt: skip
+            return httpx.Response(200, json={"data": rows})
+        self.orders.append(f"{request.method} {name}")
+        if self.refuse:
+            self.refuse -= 1
+            return httpx.Response(409, json={"error": {"message": "no free name"}})
+        if request.method == "POST":
+            failed, self.fail_starts = self.fail_starts > 0, max(0, self.fail_starts - 1)
+            unit = request.content.decode().partition('"unit":"')[2].partition('"')[0]
+            self.add(name, unit, "failed" if failed else "serving")
+        else:
+            gone = request.url.path.rpartition("/")[2]
+            self.rows[name] = [one for one in self.rows[name] if one.id != gone]
+        return httpx.Response(202, json={"data": []})
+
+
+@asynccontextmanager
+async def replacing(site: Site, target: Placement, said: list[str]) -> AsyncIterator[Replacing]:
+    deployments = {name: Deployment(name, f"http://{name}") for name in site.rows}
+    for name, one in deployments.items():
+        await one.close()
+        one._http = httpx.AsyncClient(
+            transport=httpx.MockTransport(site.carry_out), base_url=f"http://{name}/kvmig/v1"
+        )
+    settings = Settings(dict.fromkeys(site.rows, 1.0), patience_s=2.0)
+    yield Replacing(target, deployments, settings, said.append)
+    for one in deployments.values():
+        await one.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmig.replace.AFTER_FAILURE_S", 0.01)
+
+
+async def test_a_placement_is_reached_wave_by_wave() -> None:
+    site, said = Site(left="a b", right="b c"), list[str]()
+    async with replacing(site, placement(left="a c", right="a b"), said) as it:
+        await it.run()
+    assert site.places() == {"a": "left right", "b": "right", "c": "left"}
+    assert [one for one in said if one.startswith("wave")]
+    assert len(it.done) == len([one for one in said if one.startswith("wave")])
+
+
+async def test_a_start_that_fails_is_taken_out_and_tried_again() -> None:
+    site, said = Site(left="a", right="b"), list[str]()
+    site.fail_starts = 2
+    async with replacing(site, placement(left="a b", right="b"), said) as it:
+        await it.run()
+    assert site.places() == {"a": "left", "b": "left right"}
+    assert sum("can't start" in one for one in said) == 2
+    assert all(one.state == "serving" for rows in site.rows.values() for one in rows)
+
+
+async def test_after_failures_in_a_row_it_gives_up_and_all_serve() -> None:
+    site, said = Site(left="a", right="b"), list[str]()
+    site.refuse = 100
+    async with replacing(site, placement(left="a b", right="b"), said) as it:
+        with pytest.raises(ReplaceFailed, match="given up after 5 failures: deployment b: no free"):
+            await it.run()
+    assert site.places() == {"a": "left", "b": "right"}
+
+
+async def test_another_one_goes_on_where_one_was_killed() -> None:
+    site, said = Site(left="a b", right="b c"), list[str]()
+    target = placement(left="a c", right="a b")
+    async with replacing(site, target, said) as it:
+        running = asyncio.create_task(it.run())
+        await until(lambda: site.orders != [])
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    async with replacing(site, target, said) as it:
+        await it.run()
+    assert site.places() == {"a": "left right", "b": "right", "c": "left"}
+
+
+async def test_a_placement_without_a_way_is_refused_before_anything_is_done() -> None:
+    site, said = Site(left="a b", right="c d"), list[str]()
+    async with replacing(site, placement(left="a c", right="b d"), said) as it:
+        with pytest.raises(ConfigError, match=r"can't start in unit .*, \S+ GiB are missing"):
+            await it.run()
+    assert site.orders == []
+
+
+# -- the command
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ((), "--to gone.toml can't be read"),
+        (("--deployment", "a"), "--deployment is 'a', must be NAME=URL"),
+        (("--deployment", "c=localhost:80"), "must be NAME=http://HOST:PORT or NAME=/PATH"),
+        (("--deployment", "b=http://h"), "--deployment is 'b=http://h', but b was given before"),
+        (("--start", "b=0"), "--start is b='0', must be a or b, = and seconds above 0"),
+        (("--start", "c=1"), "--start is c='1', must be a or b"),
+        (("--deployment", "c=http://h"), "deployment c has no place"),
+    ],
+)
+def test_what_cant_be_used_is_refused_at_the_door(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], sentence: str
+) -> None:
+    file = tmp_path / "p.toml"
+    file.write_text(
+        "[[units]]\nname = 'left'\nmemory_bytes = 9\n"
+        "[[units.models]]\nname = 'a'\nkv_bytes = 1\n[[units.models]]\nname = 'b'\nkv_bytes = 1\n"
+    )
+    usual = ["--deployment", "a=http://h", "--deployment", "b=/s"]
+    target = str(file) if flags else "gone.toml"
+    assert main(["--to", target, *usual, *flags]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+# -- real servers
+
+
+@contextmanager
+def three_toys(folder: Path) -> Iterator[dict[str, Toys]]:
+    """Of a, b and c, as the first placement below."""
+    with ExitStack() as stack:
+        found: dict[str, Toys] = {}
+        for name, units in (("a", ["left"]), ("b", ["left", "right"]), ("c", ["right"])):
+            own = folder / name
+            own.mkdir()
+            flags = [f"--instances={len(units)}", "--max-instances=4"]
+            flags += [f"--instance-unit=i{at}: {unit}" for at, unit in enumerate(units)]
+            found[name] = stack.enter_context(Toys(flags, own))
+        yield found
+
+
+def places(toys: dict[str, Toys]) -> dict[str, str]:
+    return {
+        name: " ".join(sorted(one["unit"] for one in it.get("instances")))
+        for name, it in toys.items()
+    }
+
+
+def told(target: Placement, toys: dict[str, Toys], folder: Path) -> Sequence[str]:
+    file = folder / "p.toml"
+    file.write_text(to_toml(target))
+    words = ["--to", str(file)]
+    for name, it in toys.items():
+        words += ["--deployment", f"{name}={it.url}"]
+    return words
+
+
+@pytest.mark.server
+def test_three_servers_are_replaced_under_a_stream_which_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with three_toys(tmp_path) as toys, ExitStack() as stack:
+        body = {"model": "toy", "prompt": "Count: 0017 0018", "max_tokens": 50, "stream": True,
+                "temperature": 0}  # fmt: skip
+        http = stack.enter_context(httpx.Client(timeout=60))
+        with (
+            toys["c"].held(20),
+            http.stream("POST", f"{toys['c'].url}/v1/completions", json=body) as stream,
+        ):
+            lines = filter(None, stream.iter_lines())
+            first = next(lines)
+            words = told(placement(left="a c", right="a b"), toys, tmp_path)
+            assert main([*words, "--dry-run"]) == 0
+            assert places(toys) == {"a": "left", "b": "left right", "c": "right"}
+            assert main(words) == 0
+            assert places(toys) == {"a": "left right", "b": "right", "c": "left"}
+            toys["c"].play(Script())
+            rest = [first, *lines]
+    assert rest[-1] == "data: [DONE]"
+    said = "".join(one.partition('"text":"')[2].partition('"')[0] for one in rest)
+    assert said == "".join(f" {number:04}" for number in range(19, 32))[:50]
+    assert "the placement is reached" in capsys.readouterr().out
