@@ -87,8 +87,19 @@ def test_fcfs_does_one_thing_at_a_time_for_the_oldest_request() -> None:
     assert only == Job("b", "decode", PARTS)
 
 
-def test_round_robin_waits_for_who_doesnt_fit() -> None:
-    it = gate("round-robin", a=4, b=10, c=4)
+def test_round_robin_does_one_thing_at_a_time_model_after_model() -> None:
+    it = gate("round-robin", a=4, b=4)
+    for model in it.models:
+        it.want(model, BOTH)
+    (first,) = it.grants()
+    assert first == Job("a", "prefill", PARTS)
+    it.done(first)
+    it.want("a", BOTH)
+    assert [one.model for one in it.grants()] == ["b"]
+
+
+def test_round_robin_on_shares_waits_for_who_doesnt_fit() -> None:
+    it = gate("round-robin-shares", a=4, b=10, c=4)
     for model in it.models:
         it.want(model, DECODES)
     assert [one.model for one in it.grants()] == ["a"]
@@ -129,14 +140,14 @@ def test_whatever_happens_a_model_has_one_job_and_the_sms_are_booked_as_allowed(
         jobs = list(it.running.values())
         if policy != "free":
             assert it.booked <= PARTS + OVERBOOKED
-        if policy == "fcfs":
+        if policy in ("fcfs", "round-robin"):
             assert len(jobs) <= 1
         if policy == "adbs":
             assert sum(one.kind == "prefill" for one in jobs) <= 1
 
 
 @given(
-    policy=st.sampled_from(["adbs", "round-robin"]),
+    policy=st.sampled_from(["adbs", "round-robin", "round-robin-shares"]),
     decode=parts,
     prompts=st.integers(0, 5),
 )

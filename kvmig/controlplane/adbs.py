@@ -60,18 +60,39 @@ class Gate:
         """Raises ConfigError for an unknown policy, or shares that can't be."""
         if policy not in POLICIES:
             raise ConfigError(f"policy is {policy!r:.100}, must be {' or '.join(POLICIES)}")
-        for model, one in shares.items():
-            if not all(1 <= parts <= PARTS for parts in one):
-                raise ConfigError(f"model {model}: shares are {tuple(one)}, must be 1 to {PARTS}")
         self._policy = POLICIES[policy]
-        self.shares = dict(shares)
-        self.models = sorted(shares)
+        self.shares: dict[str, Shares] = {}
+        self.models: list[str] = []
         self.wants: dict[str, Want] = {}
         self.running: dict[str, Job] = {}
         self.passed: Counter[str] = Counter()
         """How often others began while this one didn't fit."""
         self.turn: dict[Kind, int] = {"prefill": 0, "decode": 0}
         """Index of the model that is looked at first."""
+        for model in sorted(shares):
+            self.join(model, shares[model])
+
+    def join(self, model: str, shares: Shares) -> None:
+        """A model comes, or has other shares. Raises ConfigError for shares that can't be."""
+        if not all(1 <= parts <= PARTS for parts in shares):
+            raise ConfigError(f"model {model}: shares are {tuple(shares)}, must be 1 to {PARTS}")
+        self.shares[model] = shares
+        self._arrange()
+
+    def remove(self, model: str) -> None:
+        """It has no engine any more. Unknown ones are ignored."""
+        self.left(model)
+        self.shares.pop(model, None)
+        self.passed.pop(model, None)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Those whose turn it is keep it, as far as they are here."""
+        before, self.models = self.models, sorted(self.shares)
+        for kind, turn in self.turn.items():
+            due = before[turn] if before else ""
+            after = [at for at, model in enumerate(self.models) if model >= due]
+            self.turn[kind] = after[0] if after else 0
 
     def want(self, model: str, want: Want) -> None:
         """What it could do now, instead of what it said last."""
@@ -164,35 +185,56 @@ def fcfs(gate: Gate) -> Iterator[Job]:
 
 
 def round_robin(gate: Gate) -> Iterator[Job]:
-    """Models in turn, each with its prompts if any wait, else a decode step; who doesn't fit is
+    """One job at a time, on all parts: models in turn, each with its prompts if any wait, else a
+    decode step. MuxServe's, as far as its figures tell: its FCFS and its round robin are close."""
+    if gate.running:
+        return
+    for model in _ring(gate):
+        if (kind := _wanted(gate, model)) is not None:
+            job = gate.job(model, kind, PARTS)
+            gate.turn["decode"] = (gate.models.index(model) + 1) % len(gate.models)
+            yield job
+            return
+
+
+def round_robin_shares(gate: Gate) -> Iterator[Job]:
+    """As round robin, but models compute beside each other, each on its parts; who doesn't fit is
     waited for."""
-    ring = gate.models[gate.turn["decode"] :] + gate.models[: gate.turn["decode"]]
-    for model in ring:
-        for kind in _KINDS:
-            if gate.since(model, kind) is not None:
-                job = gate.job(model, kind)
-                if not gate.fits(job.parts):
-                    gate.turn["decode"] = gate.models.index(model)
-                    return
-                gate.turn["decode"] = (gate.models.index(model) + 1) % len(gate.models)
-                yield job
-                break
+    for model in _ring(gate):
+        if (kind := _wanted(gate, model)) is not None:
+            job = gate.job(model, kind)
+            if not gate.fits(job.parts):
+                gate.turn["decode"] = gate.models.index(model)
+                return
+            gate.turn["decode"] = (gate.models.index(model) + 1) % len(gate.models)
+            yield job
 
 
 def free(gate: Gate) -> Iterator[Job]:
     """No gate: whoever wants something does it at once, with all parts, prompts first."""
     for model in gate.models:
-        for kind in _KINDS:
-            if gate.since(model, kind) is not None:
-                yield gate.job(model, kind, PARTS)
-                break
+        if (kind := _wanted(gate, model)) is not None:
+            yield gate.job(model, kind, PARTS)
 
 
 _KINDS: tuple[Kind, ...] = ("prefill", "decode")
+
+
+def _ring(gate: Gate) -> list[str]:
+    """All models, from the one whose turn it is."""
+    turn = gate.turn["decode"]
+    return gate.models[turn:] + gate.models[:turn]
+
+
+def _wanted(gate: Gate, model: str) -> Kind | None:
+    """Its prompts, if any wait, else its decode step; None: neither."""
+    return next((kind for kind in _KINDS if gate.since(model, kind) is not None), None)
+
 
 POLICIES: dict[str, Callable[[Gate], Iterator[Job]]] = {
     "adbs": adbs,
     "fcfs": fcfs,
     "round-robin": round_robin,
+    "round-robin-shares": round_robin_shares,
     "free": free,
 }

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from vllm.config import VllmConfig
@@ -29,6 +30,9 @@ from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.kind import let_team_go
 from kvmig.engines.vllm.worker import end_at_once
 from kvmig.ground.leftovers import remove, shared_by
+
+if TYPE_CHECKING:
+    from kvmig.engines.vllm.phase import Phase
 
 T = TypeVar("T")
 Deliver = Callable[[tuple[int, EngineCoreOutputs]], None]
@@ -67,6 +71,8 @@ class StepCore(EngineCoreProc):
         (time.monotonic); None while there is nothing to do."""
         self.cadence_meter = CadenceMeter()
         self.hold = StepHold()
+        self.phase: Phase | None = None
+        """Where others share the device: says what each step may compute."""
         super().__init__(
             vllm_config,
             local_client=True,
@@ -160,7 +166,7 @@ class StepCore(EngineCoreProc):
     def stop(self, timeout_s: float) -> bool:
         """Stop the busy loop after the current step; False if it didn't within `timeout_s`."""
         self.shutdown_state = EngineShutdownState.REQUESTED
-        self.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        self.wake()
         if self._thread is not None:
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
@@ -170,6 +176,10 @@ class StepCore(EngineCoreProc):
         """End the workers, and remove what one that was killed has left."""
         super().shutdown()
         remove(self._shared)
+
+    def wake(self) -> None:
+        """Let the engine's thread look again at what it waits for."""
+        self.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     # -- on the engine's thread
 
@@ -221,8 +231,24 @@ class StepCore(EngineCoreProc):
             return
         self._handle_client_request(*request)
 
+    def _should_throttle_prefills(self) -> bool:
+        return self.phase is not None and self.phase.throttles
+
     def _process_engine_step(self) -> bool:
         self._await_arrivals()
+        executed = self.step_once() if self.phase is None else self.phase.step()
+        if not executed:
+            self._await_memory()
+        return executed
+
+    def collect(self) -> None:
+        """Take the results of steps that are in flight, and begin none (async scheduling)."""
+        while self.batch_queue:
+            with patch.object(self.scheduler, "has_requests", lambda: False):
+                self.step_once()
+
+    def step_once(self) -> bool:
+        """vLLM's step, with what kvmig does around it; whether it computed anything."""
         began = self.step_began = time.monotonic()
         try:
             with self.stepping:
@@ -233,8 +259,6 @@ class StepCore(EngineCoreProc):
             self.between_steps()
         finally:
             self.step_began = None
-        if not executed:
-            self._await_memory()
         return executed
 
     def execute_dummy_batch(self) -> None:

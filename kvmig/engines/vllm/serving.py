@@ -37,6 +37,7 @@ from kvmig.engines.base import (
     Tail,
     too_large,
 )
+from kvmig.engines.gate import StepGate
 from kvmig.engines.identity import check_unchanged
 from kvmig.engines.vllm.allocation import without_pages
 from kvmig.engines.vllm.balloon import Balloon, VllmSharing, unshared
@@ -54,6 +55,7 @@ from kvmig.engines.vllm.load import Holdings, Listing
 from kvmig.engines.vllm.lora import Adapters
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.offload import BeingOffloaded, Offload
+from kvmig.engines.vllm.phase import Phase
 from kvmig.engines.vllm.sides import (
     Destination,
     Progress,
@@ -180,6 +182,13 @@ class ServingVllm:
         )
         core.starves = balloon.starves
         self.sharing = VllmSharing(balloon, self._on_engine)
+
+    def share(self, gate: StepGate, use_parts: Callable[[int], None] = lambda parts: None) -> None:
+        """Ask `gate` before each step from now on; before `connect`.
+
+        use_parts: take so many parts of the device from now on (on the engine's thread); 0: all.
+        """
+        self._core.phase = Phase(self._core, gate, use_parts)
 
     # -- for clients
 

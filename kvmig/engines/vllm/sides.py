@@ -589,6 +589,7 @@ class Destination:
         request.status = RequestStatus.RUNNING
         if request.num_computed_tokens < request.num_prompt_tokens:
             scheduler._inflight_prefills.add(request)
+            request.is_prefill_chunk = True  # else a step that computes no prompts would take it
         scheduler.running.insert(0, request)
 
     def _take_blocks(self, arriving: Arriving) -> None:

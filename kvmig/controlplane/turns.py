@@ -1,0 +1,118 @@
+"""A unit's engines and their jobs, as its agent sees them: who asked, who was told what. Pure.
+
+`Gate` decides which jobs begin; here are the engines' words (`Want`, `Grant`), questions by number,
+and an end for jobs of engines that never say theirs. Times are seconds of one clock, passed in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from kvmig.controlplane.adbs import NOTHING, PARTS, Gate, Job, Kind, Shares
+from kvmig.controlplane.adbs import Want as Wish
+from kvmig.engines.gate import Grant, Want
+
+JOB_S = 5.0
+"""A job that hasn't ended after so long is taken as ended: its engine hangs, or is stopped."""
+
+
+class Answer(NamedTuple):
+    """A grant, and the question that it answers."""
+
+    member: str
+    number: int
+    grant: Grant
+
+
+class _Running(NamedTuple):
+    job: Job
+    number: int
+    began: float
+
+
+class Turns:
+    """Who of a unit's engines computes next."""
+
+    def __init__(self, policy: str = "adbs", job_s: float = JOB_S) -> None:
+        """Raises ConfigError for an unknown policy."""
+        self._gate = Gate(policy, {})
+        self._job_s = job_s
+        self._asked: dict[str, int] = {}
+        """The number of each member's question that has no answer yet."""
+        self._running: dict[str, _Running] = {}
+        self.job_seconds: defaultdict[tuple[str, Kind], float] = defaultdict(float)
+        """Of each member's jobs, by kind."""
+        self.overdue = 0
+        """Jobs whose end nobody said."""
+
+    @property
+    def members(self) -> list[str]:
+        """In order of their names."""
+        return sorted(self._gate.models)
+
+    @property
+    def booked(self) -> int:
+        """Parts of all jobs that run."""
+        return self._gate.booked
+
+    def join(self, member: str, shares: Shares) -> None:
+        """An engine comes, or comes again. Raises ConfigError for shares that can't be."""
+        self._gate.join(member, shares)
+        self.left(member, stays=True)
+
+    def left(self, member: str, *, stays: bool = False) -> None:
+        """It is gone; what it held is free. Unknown ones are ignored."""
+        self._asked.pop(member, None)
+        self._running.pop(member, None)
+        self._gate.left(member)
+        if not stays:
+            self._gate.remove(member)
+
+    def ask(self, member: str, number: int, want: Want) -> None:
+        """It wants this, instead of what it asked last."""
+        if member not in self._gate.models:
+            return
+        self._asked[member] = number
+        self._gate.want(member, _wish(want))
+
+    def done(self, member: str, number: int, now: float) -> None:
+        """The job that answered this question has ended; one that was overdue is no more here."""
+        running = self._running.get(member)
+        if running is not None and running.number == number:
+            self._end(member, running, now)
+
+    def grants(self, now: float) -> list[Answer]:
+        """Jobs that begin now, after those that are overdue have been ended."""
+        for member, running in list(self._running.items()):
+            if now - running.began >= self._job_s:
+                self.overdue += 1
+                self._end(member, running, now)
+        answers: list[Answer] = []
+        for job in self._gate.grants():
+            number = self._asked.pop(job.model)
+            self._running[job.model] = _Running(job, number, now)
+            parts = 0 if job.parts >= PARTS else job.parts
+            grant = Grant(prompts=job.kind == "prefill", decodes=True, parts=parts)
+            answers.append(Answer(job.model, number, grant))
+        return answers
+
+    def next_overdue(self) -> float | None:
+        """When `grants` should be called again though nothing has come; None: not before."""
+        began = [running.began for running in self._running.values()]
+        return min(began) + self._job_s if began else None
+
+    def _end(self, member: str, running: _Running, now: float) -> None:
+        wish = self._gate.wants.get(member, NOTHING) if member in self._asked else None
+        del self._running[member]
+        self._gate.done(running.job)
+        if wish is not None:  # it asked again before it said so
+            self._gate.want(member, wish)
+        self.job_seconds[member, running.job.kind] += now - running.began
+
+
+def _wish(want: Want) -> Wish:
+    return Wish(
+        prompt=want.oldest_prompt if want.prompt_tokens else None,
+        decode=want.oldest_decode if want.decodes else None,
+    )

@@ -1,0 +1,79 @@
+"""An engine's step gate in a unit: questions go out by number, answers come back by it.
+
+How they travel isn't known here: `send` may write a packet to the unit's agent, or call a `Turns`
+of this process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kvmig.engines.gate import LIMIT_S, NOTHING, Grant, Want
+
+SendWant = Callable[[int, Want], None]
+SendDone = Callable[[int], None]
+
+
+class UnitGate:
+    """Implements `kvmig.engines.gate.StepGate`. `heard` and `crowd` are for any thread."""
+
+    def __init__(self, want: SendWant, done: SendDone, limit_s: float = LIMIT_S) -> None:
+        """want, done: tell whoever decides, and never block; called on the engine's thread, and
+        `done` on any."""
+        self.limit_s = limit_s
+        self.on_answer: Callable[[], None] = lambda: None
+        self._want, self._done = want, done
+        self._alone = True
+        self._lock = threading.Lock()
+        self._number = 0
+        """Of the last question."""
+        self._open = False
+        """It is asked, and not answered."""
+        self._came: Grant | None = None
+        """Its answer, which nobody has taken yet."""
+
+    @property
+    def alone(self) -> bool:
+        return self._alone
+
+    def ask(self, want: Want) -> None:
+        with self._lock:
+            back = self._number if self._came is not None else None
+            withdraws = want is NOTHING
+            if withdraws and not self._open and back is None:
+                return  # there is nothing to take back
+            self._number += 1
+            self._open, self._came = not withdraws, None
+            number = self._number
+        if back is not None:
+            self._done(back)
+        self._want(number, want)
+
+    def answer(self) -> Grant | None:
+        with self._lock:
+            grant, self._came = self._came, None
+        return grant
+
+    def done(self) -> None:
+        self._done(self._number)
+
+    def close(self) -> None:
+        self.crowd(alone=True)
+
+    def heard(self, number: int, grant: Grant) -> None:
+        """The answer to that question. To one that was taken back: nothing is computed for it."""
+        with self._lock:
+            stale = number != self._number or not self._open
+            if not stale:
+                self._open, self._came = False, grant
+        if stale:
+            self._done(number)
+        else:
+            self.on_answer()
+
+    def crowd(self, *, alone: bool) -> None:
+        """Whether there is nobody else in the unit now, or nobody to be asked."""
+        if alone != self._alone:
+            self._alone = alone
+            self.on_answer()

@@ -1,0 +1,58 @@
+"""A unit whose members' gates are in this process: the agent's decisions, without an agent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from kvmig.controlplane.adbs import Shares
+from kvmig.controlplane.turns import Answer, Turns
+from kvmig.controlplane.unit_gate import UnitGate
+from kvmig.engines.gate import Want
+
+
+class LocalUnit:
+    """Answers at once, on the thread that asks, but while it is told to be silent."""
+
+    def __init__(self, policy: str = "adbs", job_s: float = 60.0) -> None:
+        self.turns = Turns(policy, job_s)
+        self.silent = False
+        self.gates: dict[str, UnitGate] = {}
+        self.told: list[Answer] = []
+        """Every grant, in order."""
+        self._lock = threading.RLock()
+
+    def join(self, member: str, shares: Shares, limit_s: float = 10.0) -> UnitGate:
+        """The gate of a new member."""
+        with self._lock:
+            self.turns.join(member, shares)
+            gate = UnitGate(partial(self._ask, member), partial(self._done, member), limit_s)
+            self.gates[member] = gate
+            for one in self.gates.values():
+                one.crowd(alone=len(self.gates) == 1)
+        return gate
+
+    def leave(self, member: str) -> None:
+        """It has gone."""
+        with self._lock:
+            self.turns.left(member)
+            self.gates.pop(member).crowd(alone=True)
+            for one in self.gates.values():
+                one.crowd(alone=len(self.gates) == 1)
+        self._act(lambda: None)
+
+    def _ask(self, member: str, number: int, want: Want) -> None:
+        self._act(lambda: self.turns.ask(member, number, want))
+
+    def _done(self, member: str, number: int) -> None:
+        self._act(lambda: self.turns.done(member, number, time.monotonic()))
+
+    def _act(self, what: Callable[[], None]) -> None:
+        with self._lock:
+            what()
+            answers = [] if self.silent else self.turns.grants(time.monotonic())
+            self.told += answers
+        for answer in answers:
+            self.gates[answer.member].heard(answer.number, answer.grant)

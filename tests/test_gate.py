@@ -1,0 +1,275 @@
+"""The step gate: what an engine's thread waits for, and who decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.controlplane.adbs import POLICIES, Shares
+from kvmig.controlplane.turns import Turns
+from kvmig.controlplane.unit_gate import UnitGate
+from kvmig.engines.gate import EVERYTHING, NOTHING, Entrance, Grant, Want
+from tests.local_unit import LocalUnit
+
+PROMPTS = Want(100, 0, oldest_prompt=1.0)
+DECODES = Want(0, 3, oldest_decode=1.0)
+BOTH = Want(100, 3, 1.0, 1.0)
+DECODE = Grant(prompts=False, decodes=True)
+
+
+class Gate:
+    """Answers when the test says so."""
+
+    def __init__(self, limit_s: float = 0.02) -> None:
+        self.limit_s = limit_s
+        self.on_answer: Callable[[], None] = lambda: None
+        self.alone = False
+        self.asked: list[Want] = []
+        self.ended = 0
+        self.next: Grant | None = None
+
+    def ask(self, want: Want) -> None:
+        self.asked.append(want)
+
+    def answer(self) -> Grant | None:
+        grant, self.next = self.next, None
+        return grant
+
+    def done(self) -> None:
+        self.ended += 1
+
+    def close(self) -> None:
+        pass
+
+
+def test_who_is_alone_asks_nobody() -> None:
+    gate = Gate()
+    gate.alone = True
+    assert Entrance(gate, time.sleep).enter(lambda: BOTH) is EVERYTHING
+    assert gate.asked == []
+
+
+def test_who_wants_nothing_asks_nobody() -> None:
+    gate = Gate()
+    assert Entrance(gate, time.sleep).enter(lambda: NOTHING) is None
+    assert gate.asked == []
+
+
+def test_a_grant_is_given_back_when_its_step_is_over() -> None:
+    gate = Gate()
+    entrance = Entrance(gate, lambda left: setattr(gate, "next", DECODE))
+    assert entrance.enter(lambda: DECODES) == DECODE
+    assert gate.ended == 0
+    entrance.leave(True)
+    entrance.leave(True)
+    assert gate.ended == 1
+
+
+def test_what_comes_meanwhile_is_served_and_asked_for() -> None:
+    gate, now = Gate(limit_s=10.0), [DECODES]
+
+    def serve(left: float) -> None:
+        if now[0] is DECODES:
+            now[0] = BOTH  # a request has come
+        else:
+            gate.next = EVERYTHING
+
+    assert Entrance(gate, serve).enter(lambda: now[0]) == EVERYTHING
+    assert gate.asked == [DECODES, BOTH]
+
+
+def test_a_question_is_taken_back_when_all_that_it_was_for_is_gone() -> None:
+    gate, now = Gate(limit_s=10.0), [DECODES]
+    entrance = Entrance(gate, lambda left: now.__setitem__(0, NOTHING))
+    assert entrance.enter(lambda: now[0]) is None
+    assert gate.asked == [DECODES, NOTHING]
+
+
+def test_a_grant_for_what_is_gone_is_given_back_and_asked_anew() -> None:
+    gate, now = Gate(limit_s=10.0), [DECODES]
+
+    def serve(left: float) -> None:
+        now[0] = PROMPTS
+        gate.next = DECODE if gate.ended == 0 else EVERYTHING
+
+    assert Entrance(gate, serve).enter(lambda: now[0]) == EVERYTHING
+    assert gate.ended == 1
+    assert gate.asked == [DECODES, PROMPTS]
+
+
+def test_a_gate_that_never_answers_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate(limit_s=0.02)
+    entrance = Entrance(gate, time.sleep)
+    began = time.monotonic()
+    for _ in range(50):
+        assert entrance.enter(lambda: BOTH) is EVERYTHING
+        entrance.leave(True)
+    assert 0.02 <= time.monotonic() - began < 0.5
+    assert entrance.unanswered == 50
+    assert gate.ended == 0
+    assert len(caplog.records) == 1, "said once"
+
+
+def test_it_is_waited_for_again_once_it_has_answered() -> None:
+    gate, waits = Gate(limit_s=0.02), list[float]()
+
+    def serve(left: float) -> None:
+        waits.append(left)
+        time.sleep(left)
+
+    entrance = Entrance(gate, serve)
+    entrance.enter(lambda: BOTH)
+    waits.clear()
+    entrance.enter(lambda: BOTH)
+    assert waits == []
+    gate.next = EVERYTHING
+    entrance.enter(lambda: BOTH)
+    entrance.leave(True)
+    entrance.enter(lambda: BOTH)
+    assert waits
+
+
+def test_an_engine_that_can_compute_nothing_looks_ever_less_often() -> None:
+    waits: list[float] = []
+    entrance = Entrance(Gate(), waits.append)
+    for _ in range(8):
+        entrance.rest()
+    assert waits[0] == 0.001
+    assert waits[-1] == max(waits) == 0.05
+    entrance.leave(True)
+    entrance.rest()
+    assert waits[-1] == 0.001
+
+
+# -- numbers
+
+
+class Wire:
+    """What a gate sends."""
+
+    def __init__(self) -> None:
+        self.wants: list[tuple[int, Want]] = []
+        self.dones: list[int] = []
+        self.gate = UnitGate(lambda number, want: self.wants.append((number, want)),
+                             self.dones.append)  # fmt: skip
+
+
+def test_an_answer_to_a_question_that_was_taken_back_frees_its_parts_at_once() -> None:
+    wire = Wire()
+    wire.gate.ask(DECODES)
+    wire.gate.ask(NOTHING)
+    wire.gate.heard(1, DECODE)
+    assert wire.gate.answer() is None
+    assert wire.dones == [1]
+
+
+def test_an_answer_that_nobody_took_is_given_back_with_the_next_question() -> None:
+    wire = Wire()
+    wire.gate.ask(DECODES)
+    wire.gate.heard(1, DECODE)
+    wire.gate.ask(BOTH)
+    assert wire.dones == [1]
+    assert wire.wants[-1] == (2, BOTH)
+
+
+def test_taking_back_what_was_never_asked_tells_nobody() -> None:
+    wire = Wire()
+    wire.gate.ask(NOTHING)
+    assert wire.wants == []
+
+
+# -- who decides
+
+
+def test_a_member_that_dies_frees_its_parts() -> None:
+    turns = Turns()
+    for name in ("a", "b"):
+        turns.join(name, Shares(10, 10))
+        turns.ask(name, 1, PROMPTS)
+    (first,) = turns.grants(0.0)
+    assert (first.member, first.grant.prompts) == ("a", True)
+    turns.left("a")
+    assert [one.member for one in turns.grants(0.1)] == ["b"]
+    assert turns.members == ["b"]
+
+
+def test_a_job_whose_end_nobody_says_ends_after_a_limit() -> None:
+    turns = Turns(job_s=5.0)
+    for name in ("a", "b"):
+        turns.join(name, Shares(10, 10))
+        turns.ask(name, 1, PROMPTS)
+    turns.grants(0.0)
+    assert turns.next_overdue() == 5.0
+    assert turns.grants(4.9) == []
+    assert [one.member for one in turns.grants(5.0)] == ["b"]
+    assert turns.overdue == 1
+    turns.done("a", 1, 6.0)  # it lives again
+    turns.ask("a", 2, DECODES)
+    turns.done("b", 1, 6.0)
+    assert [one.member for one in turns.grants(6.0)] == ["a"]
+    assert turns.job_seconds == {("a", "prefill"): 5.0, ("b", "prefill"): 1.0}
+
+
+def test_a_question_that_came_before_the_end_of_the_last_job_is_kept() -> None:
+    turns = Turns()
+    turns.join("a", Shares(10, 4))
+    turns.ask("a", 1, DECODES)
+    turns.grants(0.0)
+    turns.ask("a", 2, BOTH)
+    assert turns.grants(0.1) == []
+    turns.done("a", 1, 0.2)
+    (again,) = turns.grants(0.2)
+    assert (again.number, again.grant.prompts) == (2, True)
+
+
+def test_turns_survive_who_comes_and_goes() -> None:
+    turns = Turns("round-robin")
+    for name in ("b", "d"):
+        turns.join(name, Shares(10, 10))
+    turns.ask("b", 1, DECODES)
+    turns.grants(0.0)
+    turns.join("a", Shares(10, 10))
+    turns.ask("a", 1, DECODES)
+    turns.ask("d", 1, DECODES)
+    turns.done("b", 1, 1.0)
+    assert [one.member for one in turns.grants(1.0)] == ["d"]
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.sampled_from(["ask", "back", "take", "leave", "join"]),
+        st.sampled_from([PROMPTS, DECODES, BOTH]),
+    ),
+    max_size=60,
+)
+
+
+@given(policy=st.sampled_from(sorted(POLICIES)), steps=steps)
+def test_whatever_happens_what_is_granted_ends_and_everybody_gets_a_turn(
+    policy: str, steps: list[tuple[str, str, Want]]
+) -> None:
+    unit = LocalUnit(policy)
+    for name, what, want in [*[(name, "join", BOTH) for name in "abc"], *steps]:
+        gate = unit.gates.get(name) or unit.join(name, Shares(10, 5))
+        if what == "ask":
+            gate.ask(want)
+        elif what == "back":
+            gate.ask(NOTHING)
+        elif what == "leave":
+            unit.leave(name)
+        elif gate.answer() is not None:
+            gate.done()
+    gates = list(unit.gates.values())
+    for want in (NOTHING, BOTH):
+        for gate in gates:
+            gate.ask(want)
+        for gate in gates * 9:
+            if gate.answer() is not None:
+                gate.done()
+                gate.ask(NOTHING)
+        assert unit.turns._running == {}
