@@ -103,6 +103,30 @@ class SimTenant:
         return tokens, squares
 
 
+class Crowd:
+    """The jobs that a unit runs at once: each takes longer by the ratio in which SMs and memory
+    bandwidth are booked above what there is when it begins."""
+
+    def __init__(self, bandwidth: float) -> None:
+        """bandwidth: of all its memory, bytes a second."""
+        self._bandwidth = bandwidth
+        self._traffic: dict[str, float] = {}
+        """Bytes a second that each model's job reads, of those that decode."""
+
+    def begin(self, model: str, seconds: float, booked: int, reads: float = 0.0) -> float:
+        """How long a job takes that alone takes `seconds` and reads so many bytes (0: it computes
+        prompts); booked: parts of all jobs, with this one."""
+        times = max(1.0, booked / PARTS)
+        if reads:
+            self._traffic[model] = reads / seconds
+            times = max(times, sum(self._traffic.values()) / self._bandwidth)
+        return seconds * times
+
+    def end(self, model: str) -> None:
+        """It has ended."""
+        self._traffic.pop(model, None)
+
+
 class SimUnit:
     """One unit in virtual time."""
 
@@ -118,14 +142,12 @@ class SimUnit:
         """rule: of the quotas; fixed: they aren't adapted; shared: there are none."""
         self._events = events
         self._device = device
-        self._bandwidth = device.bandwidth * gpus
+        self._crowd = Crowd(device.bandwidth * gpus)
         self.tenants = {one.name: SimTenant(one, device, gpus) for one in tenants}
         self._shares = {one.name: Shares(PARTS, parts(one.decode_share)) for one in tenants}
         self._gate = Gate(policy, self._shares)
         self._arena = sum(one.quota_bytes for one in tenants)
         self._rule = rule if len(tenants) > 1 else "fixed"
-        self._traffic: dict[str, float] = {}
-        """Bytes a second that each running job reads, of those that decode."""
         self._adapting = False
 
     def submit(self, name: str, request: SimRequest) -> None:
@@ -160,26 +182,22 @@ class SimUnit:
         """How long the job takes, from what runs beside it."""
         one = self.tenants[job.model]
         one.count(self._events.now)
-        crowd = max(1.0, self._gate.booked / PARTS)
-        share = job.parts / PARTS
+        share, booked = job.parts / PARTS, self._gate.booked
         if job.kind == "prefill":
             tokens, squares = one.take_prompts()
-            return one.cost.prefill_s(tokens, squares, share) * crowd
+            return self._crowd.begin(one.name, one.cost.prefill_s(tokens, squares, share), booked)
         sequences, context = len(one.batch), one.batch.context
         seconds = one.cost.decode_s(sequences, context, share)
         # Every step reads the weights and the batch's cache.
-        traffic = (one.weights + context * one.token_bytes) / seconds
-        self._traffic[job.model] = traffic
-        crowd = max(crowd, sum(self._traffic.values()) / self._bandwidth)
-        return seconds * crowd
+        return self._crowd.begin(one.name, seconds, booked, one.weights + context * one.token_bytes)
 
     def _end(self, job: Job) -> None:
         one, now = self.tenants[job.model], self._events.now
         one.count(now)
+        self._crowd.end(one.name)
         if job.kind == "prefill":
             done = self._prompts_done(one)
         else:
-            del self._traffic[job.model]
             done = one.batch.advance(1)
             for request in done:
                 one.batch.remove(request)
