@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvmig.controlplane.adbs import POLICIES, Shares
 from kvmig.controlplane.turns import Turns
 from kvmig.controlplane.unit_gate import UnitGate
-from kvmig.engines.gate import EVERYTHING, NOTHING, Entrance, Grant, Want
+from kvmig.engines.entrance import Entrance
+from kvmig.engines.gate import EVERYTHING, NOTHING, Grant, Want
 from tests.local_unit import LocalUnit
 
 PROMPTS = Want(100, 0, oldest_prompt=1.0)

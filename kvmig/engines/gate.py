@@ -1,27 +1,18 @@
 """The step gate: an engine that shares a device asks before each step what it may compute.
 
-Whoever decides for the device (`kvmig.controlplane.turns`) answers with a `Grant`. The engine's
-thread waits for it in `Entrance`, and serves what comes for the engine meanwhile: requests, aborts,
-calls and migrations are never held up. Nobody who shares a device can stop an engine: without an
-answer in `StepGate.limit_s` it steps on, and asks without waiting until it hears something again.
+Whoever decides for the device (`kvmig.controlplane.turns`) answers with a `Grant`. Here are the
+words and the port; how an engine's thread waits: `kvmig.engines.entrance`.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
-log = logging.getLogger(__name__)
-
 LIMIT_S = 1.0
 """How long a step waits for its grant, unless a gate says otherwise."""
-REST_S = (0.001, 0.05)
-"""How long an engine that has requests, but could compute nothing, waits before it looks again:
-at first, and at most. A request or call that comes ends it at once."""
 
 
 class Want(msgspec.Struct, frozen=True):
@@ -95,91 +86,3 @@ class StepGate(Protocol):
     def close(self) -> None:
         """Ask no more; what was granted is given back."""
         ...
-
-
-class Entrance:
-    """Where one engine's thread waits for its grants."""
-
-    def __init__(self, gate: StepGate, serve: Callable[[float], None]) -> None:
-        """serve: handle one thing that comes for the engine within so many seconds, if one does."""
-        self.gate = gate
-        self.unanswered = 0
-        """Steps that were made without a grant."""
-        self.waited_s = 0.0
-        """For grants, all in all."""
-        self._serve = serve
-        self._silent = False
-        """The last question had no answer: the next isn't waited for."""
-        self._rest_s = REST_S[0]
-        self._granted = False
-
-    def enter(self, look: Callable[[], Want]) -> Grant | None:
-        """What the next step may compute; None: there is nothing to compute any more.
-
-        look: what it could, now. Waits at most `limit_s`.
-        """
-        gate = self.gate
-        if gate.alone:
-            return EVERYTHING
-        want = look()
-        if want.nothing:
-            return None
-        began = time.monotonic()
-        try:
-            return self._wait(want, look, began + (0.0 if self._silent else gate.limit_s))
-        finally:
-            self.waited_s += time.monotonic() - began
-
-    def _wait(self, want: Want, look: Callable[[], Want], deadline: float) -> Grant | None:
-        gate, asked = self.gate, want
-        gate.ask(asked)
-        while True:
-            grant = gate.answer()
-            if grant is not None:
-                self._silent = False
-                if grant.suits(want):
-                    self._granted = True
-                    return grant
-                gate.done()  # what it was for has ended meanwhile
-            if grant is not None or want.kinds != asked.kinds:
-                asked = want
-                gate.ask(asked)
-            if gate.alone:
-                gate.ask(NOTHING)
-                return EVERYTHING
-            left = deadline - time.monotonic()
-            if left <= 0:
-                gate.ask(NOTHING)
-                self._go_on()
-                return EVERYTHING
-            self._serve(left)
-            want = look()
-            if want.nothing:
-                gate.ask(NOTHING)
-                return None
-
-    def _go_on(self) -> None:
-        self.unanswered += 1
-        if not self._silent:
-            self._silent = True
-            log.warning(
-                "no grant in %g s: steps go on without one until somebody answers",
-                self.gate.limit_s,
-            )
-
-    def leave(self, computed: bool) -> None:
-        """The step is over, and has computed something or not."""
-        if self._granted:
-            self._granted = False
-            self.gate.done()
-        if computed:
-            self._rest_s = REST_S[0]
-
-    def rest(self) -> None:
-        """Wait until something comes, ever longer while nothing can be computed.
-
-        An engine whose blocks are all lent has requests and can't run them: it would look a
-        thousand times a second.
-        """
-        self._serve(self._rest_s)
-        self._rest_s = min(2 * self._rest_s, REST_S[1])

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
-from kvmig.engines.gate import EVERYTHING, NOTHING, Entrance, Grant, StepGate, Want
+from kvmig.engines.entrance import Entrance
+from kvmig.engines.gate import EVERYTHING, NOTHING, Grant, StepGate, Want
 
 if TYPE_CHECKING:
     from kvmig.engines.vllm.core import StepCore
