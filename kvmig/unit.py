@@ -22,8 +22,10 @@ import uvloop
 from kvmig.cli.environment import take_path
 from kvmig.cli.flags import quantity
 from kvmig.cli.processes import leave, quiet, say
+from kvmig.controlplane.adbs import POLICIES
 from kvmig.controlplane.leases import Ledger
 from kvmig.controlplane.quotas import RULES
+from kvmig.controlplane.turns import Turns
 from kvmig.controlplane.unit_agent import UnitAgent
 from kvmig.ground.errors import ConfigError, KvmigError
 
@@ -34,8 +36,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         flags = parser().parse_args(argv)
         ledger = Ledger(int(flags.memory), flags.quotas)
+        turns = Turns(flags.policy)
         with listening(flags.path) as sock:
-            uvloop.run(serve(sock, ledger, flags.path, end_with_stdin=flags.end_with_stdin))
+            uvloop.run(serve(sock, ledger, turns, flags.path, flags.end_with_stdin))
     except KvmigError as error:
         say(str(error))
         return 2
@@ -61,19 +64,26 @@ def parser() -> argparse.ArgumentParser:
         "--quotas", default="kvmig", help=f"how it is shared: {', '.join(RULES)} (default: kvmig)"
     )
     made.add_argument(
+        "--policy",
+        default="adbs",
+        help=f"who computes next: {', '.join(POLICIES)} (default: adbs)",
+    )
+    made.add_argument(
         "--end-with-stdin", action="store_true", help="stop at the end of stdin as at a signal"
     )
     return made
 
 
-async def serve(sock: socket.socket, ledger: Ledger, path: str, *, end_with_stdin: bool) -> None:
+async def serve(
+    sock: socket.socket, ledger: Ledger, turns: Turns, path: str, end_with_stdin: bool
+) -> None:
     """Until a signal."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stop.set)
     if end_with_stdin:
         loop.add_reader(sys.stdin.fileno(), _end_at_eof, stop)
-    running = asyncio.create_task(UnitAgent(sock, ledger).run())
+    running = asyncio.create_task(UnitAgent(sock, ledger, turns=turns).run())
     say(f"unit of {ledger.arena / 2**20:.0f} MiB at {path} (Ctrl-C stops)")
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)

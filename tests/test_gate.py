@@ -26,7 +26,7 @@ class Gate:
     """Answers when the test says so."""
 
     def __init__(self, limit_s: float = 0.02) -> None:
-        self.limit_s = limit_s
+        self.limit_s, self.answers = limit_s, 0
         self.on_answer: Callable[[], None] = lambda: None
         self.alone = False
         self.asked: list[Want] = []
@@ -38,6 +38,7 @@ class Gate:
 
     def answer(self) -> Grant | None:
         grant, self.next = self.next, None
+        self.answers += grant is not None
         return grant
 
     def done(self) -> None:
@@ -127,11 +128,22 @@ def test_it_is_waited_for_again_once_it_has_answered() -> None:
     waits.clear()
     entrance.enter(lambda: BOTH)
     assert waits == []
-    gate.next = EVERYTHING
-    entrance.enter(lambda: BOTH)
-    entrance.leave(True)
+    gate.answers += 1  # a late one, to a question that was taken back
     entrance.enter(lambda: BOTH)
     assert waits
+
+
+def test_a_silent_gate_is_asked_now_and_then() -> None:
+    gate = Gate(limit_s=0.05)
+    entrance = Entrance(gate, time.sleep)
+    entrance.enter(lambda: BOTH)
+    gate.asked.clear()
+    for _ in range(100):
+        entrance.enter(lambda: BOTH)
+    assert gate.asked == []
+    time.sleep(0.05)
+    entrance.enter(lambda: BOTH)
+    assert gate.asked == [BOTH, NOTHING]
 
 
 def test_an_engine_that_can_compute_nothing_looks_ever_less_often() -> None:

@@ -50,7 +50,7 @@ class Scripted:
     """A gate whose answers a test has written."""
 
     def __init__(self, *grants: Grant, limit_s: float = 5.0) -> None:
-        self.limit_s, self.alone = limit_s, False
+        self.limit_s, self.alone, self.answers = limit_s, False, 0
         self.on_answer = lambda: None
         self.grants = list(grants)
         self.wants: list[Want] = []

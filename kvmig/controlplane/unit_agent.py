@@ -1,8 +1,9 @@
-"""A unit's agent: the process that tells the instances of a host how much KV cache each may have.
+"""A unit's agent: the process that tells the instances of a host how much KV cache each may have,
+and who of them computes next.
 
-It decides nothing: `kvmig.controlplane.leases` does. It holds no memory of theirs, so its end stops
-nobody: members keep what they have, connect again, and tell the next agent. A member that is
-connected no more keeps its lease until its process is gone.
+It decides nothing: `kvmig.controlplane.leases` does, and `kvmig.controlplane.turns`. It holds no
+memory of theirs, so its end stops nobody: members keep what they have, connect again, and tell the
+next agent. A member that is connected no more keeps its lease until its process is gone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import msgspec
 
 from kvmig.controlplane.leases import Claim, Ledger, Told
 from kvmig.controlplane.packets import Packets, credentials
+from kvmig.controlplane.turns import Turns
 from kvmig.controlplane.unit_messages import (
     MOST_BYTES,
     VERSION,
     Ask,
+    Done,
+    Gated,
     Held,
     Hello,
     Lease,
@@ -29,9 +33,11 @@ from kvmig.controlplane.unit_messages import (
     Share,
     ToAgent,
     Unit,
+    Want,
     encode,
     to_agent,
 )
+from kvmig.controlplane.unit_turns import UnitTurns
 from kvmig.ground.errors import ConfigError, PeerError, TransportError
 
 log = logging.getLogger(__name__)
@@ -56,9 +62,17 @@ class Tenant:
 class UnitAgent:
     """Make it inside a running event loop. sock: where it listens, of packets; the caller's."""
 
-    def __init__(self, sock: socket.socket, ledger: Ledger, settle_s: float = SETTLE_S) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        ledger: Ledger,
+        settle_s: float = SETTLE_S,
+        turns: Turns | None = None,
+    ) -> None:
+        """turns: None: by ADBS."""
         self._sock = sock
         self._ledger = ledger
+        self._turns = UnitTurns(turns or Turns())
         self._tenants: dict[str, Tenant] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -79,6 +93,7 @@ class UnitAgent:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             for name in list(self._tenants):
                 self._forget(name)
+            self._turns.close()
 
     @property
     def unit(self) -> Unit:
@@ -133,6 +148,7 @@ class UnitAgent:
             tenant = self._tenants.get(name)
             if tenant is not None and tenant.packets is packets:
                 tenant.packets = None
+                self._turns.left(name)
 
     def _handle(self, packets: Packets, name: str, message: ToAgent) -> str:
         """name: of the member whose connection it is; empty before Hello. The same, afterwards.
@@ -152,6 +168,8 @@ class UnitAgent:
                 told = Told(*msgspec.structs.astuple(message))
                 self._ledger.heard(name, told, self._loop.time())
                 self._tell()
+            case Gated() | Want() | Done() if name:
+                self._turns.handle(name, message, packets.send)
             case _:
                 raise PeerError(f"{type(message).__name__} isn't expected now")
         return name
@@ -189,6 +207,7 @@ class UnitAgent:
 
     def _forget(self, name: str) -> None:
         tenant = self._tenants.pop(name)
+        self._turns.left(name)
         self._loop.remove_reader(tenant.ended)
         os.close(tenant.ended)
         if tenant.packets is not None:

@@ -22,6 +22,7 @@ class UnitGate:
         """want, done: tell whoever decides, and never block; called on the engine's thread, and
         `done` on any."""
         self.limit_s = limit_s
+        self.answers = 0
         self.on_answer: Callable[[], None] = lambda: None
         self._want, self._done = want, done
         self._alone = True
@@ -64,6 +65,7 @@ class UnitGate:
     def heard(self, number: int, grant: Grant) -> None:
         """The answer to that question. To one that was taken back: nothing is computed for it."""
         with self._lock:
+            self.answers += 1
             stale = number != self._number or not self._open
             if not stale:
                 self._open, self._came = False, grant

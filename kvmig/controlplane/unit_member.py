@@ -1,4 +1,5 @@
-"""An instance's end of its unit: joins, tells what it holds, and has its engine resized.
+"""An instance's end of its unit: joins, tells what it holds, has its engine resized, and asks for
+its steps.
 
 The agent's end isn't the instance's: it keeps the lease that it has, and joins again.
 """
@@ -7,24 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 
+from kvmig.controlplane.adbs import Shares
 from kvmig.controlplane.leases import Claim
 from kvmig.controlplane.packets import Packets
+from kvmig.controlplane.unit_gate import UnitGate
 from kvmig.controlplane.unit_messages import (
     MOST_BYTES,
     VERSION,
     Ask,
+    Crowd,
+    Done,
+    Gated,
+    Granted,
     Held,
     Hello,
     Lease,
     Refused,
     ToMember,
     Unit,
+    UnitMessage,
+    Want,
     encode,
     to_member,
 )
 from kvmig.engines.base import KVUse
+from kvmig.engines.gate import Grant
+from kvmig.engines.gate import Want as Wanted
 from kvmig.ground.errors import ConfigError, StartupError, TransportError
 
 log = logging.getLogger(__name__)
@@ -44,10 +56,21 @@ class UnitMember:
     """One instance in its unit. Make it inside a running event loop."""
 
     def __init__(
-        self, path: str, instance: str, claim: Claim, use: Callable[[], KVUse], resize: Resize
+        self,
+        path: str,
+        instance: str,
+        claim: Claim,
+        use: Callable[[], KVUse],
+        resize: Resize,
+        shares: Shares | None = None,
     ) -> None:
         """use: what the engine holds now, cheap; resize: returns at once, the engine gives as soon
-        as it can, which `use` shows."""
+        as it can, which `use` shows. shares: of its steps; None: it asks for none."""
+        self.gate = UnitGate(self._want, self._done)
+        """For its engine; alone as long as no agent says otherwise."""
+        self._shares = shares
+        self._sending = threading.Lock()
+        """Held while a packet goes out on the engine's thread: it isn't closed meanwhile."""
         self._path = path
         self._instance = instance
         self._claim = claim
@@ -85,8 +108,31 @@ class UnitMember:
     def close(self) -> None:
         """Leave; the agent frees the lease at the end of this process."""
         if self._packets is not None:
-            self._packets.close()
-            self._packets = None
+            with self._sending:
+                self._packets.close()
+                self._packets = None
+        self.gate.crowd(alone=True)
+
+    # -- on the engine's thread: a packet that can't be sent is one that nobody answers
+
+    def _want(self, number: int, want: Wanted) -> None:
+        self._say(
+            Want(number, want.prompt_tokens, want.decodes, want.oldest_prompt, want.oldest_decode)
+        )
+
+    def _done(self, number: int) -> None:
+        self._say(Done(number))
+
+    def _say(self, message: UnitMessage) -> None:
+        with self._sending:
+            if self._packets is None:
+                return
+            try:
+                self._packets.send(encode(message))
+            except TransportError as error:
+                log.debug("unit %s: %s", self._path, error)
+
+    # -- on the event loop
 
     async def run(self) -> None:
         """After `join`: until it is cancelled. Tells, hears, and joins again."""
@@ -124,6 +170,8 @@ class UnitMember:
         )  # fmt: skip
         try:
             packets.send(encode(hello))
+            if self._shares is not None:
+                packets.send(encode(Gated(*self._shares)))
         except TransportError:
             packets.close()
             raise
@@ -134,6 +182,11 @@ class UnitMember:
         message = decoded(packet)
         if isinstance(message, Refused):
             raise ConfigError(message.why)
+        if isinstance(message, Granted):
+            grant = Grant(message.prompts, message.decodes, message.tokens, message.parts)
+            self.gate.heard(message.number, grant)
+        if isinstance(message, Crowd):
+            self.gate.crowd(alone=message.members < 2)
         if isinstance(message, Lease):
             self._quota = message.quota
             await self._resize(message.quota, message.limit)

@@ -2,6 +2,8 @@
 
 An instance says Hello with what it is, then Held whenever its use of memory changes; the agent
 answers with Lease, or Refused and the end. Whoever only wants to know says Ask, and gets Unit.
+One that says Gated, too, hears Crowd; while others are there it says Want before each step, gets
+Granted, and says Done.
 """
 
 from __future__ import annotations
@@ -50,6 +52,30 @@ class Ask(UnitMessage, frozen=True, tag=True):
     version: int
 
 
+class Gated(UnitMessage, frozen=True, tag=True):
+    """I ask before each step. Parts of the device that my steps take, see
+    `kvmig.controlplane.adbs.Shares`."""
+
+    prefill: int
+    decode: int
+
+
+class Want(UnitMessage, frozen=True, tag=True):
+    """I could compute this now; instead of what I wanted last. See `kvmig.engines.gate.Want`."""
+
+    number: int
+    prompt_tokens: int
+    decodes: int
+    oldest_prompt: float
+    oldest_decode: float
+
+
+class Done(UnitMessage, frozen=True, tag=True):
+    """The step that this question's answer was for has ended, or won't be made."""
+
+    number: int
+
+
 # -- agent to member
 
 
@@ -61,6 +87,23 @@ class Lease(UnitMessage, frozen=True, tag=True):
     limit: int
     """What it could have if all others gave."""
     arena: int
+
+
+class Granted(UnitMessage, frozen=True, tag=True):
+    """Make this step now. See `kvmig.engines.gate.Grant`."""
+
+    number: int
+    """Of the question."""
+    prompts: bool
+    decodes: bool
+    tokens: int
+    parts: int
+
+
+class Crowd(UnitMessage, frozen=True, tag=True):
+    """So many members ask, you among them; while you are the only one, don't."""
+
+    members: int
 
 
 class Refused(UnitMessage, frozen=True, tag=True):
@@ -91,8 +134,8 @@ class Unit(UnitMessage, frozen=True, tag=True):
     shares: list[Share]
 
 
-ToAgent = Hello | Held | Ask
-ToMember = Lease | Refused | Unit
+ToAgent = Hello | Held | Ask | Gated | Want | Done
+ToMember = Lease | Refused | Unit | Granted | Crowd
 
 encode = msgspec.msgpack.Encoder().encode
 to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)

@@ -31,8 +31,10 @@ class Entrance:
         self.waited_s = 0.0
         """For grants, all in all."""
         self._serve = serve
-        self._silent = False
-        """The last question had no answer: the next isn't waited for."""
+        self._silent_at: int | None = None
+        """Answers that had come when one didn't: until there is another, none is waited for."""
+        self._probe_at = 0.0
+        """When it is asked again while it is silent."""
         self._rest_s = REST_S[0]
         self._granted = False
 
@@ -48,8 +50,11 @@ class Entrance:
         if want.nothing:
             return None
         began = time.monotonic()
+        if self._silent_at == gate.answers:
+            return self._go_on(want, began)
+        self._silent_at = None
         try:
-            return self._wait(want, look, began + (0.0 if self._silent else gate.limit_s))
+            return self._wait(want, look, began + gate.limit_s)
         finally:
             self.waited_s += time.monotonic() - began
 
@@ -59,7 +64,6 @@ class Entrance:
         while True:
             grant = gate.answer()
             if grant is not None:
-                self._silent = False
                 if grant.suits(want):
                     self._granted = True
                     return grant
@@ -73,7 +77,12 @@ class Entrance:
             left = deadline - time.monotonic()
             if left <= 0:
                 gate.ask(NOTHING)
-                self._go_on()
+                self._silent_at = gate.answers
+                self._probe_at = time.monotonic() + gate.limit_s
+                log.warning(
+                    "no grant in %g s: steps go on without one until somebody answers", gate.limit_s
+                )
+                self.unanswered += 1
                 return EVERYTHING
             self._serve(left)
             want = look()
@@ -81,14 +90,14 @@ class Entrance:
                 gate.ask(NOTHING)
                 return None
 
-    def _go_on(self) -> None:
+    def _go_on(self, want: Want, now: float) -> Grant:
+        """Without a grant; ask now and then, for the answer's sake alone."""
         self.unanswered += 1
-        if not self._silent:
-            self._silent = True
-            log.warning(
-                "no grant in %g s: steps go on without one until somebody answers",
-                self.gate.limit_s,
-            )
+        if now >= self._probe_at:
+            self._probe_at = now + self.gate.limit_s
+            self.gate.ask(want)
+            self.gate.ask(NOTHING)
+        return EVERYTHING
 
     def leave(self, computed: bool) -> None:
         """The step is over, and has computed something or not."""

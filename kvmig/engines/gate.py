@@ -63,6 +63,8 @@ class StepGate(Protocol):
     """One engine's way to whoever decides. Called on the engine's thread, but for `on_answer`."""
 
     limit_s: float
+    answers: int
+    """How many have come, those to questions that were taken back, too."""
     on_answer: Callable[[], None]
     """Called, from any thread, when there is an answer to take, or `alone` has changed."""
 

@@ -1,0 +1,84 @@
+"""The agent's part of the step gate: members' questions in, grants out, on its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kvmig.controlplane.adbs import Shares
+from kvmig.controlplane.turns import Answer, Turns
+from kvmig.controlplane.unit_messages import Crowd, Done, Gated, Granted, Want, encode
+from kvmig.engines.gate import Want as Wanted
+from kvmig.ground.errors import PeerError, TransportError
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[bytes], None]
+"""Raises TransportError."""
+
+
+class UnitTurns:
+    """Make it inside a running event loop."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self._loop = asyncio.get_running_loop()
+        self._sends: dict[str, Send] = {}
+        self._due: asyncio.TimerHandle | None = None
+
+    def handle(self, name: str, message: Gated | Want | Done, send: Send) -> None:
+        """send: on that member's connection. Raises ConfigError for shares that can't be, and
+        PeerError for a question of one that isn't gated."""
+        if isinstance(message, Gated):
+            self.turns.join(name, Shares(message.prefill, message.decode))
+            self._sends[name] = send
+            self._tell_crowd()
+        elif name not in self._sends:
+            raise PeerError(f"{type(message).__name__} isn't expected before Gated")
+        elif isinstance(message, Want):
+            want = Wanted(
+                message.prompt_tokens,
+                message.decodes,
+                message.oldest_prompt,
+                message.oldest_decode,
+            )
+            self.turns.ask(name, message.number, want)
+        else:
+            self.turns.done(name, message.number, self._loop.time())
+        self._grant()
+
+    def left(self, name: str) -> None:
+        """Its connection is gone; what it held is free. Unknown ones are ignored."""
+        if self._sends.pop(name, None) is not None:
+            self.turns.left(name)
+            self._tell_crowd()
+            self._grant()
+
+    def close(self) -> None:
+        """Wait for nobody any more."""
+        if self._due is not None:
+            self._due.cancel()
+
+    def _grant(self) -> None:
+        for answer in self.turns.grants(self._loop.time()):
+            self._send(answer)
+        self.close()
+        due = self.turns.next_overdue()
+        self._due = None if due is None else self._loop.call_at(due, self._grant)
+
+    def _send(self, answer: Answer) -> None:
+        grant = answer.grant
+        packet = Granted(answer.number, grant.prompts, grant.decodes, grant.tokens, grant.parts)
+        try:
+            self._sends[answer.member](encode(packet))
+        except TransportError as error:  # its job ends when it is overdue, or its connection does
+            log.info("%s: %s", answer.member, error)
+
+    def _tell_crowd(self) -> None:
+        packet = encode(Crowd(len(self._sends)))
+        for name, send in list(self._sends.items()):
+            try:
+                send(packet)
+            except TransportError as error:
+                log.info("%s: %s", name, error)

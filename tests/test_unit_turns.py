@@ -1,0 +1,179 @@
+"""The step gate between members and their agent, over its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from kvmig.cli.environment import take_path
+from kvmig.controlplane.adbs import Shares
+from kvmig.controlplane.leases import MIB, Claim, Ledger
+from kvmig.controlplane.packets import Packets
+from kvmig.controlplane.turns import Turns
+from kvmig.controlplane.unit_agent import UnitAgent
+from kvmig.controlplane.unit_gate import UnitGate
+from kvmig.controlplane.unit_member import UnitMember
+from kvmig.controlplane.unit_messages import (
+    MOST_BYTES,
+    VERSION,
+    Done,
+    Gated,
+    Hello,
+    Refused,
+    encode,
+    to_member,
+)
+from kvmig.engines.base import KVUse
+from kvmig.engines.entrance import Entrance
+from kvmig.engines.gate import EVERYTHING, Grant, Want
+
+PROMPTS = Want(100, 0, oldest_prompt=1.0)
+DECODES = Want(0, 3, oldest_decode=1.0)
+PATIENCE_S = 20.0
+
+
+@contextlib.asynccontextmanager
+async def agent(path: Path, turns: Turns) -> AsyncIterator[None]:
+    with take_path(str(path), socket.SOCK_SEQPACKET) as sock:
+        running = asyncio.create_task(UnitAgent(sock, Ledger(64 * MIB), 0.0, turns).run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            path.unlink()  # noqa: ASYNC240
+
+
+async def resize(quota: int, limit: int) -> None:
+    """It has as much as it is told."""
+
+
+@contextlib.asynccontextmanager
+async def joined(path: Path, name: str, decode: int = 6) -> AsyncIterator[UnitGate]:
+    claim = Claim("llama", 4 * MIB, 64 * MIB, MIB, 0)
+    one = UnitMember(str(path), name, claim, lambda: KVUse(0, 0, 0, 0), resize, Shares(10, decode))
+    await one.join()
+    running = asyncio.create_task(one.run())
+    try:
+        yield one.gate
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        one.close()
+
+
+async def until(look: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not look():  # noqa: ASYNC110 - it is seen from outside
+            await asyncio.sleep(0.002)
+
+
+async def grant_of(gate: UnitGate) -> Grant:
+    found: list[Grant] = []
+
+    def look() -> bool:
+        grant = gate.answer()
+        found.extend([] if grant is None else [grant])
+        return bool(found)
+
+    await until(look)
+    return found[0]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "unit"
+
+
+async def test_members_take_turns_and_who_is_alone_asks_nobody(path: Path) -> None:
+    turns = Turns()
+    async with agent(path, turns), joined(path, "a") as a:
+        assert a.alone
+        async with joined(path, "b") as b:
+            await until(lambda: not a.alone and not b.alone)
+            a.ask(PROMPTS)
+            assert (await grant_of(a)).prompts
+            b.ask(PROMPTS)
+            await asyncio.sleep(0.05)
+            assert b.answer() is None
+            a.done()
+            assert (await grant_of(b)).prompts
+            a.ask(DECODES)
+            b.done()
+            grant = await grant_of(a)
+            assert (grant.prompts, grant.parts) == (False, 6)
+            a.done()
+        await until(lambda: a.alone)
+        assert turns.job_seconds["b", "prefill"] > 0
+
+
+async def test_a_member_whose_connection_ends_frees_its_parts(path: Path) -> None:
+    async with agent(path, Turns()), joined(path, "b") as b:
+        async with joined(path, "a") as a, joined(path, "c"):
+            a.ask(PROMPTS)
+            await grant_of(a)
+            b.ask(PROMPTS)
+            await asyncio.sleep(0.05)
+            assert b.answer() is None
+        assert b.alone or (await grant_of(b)).prompts
+
+
+async def test_a_member_that_is_stopped_in_a_step_frees_its_parts_after_a_while(
+    path: Path,
+) -> None:
+    turns = Turns(job_s=0.2)
+    async with agent(path, turns), joined(path, "a") as a, joined(path, "b") as b:
+        a.ask(PROMPTS)
+        await grant_of(a)  # and never says that it is done
+        b.ask(PROMPTS)
+        assert (await grant_of(b)).prompts
+        assert turns.overdue == 1
+        a.done()
+        b.done()
+        a.ask(DECODES)
+        await grant_of(a)
+
+
+async def test_an_agent_that_dies_lets_everybody_step(path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        async with agent(path, Turns()):
+            a = await stack.enter_async_context(joined(path, "a"))
+            await stack.enter_async_context(joined(path, "b"))
+            await until(lambda: not a.alone)
+        await until(lambda: a.alone)
+        assert Entrance(a, lambda left: None).enter(lambda: PROMPTS) is EVERYTHING
+        async with agent(path, Turns()):
+            await until(lambda: not a.alone)
+            a.ask(PROMPTS)
+            await grant_of(a)
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (Gated(11, 4), r"shares are \(11, 4\), must be 1 to 10"),
+        (Gated(4, 0), r"shares are \(4, 0\), must be 1 to 10"),
+        (Done(1), "Done isn't expected before Gated"),
+    ],
+)
+async def test_what_can_not_be_is_refused_in_one_sentence(
+    path: Path, message: Gated | Done, why: str
+) -> None:
+    async with agent(path, Turns()), joined(path, "a") as a:
+        packets = Packets.connect(str(path), MOST_BYTES)
+        packets.send(encode(Hello(VERSION, "bad", "llama", 4 * MIB, 64 * MIB, MIB)))
+        packets.send(encode(message))
+        said = ""
+        async with asyncio.timeout(PATIENCE_S):
+            while packet := await packets.recv():
+                if isinstance(heard := to_member.decode(packet), Refused):
+                    said = heard.why
+        packets.close()
+        assert re.search(why, said), said
+        assert a.alone
