@@ -31,6 +31,16 @@ PROTOTYPES: dict[str, tuple[type, ...]] = {
     "kvmig_checksum": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, *_QUEUE),
 }
 """Arguments of every function that returns a status."""
+_FREE = (c_void_p, c_void_p, c_void_p)
+CPU_PROTOTYPES: dict[str, tuple[type, ...]] = {
+    "kvmig_heads_take": (*_FREE, c_int64, c_void_p),
+    "kvmig_heads_give": (*_FREE, c_int64, c_void_p, c_int64),
+    "kvmig_heads_rows": (
+        *(c_void_p, c_int64, c_int64, c_int64),
+        *(c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    ),
+}
+"""Those of csrc/heads.h, which the CPU's library has beside them."""
 
 
 def load(path: Path, device: Device) -> ctypes.CDLL:
@@ -44,7 +54,8 @@ def load(path: Path, device: Device) -> ctypes.CDLL:
         found = library.kvmig_backend().decode()
         if found != device:
             raise KernelUnavailable(f"{path} is for {found}, not for {device}")
-        for name, arguments in PROTOTYPES.items():
+        cpu_only = CPU_PROTOTYPES if device == "cpu" else {}
+        for name, arguments in (PROTOTYPES | cpu_only).items():
             getattr(library, name).argtypes = arguments
     except (OSError, AttributeError) as error:
         raise KernelUnavailable(f"can't load {path}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,9 +68,20 @@ def load(device: Device = "cpu") -> Native:
     """
     if device != "cpu":
         raise KernelUnavailable(f"the C++ kernels can't reach the memory of {device}")
+    return Native(_path())
+
+
+def library() -> ctypes.CDLL:
+    """The same library, declared, for what else it has. Raises KernelUnavailable."""
+    return abi.load(_path(), "cpu")
+
+
+def _path() -> Path:
     if PACKAGED.exists():
         try:
-            return Native(PACKAGED)
+            abi.load(PACKAGED, "cpu")
         except KernelUnavailable as error:
-            log.info("building the copy library anew: %s", error)
-    return Native(build.cached_library())
+            log.info("building the library anew: %s", error)
+        else:
+            return PACKAGED
+    return build.cached_library()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from kvmig.engines.transformers.serving import ServingTransformers
@@ -25,12 +25,15 @@ def factory(**config: Any) -> ServingTransformers:
 
 
 def pooled(
-    num_bytes: int, engines: Mapping[str, Mapping[str, Any]]
+    num_bytes: int,
+    engines: Mapping[str, Mapping[str, Any]],
+    cut: Literal["sectors", "head-wise"] = "sectors",
 ) -> dict[str, ServingTransformers]:
     """Engines of several models, by name, whose KV caches share `num_bytes` of this process.
 
     engines: of each, fields as of `factory`; `num_blocks` is what one of its requests can have,
-    and all the engines' together must fit. Each is closed by itself, and then gives back its part.
+    and all the engines' together must fit. cut: what they take and give, see
+    `kvmig.engines.transformers.pool`. Each is closed by itself, and then gives back its part.
     Raises what `factory` does, and ConfigError for engines that can't share, or not in so few
     bytes: nothing is loaded then.
     """
@@ -39,13 +42,18 @@ def pooled(
     check_version()
     from kvmig.engines.transformers.config import parse
     from kvmig.engines.transformers.model import read_config
-    from kvmig.engines.transformers.pool import Pool, block_bytes
+    from kvmig.engines.transformers.pool import Cut, Pool, shape_of
     from kvmig.engines.transformers.serving import ServingTransformers
+    from kvmig.ground.errors import ConfigError
 
+    if cut not in get_args(Cut):
+        raise ConfigError(
+            f"transformers pool: cut is {cut!r}, must be {' or '.join(get_args(Cut))}"
+        )
     configs = {name: parse(fields) for name, fields in engines.items()}
-    sizes = {
-        name: (one, block_bytes(one, read_config(one).get_text_config()))
+    shapes = {
+        name: (one, shape_of(one, read_config(one).get_text_config()))
         for name, one in configs.items()
     }
-    pool = Pool(num_bytes, sizes)
+    pool = Pool(num_bytes, shapes, cut)
     return {name: ServingTransformers(one, pool) for name, one in configs.items()}

@@ -14,6 +14,9 @@ from transformers.generation.continuous_batching.requests import RequestState as
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from kvmig.engines.base import EngineLoad, RequestState
+from kvmig.engines.block_copies import Blocks as Whole
+from kvmig.engines.block_copies import Plan
+from kvmig.engines.transformers.headwise import HeadPlan, HeadwiseAllocator
 from kvmig.engines.transformers.payload import Output, Submitted
 from kvmig.engines.transformers.pool import Share
 from kvmig.engines.transformers.sampling import Logprobs
@@ -22,7 +25,8 @@ from kvmig.ground.layout import KVLayout, Region
 
 
 class Blocks:
-    """transformers' paged cache with one group of layers; a block is one run of bytes in it."""
+    """transformers' paged cache with one group of layers; a block is one run of bytes in it, or as
+    if it were (`plan`)."""
 
     def __init__(self, cache: Any, model_words: str, weights: str) -> None:
         """model_words: of the model, what must agree for blocks to be exchanged beside `weights`,
@@ -42,11 +46,17 @@ class Blocks:
         # Ids count from the tensor's start, where blocks that nobody gets are.
         self.layout = KVLayout(
             (Region(cache.cache_tensor.data_ptr(), stride, stride),),
-            cache.cache_tensor.numel() // stride,
+            allocator.num_blocks + 2 * allocator.blocks_per_sector,
             self.tokens,
             hashlib.blake2b(words.encode(), digest_size=16).hexdigest(),
             weights=weights,
         )
+
+    def plan(self) -> Plan:
+        """How its blocks are copied."""
+        if isinstance(self._allocator, HeadwiseAllocator):
+            return HeadPlan(self._allocator)
+        return Whole(self.layout)
 
     def needed(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""

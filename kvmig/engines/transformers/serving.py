@@ -31,8 +31,7 @@ from kvmig.engines.base import (
     StepTime,
     Tail,
 )
-from kvmig.engines.block_copies import BlockCopies
-from kvmig.engines.block_copies import Blocks as Whole
+from kvmig.engines.block_copies import BlockCopies, HostCopies
 from kvmig.engines.identity import check_unchanged, numerics_class
 from kvmig.engines.transformers.config import EngineConfig, identify
 from kvmig.engines.transformers.loop import StepLoop
@@ -101,7 +100,8 @@ class ServingTransformers:
         self._device_copies = self._on_gpu() if config.device == "cuda" else None
         if self._device_copies is not None:
             self.layout = dataclasses.replace(self.layout, gpu=self._device_copies.gpu)
-        self._copies = BlockCopies(self.layout, self._device_copies)
+        by = self._device_copies or HostCopies(self._blocks.plan())
+        self._copies = BlockCopies(self.layout, by)
         self.gather, self.scatter = self._copies.gather, self._copies.scatter
         self._load = engine_load(self._requests)
         self._load_at = 0.0
@@ -112,7 +112,7 @@ class ServingTransformers:
 
     def _on_gpu(self) -> device_copies.DeviceCopies:
         # A step's tokens are known when all that it queued is done: no step overlaps another.
-        copies = device_copies.load(Whole(self.layout), current_device(), steps_overlap=False)
+        copies = device_copies.load(self._blocks.plan(), current_device(), steps_overlap=False)
         self._loop.after_step = lambda: copies.after_step(self._loop.stream.cuda_stream)
         return copies
 
