@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -14,8 +15,9 @@ class PooledCache(PagedAttentionCache):
     """Asks the pool's other engines, too, when it runs short."""
 
     def __init__(self, pool: Pool, floor_blocks: int, **stock: Any) -> None:
-        """stock: as transformers makes it; its own tensor goes before anything has touched it."""
-        super().__init__(**stock)
+        """stock: as transformers makes it; of its own tensor there is one block, and that goes."""
+        config = replace(stock["continuous_batching_config"], num_blocks=1)
+        super().__init__(**stock | {"continuous_batching_config": config})
         ((name, allocator),) = self.cache_allocators.items()
         if pool.cut == "head-wise":
             allocator = HeadwiseAllocator(

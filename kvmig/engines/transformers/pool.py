@@ -94,7 +94,9 @@ class Pool:
                 f" {self.unit_bytes}, but one longest request of each engine takes {floors}:"
                 f" {least - num_bytes} bytes are missing"
             )
-        self.tensor = torch.zeros((self.num_units + TRASH) * self.unit_bytes, dtype=torch.uint8)
+        # Not all zeros: who has asked for much has no more in use than what was written so far.
+        self.tensor = torch.empty((self.num_units + TRASH) * self.unit_bytes, dtype=torch.uint8)
+        self.tensor[: TRASH * self.unit_bytes] = 0
         self.lock = threading.RLock()
         free = range(TRASH, self.num_units + TRASH)
         self.free_sectors = list(free) if cut == "sectors" else []
