@@ -23,7 +23,6 @@ import itertools
 import json
 import os
 import random
-import resource
 import signal
 import sqlite3
 import sys
@@ -41,6 +40,7 @@ from bench import report
 from bench.cold import PATH
 from bench.models import model_folder
 from bench.site import ENGINE_FLAGS
+from bench.unwritable import full, read_only
 from kvmig_tools.fleet import FleetUp
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -244,29 +244,19 @@ class Nemesis:
         return ""
 
     async def _fill(self) -> str:
-        """The server can write nothing more; as on a full disk, but for the others."""
-        pids = await asyncio.to_thread(self._fleet.processes, "kvmig.fleet.server")
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, -1))
-                await asyncio.sleep(LASTS_S)
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+        """The server can write nothing more."""
+        async with full(await asyncio.to_thread(self._fleet.processes, "kvmig.fleet.server")):
+            await asyncio.sleep(LASTS_S)
         return ""
 
     async def _make_read_only(self) -> str:
         """Also for who may do everything; the server that dies finds it so when it is back."""
-        if await self._chattr("+i"):
-            return "not allowed here"
-        try:
+        async with read_only(self._database) as done:
+            if not done:
+                return "not allowed here"
             pid = await self._kill("kvmig.fleet.server")
             await asyncio.sleep(LASTS_S)
-        finally:
-            await self._chattr("-i")
         return pid
-
-    async def _chattr(self, change: str) -> int:
-        done = await asyncio.create_subprocess_exec("chattr", change, str(self._database))
-        return await done.wait()
 
     async def _take_away(self) -> str:
         folder, away = self._database.parent, self._database.parent.with_name("away")

@@ -2,9 +2,10 @@
 
 `kvmig up` with two proxies and a model of two instances. Clients stream answers, take them as a
 whole, or leave early. Meanwhile the server, a proxy or the front end is killed (SIGKILL) at random
-moments, the database is locked for longer than the server waits for it, streams move as the model
-is scaled down and up, and keys are revoked while they are used. Afterwards the ledger's row of
-every call is laid beside what its client got.
+moments, the database is locked for longer than the server waits for it, the disk is full for the
+server, or it comes back to a read-only database, streams move as the model is scaled down and up,
+and keys are revoked while they are used. Afterwards the ledger's row of every call is laid beside
+what its client got.
 
 A client that got all of its answer must find just that in the ledger. One that left, or was cut
 off, finds all that it got, and what was on its way. Only a killed front end may have lost what it
@@ -39,6 +40,7 @@ import psutil
 from bench import report
 from bench.models import model_folder
 from bench.site import ENGINE_FLAGS
+from bench.unwritable import full, read_only
 from kvmig_tools.fleet import FleetUp
 
 MODEL = "m"
@@ -70,9 +72,10 @@ QUOTA = 10_000
 CALM, AMID = (32, 1000), (8, 500)
 """Streams that use a quota up, and the tokens of each."""
 
-Fault = Literal["server", "proxy", "front end", "lock", "scale", "revoke"]
+Fault = Literal["server", "proxy", "front end", "lock", "full", "read-only", "scale", "revoke"]
 FAULTS: tuple[Fault, ...] = (
-    "server", "server", "server", "proxy", "proxy", "front end", "lock", "scale", "revoke",
+    "server", "server", "server", "proxy", "proxy", "front end", "lock", "full", "read-only",
+    "scale", "revoke",
 )  # fmt: skip
 WORDS = {"server": "kvmig.fleet.server", "proxy": "kvmig.proxy", "front end": "kvmig.serve"}
 """Of the command line of each."""
@@ -355,6 +358,10 @@ class Nemesis:
                 await self._kill(fault)
             case "lock":
                 await self._lock()
+            case "full":
+                await self._fill()
+            case "read-only":
+                await self._make_read_only()
             case "scale":
                 await self._scale()
             case "revoke":
@@ -392,6 +399,23 @@ class Nemesis:
             self._note("lock")
             await asyncio.sleep(LOCK_S)
             file.rollback()
+
+    async def _fill(self) -> None:
+        """The server can write nothing for a while."""
+        async with full(self._fleet.processes(WORDS["server"])):
+            self._note("full")
+            await asyncio.sleep(LOCK_S)
+
+    async def _make_read_only(self) -> None:
+        """The server that is killed can't use its database when it is back, and tries again."""
+        async with read_only(self._fleet.folder / "kvmig.sqlite") as done:
+            pids = self._fleet.processes(WORDS["server"])
+            if not (done and pids):
+                return
+            self._note("read-only")
+            psutil.Process(pids[0]).kill()
+            await asyncio.sleep(LOCK_S)
+        await asyncio.to_thread(self._listens)
 
     async def _scale(self) -> None:
         """What runs on an instance that leaves goes on at the other. Nobody waits for that."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -33,6 +35,14 @@ async def refused(fleet: ToyFleet, sentence: str) -> None:
     answer = await asyncio.to_thread(fleet.ask, "POST", "users", {"name": "carl"})
     assert answer.status_code == 503
     assert sentence in answer.json()["error"]["message"]
+
+
+def kvmig(fleet: ToyFleet, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command, which fails by a sentence."""
+    command = [sys.executable, "-m", "kvmig", f"--data={fleet.folder}", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    return done
 
 
 @pytest.fixture
@@ -67,9 +77,14 @@ async def test_without_postgres_models_serve_and_the_next_server_waits_for_it(
             postgres_cluster.stop()
             try:
                 await refused(fleet, "can't be used: connection")
+                listed = await asyncio.to_thread(kvmig, fleet, "model", "ls")
+                assert "can't be used: connection" in listed.stderr
                 (server,) = fleet.processes("kvmig.fleet.server")
                 kill(server)
                 await asyncio.sleep(2)
+                listed = await asyncio.to_thread(kvmig, fleet, "model", "ls")
+                assert fleet.process is not None
+                assert f"its init, process {fleet.process.pid}, starts the server" in listed.stderr
                 assert await answered(client, "warm") == NEXT
             finally:
                 postgres_cluster.start()

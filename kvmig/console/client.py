@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,6 +29,7 @@ class Client:
         """key: an admin's, for a fleet elsewhere."""
         url, key = url or os.environ.get(URL, ""), key or os.environ.get(KEY, "")
         self.where = url or socket
+        self._folder = None if url else Path(socket).parent
         transport = None if url else httpx.HTTPTransport(uds=socket)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(
@@ -67,16 +70,35 @@ class Client:
         except httpx.HTTPError as error:
             raise Failed(f"{self.where} can't be reached: {error}") from error
 
+    @property
+    def _advice(self) -> str:
+        """What to do where nobody answers."""
+        init = holder_of(self._folder) if self._folder is not None else ""
+        if init:
+            return f"its init, process {init}, starts the server again, and says what is wrong"
+        return "`kvmig up` starts one"
+
     def _ask(self, method: str, path: str, **more: Any) -> Any:
         try:
             answer = self._http.request(method, f"/kvmig/v2/{path}", **more)
         except httpx.HTTPError as error:
-            raise Failed(
-                f"no fleet answers at {self.where} ({error}); `kvmig up` starts one"
-            ) from (error)
+            raise Failed(f"no fleet answers at {self.where} ({error}); {self._advice}") from error
         if answer.is_error:
             raise Failed(sentence_of(answer))
         return answer.json()
+
+
+def holder_of(folder: Path) -> str:
+    """The process id of the init that runs in a fleet's `run` folder; empty: there is none."""
+    try:
+        with (folder / "init.pid").open() as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return held.read().strip()
+    except OSError:
+        pass  # no fleet was ever there
+    return ""
 
 
 def sentence_of(answer: httpx.Response) -> str:
