@@ -22,6 +22,8 @@ from kvmig_tools.served import free_port
 START_S = 60.0
 STOP_S = 60.0
 PATIENCE_S = 60.0
+CHECK_S = 200.0
+"""For a model to be added: the first one's engine is loaded for that."""
 
 
 class FleetUp:
@@ -95,7 +97,7 @@ class FleetUp:
 
     def add(self, spec: Mapping[str, Any]) -> None:
         """Put a model into the catalogue."""
-        answer = self.ask("POST", "models", dict(spec))
+        answer = self._api.post("/kvmig/v2/models", json=dict(spec), timeout=CHECK_S)
         if answer.status_code != 201:
             raise StartupError(answer.text)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import socket
 from pathlib import Path
 
 import pytest
 
 from kvmig.fleet import init
 from kvmig.fleet.init import last_sentence, size_of, turn_log
+from kvmig.fleet.orders import Check
+from kvmig.fleet.settings import FleetSettings
+from tests.waiting import until
 
 
 def test_the_last_sentence_is_the_processs_own(tmp_path: Path) -> None:
@@ -24,6 +30,29 @@ def test_of_a_log_that_was_begun_anew_it_is_the_last_one(tmp_path: Path) -> None
     log = tmp_path / "a.log"
     log.write_text("kvmig: the last\n")
     assert last_sentence(log, 10_000) == "the last"
+
+
+@pytest.mark.parametrize("how", ["it takes too long", "init ends"])
+async def test_a_check_of_flags_that_does_not_end_is_ended(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs: list[asyncio.subprocess.Process] = []
+
+    async def forked(*_: object) -> asyncio.subprocess.Process:
+        hangs.append(await asyncio.create_subprocess_exec("sleep", "600", process_group=0))
+        return hangs[0]
+
+    monkeypatch.setattr(init, "CHECK_S", 0.1 if how == "it takes too long" else 60)
+    with socket.socket() as sock:
+        one = init.Init(FleetSettings(data=str(tmp_path)), sock)
+        monkeypatch.setattr(one, "_forked", forked)
+        checking = asyncio.create_task(one._check(Check("c", "toy", ())))
+        await until(lambda: hangs)
+        if how == "init ends":
+            checking.cancel()
+        await asyncio.wait([checking])
+        async with asyncio.timeout(10):
+            assert await hangs[0].wait() == -signal.SIGKILL
 
 
 def test_without_a_log_there_is_none(tmp_path: Path) -> None:

@@ -126,9 +126,14 @@ class Deployment:
     def kill(self) -> None:
         """End it now, with what it has started."""
         self.ending = True
-        if self.process is not None and self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process)
+
+
+def kill_group(process: Process | None) -> None:
+    """End it now, with what it has started; without effect for one that has ended."""
+    if process is not None and process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 class Nurseries:
@@ -448,6 +453,7 @@ class Init:
         with tempfile.TemporaryFile() as said:
             environment = environment_of(self._settings)
             words = (*check.words, "--check")
+            process: Process | None = None
             try:
                 process = await self._forked(
                     check.engine, words, environment, said.fileno(), said.fileno()
@@ -460,6 +466,8 @@ class Init:
                 said.seek(0)
                 lines = said.read().decode(errors="replace").splitlines()
                 wrong = (last_of(lines) or how_it_ended(code)) if code else ""
+            finally:
+                kill_group(process)  # its stdin is no pipe that ends
         self._tell(Checked(check.check, wrong))
 
     async def _end_deployment(self, deployment: Deployment, kill: bool) -> None:

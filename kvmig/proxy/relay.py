@@ -90,33 +90,33 @@ class Chunked:
     _trailing: bool = False
 
     def feed(self, data: bytes) -> None:
-        at, size = 0, len(data)
+        at, size = self._left, len(data)
         while at < size:
-            if self._left:
-                step = min(self._left, size - at)
-                self._left -= step
-                at += step
-                continue
             end = data.find(b"\n", at)
             if end < 0:
                 self._line += data[at:]
+                at = size
                 break
-            line, self._line, at = self._line + data[at:end], b"", end + 1
-            self._take(line)
+            line = data[at:end]
+            if self._line:
+                line, self._line = self._line + line, b""
+            at = end + 1 + self._take(line)
+        self._left = at - size
         self.whole = not (self._left or self._line or self._trailing)
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes) -> int:
+        """Bytes until the next line, which belong to the chunk that this one begins."""
         if self._trailing:
             self.ended = self.ended or not line.strip()
-            return
+            return 0
         try:
             length = int(line.split(b";", 1)[0], 16)
         except ValueError:
             raise Broken(f"a chunk begins with {line[:60]!r}") from None
         if length:
-            self._left = length + 2
-        else:
-            self._trailing = True
+            return length + 2
+        self._trailing = True
+        return 0
 
 
 @dataclass
