@@ -205,19 +205,21 @@ def in_units(config: ClusterConfig, tokens: int, kind: EngineKind) -> ClusterCon
 
 
 def joining(config: ClusterConfig, unit: UnitConfig, args: Namespace) -> tuple[ClusterConfig, int]:
-    """With the model's name in the unit, and the bytes of the unit. Raises ConfigError."""
-    try:
-        found = asyncio.run(ask(unit.path))
-    except TransportError as error:
-        raise ConfigError(f"--unit is {unit.path}, must be a unit's socket: {error}") from error
-    if unit.guarantee > found.arena:
-        raise ConfigError(
-            f"--unit-guarantee is {unit.guarantee / 2**20:g} MiB, must be at most the unit's"
-            f" {found.arena / 2**20:g} MiB"
-        )
-    name = (args.served_model_name or [args.model])[0]
-    unit = msgspec.structs.replace(unit, model=name)
-    return msgspec.structs.replace(config, unit=unit), found.arena
+    """With the model's name in the unit, and the bytes of the largest unit. Raises ConfigError."""
+    largest = 0
+    for path in dict.fromkeys((unit.path, *unit.paths.values())):
+        try:
+            arena = asyncio.run(ask(path)).arena
+        except TransportError as error:
+            raise ConfigError(f"--unit is {path}, must be a unit's socket: {error}") from error
+        if unit.guarantee > arena:
+            raise ConfigError(
+                f"--unit-guarantee is {unit.guarantee / 2**20:g} MiB, must be at most the unit's"
+                f" {arena / 2**20:g} MiB"
+            )
+        largest = max(largest, arena)
+    unit = msgspec.structs.replace(unit, model=(args.served_model_name or [args.model])[0])
+    return msgspec.structs.replace(config, unit=unit), largest
 
 
 class Server:

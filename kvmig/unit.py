@@ -1,7 +1,8 @@
 """`python -m kvmig.unit PATH --memory 1GiB`: the agent of a unit, whose instances share KV cache.
 
 It listens on the Unix socket PATH, to processes of its own user only, until SIGTERM or Ctrl-C.
-`kvmig.serve --unit PATH` makes the instances of a deployment members.
+`kvmig.serve --unit PATH` makes the instances of a deployment members. With --show it only says what
+the unit there is like now.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from kvmig.cli.environment import take_path
 from kvmig.cli.flags import quantity
 from kvmig.cli.processes import leave, quiet, say
 from kvmig.controlplane.adbs import POLICIES
-from kvmig.controlplane.leases import Ledger
+from kvmig.controlplane.leases import MIB, Ledger
 from kvmig.controlplane.quotas import RULES
 from kvmig.controlplane.turns import Turns
 from kvmig.controlplane.unit_agent import UnitAgent
-from kvmig.ground.errors import ConfigError, KvmigError
+from kvmig.controlplane.unit_member import ask
+from kvmig.controlplane.unit_messages import Unit
+from kvmig.ground.errors import ConfigError, KvmigError, TransportError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,6 +38,11 @@ def main(argv: Sequence[str]) -> int:
     quiet("unit")
     try:
         flags = parser().parse_args(argv)
+        if flags.show:
+            print("\n".join(shown(asyncio.run(found(flags.path)))))
+            return 0
+        if flags.memory is None:
+            raise ConfigError("--memory is missing, must be the KV cache of all members together")
         ledger = Ledger(int(flags.memory), flags.quotas)
         turns = Turns(flags.policy)
         with listening(flags.path) as sock:
@@ -57,12 +65,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--memory",
         type=quantity("GiB"),
-        required=True,
         help="KV cache of all members together, in GiB or with a unit (512MiB)",
     )
     made.add_argument(
         "--quotas", default="kvmig", help=f"how it is shared: {', '.join(RULES)} (default: kvmig)"
     )
+    made.add_argument("--show", action="store_true", help="say what the unit there is like now")
     made.add_argument(
         "--policy",
         default="adbs",
@@ -72,6 +80,29 @@ def parser() -> argparse.ArgumentParser:
         "--end-with-stdin", action="store_true", help="stop at the end of stdin as at a signal"
     )
     return made
+
+
+async def found(path: str) -> Unit:
+    """The unit there. Raises ConfigError."""
+    try:
+        return await ask(path)
+    except TransportError as error:
+        raise ConfigError(f"PATH is {path}, must be a unit's socket: {error}") from error
+
+
+def shown(unit: Unit) -> list[str]:
+    """One line each, in MiB."""
+    leased = sum(one.lease for one in unit.shares)
+    return [
+        f"{unit.arena / MIB:.0f} MiB, {leased / MIB:.0f} leased, quotas by {unit.rule}",
+        *(
+            f"{one.instance} ({one.model}): lease {one.lease / MIB:.1f}, quota"
+            f" {one.quota / MIB:.1f}, guaranteed {one.guarantee / MIB:.1f}, used"
+            f" {one.used / MIB:.1f}, cached {one.cached / MIB:.1f}, wanted {one.wanted / MIB:.1f}"
+            f"{'' if one.connected else ', not connected'}"
+            for one in unit.shares
+        ),
+    ]
 
 
 async def serve(

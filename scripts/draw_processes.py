@@ -1,5 +1,5 @@
-"""Draw docs/processes.svg and docs/fleet.svg: the processes of a cluster and of a fleet, and what
-crosses each socket."""
+"""Draw docs/processes.svg, docs/fleet.svg and docs/units.svg: the processes of a cluster and of a
+fleet, and what crosses each socket; how models share the KV cache of a host."""
 
 from __future__ import annotations
 
@@ -234,7 +234,65 @@ def fleet() -> str:
     return picture(shapes, width, height, "The processes of a kvmig fleet")
 
 
-TARGETS = {DOCS / "processes.svg": drawing, DOCS / "fleet.svg": fleet}
+def units() -> str:
+    """Two models and the agent of their unit: what each has of the arena."""
+    width, height = 980, 430
+    shapes = [
+        box(20, 20, 300, 176, GREEN, "kvmig.serve: llama"),
+        box(660, 20, 300, 176, GREEN, "kvmig.serve: qwen"),
+        box(370, 20, 240, 110, AMBER, "unit agent"),
+        text(490, 70, "quotas, leases;", size=12, ink=SOFT),
+        text(490, 88, "holds no memory", size=12, ink=SOFT),
+    ]
+    for x, used, cached, gone in ((40, 120, 40, 100), (680, 60, 20, 180)):
+        shapes.append(text(x, 92, "vLLM's block pool", anchor="start", size=12, ink=SOFT))
+        at = x
+        for size, fill, words in (
+            (used, BLUE, "requests"), (cached, PAPER, "cache"), (gone, GREY, "balloon"),
+        ):  # fmt: skip
+            shapes.append(
+                f'<rect x="{at}" y="104" width="{size}" height="44" fill="{fill}" '
+                f'stroke="{LINE[BLUE]}" stroke-width="1"/>'
+            )
+            shapes.append(text(at + size / 2, 131, words, size=11))
+            at += size
+        shapes.append(text(x, 176, "as large as the arena, in addresses", anchor="start", size=12,
+                           ink=SOFT))  # fmt: skip
+    shapes += [
+        arrow([(370, 60), (322, 60)]),
+        arrow([(610, 60), (658, 60)]),
+        label(346, 36, ["Lease"]),
+        label(634, 36, ["Lease"]),
+        label(346, 84, ["Held"]),
+        label(634, 84, ["Held"]),
+        text(20, 250, "the arena: memory of this host", size=14, bold=True, anchor="start"),
+    ]
+    at = 20
+    for size, fill, words in (
+        (430, BLUE, "leased to llama"), (350, GREEN, "leased to qwen"), (160, PAPER, "free"),
+    ):  # fmt: skip
+        shapes.append(
+            f'<rect x="{at}" y="264" width="{size}" height="50" fill="{fill}" '
+            f'stroke="{INK}" stroke-width="1"/>'
+        )
+        shapes.append(text(at + size / 2, 294, words))
+        at += size
+    shapes += [
+        text(20, 346, "What the balloon holds has no pages. A lease shrinks once its pages are "
+             "given back, and only then another one grows:", size=12, anchor="start", ink=SOFT),
+        text(20, 366, "leases never add up to more than the arena.", size=12, anchor="start",
+             ink=SOFT),
+        text(20, 396, "Called back: free blocks, then cold prefixes, then blocks of requests that "
+             "move or end, last those of preempted ones.", size=12, anchor="start", ink=SOFT),
+    ]  # fmt: skip
+    return picture(shapes, width, height, "How models of a unit share the KV cache of a host")
+
+
+TARGETS = {
+    DOCS / "processes.svg": drawing,
+    DOCS / "fleet.svg": fleet,
+    DOCS / "units.svg": units,
+}
 
 
 def picture(shapes: list[str], width: int, height: int, words: str) -> str:

@@ -59,6 +59,7 @@ async def test_instances_are_listed_and_infinite_freeness_is_null() -> None:
         assert first == {
             "id": "0", "index": 0, "state": "serving", "model": "the model",
             "endpoint": it.llumlets[0].endpoint, "blocks_total": 100, "blocks_used": 10,
+            "blocks_limit": 100,
             "running": 1, "waiting": 0, "freeness": 90.0, "migrations_in": 0, "migrations_out": 0,
             "staging_used": 0, "detail": "", "unmovable": "", "weights": "", "numerics": "n",
             "vllm": "", "unit": "",

@@ -56,13 +56,15 @@ def test_only_gaps_between_two_tokens_are_observed() -> None:
 
 
 def test_instances_are_read_when_scraped() -> None:
-    row = InstanceRow("a", 0, "serving", "tcp://x", 100, 60, 2, 3, math.inf, 0, 1, 2)
+    row = InstanceRow(
+        "a", 0, "serving", "tcp://x", 100, 60, 2, 3, math.inf, 0, 1, 2, blocks_limit=100
+    )
     rows: list[InstanceRow] = []
     registry = CollectorRegistry()
     registry.register(InstanceCollector(lambda: rows))
     rows.append(row)
     for name, value in (
-        ("freeness", math.inf), ("blocks_used", 60), ("blocks_total", 100),
+        ("freeness", math.inf), ("blocks_used", 60), ("blocks_total", 100), ("blocks_limit", 100),
         ("running", 2), ("waiting", 3), ("staging_used", 2),
     ):  # fmt: skip
         assert registry.get_sample_value(f"kvmig_instance_{name}", {"instance": "a"}) == value

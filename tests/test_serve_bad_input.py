@@ -58,12 +58,21 @@ REFUSED = [
         [MODEL, "--unit", "/no/such"],
         "--unit is /no/such, must be a unit's socket: nobody listens at",
     ),
-    ([MODEL, "--unit", ""], "--unit is '', must be the path of a unit's socket"),
+    ([MODEL, "--unit", ""], "--unit is [''], must be one path of a unit's socket"),
     (
         [MODEL, "--unit", "/u", "--ray"],
         "--unit is /u, must be left out with --ray: a unit is on one",
     ),
     ([*TOY, "--unit", "/u"], "--unit is /u, must be left out with --engine toy: only vLLM's"),
+    (
+        [MODEL, "--unit", "/u", "--unit", "i7: /v"],
+        "--unit is 'i7: /v', must name one of 2 instances",
+    ),
+    (
+        [MODEL, "--unit", "/u", "--unit", "/v"],
+        "--unit is ['/u', '/v'], must be one path of a unit's",
+    ),
+    ([MODEL, "--unit", "i1: /v"], "--unit is [], must be one path of a unit's socket"),
     ([MODEL, "--unit-guarantee", "1GiB"], "--unit-guarantee is 1024 MiB, but --unit is not given"),
     ([MODEL, "--unit", "/u", "--unit-guarantee", "x"], "'x' must be a number of MiB"),
     (

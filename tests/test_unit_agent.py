@@ -28,13 +28,14 @@ from kvmig.controlplane.unit_messages import (
     Held,
     Hello,
     Refused,
+    Share,
     Unit,
     encode,
     to_member,
 )
 from kvmig.engines.base import KVUse
 from kvmig.ground.errors import StartupError, TransportError
-from kvmig.unit import main
+from kvmig.unit import main, shown
 
 PATIENCE_S = 20.0
 
@@ -280,6 +281,18 @@ def test_its_socket_is_this_users_and_goes_with_it(
     assert not path.exists()
 
 
+def test_it_shows_what_the_unit_is_like(
+    path: Path, process: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(path), "--show"]) == 0
+    assert capsys.readouterr().out == "64 MiB, 0 leased, quotas by kvmig\n"
+    one = Share("c.i0", "llama", 7, 32 * MIB, 31 * MIB, 30 * MIB, MIB, 0, 2 * MIB, False)
+    assert shown(Unit(64 * MIB, "kvmig", [one]))[1] == (
+        "c.i0 (llama): lease 30.0, quota 31.0, guaranteed 32.0, used 1.0, cached 0.0, wanted 2.0,"
+        " not connected"
+    )
+
+
 def test_it_ends_with_its_stdin(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.close()
@@ -301,7 +314,8 @@ def test_a_second_agent_is_refused_and_a_killed_ones_path_taken_over(
     ("words", "sentence"),
     [
         (["--memory", "1GiB"], "required: PATH"),
-        (["/tmp/unit"], "required: --memory"),
+        (["/tmp/unit"], "--memory is missing, must be the KV cache of all members"),
+        (["/none/unit", "--show"], "PATH is /none/unit, must be a unit's socket: nobody listens"),
         (["/tmp/unit", "--memory", "0"], "--memory is 0 bytes, must be 1 MiB or more"),
         (["/tmp/unit", "--memory", "much"], "'much' must be a number of GiB"),
         (["/tmp/unit", "--memory", "nan"], "'nan' must be a number of GiB"),

@@ -29,6 +29,7 @@ from kvmig.ground.config import (
     SchedulerConfig,
     UnitConfig,
     check,
+    instance_number,
 )
 from kvmig.ground.errors import ConfigError
 from kvmig.ground.priorities import PriorityClass, with_normal
@@ -50,6 +51,7 @@ RENAMED = {
 }
 """Old names of flags, taken for one version more."""
 
+_OF_INSTANCE = re.compile(r"i\d+:")
 FORM = "NAME=PRIORITY[,headroom=TOKENS|,target=MS]"
 _STEPS = {"K": 1, "M": 2, "G": 3, "T": 4}
 UNITS = {
@@ -116,16 +118,29 @@ def _ray(flags: argparse.Namespace) -> RayConfig | None:
 
 def _unit(flags: argparse.Namespace) -> UnitConfig | None:
     """None: instances have KV cache of their own. Raises ConfigError."""
-    if flags.unit is None:
-        if flags.unit_guarantee is not None:
-            raise ConfigError(
-                f"--unit-guarantee is {flags.unit_guarantee / 2**20:g} MiB, but --unit is not given"
-            )
-        return None
+    every = [one for one in flags.unit if not _OF_INSTANCE.match(one)]
+    paths: dict[str, str] = {}
+    for words in flags.unit:
+        name, _, path = words.partition(":")
+        if words not in every:
+            if instance_number(name) >= flags.instances or not path.strip():
+                raise ConfigError(
+                    f"--unit is {words!r}, must name one of {flags.instances} instances, and a path"
+                )
+            paths[name] = str(Path(path.strip()).absolute())
+    if not flags.unit and flags.unit_guarantee is not None:
+        raise ConfigError(
+            f"--unit-guarantee is {flags.unit_guarantee / 2**20:g} MiB, but --unit is not given"
+        )
     if not flags.unit:
-        raise ConfigError("--unit is '', must be the path of a unit's socket")
+        return None
+    if len(every) != 1 or not every[0]:
+        raise ConfigError(
+            f"--unit is {every}, must be one path of a unit's socket for all instances"
+        )
     return UnitConfig(
-        path=str(Path(flags.unit).absolute()),
+        path=str(Path(every[0]).absolute()),
+        paths=paths,
         guarantee=int(flags.unit_guarantee or 0),
         patience_s=flags.patience_s,
     )
@@ -375,9 +390,11 @@ def _add_unit(root: _Parser) -> None:
     group = _Group(root, "KV cache that models share", usual)
     group.add_argument(
         "--unit",
-        default=None,
+        action="append",
+        default=[],
         metavar="PATH",
-        help="share the KV cache of the unit whose agent, `python -m kvmig.unit`, listens there",
+        help="share the KV cache of the unit whose agent, `python -m kvmig.unit`, listens there;"
+        " besides, 'iN: PATH' for an instance that is in another unit",
     )
     group.add_argument(
         "--unit-guarantee",

@@ -147,7 +147,7 @@ class Llumlet:
         room, patience_s = sharing.room, unit.patience_s
         claim = Claim(unit.model, room.floor, room.capacity, room.granule, unit.guarantee)
         self._member = UnitMember(
-            unit.path,
+            unit.path_of(self.instance),
             f"{self._cluster}.{self.instance}",
             claim,
             lambda: sharing.use,

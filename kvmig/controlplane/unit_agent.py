@@ -103,6 +103,7 @@ class UnitAgent:
             Share(
                 instance=name,
                 model=one.claim.model,
+                process=self._tenants[name].process,
                 guarantee=guarantees[name],
                 quota=one.due,
                 lease=one.lease,

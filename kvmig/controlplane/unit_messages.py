@@ -117,6 +117,8 @@ class Share(msgspec.Struct, frozen=True):
 
     instance: str
     model: str
+    process: int
+    """Its id on this host."""
     guarantee: int
     quota: int
     lease: int

@@ -191,6 +191,9 @@ class Instance(BaseModel):
     model: str
     endpoint: str
     blocks_total: int
+    blocks_limit: int = Field(
+        description="What blocks_total could be if those gave that it shares KV cache with."
+    )
     blocks_used: int
     running: int
     waiting: int

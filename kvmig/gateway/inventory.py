@@ -51,6 +51,8 @@ class InstanceRow:
     """Folder of the instance's engine; empty: the installed one."""
     unit: str = ""
     """Name of where the instance is in a placement."""
+    blocks_limit: int = 0
+    """What `blocks_total` could be if those gave that the instance shares KV cache with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ def instance_row(index: int, view: InstanceView, ailment: str) -> InstanceRow:
         unmovable=view.unmovable,
         weights=view.weights,
         numerics=view.numerics,
+        blocks_limit=view.load.most_blocks,
     )
 
 

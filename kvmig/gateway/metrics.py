@@ -198,7 +198,8 @@ class Metrics(Observer):
 _GAUGES = {
     "freeness": "Blocks by which each request of the instance can grow; +Inf when it is idle.",
     "blocks_used": "KV blocks in use.",
-    "blocks_total": "KV blocks.",
+    "blocks_total": "KV blocks; of an instance in a unit, its quota.",
+    "blocks_limit": "KV blocks that it could have if all others of its unit gave.",
     "running": "Requests in the batch.",
     "waiting": "Requests in the queue.",
     "staging_used": "Staging buffers held by migrations out of the instance.",

@@ -178,12 +178,18 @@ class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     """Of its agent's socket."""
+    paths: dict[str, str] = {}
+    """Of instances that are in another unit, by name."""
     guarantee: int = 0
     """Bytes that an instance gets back whenever it wants them; 0: a fair part."""
     patience_s: float = 2.0
     """For what is called back to become free, until requests are preempted for it."""
     model: str = ""
     """Its name in the unit."""
+
+    def path_of(self, instance: str) -> str:
+        """Of the unit that this instance is in."""
+        return self.paths.get(instance, self.path)
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
