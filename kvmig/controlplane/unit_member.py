@@ -82,6 +82,7 @@ class UnitMember:
         self._told: Held | None = None
         self._leased = asyncio.Event()
         self._packets: Packets | None = None
+        self._said = ""
 
     async def join(self) -> None:
         """Wait for the first lease. Raises StartupError: refused, or no agent there."""
@@ -143,12 +144,18 @@ class UnitMember:
                 while packet := await self._packets.recv():
                     await self._heard(self._packets, packet)
             except (ConfigError, TransportError) as error:
-                log.warning("unit %s: %s", self._path, error)
+                self._warn(str(error))
             finally:
                 self.close()
                 reports.cancel()
                 await asyncio.gather(reports, return_exceptions=True)
             self._packets = await self._again()
+
+    def _warn(self, why: str) -> None:
+        """Once, not five times a second."""
+        if why != self._said:
+            log.warning("unit %s: %s", self._path, why)
+        self._said = why
 
     async def _again(self) -> Packets:
         while True:

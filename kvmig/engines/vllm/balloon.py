@@ -11,6 +11,7 @@ free, as its requests end or move elsewhere. Only then it preempts, the last one
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -28,6 +29,8 @@ from kvmig.engines.backing import Backing
 from kvmig.engines.base import EngineLoad, KVUse, Room
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.vllm.tables import Tables
+
+log = logging.getLogger(__name__)
 
 GROWTH_BLOCKS = 4
 """Blocks that a running request is expected to want besides, soon."""
@@ -190,10 +193,12 @@ class Balloon:
         self._copies.submit(give).add_done_callback(given)
 
     def _given(self, taken: list[list[KVCacheBlock]], done: Future[Any]) -> None:
+        if (error := done.exception()) is not None:  # it has that memory still, and says so
+            log.error("%d groups of blocks aren't given back: %s", len(taken), error)
+            return
         self._giving -= len(taken)
         self._news = True
         self._out += taken
-        done.result()  # where pages can't be given back nobody may go on as if they were
 
     def _pick(self, groups: int) -> list[list[KVCacheBlock]]:
         """Hold so many groups, or all that are free, those that are reused first."""
