@@ -264,6 +264,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=SECONDS",
         help="how long an instance of it takes to start (10 each, until one was measured)",
     )
+    add("--drain", type=float, default=1.5, help="seconds of a drain, beside its bytes (1.5)")
     add("--dry-run", action="store_true", help="print the waves; change nothing")
     return flags
 
@@ -281,12 +282,17 @@ async def _run(args: argparse.Namespace) -> int:
                 f"--deployment is {name}={url!r:.100}, must be NAME=http://HOST:PORT or NAME=/PATH"
             )
     check(placement, list(named), where)
+    if not (math.isfinite(args.drain) and args.drain > 0):
+        raise ConfigError(f"--drain is {args.drain:g}, must be a number above 0")
     start_s = dict.fromkeys(named, 10.0) | _seconds(args.start, named)
     key = os.environ.get(ADMIN_KEY, "")
     deployments = {name: Deployment(name, url, key) for name, url in named.items()}
     try:
         it = Replacing(
-            placement, deployments, Settings(start_s), lambda line: print(line, flush=True)
+            placement,
+            deployments,
+            Settings(start_s, args.drain),
+            lambda line: print(line, flush=True),
         )
         if args.dry_run:
             print(way_to_text(await it.waves()))

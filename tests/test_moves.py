@@ -26,6 +26,7 @@ from kvmig.placement.moves import (
     placed,
     plan,
 )
+from scripts import draw_moves
 from tests.moves_oracle import Oracle
 
 
@@ -158,6 +159,10 @@ def test_a_placement_that_cant_be_is_refused(then: dict[str, list[str]], sentenc
     found = plan(where, leases(a=["x:1"], b=["y:1"]), leases(**then))
     assert isinstance(found, Refused)
     assert sentence in found.why
+
+
+def test_the_picture_is_current() -> None:
+    assert draw_moves.TARGET.read_text() == draw_moves.drawing()
 
 
 # -- any small case, beside all that is possible

@@ -1,0 +1,459 @@
+"""A placement is changed while clients stream: what they see of it, and what a plan is worth.
+
+Three models (`kvmig.serve` with real vLLM each) share two units of a host; 60 clients stream from
+them, one answer after the other, each token checked. `python -m kvmig.replace` takes the site from
+placement A to B and back: each unit has room for two instances, so models move in turns.
+
+Of each client in each leg: its longest wait between two tokens, over its median wait in an equally
+long window without a change just before. Then the same with faults, at each wave of the plan: the
+executor is killed and another one started, an instance that its requests leave is killed, one that
+starts is killed. Every answer must be right and whole, and the end the placement that was wanted.
+
+On a host without GPUs a unit is a name, and its memory what the placement's file says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import psutil
+import uvloop
+
+from bench import report
+from bench.arrivals import Arrival, intervals_ms, longest_ms
+from bench.client import Stream, StreamFailed, session
+from bench.models import NAMES, model_flags, model_folder
+from bench.site import all_up
+from kvmig_tools.served import Served
+
+KV = 128 << 20
+HELD = 700 << 20
+UNIT = 2 * (KV + HELD)
+MODELS = ("a", "b", "c")
+UNITS = ("left", "right")
+PLACEMENTS = {
+    "A": {"left": ("a", "b"), "right": ("b", "c")},
+    "B": {"left": ("a", "c"), "right": ("a", "b")},
+}
+FLAGS = (
+    "--enforce-eager",
+    "--block-size=32",
+    "--max-num-seqs=32",
+    f"--kv-cache-memory-bytes={KV}",
+    "--max-instances=4",
+    "--scheduler-interval-ms=50",
+    # Nothing moves but by the drains.
+    "--migrate-below=-1000000",
+    "--shutdown-timeout=2",
+)
+TOKENS = (100, 400)
+FAULTS = ("executor", "source", "start")
+FAULT_AFTER_S = 0.4
+"""From the beginning of a wave."""
+QUIET_S = 10.0
+"""Without a change, before a leg."""
+LEG_S = 400.0
+TRIES = 5
+"""Executors, one after the other, until a placement is reached."""
+WAVE = re.compile(r"wave (\d+), ([\d.]+) s: (.*)")
+PLAN = re.compile(r"(\d+) waves?, ([\d.]+) s: ")
+
+
+def placement_text(name: str) -> str:
+    """The file; no two units are alike, or nothing would have to move."""
+    lines: list[str] = []
+    for at, unit in enumerate(UNITS):
+        lines += ["[[units]]", f'name = "{unit}"', f"memory_bytes = {UNIT + at}"]
+        for model in PLACEMENTS[name][unit]:
+            lines += [
+                "[[units.models]]", f'name = "{model}"', f"held_bytes = {HELD}",
+                f"floor_bytes = {KV // 16}", f"kv_bytes = {KV}",
+            ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def counted(start: int, tokens: int) -> list[int]:
+    """What the bundled model answers: a token a character, whose id is its byte."""
+    text = "".join(f" {number:04}" for number in range(start + 2, start + 3 + tokens // 5))
+    return list(text[:tokens].encode())
+
+
+# -- clients
+
+
+@dataclass
+class Client:
+    """One, that asks for an answer as soon as it has the last."""
+
+    model: str
+    url: str
+    chance: random.Random
+    arrivals: list[list[Arrival]] = field(default_factory=list)
+    """Of each answer."""
+    answers: int = 0
+    wrong: list[str] = field(default_factory=list)
+    stopping: bool = False
+
+    async def run(self, http: aiohttp.ClientSession) -> None:
+        """Until told to stop; then the present answer is the last."""
+        while not self.stopping:
+            start, tokens = self.chance.randrange(8000), self.chance.randint(*TOKENS)
+            prompt = list(f"Count: {start:04} {start + 1:04}".encode())
+            stream = Stream(http, self.url, self.model, prompt, tokens)
+            self.arrivals.append(stream.arrivals)
+            self.answers += 1
+            try:
+                async with stream:
+                    await stream.reach(tokens)
+            except (StreamFailed, aiohttp.ClientError, OSError) as error:
+                self.wrong.append(f"{self.model}: {error!r}, after {len(stream.tokens)} tokens")
+            if stream.tokens != counted(start, tokens)[: len(stream.tokens)]:
+                self.wrong.append(f"{self.model}: other tokens than counting from {start}")
+
+    def waits_ms(self, begin: float, end: float) -> list[float]:
+        """Between two tokens of one answer, inside the window."""
+        inside = [[one for one in each if begin < one.at < end] for each in self.arrivals]
+        return [wait for each in inside for wait in intervals_ms(each)]
+
+    def longest_ms(self, begin: float, end: float) -> float:
+        """The longest wait that touches the window."""
+        return max((longest_ms(each, begin, end) for each in self.arrivals), default=0.0)
+
+
+# -- the site
+
+
+class Site:
+    """The deployments."""
+
+    def __init__(self, servers: dict[str, Served], http: aiohttp.ClientSession) -> None:
+        self.servers = servers
+        self._http = http
+
+    async def rows(self, model: str) -> list[dict[str, Any]]:
+        async with self._http.get(f"{self.servers[model].url}/kvmig/v1/instances") as answer:
+            rows: list[dict[str, Any]] = (await answer.json())["data"]
+            return rows
+
+    async def places(self) -> dict[str, set[str]]:
+        """Units of the instances that serve, by model."""
+        return {
+            model: {row["unit"] for row in await self.rows(model) if row["state"] == "serving"}
+            for model in self.servers
+        }
+
+    async def trial(self, model: str) -> tuple[float, float]:
+        """Seconds of a start and of a drain, under the present load."""
+        url = f"{self.servers[model].url}/kvmig/v1/instances"
+        began = time.monotonic()
+        async with self._http.post(url, json={"unit": "trial"}) as answer:
+            (name,) = [one["id"] for one in (await answer.json())["data"]]
+        await self._until(model, name, "serving")
+        started = time.monotonic()
+        await asyncio.sleep(5)  # so that it has some requests
+        ordered = time.monotonic()
+        await self._http.delete(f"{url}/{name}")
+        await self._until(model, name, None)
+        return started - began, time.monotonic() - ordered
+
+    async def _until(self, model: str, name: str, state: str | None) -> None:
+        """None: until it is gone."""
+        deadline = time.monotonic() + LEG_S
+        while time.monotonic() < deadline:
+            row = next((row for row in await self.rows(model) if row["id"] == name), {})
+            if row.get("state") == state:
+                return
+            await asyncio.sleep(0.1)
+        raise StreamFailed(f"instance {name} is never {state}")
+
+    async def process(self, model: str, unit: str | None) -> int | None:
+        """Of the instance there; unit None: of one that starts and doesn't serve yet."""
+        server = self.servers[model].process
+        assert server is not None
+        port = {
+            int(row["endpoint"].rpartition(":")[2]): row["unit"]
+            for row in await self.rows(model) if row["endpoint"]
+        }  # fmt: skip
+        for one in psutil.Process(server.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if not any("kvmig.cli.llumlet" in word for word in one.cmdline()):
+                    continue
+                listens = {at.laddr.port for at in one.net_connections("tcp")
+                           if at.status == psutil.CONN_LISTEN}  # fmt: skip
+                known = [port[at] for at in listens if at in port]
+                if (unit in known) if unit else not known:
+                    return one.pid
+        return None
+
+
+# -- one leg
+
+
+@dataclass
+class Leg:
+    """One way from placement to placement. Times in seconds."""
+
+    to: str
+    fault: str
+    wave: int
+    """At which the fault came; 0: at none."""
+    planned_s: float = 0.0
+    took_s: float = 0.0
+    waves: int = 0
+    hit: str = ""
+    """What the fault met."""
+    reached: bool = False
+    legal: bool = True
+    """Whether every model served at every look."""
+    gaps: list[tuple[float, float, float]] = field(default_factory=list)
+    """Of each client: median wait, longest wait before and during, milliseconds."""
+
+    def ratios(self) -> list[float]:
+        """Longest waits in steps."""
+        return [during / usual for usual, _, during in self.gaps]
+
+    def undisturbed(self) -> list[float]:
+        """The same in the window before."""
+        return [before / usual for usual, before, _ in self.gaps]
+
+
+class Executor:
+    """`python -m kvmig.replace` as a process."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = [sys.executable, "-m", "kvmig.replace", *words]
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def lines(self, *more: str) -> AsyncIterator[str]:
+        """What it prints, until it ends."""
+        self.process = await asyncio.create_subprocess_exec(
+            *self.words, *more, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            yield line.decode().rstrip()
+        await self.process.wait()
+
+
+async def run_leg(site: Site, executor: Executor, leg: Leg, clients: Sequence[Client]) -> None:
+    """From a quiet window to the placement."""
+    quiet = time.monotonic()
+    await asyncio.sleep(QUIET_S)
+    async for line in executor.lines("--dry-run"):
+        if found := PLAN.match(line):
+            leg.waves, leg.planned_s = int(found[1]), float(found[2])
+    looking = asyncio.create_task(look(site, leg))
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(LEG_S):
+            for _ in range(TRIES):
+                if await carried_out(site, executor, leg):
+                    break
+                await asyncio.sleep(1.0)
+    finally:
+        ended = time.monotonic()
+        looking.cancel()
+    leg.took_s = ended - began
+    wanted = PLACEMENTS[leg.to]
+    places = {model: {unit for unit in UNITS if model in wanted[unit]} for model in MODELS}
+    leg.reached = await site.places() == places
+    for one in clients:
+        usual = one.waits_ms(quiet, began)
+        if usual:
+            window = max(quiet, began - leg.took_s)
+            leg.gaps.append(
+                (median(usual), one.longest_ms(window, began), one.longest_ms(began, ended))
+            )
+
+
+async def carried_out(site: Site, executor: Executor, leg: Leg) -> bool:
+    """Run the executor once, with the fault if it hasn't come; whether it came to its end."""
+    hitting: asyncio.Task[None] | None = None
+    async for line in executor.lines():
+        report.say(f"  {line}")
+        found = WAVE.match(line)
+        if found and leg.wave and int(found[1]) == leg.wave and not leg.hit:
+            hitting = asyncio.create_task(hit(site, executor, leg, found[3]))
+    if hitting is not None:
+        await hitting
+    assert executor.process is not None
+    return executor.process.returncode == 0
+
+
+async def hit(site: Site, executor: Executor, leg: Leg, steps: str) -> None:
+    """The fault: `steps` is what the wave does, in words."""
+    await asyncio.sleep(FAULT_AFTER_S)
+    if leg.fault == "executor":
+        assert executor.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            executor.process.kill()
+            leg.hit = "the executor"
+        return
+    drain = re.search(r"(\w+) drains from (\w+)", steps)
+    start = re.search(r"(\w+) starts in (\w+)", steps)
+    if leg.fault == "start" and start:
+        model, unit = start[1], None
+    elif drain:
+        model, unit = drain[1], drain[2]
+    else:
+        assert start is not None
+        model, unit = start[1], sorted((await site.places())[start[1]])[0]
+    pid = await site.process(model, unit)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            psutil.Process(pid).send_signal(signal.SIGKILL)
+            leg.hit = f"{model} in {unit or 'its start'}"
+    leg.hit = leg.hit or f"{model} in {unit or 'its start'}: too late"
+
+
+async def look(site: Site, leg: Leg) -> None:
+    """No unit may have more than it has room for; a model without an instance is one's own fault
+    only if the fault has killed its only one."""
+    while True:
+        there = [
+            (model, row["unit"]) for model in MODELS for row in await site.rows(model)
+            if row["state"] != "failed"
+        ]  # fmt: skip
+        for unit in UNITS:
+            leg.legal &= sum(at == unit for _, at in there) * (KV + HELD) <= UNIT + 1
+        leg.legal &= {model for model, _ in there} == set(MODELS)
+        await asyncio.sleep(0.1)
+
+
+# -- all of it
+
+
+async def measure(
+    servers: dict[str, Served], folder: Path, clients: int, faults: Sequence[tuple[str, int]],
+    trips: int,
+) -> tuple[list[Leg], list[Client]]:  # fmt: skip
+    """trips: there and back without a fault."""
+    async with session() as http:
+        site = Site(servers, http)
+        everybody = [
+            Client(servers[model].model, servers[model].url, random.Random(number))
+            for number, model in zip(range(clients), itertools.cycle(MODELS), strict=False)
+        ]
+        running = [asyncio.create_task(one.run(http)) for one in everybody]
+        await asyncio.sleep(8)
+        start_s, drain_s = await site.trial("a")
+        report.say(f"a start takes {start_s:.1f} s, a drain {drain_s:.1f} s")
+        legs: list[Leg] = []
+        kinds = [("", 0)] * (2 * trips) + list(faults)
+        for number, (fault, wave) in enumerate(kinds):
+            leg = Leg("AB"[(number + 1) % 2], fault, wave)
+            file = folder / f"{leg.to}.toml"
+            file.write_text(placement_text(leg.to))
+            words = ["--to", str(file), "--drain", f"{drain_s:.2f}"]
+            for model, served in servers.items():
+                words += ["--deployment", f"{model}={served.url}"]
+                words += ["--start", f"{model}={start_s:.2f}"]
+            report.say(f"to {leg.to}" + (f", {fault} killed at wave {wave}" if fault else ""))
+            await run_leg(site, Executor(words), leg, everybody)
+            legs.append(leg)
+        for one in everybody:
+            one.stopping = True
+        await asyncio.gather(*running)
+        return legs, everybody
+
+
+def summarise(legs: Sequence[Leg], clients: Sequence[Client]) -> dict[str, float]:
+    """The figures."""
+    smooth = [leg for leg in legs if not leg.fault]
+    ratios = [one for leg in smooth for one in leg.ratios()]
+    before = [one for leg in smooth for one in leg.undisturbed()]
+    return {
+        "answers": sum(one.answers for one in clients),
+        "wrong_or_lost": sum(len(one.wrong) for one in clients),
+        "not_reached": sum(not leg.reached for leg in legs),
+        "illegal": sum(not leg.legal for leg in legs),
+        "step_ms": median(usual for leg in smooth for usual, _, _ in leg.gaps),
+        "longest_gap_steps_median": median(ratios),
+        "longest_gap_steps_worst": max(ratios),
+        "undisturbed_steps_median": median(before),
+        "undisturbed_steps_worst": max(before),
+        "took_over_planned_worst": max(leg.took_s / leg.planned_s for leg in smooth),
+        "took_over_planned_least": min(leg.took_s / leg.planned_s for leg in smooth),
+        "replaced_s": median(leg.took_s for leg in smooth),
+        "fault_legs": float(len(legs) - len(smooth)),
+    }
+
+
+TARGETS: dict[str, report.Target] = {
+    "wrong_or_lost": {"max": 0},
+    "not_reached": {"max": 0},
+    "illegal": {"max": 0},
+    "longest_gap_steps_median": {"max": 2.0},
+    "longest_gap_steps_worst": {"max": 4.0},
+    "took_over_planned_worst": {"max": 1.5},
+    "took_over_planned_least": {"min": 1 / 1.5},
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    root = report.parser(__doc__)
+    root.add_argument("--model", default="device100ms", help=f"{', '.join(NAMES)}")
+    root.add_argument("--streams", type=int, help="on all models: 60, or 30 with --quick")
+    root.add_argument("--trips", type=int, help="there and back: 3, or 1 with --quick")
+    root.add_argument("--faults", type=int, help="legs with one: 12, or 2 with --quick")
+    options = root.parse_args(argv)
+    streams = options.streams or (30 if options.quick else 60)
+    trips = options.trips or (1 if options.quick else 3)
+    every = [(FAULTS[(wave + turn) % 3], wave) for turn in range(3) for wave in (1, 2, 3, 4)]
+    most = options.faults if options.faults is not None else (2 if options.quick else len(every))
+    faults = every[:most]
+    settings = {
+        "model": options.model, "streams": streams, "trips": trips, "faults": len(faults),
+        "flags": FLAGS,
+    }  # fmt: skip
+    result = report.begin("replace", settings)
+    with tempfile.TemporaryDirectory() as folder:
+        servers: dict[str, Served] = {}
+        for name in MODELS:
+            there = [unit for unit in UNITS if name in PLACEMENTS["A"][unit]]
+            own = [f"--instances={len(there)}"]
+            own += [f"--instance-unit=i{at}: {unit}" for at, unit in enumerate(there)]
+            servers[name] = Served(
+                [*FLAGS, *model_flags(options.model), *own],
+                model=model_folder(options.model),
+                log=Path(folder) / f"{name}.log",
+            )
+        report.say("starting three models")
+        with all_up(list(servers.values())):
+            legs, clients = uvloop.run(measure(servers, Path(folder), streams, faults, trips))
+    result.samples = [asdict(leg) for leg in legs]
+    result.samples += [{"wrong": words} for one in clients for words in one.wrong]
+    result.summary = summarise(legs, clients)
+    result.targets = TARGETS
+    rows = [
+        (
+            f"to {leg.to}" + (f", wave {leg.wave}: {leg.hit}" if leg.fault else ""),
+            leg.planned_s, leg.took_s, median(leg.ratios()), max(leg.ratios()),
+            median(leg.undisturbed()), max(leg.undisturbed()),
+            "yes" if leg.reached and leg.legal else "no",
+        )
+        for leg in legs
+    ]  # fmt: skip
+    columns = (
+        "leg", "planned s", "took s", "longest gap, steps: median", "of all", "before: median",
+        "of all", "reached",
+    )  # fmt: skip
+    return report.finish(result, options, [report.table("Re-placement", columns, rows)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

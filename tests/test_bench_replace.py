@@ -1,0 +1,57 @@
+"""The parts of `bench.replace` that decide."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bench.arrivals import Arrival
+from bench.replace import (
+    MODELS,
+    PLACEMENTS,
+    UNITS,
+    Client,
+    Leg,
+    counted,
+    placement_text,
+    summarise,
+)
+from kvmig.placement.file import read
+from kvmig.placement.moves import Refused, plan
+
+
+@pytest.mark.parametrize(("here", "there"), [("A", "B"), ("B", "A")])
+def test_there_is_a_way_between_its_placements_and_each_wave_moves_one(
+    here: str, there: str
+) -> None:
+    before, after = (read(placement_text(one), one) for one in (here, there))
+    now = {slot: lease._replace(used=1) for slot, lease in before.leases().items()}
+    waves = plan(after.site(dict.fromkeys(MODELS, 5.0)), now, after.leases())
+    assert not isinstance(waves, Refused)
+    assert [one.steps[0].kind for one in waves] == ["drain", "start", "drain", "start"]
+    assert all(len(PLACEMENTS[here][unit]) == 2 for unit in UNITS)
+
+
+def test_it_counts_on_as_the_model_does() -> None:
+    assert bytes(counted(17, 12)).decode() == " 0019 0020 0"
+    assert len(counted(17, 1001)) == 1001
+
+
+def test_waits_are_those_inside_answers_not_between_them() -> None:
+    one = Client("m", "u", random.Random(0))
+    one.arrivals = [[Arrival(1.0, 0, 1), Arrival(1.1, 1, 1)], [Arrival(5.0, 0, 1)]]
+    assert one.waits_ms(0, 9) == pytest.approx([100])
+    assert one.longest_ms(0, 9) == pytest.approx(100)
+
+
+def test_a_summary_counts_gaps_in_steps_and_faults_apart() -> None:
+    smooth = Leg("B", "", 0, 10.0, 12.0, 4, "", True, True, [(10, 15, 20), (10, 12, 35)])
+    hurt = Leg("A", "source", 1, 10.0, 50.0, 4, "a in left", False, True, [(10, 15, 900)])
+    client = Client("m", "u", random.Random(0), answers=3, wrong=["one"])
+    found = summarise([smooth, hurt], [client])
+    assert found["longest_gap_steps_median"] == pytest.approx(2.75)
+    assert found["longest_gap_steps_worst"] == pytest.approx(3.5)
+    assert found["undisturbed_steps_worst"] == pytest.approx(1.5)
+    assert (found["wrong_or_lost"], found["not_reached"], found["answers"]) == (1, 1, 3)
+    assert found["took_over_planned_worst"] == pytest.approx(1.2)
