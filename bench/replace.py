@@ -64,6 +64,8 @@ TOKENS = (100, 400)
 FAULTS = ("executor", "source", "start")
 FAULT_AFTER_S = 0.4
 """From the beginning of a wave."""
+DRAIN_S = 0.5
+"""Of an empty instance."""
 QUIET_S = 10.0
 """Without a change, before a leg."""
 LEG_S = 400.0
@@ -157,18 +159,22 @@ class Site:
         }
 
     async def trial(self, model: str) -> tuple[float, float]:
-        """Seconds of a start and of a drain, under the present load."""
+        """Seconds of a start, and bytes of KV cache a second that leave by a drain, under the
+        present load."""
         url = f"{self.servers[model].url}/kvmig/v1/instances"
         began = time.monotonic()
         async with self._http.post(url, json={"unit": "trial"}) as answer:
             (name,) = [one["id"] for one in (await answer.json())["data"]]
         await self._until(model, name, "serving")
         started = time.monotonic()
-        await asyncio.sleep(5)  # so that it has some requests
+        await asyncio.sleep(8)  # so that it has some requests
+        (row,) = [row for row in await self.rows(model) if row["id"] == name]
+        size = KV * max(1, row["blocks_used"]) / row["blocks_total"]
         ordered = time.monotonic()
         await self._http.delete(f"{url}/{name}")
         await self._until(model, name, None)
-        return started - began, time.monotonic() - ordered
+        drained = time.monotonic() - ordered - DRAIN_S
+        return started - began, size / max(0.1, drained)
 
     async def _until(self, model: str, name: str, state: str | None) -> None:
         """None: until it is gone."""
@@ -350,15 +356,15 @@ async def measure(
         ]
         running = [asyncio.create_task(one.run(http)) for one in everybody]
         await asyncio.sleep(8)
-        start_s, drain_s = await site.trial("a")
-        report.say(f"a start takes {start_s:.1f} s, a drain {drain_s:.1f} s")
+        start_s, rate = await site.trial("a")
+        report.say(f"a start takes {start_s:.1f} s, {rate / 1e3:.0f} kB/s leave by a drain")
         legs: list[Leg] = []
         kinds = [("", 0)] * (2 * trips) + list(faults)
         for number, (fault, wave) in enumerate(kinds):
             leg = Leg("AB"[(number + 1) % 2], fault, wave)
             file = folder / f"{leg.to}.toml"
             file.write_text(placement_text(leg.to))
-            words = ["--to", str(file), "--drain", f"{drain_s:.2f}"]
+            words = ["--to", str(file), f"--drain={DRAIN_S}", f"--bandwidth={rate:.0f}"]
             for model, served in servers.items():
                 words += ["--deployment", f"{model}={served.url}"]
                 words += ["--start", f"{model}={start_s:.2f}"]

@@ -265,6 +265,12 @@ def parser() -> argparse.ArgumentParser:
         help="how long an instance of it takes to start (10 each, until one was measured)",
     )
     add("--drain", type=float, default=1.5, help="seconds of a drain, beside its bytes (1.5)")
+    add(
+        "--bandwidth",
+        type=float,
+        default=1e9,
+        help="bytes of KV cache a second that leave an instance, all waiting included (1e9)",
+    )
     add("--dry-run", action="store_true", help="print the waves; change nothing")
     return flags
 
@@ -282,8 +288,9 @@ async def _run(args: argparse.Namespace) -> int:
                 f"--deployment is {name}={url!r:.100}, must be NAME=http://HOST:PORT or NAME=/PATH"
             )
     check(placement, list(named), where)
-    if not (math.isfinite(args.drain) and args.drain > 0):
-        raise ConfigError(f"--drain is {args.drain:g}, must be a number above 0")
+    for flag, value in (("--drain", args.drain), ("--bandwidth", args.bandwidth)):
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{flag} is {value:g}, must be a number above 0")
     start_s = dict.fromkeys(named, 10.0) | _seconds(args.start, named)
     key = os.environ.get(ADMIN_KEY, "")
     deployments = {name: Deployment(name, url, key) for name, url in named.items()}
@@ -291,7 +298,7 @@ async def _run(args: argparse.Namespace) -> int:
         it = Replacing(
             placement,
             deployments,
-            Settings(start_s, args.drain),
+            Settings(start_s, args.drain, args.bandwidth),
             lambda line: print(line, flush=True),
         )
         if args.dry_run:

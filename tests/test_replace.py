@@ -236,6 +236,7 @@ async def test_a_placement_without_a_way_is_refused_before_anything_is_done() ->
         (("--start", "b=0"), "--start is b='0', must be a or b, = and seconds above 0"),
         (("--start", "c=1"), "--start is c='1', must be a or b"),
         (("--drain", "nan"), "--drain is nan, must be a number above 0"),
+        (("--bandwidth", "0"), "--bandwidth is 0, must be a number above 0"),
         (("--deployment", "c=http://h"), "deployment c has no place"),
     ],
 )
