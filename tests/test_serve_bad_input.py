@@ -73,6 +73,10 @@ REFUSED = [
         "--unit is ['/u', '/v'], must be one path of a unit's",
     ),
     ([MODEL, "--unit", "i1: /v"], "--unit is [], must be one path of a unit's socket"),
+    ([MODEL, "--unit-shares", "80,40"], "--unit-shares is given, but --unit is not"),
+    ([MODEL, "--unit", "/u", "--unit-shares", "80"], "'80' must be two of 10, 20, 30, 40"),
+    ([MODEL, "--unit", "/u", "--unit-shares", "0,40"], "'0,40' must be two of 10, 20"),
+    ([MODEL, "--unit", "/u", "--unit-shares", "80,101"], "'80,101' must be two of 10, 20"),
     ([MODEL, "--unit-guarantee", "1GiB"], "--unit-guarantee is 1024 MiB, but --unit is not given"),
     ([MODEL, "--unit", "/u", "--unit-guarantee", "x"], "'x' must be a number of MiB"),
     (

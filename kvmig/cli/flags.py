@@ -52,6 +52,7 @@ RENAMED = {
 """Old names of flags, taken for one version more."""
 
 _OF_INSTANCE = re.compile(r"i\d+:")
+SHARES = [str(percent) for percent in range(10, 101, 10)]
 FORM = "NAME=PRIORITY[,headroom=TOKENS|,target=MS]"
 _STEPS = {"K": 1, "M": 2, "G": 3, "T": 4}
 UNITS = {
@@ -116,8 +117,21 @@ def _ray(flags: argparse.Namespace) -> RayConfig | None:
     return RayConfig(address=checked_address(flags.ray), resources=resources)
 
 
+def _shares(text: str) -> tuple[int, int]:
+    """Tenths of the device, from percent."""
+    words = [one.strip() for one in text.split(",")]
+    if len(words) != 2 or any(one not in SHARES for one in words):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.100} must be two of {', '.join(SHARES)}, such as 100,40"
+        )
+    prompts, decodes = (int(one) // 10 for one in words)
+    return prompts, decodes
+
+
 def _unit(flags: argparse.Namespace) -> UnitConfig | None:
     """None: instances have KV cache of their own. Raises ConfigError."""
+    if flags.unit_shares is not None and not flags.unit:
+        raise ConfigError("--unit-shares is given, but --unit is not")
     every = [one for one in flags.unit if not _OF_INSTANCE.match(one)]
     paths: dict[str, str] = {}
     for words in flags.unit:
@@ -143,6 +157,7 @@ def _unit(flags: argparse.Namespace) -> UnitConfig | None:
         paths=paths,
         guarantee=int(flags.unit_guarantee or 0),
         patience_s=flags.patience_s,
+        shares=flags.unit_shares,
     )
 
 
@@ -403,6 +418,14 @@ def _add_unit(root: _Parser) -> None:
         metavar="MiB",
         help="KV cache that each instance gets back whenever it wants it, in MiB or with a unit"
         " (None: a fair part of what others weren't promised)",
+    )
+    group.add_argument(
+        "--unit-shares",
+        type=_shares,
+        default=None,
+        metavar="PROMPTS,DECODES",
+        help="ask the unit's agent before each step, and take so many percent of the device for one"
+        " with prompts and for one of decodes alone, such as 100,40 (None: don't ask)",
     )
     group.add(
         "--reclaim-patience",

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from kvmig.controlplane.adbs import Shares
 from kvmig.controlplane.fronts import Fronts, Tracking
 from kvmig.controlplane.headroom import measured_headroom
 from kvmig.controlplane.leases import Claim
@@ -152,7 +153,10 @@ class Llumlet:
             claim,
             lambda: sharing.use,
             lambda quota, limit: sharing.resize(quota, limit, patience_s),
+            None if unit.shares is None else Shares(*unit.shares),
         )
+        if unit.shares is not None:
+            await sharing.gated(self._member.gate)
         await self._member.join()
         self._spawn(self._for_ever(self._member.run))
 

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvmig.engines.gate import StepGate
 from kvmig.ground.errors import MigrationRefused
 from kvmig.ground.layout import KVLayout
 
@@ -248,6 +249,10 @@ class Sharing(Protocol):
         Requests that run keep what they hold for `patience_s`, so that they may move elsewhere;
         then the last ones are preempted. limit: bytes to have if others gave.
         """
+        ...
+
+    async def gated(self, gate: StepGate) -> None:
+        """Ask `gate` before each step from now on."""
         ...
 
 

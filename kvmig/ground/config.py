@@ -184,6 +184,9 @@ class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that an instance gets back whenever it wants them; 0: a fair part."""
     patience_s: float = 2.0
     """For what is called back to become free, until requests are preempted for it."""
+    shares: tuple[int, int] | None = None
+    """Tenths of the device that a step takes: with prompts, and of decodes alone. None: steps don't
+    wait for those of other models."""
     model: str = ""
     """Its name in the unit."""
 

@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 from kvmig.engines.backing import Backing
 from kvmig.engines.base import EngineLoad, KVUse, Room
 from kvmig.engines.block_copies import BlockCopies
+from kvmig.engines.gate import StepGate
 from kvmig.engines.vllm.tables import Tables
 
 log = logging.getLogger(__name__)
@@ -254,11 +255,16 @@ class VllmSharing:
     """Implements `kvmig.engines.base.Sharing` for an engine with a balloon."""
 
     def __init__(
-        self, balloon: Balloon, on_engine: Callable[[Callable[[], None]], Awaitable[None]]
+        self,
+        balloon: Balloon,
+        on_engine: Callable[[Callable[[], None]], Awaitable[None]],
+        share: Callable[[StepGate], None],
     ) -> None:
+        """share: ask that gate before each step; called on the engine's thread."""
         self.room = balloon.room
         self._balloon = balloon
         self._on_engine = on_engine
+        self._share = share
 
     @property
     def use(self) -> KVUse:
@@ -268,6 +274,10 @@ class VllmSharing:
     async def resize(self, quota: int, limit: int, patience_s: float) -> None:
         """See `Sharing`."""
         await self._on_engine(lambda: self._balloon.resize(quota, limit, patience_s))
+
+    async def gated(self, gate: StepGate) -> None:
+        """See `Sharing`."""
+        await self._on_engine(lambda: self._share(gate))
 
 
 def _number(group: list[KVCacheBlock], size: int) -> int:

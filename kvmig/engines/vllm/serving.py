@@ -181,10 +181,10 @@ class ServingVllm:
             self._scheduler, memory.tables, backing, memory.copies, core.call
         )
         core.starves = balloon.starves
-        self.sharing = VllmSharing(balloon, self._on_engine)
+        self.sharing = VllmSharing(balloon, self._on_engine, self.share)
 
     def share(self, gate: StepGate, use_parts: Callable[[int], None] = lambda parts: None) -> None:
-        """Ask `gate` before each step from now on; before `connect`.
+        """Ask `gate` before each step from now on; before `connect`, or on the engine's thread.
 
         use_parts: take so many parts of the device from now on (on the engine's thread); 0: all.
         """
