@@ -100,6 +100,7 @@ def test_the_page_has_every_load_and_every_demand(tiny: Row) -> None:
         **figure5.summary(rows),
         "figure_9_adbs_times_fcfs": 1.0,
         "figure_9_adbs_times_round_robin": 1.0,
+        "figure_9_adbs_times_round_robin_on_shares": 1.0,
     }
     result.targets = dict(figure5.TARGETS)
     text = page.written(rows, result, small.page(nine, ten, eight))

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **figure5.summary(rows),
         "figure_9_adbs_times_fcfs": nine["adbs"] / nine["fcfs"],
         "figure_9_adbs_times_round_robin": nine["adbs"] / nine["round-robin"],
+        "figure_9_adbs_times_round_robin_on_shares": nine["adbs"] / nine["round-robin on shares"],
     }
     result.targets = dict(TARGETS)
     target = docs / "mux-paper.md"

@@ -76,6 +76,7 @@ WORDS = {
     "estimate_error_median_all": "estimator beside simulator, all systems: median error",
     "figure_9_adbs_times_fcfs": "Figure 9a, ADBS / FCFS (published 1.63)",
     "figure_9_adbs_times_round_robin": "Figure 9a, ADBS / round robin (published 1.51)",
+    "figure_9_adbs_times_round_robin_on_shares": "Figure 9a, ADBS / round robin on shares",
     "cpu_s": "seconds of one core for Figure 5",
 }
 """How each figure of the summary is called in the page."""

@@ -53,9 +53,7 @@ def weighted(models: Sequence[Llm], outcome: Outcome) -> float:
 
 def figure_9(seconds: float = SEND_S) -> dict[str, float]:
     """9a: a 30B, a 13B and a 7B on 4 GPUs, mean lengths 2:1:1, rates 2:8:8."""
-    return _on_one_unit(
-        FIGURE_9_MODELS, {name: one for name, (one, _) in FIGURE_9.items()}, seconds
-    )
+    return on_one_unit(FIGURE_9_MODELS, {name: one for name, (one, _) in FIGURE_9.items()}, seconds)
 
 
 def figure_10(seconds: float = SEND_S) -> dict[str, float]:
@@ -66,12 +64,13 @@ def figure_10(seconds: float = SEND_S) -> dict[str, float]:
         Llm("7b-hot", "llama-7b", 9.0),
         Llm("7b", "llama-7b", 3.0),
     ]
-    return _on_one_unit(models, FIGURE_10, seconds)
+    return on_one_unit(models, FIGURE_10, seconds)
 
 
-def _on_one_unit(
+def on_one_unit(
     models: Sequence[Llm], policies: dict[str, Policy], seconds: float
 ) -> dict[str, float]:
+    """Weighted throughput of each policy on 4 GPUs."""
     estimator = Estimator(models, cluster_of("1x4:a100-80g"))
     plan = (Unit(4, tuple(Member(at, one.rate) for at, one in enumerate(models))),)
     coming = loads(models, seconds)
