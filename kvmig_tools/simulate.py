@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kvmig.ground.errors import ConfigError
 from kvmig_tools.sim import cost
+from kvmig_tools.sim.placed import simulate_placement
 from kvmig_tools.sim.plots import draw
 from kvmig_tools.sim.policies import NAMES, SETTINGS, policy, setting
 from kvmig_tools.sim.run import Finished, Result, Run, simulate_all
@@ -40,8 +41,15 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser("python -m kvmig_tools.simulate", description=__doc__)
     add = flags.add_argument
     add(
+        "--placement",
+        type=Path,
+        metavar="FILE.toml",
+        help="instead of a trace: what kvmig.place wrote, under its models' rates",
+    )
+    add("--models", type=Path, metavar="FILE.toml", help="with --placement, as for kvmig.place")
+    add("--cluster", metavar="NODESxGPUS:DEVICE", help="with --placement, as for kvmig.place")
+    add(
         "--trace",
-        required=True,
         help=f"{', '.join(WORKLOADS)}, or a CSV file with arrival_s,input_tokens,output_tokens",
     )
     add("--rate", type=float, action="append", help="requests a second; may be repeated")
@@ -75,6 +83,8 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
     policies = args.policy or ["kvmig"]
     for name in policies:
         policy(name)
+    if args.trace is None:
+        raise ConfigError("--trace is missing, or --placement")
     is_file = args.trace.endswith((".csv", ".csv.gz"))
     if not is_file and args.trace not in WORKLOADS:
         raise ConfigError(
@@ -141,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     console = Console(stderr=True)
     try:
+        if args.placement is not None:
+            return _placement(args)
         runs = runs_of(args)
         finished = _simulate(runs, args.workers, console, 1.0 if args.out else 0.0)
     except ConfigError as error:
@@ -153,6 +165,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
         (args.out / "results.json").write_bytes(encoded + b"\n")
         draw(finished, args.out)
+    return 0
+
+
+def _placement(args: argparse.Namespace) -> int:
+    """Print how a placement does. Raises ConfigError."""
+    if args.models is None or args.cluster is None or args.trace is not None:
+        raise ConfigError("--placement wants --models and --cluster, and no --trace")
+    if args.requests < 1:
+        raise ConfigError(f"--requests is {args.requests}, must be 1 or more")
+    (seed,) = (args.seed or [PAPER_SEED])[:1]
+    shown = simulate_placement(args.placement, args.models, args.cluster, args.requests, seed)
+    Console(width=None if sys.stdout.isatty() else 200).print(shown)
     return 0
 
 

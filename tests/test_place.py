@@ -18,6 +18,7 @@ from kvmig.placement.estimator import Estimator
 from kvmig.placement.file import read, where
 from kvmig.placement.greedy import Stuck
 from kvmig.placement.problem import Plan, cluster_of, models_of
+from kvmig_tools import simulate
 from scripts import draw_placement
 
 EXAMPLE = Path("examples/placement.toml")
@@ -220,3 +221,30 @@ def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_placement_is_simulated_beside_what_it_expects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = before(tmp_path)
+    words = ["--placement", str(file), "--models", str(EXAMPLE), "--cluster", "1x8:a100-80g"]
+    capsys.readouterr()
+    assert simulate.main([*words, "--requests", "300"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("chat", "code", "mail", "reports"))
+    assert "within 8 times their time alone" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--placement", "gone.toml"), "--placement wants --models and --cluster, and no --trace"),
+        ((), "--trace is missing, or --placement"),
+        (("--placement", "gone.toml", "--models", str(EXAMPLE), *CLUSTER), "gone.toml can't be"),
+    ],
+)
+def test_a_simulation_of_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], sentence: str
+) -> None:
+    assert simulate.main(flags) == 2
+    assert sentence in capsys.readouterr().err
