@@ -357,7 +357,7 @@ def unused(root: Path, sizes: Sequence[int], ticks: int) -> list[dict[str, Any]]
 
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__).parse_args(argv)
-    ticks, rounds = (400, 3) if options.quick else (2000, 11)
+    ticks, rounds = (300, 2) if options.quick else (2000, 11)
     sizes = (2048,) if options.quick else (1024, 2048, 8192)
     result = report.begin("pools", {"ticks": ticks, "rounds": rounds, "MiB": sizes})
     torch.set_num_threads(1)
