@@ -136,7 +136,10 @@ async def test_cold_prefixes_go_before_those_that_were_used_lately(both: Pair) -
     assert hits == {"cold": 0, "warm": 96}
 
 
-@pytest.mark.parametrize("kind", ["greedy", "seeded", "penalties"])
+@pytest.mark.parametrize(
+    "kind",
+    ["seeded", *(pytest.param(one, marks=pytest.mark.long) for one in ("greedy", "penalties"))],
+)
 async def test_a_request_computes_the_same_while_the_balloon_grows_and_shrinks(
     both: Pair, kind: str
 ) -> None:

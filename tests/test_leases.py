@@ -295,4 +295,4 @@ class Arena(RuleBasedStateMachine):
 
 
 TestArena = Arena.TestCase
-TestArena.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestArena.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
