@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
 
 from kvmig.costs.shares import load
+from tests.environment import environment
+from tests.vllm_side import ENVIRONMENT
 
 pytestmark = pytest.mark.engine
 
@@ -57,12 +60,17 @@ def test_a_step_takes_what_the_costs_say_and_decodes_ride_along_with_prompts() -
 
 @pytest.mark.long
 def test_requests_of_two_engines_take_turns_and_all_end() -> None:
-    from bench.virtual_gpu import Coming, VirtualEngine, VirtualUnit
     from kvmig.controlplane.adbs import Shares
+    from kvmig.engines.vllm import flags
 
     device = load("a100-80g")
     quotas = {"a": 8e9, "b": 8e9}
-    engines = [VirtualEngine(name, "llama-7b", device, 4, 16e9) for name in quotas]
+    with environment(ENVIRONMENT), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        flags.set_environment()  # vLLM reads it when it is imported
+        from bench.virtual_gpu import Coming, VirtualEngine, VirtualUnit
+
+        engines = [VirtualEngine(name, "llama-7b", device, 4, 16e9) for name in quotas]
     shares = dict.fromkeys(quotas, Shares(10, 4))
     unit = VirtualUnit(device, 4, engines, shares, quotas, "adbs", "kvmig")
     seen = unit.run([Coming(0.1 * at, "ab"[at % 2], 200, 50 + at) for at in range(40)])
