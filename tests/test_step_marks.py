@@ -57,7 +57,7 @@ def test_a_step_leaves_its_event_before_anybody_is_told_of_its_blocks(
     monkeypatch.setattr(EngineCoreProc, "_process_engine_step", step)
     core = StepCore.__new__(StepCore)
     core.cadence_meter, core.hold = CadenceMeter(), StepHold()
-    core.stepping = nullcontext()
+    core.stepping, core.phase = nullcontext(), None
     core.after_step = lambda: calls.append("event")
     core.between_steps = lambda: calls.append("blocks")
     assert core._process_engine_step()
