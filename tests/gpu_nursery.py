@@ -95,11 +95,13 @@ def main(words: Sequence[str]) -> int:
             runner_v2.pytest_collection_finish()
         load(kind)
 
-    def make_on_gpu(kind: VllmKind, argv: list[str], unit_tokens: int) -> ServingEngine:
+    def make_on_gpu(
+        kind: VllmKind, argv: list[str], unit_tokens: int, shared: bool = False
+    ) -> ServingEngine:
         if (told := folder / ENVIRONMENT).exists():
             os.environ.update(json.loads(told.read_text()))
         put_on_gpu("--async-scheduling" in argv)
-        made = make(kind, argv, unit_tokens)
+        made = make(kind, argv, unit_tokens, shared)
         (folder / f"engine {os.getpid()}").write_text(json.dumps(words_of(made)))
         return made
 

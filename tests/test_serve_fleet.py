@@ -149,17 +149,19 @@ async def test_a_stream_of_a_deployment_that_dies_ends_with_an_error_and_the_mod
         assert await answer(client, ask("a")) == counted(10)
 
 
-async def test_a_proxy_that_dies_with_what_it_was_forked_from_is_started_again(
+async def test_server_and_proxy_that_die_with_what_they_were_forked_from_are_started_again(
     fleet: ToyFleet,
 ) -> None:
     fleet.add_toy("a")
-    (forks,), (proxy,) = map(fleet.processes, ("kvmig.fleet.forks", "kvmig.proxy"))
-    kill(forks)
-    kill(proxy)
+    words = "kvmig.fleet.forks", "kvmig.fleet.server", "kvmig.proxy"
+    (forks,), (server,), (proxy,) = map(fleet.processes, words)
+    for one in (forks, server, proxy):
+        kill(one)
     async with fleet.client() as client:
         assert await answer(client, ask("a")) == counted(10)
-    assert fleet.processes("kvmig.proxy") != [proxy]
-    assert fleet.processes("kvmig.fleet.forks") != [forks]
+    await asyncio.to_thread(fleet.until_it_listens)
+    (other_forks,), (other_server,), (other_proxy,) = map(fleet.processes, words)
+    assert (other_forks, other_server, other_proxy) != (forks, server, proxy)
 
 
 async def test_a_key_sees_and_uses_its_models_only(fleet: ToyFleet) -> None:
