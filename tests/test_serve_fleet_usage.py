@@ -79,7 +79,7 @@ async def test_a_server_that_is_killed_again_and_again_counts_everything_once(
     fleet: ToyFleet, key: str
 ) -> None:
     fleet.add_toy("a")
-    total = 0
+    total, killed = 0, set[int]()
     async with fleet.client(key) as http:
         await answer(http, ask("a"))
         total += 10
@@ -89,7 +89,9 @@ async def test_a_server_that_is_killed_again_and_again_counts_everything_once(
             total += sum(output for _, output in told)
             for server in fleet.processes("kvmig.fleet.server"):
                 kill(server)
+                killed.add(server)
             await asyncio.sleep(0.3 * number)
+    assert len(killed) > 1
     await asyncio.to_thread(fleet.until_it_listens)
     found = await asyncio.to_thread(used, fleet, key, total)
     await asyncio.sleep(2.5)

@@ -7,114 +7,38 @@ way; all tests share two of them.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
-import torch
 from transformers.generation.continuous_batching.requests import RequestState as State
 
-from kvmig.embed.migrator import Migrator
-from kvmig.engines.base import Emitted, Frame
 from kvmig.engines.transformers import factory
-from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
 from kvmig.engines.transformers.requests import engine_load
-from kvmig.engines.transformers.serving import ServingTransformers
-from kvmig.ground.config import MigrationConfig
+from tests.transformers_bench import Bench, benched
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = list(b"101 102 103 104 105 106 107")
 OTHER = list(b"901 902 903 904 905 906 907")
-PATIENT = MigrationConfig(transport="tcp", reply_timeout_ms=20000, lease_ms=60000)
 
 
-class Bench:
+class TightBench(Bench):
     """Two engines of 12 blocks of 16 tokens, four requests a step."""
 
     def __init__(self) -> None:
-        self.engines: dict[str, ServingTransformers] = {
-            name: factory(num_blocks=12, max_batch_tokens=16, max_batch_requests=4) for name in "ab"
-        }
-        self.got: dict[str, list[Output]] = {}
-        self.changed = asyncio.Event()
-        self.numbers = iter(range(1, 1000))
-        for engine in self.engines.values():
-            engine.connect(self._take, lambda *done: None, lambda error: None)
-
-    def _take(self, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
-        for output in decode(bytes(frames[0]), list[Output]):
-            self.got.setdefault(output.request_id, []).append(output)
-        self.changed.set()
+        tight = {"num_blocks": 12, "max_batch_tokens": 16, "max_batch_requests": 4}
+        super().__init__({name: factory(**tight) for name in "ab"})
 
     def submit(self, name: str, max_tokens: int = 40, **fields: Any) -> str:
-        request_id = f"r{next(self.numbers)}"
-        request = {"prompt_token_ids": PROMPT, "max_tokens": max_tokens} | fields
-        self.engines[name].submit(1, request_id, [encode(Submitted(**request))])  # type: ignore[arg-type]
-        return request_id
-
-    def has_ended(self, request_id: str) -> bool:
-        return bool(self.got.get(request_id) and self.got[request_id][-1].finish_reason)
-
-    async def reach(self, request_id: str, tokens: int) -> list[Output]:
-        async with asyncio.timeout(60):
-            while True:
-                got = self.got.get(request_id, [])
-                if len(got) >= tokens or (got and got[-1].finish_reason):
-                    return got
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def finish(self, request_id: str) -> list[int]:
-        got = await self.reach(request_id, 1 << 30)
-        assert got[-1].finish_reason in ("length", "stop"), got[-1]
-        return [token for output in got for token in output.token_ids]
-
-    @contextmanager
-    def slow(self, name: str, step_s: float = 0.05) -> Iterator[None]:
-        """Steps of at least so long: a request doesn't end before its move, however busy we are."""
-        loop = self.engines[name]._loop
-        after_step, loop.after_step = loop.after_step, lambda: time.sleep(step_s)
-        try:
-            yield
-        finally:
-            loop.after_step = after_step
-
-    async def settle(self) -> None:
-        async with asyncio.timeout(20):
-            for engine in self.engines.values():
-                while await engine.requests() or engine.load().used_blocks:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
-                assert len(engine._destination) == 0
+        return self.send(name, PROMPT, max_tokens, **fields)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def bench() -> AsyncIterator[Bench]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    made = Bench()
-    yield made
-    await asyncio.gather(*(engine.close(10) for engine in made.engines.values()))
-    torch.set_num_threads(threads)
-
-
-@asynccontextmanager
-async def migrator(bench: Bench, config: MigrationConfig = PATIENT) -> AsyncIterator[Migrator]:
-    """Whoever leaves it has left nothing."""
-
-    def assign(request_id: str, name: str) -> None:
-        bench.engines[name].assign(request_id, 1)
-
-    async with Migrator(bench.engines, config, on_commit=assign, close_timeout_s=1) as made:
-        try:
-            yield made
-        finally:
-            for engine in bench.engines.values():
-                engine.abort(list(bench.got))
-        await bench.settle()
+async def bench() -> AsyncIterator[TightBench]:
+    async with benched(TightBench) as made:
+        yield made
 
 
 SCORED: list[dict[str, Any]] = [
@@ -125,9 +49,9 @@ SCORED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", SCORED)
 async def test_tokens_and_log_probabilities_go_on_as_if_nothing_had_moved(
-    bench: Bench, fields: dict[str, Any]
+    bench: TightBench, fields: dict[str, Any]
 ) -> None:
-    async with migrator(bench) as move:
+    async with bench.migrator() as move:
         stays = bench.submit("a", **fields)
         expected = [(o.token_ids, o.logprobs) for o in await bench.reach(stays, 99)]
         moves = bench.submit("a", **fields)
@@ -139,8 +63,8 @@ async def test_tokens_and_log_probabilities_go_on_as_if_nothing_had_moved(
             assert len(one.top) == fields["logprobs"]
 
 
-async def test_a_stop_token_ends_a_moved_request(bench: Bench) -> None:
-    async with migrator(bench) as move:
+async def test_a_stop_token_ends_a_moved_request(bench: TightBench) -> None:
+    async with bench.migrator() as move:
         tokens = await bench.finish(bench.submit("a"))
         stop = max(tokens, key=tokens.index)  # the one that comes last for the first time
         with bench.slow("a"):
@@ -152,8 +76,8 @@ async def test_a_stop_token_ends_a_moved_request(bench: Bench) -> None:
         assert bench.got[moves][-1].finish_reason == "stop"
 
 
-async def test_a_request_that_waits_moves_to_where_it_can_run(bench: Bench) -> None:
-    async with migrator(bench) as move:
+async def test_a_request_that_waits_moves_to_where_it_can_run(bench: TightBench) -> None:
+    async with bench.migrator() as move:
         expected = await bench.finish(bench.submit("a", 60))
         with bench.slow("a"):
             big = [bench.submit("a", 60) for _ in range(3)]
@@ -170,9 +94,9 @@ async def test_a_request_that_waits_moves_to_where_it_can_run(bench: Bench) -> N
 
 
 async def test_requests_that_are_preempted_while_others_move_get_all_their_tokens(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: TightBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with migrator(bench) as move:
+    async with bench.migrator() as move:
         # Others than each other's: equal blocks are shared.
         prompts = [
             list(f"{n} {n + 1} {n + 2} {n + 3} {n + 4} {n + 5}".encode())
@@ -200,9 +124,9 @@ async def test_requests_that_are_preempted_while_others_move_get_all_their_token
         assert preempted[0]
 
 
-async def test_an_engine_whose_blocks_a_migration_holds_waits_for_them(bench: Bench) -> None:
+async def test_an_engine_whose_blocks_a_migration_holds_waits_for_them(bench: TightBench) -> None:
     """The stock engine would end, for it has a request that it can't go on with."""
-    async with migrator(bench):
+    async with bench.migrator():
         a, b = bench.engines["a"], bench.engines["b"]
         expected = await bench.finish(bench.submit("a", 60))
         alone = await bench.finish(bench.submit("a", 60, prompt_token_ids=OTHER))
@@ -221,8 +145,8 @@ async def test_an_engine_whose_blocks_a_migration_holds_waits_for_them(bench: Be
         assert await bench.finish(donor) == expected
 
 
-async def test_a_request_that_fits_nowhere_is_refused_with_the_figures(bench: Bench) -> None:
-    async with migrator(bench):
+async def test_a_request_that_fits_nowhere_is_refused_with_the_figures(bench: TightBench) -> None:
+    async with bench.migrator():
         refused = {
             "at most 192 fit": bench.submit("a", 500),
             "max_tokens is 0": bench.submit("a", 0),
@@ -241,7 +165,7 @@ async def test_a_request_that_fits_nowhere_is_refused_with_the_figures(bench: Be
 
 
 async def test_a_load_says_what_is_left_of_a_prompt_that_runs(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: TightBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """60 tokens in blocks of 16, 16 of them a step."""
     engine, left = bench.engines["a"], []
@@ -255,8 +179,8 @@ async def test_a_load_says_what_is_left_of_a_prompt_that_runs(
     assert left[:5] == [3, 2, 1, 0, 0]
 
 
-async def test_a_destination_without_a_batch_slot_refuses(bench: Bench) -> None:
-    async with migrator(bench) as move:
+async def test_a_destination_without_a_batch_slot_refuses(bench: TightBench) -> None:
+    async with bench.migrator() as move:
         busy = [bench.submit("b", 100, prompt_token_ids=PROMPT[:9]) for _ in range(4)]
         for request_id in busy:
             await bench.reach(request_id, 1)

@@ -14,7 +14,8 @@ import torch
 from kvmig.engines.transformers import pooled
 from kvmig.engines.transformers.headwise import HeadPlan, HeadwiseAllocator
 from kvmig.ground.errors import ConfigError
-from tests.pool_bench import DRAWN, SECTOR, SECTORS, Bench, benched, fields, other_model
+from tests.pool_bench import DRAWN, SECTOR, SECTORS, PoolBench, fields, other_model
+from tests.transformers_bench import benched
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -25,12 +26,12 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def bench(other: Path) -> AsyncIterator[Bench]:
-    async with benched(other, "head-wise") as made:
+async def bench(other: Path) -> AsyncIterator[PoolBench]:
+    async with benched(lambda: PoolBench(other, "head-wise")) as made:
         yield made
 
 
-async def test_two_models_in_head_wise_blocks_give_what_each_gives_alone(bench: Bench) -> None:
+async def test_two_models_in_head_wise_blocks_give_what_each_gives_alone(bench: PoolBench) -> None:
     wanted = [(name, 100 * n, more) for n in (1, 2) for name in "ab" for more in ({}, DRAWN)]
     alone = [bench.submit(f"{name} alone", start, **more) for name, start, more in wanted]
     ids = [bench.submit(name, start, **more) for name, start, more in wanted]
@@ -39,7 +40,9 @@ async def test_two_models_in_head_wise_blocks_give_what_each_gives_alone(bench: 
     await bench.settle()
 
 
-async def test_an_engine_waits_for_the_other_ones_heads_and_goes_on_rightly(bench: Bench) -> None:
+async def test_an_engine_waits_for_the_other_ones_heads_and_goes_on_rightly(
+    bench: PoolBench,
+) -> None:
     expected = await bench.alone("b", 300)
     with bench.slow("a", 0.02):
         ids = await bench.fill("a")
@@ -54,7 +57,7 @@ async def test_an_engine_waits_for_the_other_ones_heads_and_goes_on_rightly(benc
 
 @pytest.mark.parametrize("name", ["a", "b"])
 async def test_a_request_moves_between_head_wise_blocks_and_whole_ones(
-    bench: Bench, name: str
+    bench: PoolBench, name: str
 ) -> None:
     async with bench.migrator() as move:
         expected = await bench.alone(name, 500, 60, **DRAWN)
@@ -68,7 +71,7 @@ async def test_a_request_moves_between_head_wise_blocks_and_whole_ones(
         await bench.finish(beside)
 
 
-async def test_a_migration_that_is_given_up_frees_every_unit(bench: Bench) -> None:
+async def test_a_migration_that_is_given_up_frees_every_unit(bench: PoolBench) -> None:
     a, source = bench.engines["a"], bench.engines["a alone"]
     moves = bench.submit("a alone", 500, 60)
     await bench.reach(moves, 5)
@@ -82,7 +85,7 @@ async def test_a_migration_that_is_given_up_frees_every_unit(bench: Bench) -> No
     await bench.settle()
 
 
-async def test_blocks_of_one_engine_lie_in_units_of_no_other(bench: Bench) -> None:
+async def test_blocks_of_one_engine_lie_in_units_of_no_other(bench: PoolBench) -> None:
     ids = [bench.submit(name, 100 * n, 30) for n in (1, 2) for name in "ab"]
     for one in ids:
         await bench.reach(one, 10)
@@ -100,7 +103,7 @@ async def test_blocks_of_one_engine_lie_in_units_of_no_other(bench: Bench) -> No
     await bench.settle()
 
 
-async def test_a_block_is_copied_as_the_bytes_of_a_whole_one(bench: Bench) -> None:
+async def test_a_block_is_copied_as_the_bytes_of_a_whole_one(bench: PoolBench) -> None:
     """Layer, keys or values, token, head: as transformers lays a block out by itself."""
     allocator = bench.engines["b"]._blocks._allocator
     assert isinstance(allocator, HeadwiseAllocator)

@@ -16,7 +16,8 @@ from kvmig.engines.transformers import pooled
 from kvmig.engines.transformers.payload import Submitted, encode
 from kvmig.engines.transformers.serving import ServingTransformers
 from kvmig.ground.errors import ConfigError
-from tests.pool_bench import DRAWN, SECTOR, SECTORS, Bench, benched, fields, other_model
+from tests.pool_bench import DRAWN, SECTOR, SECTORS, PoolBench, fields, other_model
+from tests.transformers_bench import benched
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -27,12 +28,12 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def bench(other: Path) -> AsyncIterator[Bench]:
-    async with benched(other, "sectors") as made:
+async def bench(other: Path) -> AsyncIterator[PoolBench]:
+    async with benched(lambda: PoolBench(other, "sectors")) as made:
         yield made
 
 
-async def test_two_models_in_one_pool_give_what_each_gives_alone(bench: Bench) -> None:
+async def test_two_models_in_one_pool_give_what_each_gives_alone(bench: PoolBench) -> None:
     wanted = [(name, 100 * n, more) for n in (1, 2) for name in "ab" for more in ({}, DRAWN)]
     alone = [bench.submit(f"{name} alone", start, **more) for name, start, more in wanted]
     ids = [bench.submit(name, start, **more) for name, start, more in wanted]
@@ -42,7 +43,7 @@ async def test_two_models_in_one_pool_give_what_each_gives_alone(bench: Bench) -
 
 
 async def test_an_engine_waits_for_one_that_has_filled_the_pool_and_goes_on_rightly(
-    bench: Bench,
+    bench: PoolBench,
 ) -> None:
     expected = await bench.alone("b", 300)
     with bench.slow("a", 0.02):
@@ -58,7 +59,7 @@ async def test_an_engine_waits_for_one_that_has_filled_the_pool_and_goes_on_righ
 
 
 async def test_a_stream_of_requests_of_one_model_does_not_starve_the_other(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: PoolBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the other is short of its floor, the one above its own admits nobody."""
     a, b = bench.pool.shares
@@ -86,7 +87,7 @@ async def test_a_stream_of_requests_of_one_model_does_not_starve_the_other(
 
 @pytest.mark.parametrize("more", [{}, DRAWN])
 async def test_a_request_moves_into_a_pool_and_out_of_it(
-    bench: Bench, more: dict[str, Any]
+    bench: PoolBench, more: dict[str, Any]
 ) -> None:
     async with bench.migrator() as move:
         for name in "ab":
@@ -101,7 +102,7 @@ async def test_a_request_moves_into_a_pool_and_out_of_it(
             await bench.finish(beside)
 
 
-async def test_a_request_does_not_move_to_another_model(bench: Bench) -> None:
+async def test_a_request_does_not_move_to_another_model(bench: PoolBench) -> None:
     async with bench.migrator() as move:
         stays = bench.submit("a", 500, 60)
         await bench.reach(stays, 5)
@@ -110,7 +111,7 @@ async def test_a_request_does_not_move_to_another_model(bench: Bench) -> None:
         assert await bench.finish(stays) == await bench.alone("a", 500, 60)
 
 
-async def test_a_migration_that_is_given_up_frees_every_sector(bench: Bench) -> None:
+async def test_a_migration_that_is_given_up_frees_every_sector(bench: PoolBench) -> None:
     a, source = bench.engines["a"], bench.engines["a alone"]
     moves = bench.submit("a alone", 500, 100)
     await bench.reach(moves, 5)
@@ -125,13 +126,13 @@ async def test_a_migration_that_is_given_up_frees_every_sector(bench: Bench) -> 
 
 
 async def test_a_reservation_that_has_no_room_leaves_nothing_and_the_request_stays(
-    bench: Bench,
+    bench: PoolBench,
 ) -> None:
     async with bench.migrator() as move:
         expected = await bench.alone("a", 500, 100)
         full = [bench.submit("b", 100 * n, 110) for n in range(1, 5)]
         await bench.reach(full[0], 98)
-        with bench.slow("b"), bench.slow("a alone", 0.02):
+        with bench.slow("b", 0.1), bench.slow("a alone", 0.02):
             moves = bench.submit("a alone", 500, 100)
             await bench.reach(moves, 5)
             report = await move.migrate(moves, "a alone", "a")
@@ -140,7 +141,7 @@ async def test_a_reservation_that_has_no_room_leaves_nothing_and_the_request_sta
         assert await bench.finish(moves) == expected
 
 
-async def test_a_load_says_how_much_the_other_engine_has_left(bench: Bench) -> None:
+async def test_a_load_says_how_much_the_other_engine_has_left(bench: PoolBench) -> None:
     full = [bench.submit("b", 100 * n, 110) for n in range(1, 5)]
     await bench.reach(full[0], 60)
     async with asyncio.timeout(10):
