@@ -38,7 +38,7 @@ class Bench:
     def send(self, name: str, prompt: list[int], max_tokens: int, **fields: Any) -> str:
         """The new request's id."""
         request_id = f"r{next(self._numbers)}"
-        request = {"prompt_token_ids": prompt, "max_tokens": max_tokens} | fields
+        request: dict[str, Any] = {"prompt_token_ids": prompt, "max_tokens": max_tokens} | fields
         self.engines[name].submit(1, request_id, [encode(Submitted(**request))])
         return request_id
 

@@ -179,9 +179,9 @@ def page(
         " steps 90 %, which never fit beside each other. Their public code would let a round robin"
         " with smaller shares decode side by side (*on shares*), as ADBS does; that one is as good"
         " as ADBS here, so what ADBS gains on this load is that models compute beside each other,"
-        " not the order in which they do. Its other difference in their code, that without quotas"
-        " requests are admitted until the cache is full and then lose what they have, costs"
-        " round robin 5 to 7 % in this simulator when modelled so (not in the table).",
+        " not the order in which they do. Their code has another difference, which isn't modelled:"
+        " without quotas requests are admitted until the cache is full, and then lose what they"
+        " have.",
         "",
         "## Directions of Figures 3, 6, 8 and 10",
         "",
