@@ -19,11 +19,12 @@ KEEP_S = 1.0
 TIMEOUT_S = 120.0
 
 
-def session() -> aiohttp.ClientSession:
-    """For any number of streams at once."""
+def session(key: str = "") -> aiohttp.ClientSession:
+    """For any number of streams at once. key: of the API; empty: none."""
     gc.collect()
     gc.freeze()  # or a collection, which walks all that is imported, would look like a slow server
     return aiohttp.ClientSession(
+        headers={"authorization": f"Bearer {key}"} if key else {},
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_read=TIMEOUT_S),
     )

@@ -67,14 +67,26 @@ class Sample:
 class Admin:
     """The instances of a server."""
 
-    def __init__(self, served: Served, http: aiohttp.ClientSession) -> None:
-        self._url = f"{served.url}/kvmig/v1/instances"
+    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+        self._url = f"{url}/kvmig/v1/instances"
         self._http = http
+
+    async def rows(self) -> list[dict[str, Any]]:
+        """Of all that it has."""
+        async with self._http.get(self._url) as answer:
+            rows: list[dict[str, Any]] = (await answer.json())["data"]
+            return rows
 
     async def drain(self, instance: str, wanted: bool = True) -> None:
         """Let it drain, or serve again."""
-        method = "POST" if wanted else "DELETE"
-        async with self._http.request(method, f"{self._url}/{instance}/drain") as answer:
+        await self._order("POST" if wanted else "DELETE", f"{instance}/drain")
+
+    async def remove(self, instance: str) -> None:
+        """Let it drain, then end."""
+        await self._order("DELETE", instance)
+
+    async def _order(self, method: str, what: str) -> None:
+        async with self._http.request(method, f"{self._url}/{what}") as answer:
             if answer.status not in (200, 202):
                 raise StreamFailed(await answer.text())
 
@@ -82,8 +94,7 @@ class Admin:
         """Wait until its row says so."""
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
-            async with self._http.get(self._url) as answer:
-                rows = {row["id"]: row for row in (await answer.json())["data"]}
+            rows = {row["id"]: row for row in await self.rows()}
             if all(rows[instance][field] == value for field, value in fields.items()):
                 return
             await asyncio.sleep(0.02)
@@ -94,7 +105,7 @@ async def measure(served: Served, runs: int, streams: int) -> list[Sample]:
     """All samples."""
     samples = []
     async with session() as http:
-        admin = Admin(served, http)
+        admin = Admin(served.url, http)
         for run in range(runs):
             samples += await one_drain(served, http, admin, run, streams)
             report.say(f"drain {run + 1} of {runs}: {samples[-1].drain_ms:.0f} ms")
