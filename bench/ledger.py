@@ -41,6 +41,7 @@ from bench import report
 from bench.models import model_folder
 from bench.site import ENGINE_FLAGS
 from bench.unwritable import full, read_only
+from kvmig.accounts.keys import QUOTA_WORDS
 from kvmig_tools.fleet import FleetUp
 
 MODEL = "m"
@@ -316,9 +317,11 @@ async def use_up(fleet: FleetUp, clients: Clients, streams: int, tokens: int) ->
     async def client(start: int) -> None:
         while True:
             calls.append(one := await clients.call(key, tokens, start))
-            if one.fate == "unpaid":
+            if QUOTA_WORDS in one.why:
                 return
-            await asyncio.sleep(0.1 if one.fate == "refused" else 0.0)
+            await asyncio.sleep(
+                0.0 if one.fate == "whole" else 0.1
+            )  # nobody may grant anything now
 
     await asyncio.gather(*(client(start) for start in range(streams)))
     return calls
@@ -344,7 +347,9 @@ class Nemesis:
         self._instances = 2
 
     async def run(self, until: float) -> None:
-        """Until then."""
+        """Until then. The server's first death is not one of several in a row, which make it wait
+        longer before it comes back."""
+        await self._do("server")
         while time.monotonic() < until:
             await asyncio.sleep(self._chance.uniform(*PAUSE_S))
             fault = self._chance.choice(FAULTS)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, cast
 
 import pytest
 
-from bench.ledger import WRONG, Asked, Done, Row, delivered, judge
+from bench import ledger
+from bench.ledger import WRONG, Asked, Clients, Done, Fault, Nemesis, Row, delivered, judge
+from kvmig.accounts.keys import QUOTA_WORDS
+from kvmig.gateway.quotas import AWAY
+from kvmig_tools.fleet import FleetUp
 
 KILLED = Done("front end", 5.0)
 
@@ -82,3 +87,37 @@ def test_a_killed_server_excuses_nothing() -> None:
     cut = asked(fate="cut", told=None)
     assert wrong(cut, [row()], server) == {"failed without a reason": 1}
     assert not wrong(cut, [row()], Done("proxy", 3.0))
+
+
+class Answering:
+    """Clients whose calls end for these reasons, then because the quota is used up."""
+
+    def __init__(self, *whys: str) -> None:
+        self._whys = itertools.chain(whys, itertools.repeat(f"the key{QUOTA_WORDS}10 is used up"))
+
+    async def call(self, key: str, tokens: int, start: int) -> Asked:
+        why = next(self._whys)
+        return asked(fate="unpaid" if why else "whole", why=why)
+
+
+async def test_a_quota_is_used_up_when_its_clients_are_told_so_not_while_nobody_grants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ledger, "new_key", lambda *_, **__: "kv-prefix-secret")
+    clients = cast("Clients", Answering("", AWAY, ""))
+    calls = await ledger.use_up(cast("FleetUp", None), clients, 1, 10)
+    assert [one.fate for one in calls] == ["whole", "unpaid", "whole", "unpaid"]
+
+
+async def test_the_first_fault_kills_a_server_that_has_not_died_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[Fault] = []
+
+    async def note(self: Nemesis, fault: Fault) -> None:
+        done.append(fault)
+
+    monkeypatch.setattr(Nemesis, "_do", note)
+    for seed in range(5):
+        await Nemesis(cast("FleetUp", None), cast("Clients", None), seed).run(0.0)
+    assert done == ["server"] * 5
