@@ -35,8 +35,8 @@ from kvmig_tools.served import Served
 
 CLIENTS = 50
 TOKENS = 20
-FILL = 80
-"""Prompts that together fill a KV cache."""
+FILL, FILL_TOKENS = 144, 1900
+"""Prompts that together fill a KV cache of `bench.site.ENGINE_FLAGS`, and the tokens of each."""
 PATH = "/v1/completions"
 WARM_UP_S = 120.0
 
@@ -146,7 +146,7 @@ async def fill(fleet: FleetUp, model: str) -> None:
     async with fleet.client() as client:
         for first in range(0, FILL, 8):
             bodies = [
-                {**body_of(model, start), "prompt": [2 + start % 90] * 1900, "max_tokens": 1}
+                {**body_of(model, start), "prompt": [2 + start] * FILL_TOKENS, "max_tokens": 1}
                 for start in range(first, first + 8)
             ]
             await asyncio.gather(*(client.post(PATH, json=body) for body in bodies))
