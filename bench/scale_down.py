@@ -9,7 +9,8 @@ status 404 or 503 that the model is not there any more. Then no process of it ma
 
 The same drain at a `kvmig.serve` of its own, in the same run: the same streams without a proxy, and
 its own API is told to drain the two instances that have the fewest blocks in use, as the fleet
-does. Of each stream: its longest gap in the drain over its median time between two tokens before.
+does. Of each stream: its longest gap in the drain over its median time between two tokens before,
+beside the longest one in as long a window just before the drain.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import uvloop
 
 from bench import report
 from bench.client import Stream, StreamFailed, session
-from bench.drain import BEFORE_S, TIMEOUT_S, Admin, Sample, sample
+from bench.drain import TIMEOUT_S, Admin, Sample, sample
 from bench.models import NAMES, model_flags, model_folder
 from bench.replace import counted
 from bench.site import SETTLE
@@ -53,6 +54,8 @@ FLAGS = (
 )
 APART = 4
 """Tokens that each stream is shorter than the one before it: they end one after the other."""
+QUIET_S = 10.0
+"""Before the drain, which is shorter than that on a quiet machine."""
 AFTER_S = 2.0
 """From the end of the drain until the model ends."""
 KNOCK_S = 0.1
@@ -161,7 +164,7 @@ class Scene:
 
         order: to all but one.
         """
-        await asyncio.sleep(BEFORE_S)
+        await asyncio.sleep(QUIET_S)
         spread = sorted(int(row["running"]) for row in await self.admin.rows())
         begin = time.monotonic()
         await order()
@@ -209,8 +212,9 @@ async def plain(served: Served, run: int, tokens: int, seen: Seen) -> None:
         spread, samples = await scene.drained(scene.drain_all_but_one)
         seen.drains["plain"] += samples
         seen.runs.append(Run("plain", run, "", load, spread))
-        for one in scene.streams:
-            seen.fates.append(await one.fate("plain", run, len(one.stream.tokens) + SETTLE))
+        so_far = [min(one.tokens, len(one.stream.tokens) + SETTLE) for one in scene.streams]
+        for one, wanted in zip(scene.streams, so_far, strict=True):
+            seen.fates.append(await one.fate("plain", run, wanted))
 
 
 async def of_fleet(fleet: FleetUp, run: int, way: Way, tokens: int, seen: Seen) -> None:
@@ -308,6 +312,10 @@ async def knock(http: aiohttp.ClientSession, url: str, run: int, ordered: float)
 def summarise(seen: Seen) -> dict[str, float]:
     """The figures. Gaps are in usual steps of their stream."""
     gaps = {side: [one.ratio for one in samples] for side, samples in seen.drains.items()}
+    before = {
+        side: median(one.longest_before_ms / one.inter_token_ms for one in samples)
+        for side, samples in seen.drains.items()
+    }
     ends = [one.ratio for one in seen.ends]
     answered = [one.took_s for one in seen.knocks]
     fates = seen.fates
@@ -321,6 +329,10 @@ def summarise(seen: Seen) -> dict[str, float]:
             f"scale-down, longest gap in steps, {side}, {name}": of(gaps[side])
             for side in gaps
             for name, of in (("median", median), ("worst", max))
+        },
+        **{
+            f"as long before it, longest gap in steps, {side}, median": steps
+            for side, steps in before.items()
         },
         "scale-down, median gap over a drain's": median(gaps["fleet"]) / median(gaps["plain"]),
         "scale-down, worst gap over a drain's": max(gaps["fleet"]) / max(gaps["plain"]),
@@ -376,10 +388,10 @@ def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--model", default="device30ms", help=f"one that counts: {', '.join(NAMES)}")
     root.add_argument("--runs", type=int, help="of each side: 4, or 1 with --quick")
-    root.add_argument("--tokens", type=int, help="of a stream: 2000, or 900 with --quick")
+    root.add_argument("--tokens", type=int, help="of a stream: 2000, or 1000 with --quick")
     options = root.parse_args(argv)
     runs = options.runs or (1 if options.quick else 4)
-    tokens = options.tokens or (900 if options.quick else 2000)
+    tokens = options.tokens or (1000 if options.quick else 2000)
     settings = {
         "model": options.model, "runs": runs, "streams": STREAMS, "tokens": tokens, "flags": FLAGS,
     }  # fmt: skip
