@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -78,19 +78,12 @@ FETCH = Check(
 )
 ADAPTER = ("pytest", "-q", "tests/test_vllm_adapter.py")
 ENGINE = "engine and not long"
-ON_NEXT = Check(
-    f"the adapter on vLLM {NEXT}",
-    # Steps that don't overlap: of its servers, in test_serve_upgrade.py.
-    (*ADAPTER, "tests/test_vllm_offload.py", "-k", "not [sync"),
-    marks=ENGINE,
-    tree=NEXT,
-)
+SOME = "[async and (left_alone or behind_a_long or preempted_at_the_destination)"
+"""What differs most between engines: a move there and back, in a prefill, to a full engine. Steps
+that don't overlap: of servers, in test_serve_upgrade.py."""
+ON_NEXT = Check(f"the adapter on vLLM {NEXT}", (*ADAPTER, "-k", SOME), marks=ENGINE, tree=NEXT)
 V2 = (*ADAPTER, "-p", "tests.runner_v2")
-ON_V2 = Check(
-    "the adapter on model runner V2",
-    (*V2, "-k", "[async and (left_alone or behind_a_long or preempted_at_the_destination)"),
-    marks=ENGINE,
-)
+ON_V2 = Check("the adapter on model runner V2", (*V2, "-k", SOME), marks=ENGINE)
 KINDS = ("tests/test_vllm_kinds.py", "tests/test_vllm_lora.py", "tests/test_vllm_offload.py")
 ALL_ON_V2 = Check("all of the adapter on model runner V2", (*V2, *KINDS), marks=ENGINE)
 NEXT_ON_V2 = Check(f"all of it on vLLM {NEXT}", (*V2, *KINDS), marks=ENGINE, tree=NEXT)
@@ -283,6 +276,16 @@ def slowest(outcomes: Sequence[Outcome], most: int = SLOWEST) -> list[str]:
     return [f"{case.seconds:7.1f} s  {case.name}" for case in longest]
 
 
+def slowest_files(outcomes: Sequence[Outcome], most: int = SLOWEST // 2) -> list[str]:
+    """Lines for the files of tests that took longest, each in its check."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for outcome in outcomes:
+        for case in outcome.cases:
+            sums[f"{case.name.partition('::')[0]} ({outcome.name})"] += case.seconds
+    longest = sorted(sums, key=lambda file: -sums[file])[:most]
+    return [f"{sums[file]:7.1f} s  {file}" for file in longest]
+
+
 def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     """What is said at the end. seconds: of all, from the first check's start."""
     cases = [case for outcome in outcomes for case in outcome.cases]
@@ -290,6 +293,7 @@ def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     lines = ["", "=== Summary", *states]
     if cases:
         lines += ["Slowest tests:", *(f"  {line}" for line in slowest(outcomes))]
+        lines += ["Slowest files:", *(f"  {line}" for line in slowest_files(outcomes))]
     if skips := [f"  {case.name}: {case.why}" for case in cases if case.how == "skipped"]:
         lines += ["Skipped:", *skips]
     lines += [f"flaky: {test} failed, then passed" for one in outcomes for test in one.flaky]

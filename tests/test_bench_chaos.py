@@ -24,7 +24,7 @@ from bench.chaos.clients import Client, Ledger
 from bench.chaos.hooks import ARMED, FIRED, NOW, strike
 from bench.chaos.leaks import DESCRIPTORS, MEMORY_MIB, Holdings, Process, compare
 from bench.chaos.place import Place
-from bench.chaos.plan import HANDSHAKE, plan
+from bench.chaos.plan import AGENT, HANDSHAKE, plan
 from bench.soak_samples import Sample, growth, steepest
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk
 from kvmig.kvtransfer.source_machine import S, SourceMachine
@@ -90,6 +90,13 @@ def test_a_seed_draws_the_same_calls_again_and_all_kinds_of_them() -> None:
     assert {one.manner for one in calls} == set(MANNERS)
     stopped = next(one for one in calls if one.kind == "stop string" and counted(one).tokens)
     assert len(counted(stopped).choices[0].text) <= stopped.body["max_tokens"]
+
+
+def test_every_third_fault_of_a_unit_kills_its_agent() -> None:
+    faults = plan(3, 600, 6, units=True)
+    killed = [one for one in faults if (one.deed, one.target) == ("kill", AGENT)]
+    assert len(killed) >= len(faults) // 3 >= 20
+    assert AGENT not in {one.target for one in plan(3, 600, 6)}
 
 
 def test_a_seed_plans_the_same_faults_again_and_a_long_run_has_each() -> None:

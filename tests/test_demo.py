@@ -133,12 +133,12 @@ def test_the_demo_moves_a_stream_and_finds_its_text_unchanged(two_instances: Ser
     done = subprocess.run(
         [
             sys.executable, "-m", "kvmig_tools.demo",
-            "--url", two_instances.url, "--tokens", "1200", "--moves", "3",
+            "--url", two_instances.url, "--tokens", "300", "--moves", "3",
         ],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr
     assert "0003 0004" in done.stdout
-    assert "1200 tokens, 3 migrations" in done.stdout
+    assert "300 tokens, 3 migrations" in done.stdout
     assert "equals the unmoved run's" in done.stdout

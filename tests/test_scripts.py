@@ -106,6 +106,7 @@ def test_skipped_tests_are_told_with_their_reasons_and_slow_ones_with_their_time
     told = check.closing([check.Outcome("tests", False, 3.0, cases)], 4.0).splitlines()
     assert "  tests.b::late: needs a GPU" in told
     assert told[told.index("Slowest tests:") + 1] == "      2.0 s  tests.a::bad"
+    assert told[told.index("Slowest files:") + 1] == "      2.5 s  tests.a (tests)"
     assert told[-1] == "FAILED: tests; tests: 1 passed, 1 failed, 1 skipped; 4 s."
 
 

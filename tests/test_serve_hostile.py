@@ -27,7 +27,7 @@ pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRET = "a-shibboleth-of-this-test-alone"
-FUZZ_S = 12
+FUZZ_S = 7
 PATIENCE_S = 60.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MILLION = 10**6

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.server
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPT = "Count: 0017 0018"
-TOKENS = 500
+TOKENS = 360
 """Moves are asked for at the 40th and the 120th; on a busy machine they take a while."""
 SEVEN = ord("7")
 """The bundled model's tokens are bytes."""

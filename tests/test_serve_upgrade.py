@@ -27,7 +27,7 @@ pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
 PATIENCE_S = 240.0
-STREAMS = 8
+STREAMS = 4
 TREE = ROOT / ".vllm" / NEXT
 
 
@@ -73,7 +73,7 @@ async def until(served: Served, words: str, times: int = 1) -> None:
         await asyncio.sleep(0.1)
 
 
-IN_CI = ("seeded with top-p", "log-probabilities")
+IN_CI = ("log-probabilities",)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ async def test_a_vllm_that_does_not_start_leaves_the_cluster_as_it_was(
     (tmp_path / "vllm-0.33.9.dist-info").mkdir()
     (tmp_path / "vllm-0.33.9.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.33.9\n")
     before = builds(mixed)
-    stream = Stream(mixed, PATH, count_from(0, 800))
+    stream = Stream(mixed, PATH, count_from(0, 400))
     await stream.reach(5)
 
     answer = await restart(mixed, vllm=str(tmp_path), instances=["i0"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.models import model_flags
 from kvmig.models import BUNDLED
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
 PATIENCE_S = 120.0
-LONG = 7000
+LONG = 2000
 """Tokens that no stream reaches before the second instance is restarted."""
 
 
@@ -36,6 +37,7 @@ def replaced(
     model = folder / "model"
     shutil.copytree(BUNDLED, model)
     flags = [*SMALL, *PATIENT, NEVER_BY_ITSELF, "--instances=2", "--heartbeat-timeout=20"]
+    flags += model_flags("device20ms")
     with Served(flags, model=model, nursery=nursery, log=folder / "log") as served:
         yield served, model
         footprint = Footprint.of(served)

@@ -32,7 +32,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "nemotron-h": (SMALL_STEPS,),
     "paddleocr-vl": ('--limit-mm-per-prompt={"image": 0}',),
 }
-ALWAYS = ("qwen3-next", "deepseek-v2")
+ALWAYS = ("qwen3-next",)
 TOKENS = {"mamba2": 1000}
 """Of a stream that moves there and back, where 200 are over before."""
 PATH = "/v1/completions"
@@ -90,7 +90,7 @@ async def test_an_instance_that_is_drained_hands_over_its_eight_streams(served: 
     """What they say depends on their batches; that nothing is lost doesn't."""
     async with httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1/", verify=False) as http:
         assert (await http.post("instances/i1/drain")).status_code == 202
-        streams = [Stream(served, PATH, body(f"{n} There was once", 400)) for n in range(8)]
+        streams = [Stream(served, PATH, body(f"{n} There was once", 250)) for n in range(8)]
         await asyncio.gather(*(stream.reach(2) for stream in streams))
         for stream in streams:
             await place(served, stream, "i0")
@@ -106,4 +106,4 @@ async def test_an_instance_that_is_drained_hands_over_its_eight_streams(served: 
 
     for stream in streams:
         answer = await stream.end()
-        assert (answer.tokens, answer.choices[0].finish_reason) == (400, "length")
+        assert (answer.tokens, answer.choices[0].finish_reason) == (250, "length")

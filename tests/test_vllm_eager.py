@@ -29,6 +29,7 @@ def compiles() -> bool:
     return bool(seen)
 
 
+@pytest.mark.long  # for the import of the compiler
 @pytest.mark.parametrize("cpu", [True, False])
 def test_nothing_is_compiled_any_more_on_a_cpu_only(
     monkeypatch: pytest.MonkeyPatch, cpu: bool

@@ -43,6 +43,7 @@ def test_an_untested_version_is_refused_at_the_door_with_what_to_do(untested: Pa
     assert "--allow-untested-vllm" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.server
 def test_an_untested_version_that_has_all_names_serves_when_asked_to(
     untested: Path, log_file: Path

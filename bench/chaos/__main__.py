@@ -1,13 +1,14 @@
 """A cluster of real engines under a mixed load and faults: is every answer right still?
 
-    python -m bench.chaos [--minutes M] [--seed S] [--out FILE.json] [--check]
+    python -m bench.chaos [--minutes M] [--seed S] [--units] [--out FILE.json] [--check]
 
 Three instances of the bundled model behind two front ends. Clients stream greedy, seeded, n = 2,
 log-probability, stop-string and chat completions with short and long prompts, leave early, read
 slowly, or take answers as a whole. Migrations are forced at a steady rate. Meanwhile processes
 are killed, stopped and run out of memory, at random and at each state of the handshake; what
 llumlets tell each other is cut, late or changed; /dev/shm and the log's disk are full; the wall
-clock jumps. The seed draws calls and faults, and every fault is logged with its time.
+clock jumps. The seed draws calls and faults, and every fault is logged with its time. With --units
+the instances share KV cache in a unit, and every third fault kills its agent.
 
 Every answer is compared with the one that it must be. A call may fail only where its front
 end died. Afterwards nothing may be left. docs/faults.md tells what each figure means.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from bench.chaos.clients import Outcome
 from bench.chaos.place import Place
 from bench.chaos.plan import plan
 from bench.chaos.run import ZERO, Findings, Load, run, summarise
+from bench.chaos.unit import TARGETS as OF_UNIT
+from bench.chaos.unit import Unit
 
 
 def samples(found: Findings) -> list[dict[str, Any]]:
@@ -70,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--front-ends", type=int, default=load.front_ends)
     root.add_argument("--model", default=load.model, help="count, or device20ms for its pace")
     root.add_argument("--transport", default=load.transport, help="as of kvmig.serve")
+    root.add_argument("--units", action="store_true", help="KV cache shared in a unit")
     root.add_argument("--log", type=Path, help="keep what the server printed there")
     options = root.parse_args(argv)
     minutes = options.minutes or (0.5 if options.quick else 10)
@@ -78,22 +83,28 @@ def main(argv: list[str] | None = None) -> int:
         options.moves, options.model, options.transport,
     )  # fmt: skip
     with Place() as place:
-        faults = plan(options.seed, load.seconds, options.every, place.private)
+        unit = Unit(place) if options.units else None
+        faults = plan(options.seed, load.seconds, options.every, place.private, options.units)
         settings = {
             "minutes": minutes, "seed": load.seed, "every_s": options.every,
-            "clients": load.clients, "moves_per_s": load.moves_per_s, "flags": load.flags,
+            "clients": load.clients, "moves_per_s": load.moves_per_s,
+            "flags": [*load.flags, *(unit.flags if unit else ())],
             "private_shm_and_log": place.private, "clock": place.faked,
         }  # fmt: skip
-        result = report.begin("chaos", settings)
+        result = report.begin("chaos-units" if unit else "chaos", settings)
         report.say("starting a cluster")
         try:
-            found = run(load, faults, place)
+            found = run(load, faults, place, unit)
         finally:
             if options.log is not None and place.log.exists():
                 shutil.copyfile(place.log, options.log)
     result.samples = samples(found)
     result.summary = summarise(found)
     result.targets = {name: {"max": 0} for name in ZERO}
+    if unit:
+        result.samples += [asdict(one) for one in unit.ends]
+        result.summary |= unit.figures()
+        result.targets |= OF_UNIT
     tables = [report.table("Faults", ("kind", "times"), fault_rows(found))]
     tables.append(report.table("Calls", ("kind", "times"), sorted(found.ledger.kinds.items())))
     return report.finish(result, options, tables)

@@ -18,6 +18,7 @@ MODULES = {
     "kvmig.cli.llumlet": "instance",
     "kvmig.cli.scheduler": "scheduler",
     "kvmig.front_process": "front-end",
+    "kvmig.unit": "unit-agent",
 }
 
 

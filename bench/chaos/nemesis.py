@@ -19,7 +19,7 @@ from bench import report
 from bench.chaos.cast import Cast, connections, sever
 from bench.chaos.hooks import ARMED, FIRED, NOW
 from bench.chaos.place import Place
-from bench.chaos.plan import PROCESSES, Fault
+from bench.chaos.plan import AGENT, PROCESSES, Fault
 from kvmig.cli.processes import HEARTBEAT_TIMEOUT_S, LOOKS
 from kvmig_tools.served import Served
 
@@ -112,7 +112,7 @@ class Nemesis:
 
     async def _strike(self, done: Done) -> None:
         fault = done.fault
-        if fault.target in PROCESSES:
+        if fault.target in (*PROCESSES, AGENT):
             await self._hit(done)
         elif "." in fault.target:
             await self._lie_in_wait(done)

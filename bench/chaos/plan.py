@@ -15,6 +15,7 @@ from kvmig.kvtransfer.machine import Table
 from kvmig.kvtransfer.source_machine import SourceMachine
 
 PROCESSES = ("instance", "scheduler", "front-end", "fork-server")
+AGENT = "unit-agent"
 DEEDS = ("kill", "stop", "squeeze")
 """SIGKILL, SIGSTOP for seconds, no more memory for seconds."""
 PAUSES_S = (0.5, 2.0, 4.0, 12.0)
@@ -61,17 +62,23 @@ HANDSHAKE = [
 ]
 
 
-def plan(seed: int, seconds: float, every_s: float, private: bool = True) -> list[Fault]:
-    """The faults of a run of so many seconds. private: with those that need a namespace."""
+def plan(
+    seed: int, seconds: float, every_s: float, private: bool = True, units: bool = False
+) -> list[Fault]:
+    """The faults of a run of so many seconds. private: with those that need a namespace.
+    units: with a unit's agent, which every third fault kills."""
     random = Random(f"faults {seed}")
-    general = [(deed, target) for deed in DEEDS for target in PROCESSES]
+    processes = (*PROCESSES, AGENT) if units else PROCESSES
+    general = [(deed, target) for deed in DEEDS for target in processes]
     general += [card for card in SURROUNDINGS if private or card[1] not in PRIVATE]
     handshake = [(deed, state) for deed in DEEDS for state in HANDSHAKE]
-    decks = (_dealt(general, random), _dealt(handshake, random))
+    decks = [_dealt(general, random), _dealt(handshake, random)]
+    if units:
+        decks.append(_dealt([("kill", AGENT)], random))
     faults: list[Fault] = []
     at_s = every_s / 2
     while at_s < seconds - every_s:
-        deed, target = next(decks[len(faults) % 2])
+        deed, target = next(decks[len(faults) % len(decks)])
         lasts = random.choice(PAUSES_S)
         faults.append(Fault(round(at_s, 2), deed, target, lasts, random.randrange(1000)))
         at_s += every_s * random.uniform(0.5, 1.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from bench.chaos.mover import Mover
 from bench.chaos.nemesis import Nemesis
 from bench.chaos.place import Place
 from bench.chaos.plan import Fault
+from bench.chaos.unit import Unit
 from bench.models import model_flags
 from kvmig_tools.served import SMALL, Served
 
@@ -83,7 +85,9 @@ async def references(served: Served) -> dict[str, Answer]:
     return dict(zip(REFERENCES, answers, strict=True))
 
 
-async def play(served: Served, place: Place, load: Load, faults: list[Fault]) -> Findings:
+async def play(
+    served: Served, place: Place, load: Load, faults: list[Fault], unit: Unit | None
+) -> Findings:
     """The load, the faults, and the quiet after them."""
     wanted = await references(served)
     await traffic(served, load, wanted, WARM_S, Ledger(began=time.monotonic()))
@@ -92,15 +96,16 @@ async def play(served: Served, place: Place, load: Load, faults: list[Fault]) ->
     report.say(f"warm, {len(faults)} faults to come")
     ledger = Ledger(began=time.monotonic())
     nemesis = Nemesis(served, place, ledger.began)
-    trouble = asyncio.create_task(nemesis.run(faults, load.seconds))
-    try:
-        mover = await traffic(served, load, wanted, load.seconds, ledger)
-        await trouble
-    finally:
-        trouble.cancel()
-        await nemesis.end()
-    await asyncio.sleep(SETTLE_S)
-    after = await asyncio.to_thread(when_idle, served, place, load.instances)
+    async with unit.watched() if unit else contextlib.nullcontext():
+        trouble = asyncio.create_task(nemesis.run(faults, load.seconds))
+        try:
+            mover = await traffic(served, load, wanted, load.seconds, ledger)
+            await trouble
+        finally:
+            trouble.cancel()
+            await nemesis.end()
+        await asyncio.sleep(SETTLE_S)
+        after = await asyncio.to_thread(when_idle, served, place, load.instances)
     return Findings(ledger, mover, nemesis, before, after)
 
 
@@ -123,16 +128,19 @@ async def traffic(
     return mover
 
 
-def run(load: Load, faults: list[Fault], place: Place) -> Findings:
-    """Start a cluster, play, end it. Raises StartupError."""
-    with Served(
-        load.flags,
-        model=model_path(),
-        environment=place.environment,
-        log=place.log,
-        enter=place.enter,
-    ) as served:
-        findings = asyncio.run(play(served, place, load, faults))
+def run(load: Load, faults: list[Fault], place: Place, unit: Unit | None = None) -> Findings:
+    """Start a cluster, play, end it. unit: of all instances. Raises StartupError."""
+    with (
+        unit or contextlib.nullcontext(),
+        Served(
+            [*load.flags, *(unit.flags if unit else ())],
+            model=model_path(),
+            environment=place.environment,
+            log=place.log,
+            enter=place.enter,
+        ) as served,
+    ):
+        findings = asyncio.run(play(served, place, load, faults, unit))
     findings.left = {
         "processes_after_end": len(place.processes()),
         "shared_memory_after_end": len(place.left_in_shm()) if place.private else 0,
