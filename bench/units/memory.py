@@ -1,24 +1,17 @@
-"""Several models share the KV cache of one host: who has it, how soon it comes to who wants it.
+"""Who has a unit's KV cache, and how soon it comes to who wants it.
 
-Real vLLM behind `kvmig.serve --unit`, one process an engine, and the unit's agent.
-
---memory: the KV cache that all engines have in memory, sampled; what an idle engine has; how long
-a model whose requests wait for memory waits until it has it: from the prefix cache of another one,
-by migrations of another one's requests, and by preemptions.
-It says, too, how much of a core an idle engine takes.
+The KV cache that all engines have in memory, sampled; what an idle engine has; how long a model
+whose requests wait for memory waits until it has it: from the prefix cache of another one, by
+migrations of another one's requests, and by preemptions. And how much of a core an idle engine
+takes.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import contextlib
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,84 +20,23 @@ import httpx
 import psutil
 
 from bench import report
-from kvmig.controlplane.unit_member import ask
-from kvmig.controlplane.unit_messages import Share, Unit
-from kvmig.ground.errors import TransportError
-from kvmig_tools.nursery import Nursery
-from kvmig_tools.served import Served
+from bench.units.site import BLOCK_BYTES, BLOCK_TOKENS, MIB, PATIENCE_S, Agent, Site, cores, share
+from kvmig.controlplane.unit_messages import Unit
 
-MIB = 1 << 20
-BLOCK_BYTES = 64 << 10
-"""Of the bundled model, for 32 tokens."""
 SAMPLE_S = 0.1
-LOOK_S = 0.004
 LONGEST = 2048
 """Tokens of a request at most."""
 PROMPT = 1600
-FLAGS = (
-    "--enforce-eager", "--block-size=32", f"--max-model-len={LONGEST}", "--shutdown-timeout=1",
-    "--heartbeat-interval-ms=20", "--scheduler-interval-ms=50",
-)  # fmt: skip
-PATIENCE_S = 300.0
 
 
-class Agent:
-    """`python -m kvmig.unit` with an arena of so many bytes."""
-
-    def __init__(self, path: Path, arena: int, rule: str = "kvmig") -> None:
-        self.path = str(path)
-        words = (self.path, f"--memory={arena}B", f"--quotas={rule}", "--end-with-stdin")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvmig.unit", *words], stdin=subprocess.PIPE
-        )
-        self.until(lambda unit: True)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
-    def unit(self) -> Unit:
-        return asyncio.run(ask(self.path))
-
-    def until(self, holds: Callable[[Unit], bool]) -> float:
-        """When that was so first, by a steady clock."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            with contextlib.suppress(TransportError):  # not yet
-                if holds(self.unit()):
-                    return time.monotonic()
-            time.sleep(LOOK_S)
-        raise TimeoutError(f"{self.path}: {self.unit()}")
-
-
-def share(unit: Unit, name: str) -> Share:
-    """Of the instance, or the model, of that name."""
-    return next(one for one in unit.shares if name in (one.model, one.instance.split(".")[1]))
-
-
-class Site:
-    """Servers of one model each, in units; clients in threads."""
+class Bursts(Site):
+    """With clients in threads."""
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
-        self._stack = stack
-        self._folder = folder
-        self._nursery = stack.enter_context(Nursery("vllm"))
-        self.served: dict[str, Served] = {}
+        super().__init__(stack, folder)
         self._clients: list[threading.Thread] = []
         self.failed: list[str] = []
         self._number = 0
-
-    def agent(self, name: str, arena: int, rule: str = "kvmig") -> Agent:
-        made = Agent(self._folder / name, arena, rule)
-        self._stack.callback(made.close)
-        return made
-
-    def serve(self, model: str, agent: Agent, *flags: str) -> None:
-        words = [*FLAGS, f"--served-model-name={model}", f"--unit={agent.path}", *flags]
-        served = Served(words, nursery=self._nursery, log=self._folder / f"{model}.log")
-        self.served[model] = self._stack.enter_context(served)
 
     def call(self, model: str, prompt: int, tokens: int) -> None:
         """One call with a prompt of its own, to its end."""
@@ -138,10 +70,6 @@ class Site:
         for one in self._clients:
             one.join(PATIENCE_S)
         self._clients.clear()
-
-    def order(self, method: str, model: str, path: str) -> None:
-        url = f"{self.served[model].url}/kvmig/v1/{path}"
-        httpx.request(method, url, timeout=30).raise_for_status()
 
 
 def kv_bytes(pid: int) -> int | None:
@@ -182,7 +110,7 @@ class Sampler:
             self.rows.append({"what": "rss", "at_s": at, "mib": sizes})
 
 
-def waited(site: Site, agent: Agent, model: str, calls: int, tokens: int) -> float:
+def waited(site: Bursts, agent: Agent, model: str, calls: int, tokens: int) -> float:
     """Let so many requests come at once; seconds from the first one that waits for memory until
     the model has what it was guaranteed, or wants."""
     site.burst(model, calls, PROMPT, tokens)
@@ -195,7 +123,7 @@ def waited(site: Site, agent: Agent, model: str, calls: int, tokens: int) -> flo
     return agent.until(has) - began
 
 
-def fill(site: Site, agent: Agent, model: str, calls: int, tokens: int, most: float) -> None:
+def fill(site: Bursts, agent: Agent, model: str, calls: int, tokens: int, most: float) -> None:
     """Let it take the memory of the others."""
     site.burst(model, calls, PROMPT, tokens)
     agent.until(lambda unit: share(unit, model).lease >= most * unit.arena)
@@ -204,17 +132,17 @@ def fill(site: Site, agent: Agent, model: str, calls: int, tokens: int, most: fl
 def memory(arena: int, repeats: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """U1: figures and samples."""
     rows: list[dict[str, Any]] = []
-    per_request = -(-PROMPT // 32) * BLOCK_BYTES
+    per_request = -(-PROMPT // BLOCK_TOKENS) * BLOCK_BYTES
     all_of_it = arena // per_request + 2
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        site = Site(stack, Path(folder))
+        site = Bursts(stack, Path(folder))
         here, there = site.agent("here", arena), site.agent("there", arena)
-        seats = f"--max-num-seqs={all_of_it + 8}"
-        site.serve("idle", here, "--instances=1", seats)
-        site.serve("a", here, "--instances=1", seats)
-        site.serve("b", here, "--instances=2", seats, f"--unit=i1: {there.path}",
+        own = f"--max-num-seqs={all_of_it + 8}", f"--max-model-len={LONGEST}"
+        site.serve("idle", here, "--instances=1", *own)
+        site.serve("a", here, "--instances=1", *own)
+        site.serve("b", here, "--instances=2", *own, f"--unit=i1: {there.path}",
                    "--migrate-below=0", "--reclaim-patience=60")  # fmt: skip
-        site.serve("c", here, "--instances=1", seats, "--reclaim-patience=2")
+        site.serve("c", here, "--instances=1", *own, "--reclaim-patience=2")
         inside = [one.process for one in here.unit().shares]
         idle = share(here.unit(), "idle").process
         core = cores(psutil.Process(idle), 5.0)
@@ -264,41 +192,3 @@ TARGETS: dict[str, report.Target] = {
     "core of an idle engine": {"max": 0.02},
     "failed": {"max": 0},
 }
-
-
-def cores(process: psutil.Process, seconds: float) -> float:
-    """Processor time for time."""
-
-    def spent() -> float:
-        times = process.cpu_times()
-        return float(times.user + times.system)
-
-    began, before = time.monotonic(), spent()
-    time.sleep(seconds)
-    return (spent() - before) / (time.monotonic() - began)
-
-
-@contextlib.contextmanager
-def said(text: str) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    report.say(f"{text}: {time.monotonic() - began:.0f} s")
-
-
-def main(argv: list[str] | None = None) -> int:
-    root: argparse.ArgumentParser = report.parser(__doc__)
-    root.add_argument("--memory", action="store_true", help="who has it, how soon it comes")
-    root.add_argument("--mib", type=int, default=1024, help="of the arena")
-    root.add_argument("--repeats", type=int, default=3)
-    options = root.parse_args(argv)
-    arena = (128 if options.quick else options.mib) * MIB
-    repeats = 1 if options.quick else options.repeats
-    result = report.begin("units", {"arena_mib": arena / MIB, "repeats": repeats})
-    with said("memory"):
-        result.summary, result.samples = memory(arena, repeats)
-    result.targets = dict(TARGETS)
-    return report.finish(result, options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
