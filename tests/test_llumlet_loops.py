@@ -199,6 +199,33 @@ async def test_moves_that_somebody_waits_for_are_urgent(
     assert urgent == [why in ("drain", "priority", "defragment")]
 
 
+async def test_an_engine_that_has_nothing_to_do_is_looked_at_no_more_often_than_it_tells() -> None:
+    class Counted(ToyEngine):
+        looks = 0
+
+        def step_s(self) -> float:
+            self.looks += 1
+            return super().step_s()
+
+    engine = Counted()
+    async with llumlet(engine):
+        await asyncio.sleep(0.4)
+        before = engine.looks
+        await asyncio.sleep(0.5)
+        assert engine.looks - before <= 12
+
+
+async def test_a_request_that_comes_to_an_idle_engine_is_told_at_once() -> None:
+    engine = Toy()
+    async with llumlet(engine) as it, front_end(it) as front:
+        await asyncio.sleep(0.4)
+        it._reporter._report_s = 60.0
+        front.client.send(Submit("r"), engine.encode_request([1, 2, 3], 100))
+        async with asyncio.timeout(1.0):
+            while not (told := await front.hear(LoadReport)).load.running + told.load.waiting:  # type: ignore[attr-defined]
+                pass
+
+
 async def test_a_call_that_an_engine_can_not_read_is_answered() -> None:
     class Strict(ToyEngine):
         def call(self, *_: object) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvmig.controlplane.reporter import Reporter
+import pytest
+
+from kvmig.controlplane.reporter import IDLE_PERIOD_S, LINGER_S, Reporter
 from kvmig.engines.base import EngineLoad
 
 ONE = EngineLoad(100, 10, 1, 0, 0, 0)
@@ -29,3 +31,28 @@ def test_it_is_in_the_wanted_state_unless_it_ails() -> None:
     assert sorted(set(said), key=said.index) == ["draining", "hung", "failed"]
     assert reporter.state(3.1, 0.0, failed=False) == "draining"
     assert reporter.state(3.2, 0.0, failed=True) == "failed"
+
+
+def test_an_engine_with_nothing_to_do_is_looked_at_for_heartbeats_alone() -> None:
+    reporter, now, looks = Reporter(50, 60, 0.0), 1.0, 0
+    while now < 2.0:
+        reporter.due(now, "serving", ONE, 0, 0)
+        now += reporter.pause_s(now, busy=False, came=False)
+        looks += 1
+    assert reporter.seq == looks == 20
+
+
+def test_an_engine_with_requests_is_looked_at_often_and_so_it_is_a_while_after_a_message() -> None:
+    reporter = Reporter(5000, 60, 0.0)
+    reporter.due(1.0, "serving", ONE, 0, 0)
+    assert reporter.pause_s(1.0, busy=True, came=False) == pytest.approx(0.01)
+    assert reporter.pause_s(1.0 + LINGER_S, busy=False, came=False) == IDLE_PERIOD_S
+    assert reporter.pause_s(2.0, busy=False, came=True) == pytest.approx(0.01)
+    assert reporter.pause_s(2.1, busy=False, came=False) == pytest.approx(0.01)
+
+
+def test_a_look_that_came_a_little_too_early_is_followed_by_one_in_time() -> None:
+    reporter = Reporter(50, 60, 0.0)
+    reporter.due(1.0, "serving", ONE, 0, 0)
+    assert not reporter.due(1.0495, "serving", ONE, 0, 0)
+    assert reporter.pause_s(1.0495, busy=False, came=False) == pytest.approx(0.001)

@@ -10,7 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -44,14 +44,25 @@ class Engine:
     """What a member holds, MiB: it gives and takes at once, but never what its requests use."""
 
     def __init__(self) -> None:
+        self.on_use: Callable[[], None] = lambda: None
+        self.looks = 0
         self.quota = self.lease = self.used = self.wanted = 0
         self.limit = 0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name in ("used", "wanted"):
+            self.on_use()
+
+    def watch(self, on_use: Callable[[], None]) -> None:
+        self.on_use = on_use
 
     async def resize(self, quota: int, limit: int) -> None:
         self.quota, self.limit = quota // MIB, limit // MIB
         self.lease = max(self.quota, self.used)
 
     def use(self) -> KVUse:
+        self.looks += 1
         self.lease = max(self.quota, self.used)
         return KVUse(self.lease * MIB, self.used * MIB, 0, max(self.used, self.wanted) * MIB)
 
@@ -60,7 +71,7 @@ def member(
     path: Path, name: str, engine: Engine, *, guarantee: int = 0, floor: int = 4
 ) -> UnitMember:
     claim = Claim("llama", floor * MIB, 64 * MIB, MIB, guarantee * MIB)
-    return UnitMember(str(path), name, claim, engine.use, engine.resize)
+    return UnitMember(str(path), name, claim, engine.use, engine.watch, engine.resize)
 
 
 @contextlib.asynccontextmanager
@@ -114,6 +125,17 @@ async def test_a_member_gets_what_another_has_no_use_for_and_gives_it_back(path:
         assert ledger.leased == 64 * MIB, "a holds it still"
         a.used = 40
         await until((44, 20), lambda: (a.quota, b.quota))
+
+
+async def test_an_engine_that_does_nothing_is_not_looked_at(path: Path) -> None:
+    async with agent(path), joined(path, "a") as a:
+        await until(64, lambda: a.quota)
+        await asyncio.sleep(0.1)
+        before = a.looks
+        await asyncio.sleep(0.3)
+        assert a.looks == before
+        a.wanted = 1
+        await until(before + 1, lambda: a.looks)
 
 
 async def test_a_member_whose_process_lives_keeps_its_lease_without_a_connection(

@@ -57,7 +57,10 @@ async def resize(quota: int, limit: int) -> None:
 @contextlib.asynccontextmanager
 async def joined(path: Path, name: str, decode: int = 6) -> AsyncIterator[UnitGate]:
     claim = Claim("llama", 4 * MIB, 64 * MIB, MIB, 0)
-    one = UnitMember(str(path), name, claim, lambda: KVUse(0, 0, 0, 0), resize, Shares(10, decode))
+    shares = Shares(10, decode)
+    one = UnitMember(
+        str(path), name, claim, lambda: KVUse(0, 0, 0, 0), lambda on_use: None, resize, shares
+    )
     await one.join()
     running = asyncio.create_task(one.run())
     try:

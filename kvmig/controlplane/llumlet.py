@@ -40,7 +40,7 @@ from kvmig.controlplane.messages import (
 from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.mover import Mover
 from kvmig.controlplane.policy import policy_of
-from kvmig.controlplane.reporter import Reporter
+from kvmig.controlplane.reporter import CHANGE_PERIOD_S, Reporter
 from kvmig.controlplane.unit_member import UnitMember
 from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
@@ -60,9 +60,6 @@ from kvmig.kvtransfer.transports.select import open_staging, site_of
 from kvmig.kvtransfer.wire import REFUSED
 
 log = logging.getLogger(__name__)
-
-CHANGE_PERIOD_S = 0.01
-"""Least time between two load reports, however often the load changes."""
 
 
 class Llumlet:
@@ -85,6 +82,8 @@ class Llumlet:
             secret, "llumlet", instance, ClusterMessage | PeerMessage, host=config.control_host
         )
         self._fronts = Fronts()
+        self._came = asyncio.Event()
+        """Something has come since the engine was last looked at."""
         self._overrun: set[bytes] = set()
         """Front ends that were too slow, and don't know yet what it cost them."""
         self._tracking = Tracking()
@@ -152,6 +151,7 @@ class Llumlet:
             f"{self._cluster}.{self.instance}",
             claim,
             lambda: sharing.use,
+            sharing.watch,
             lambda quota, limit: sharing.resize(quota, limit, patience_s),
             None if unit.shares is None else Shares(*unit.shares),
         )
@@ -214,6 +214,7 @@ class Llumlet:
                 log.warning("%s: %s", type(message).__name__, error)
 
     def _handle(self, sender: bytes, message: Message, payload: list[memoryview]) -> None:
+        self._came.set()
         match message:
             case Hello():
                 self._greet(sender, message)
@@ -321,6 +322,7 @@ class Llumlet:
     # -- what the engine gives
 
     def _on_outputs(self, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
+        self._came.set()
         sender = self._fronts.client(client)
         spans = self._tracking.spans(emitted)
         for entry in emitted:
@@ -368,7 +370,20 @@ class Llumlet:
         while True:
             self._report_if_due()
             self._tell_overrun()
-            await asyncio.sleep(min(CHANGE_PERIOD_S, self._config.heartbeat_interval_ms / 1000))
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Until the engine is to be looked at again."""
+        load = self._engine.load()
+        busy = load.running or self._overrun or self._migrations.moving()
+        pause_s = self._reporter.pause_s(monotonic(), bool(busy), self._came.is_set())
+        self._came.clear()
+        if pause_s <= CHANGE_PERIOD_S:
+            await asyncio.sleep(pause_s)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._came.wait()
 
     def _report_if_due(self) -> None:
         now, step_s = monotonic(), self._engine.step_s()

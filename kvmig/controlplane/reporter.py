@@ -6,6 +6,15 @@ from typing import Literal
 
 from kvmig.engines.base import EngineLoad
 
+CHANGE_PERIOD_S = 0.01
+"""Least time between two load reports, however often the load changes."""
+IDLE_PERIOD_S = 0.05
+"""Most of the time between two looks at an engine that has nothing to do."""
+LEAST_S = 0.001
+"""Least time between two looks: a timer may end a little too early."""
+LINGER_S = 0.25
+"""So long after a message an engine isn't taken for idle: a request may be on its way into it."""
+
 
 class Reporter:
     """wanted: the state that it was told to be in, while nothing ails it."""
@@ -18,6 +27,7 @@ class Reporter:
         self._steps = StepWatch(step_timeout_s, now)
         self._reported_at = 0.0
         self._reported: tuple[object, ...] = ()
+        self._busy_until = 0.0
 
     def state(self, now: float, step_s: float, failed: bool) -> str:
         """The state to report; `failed` once the present step, of `step_s` seconds, won't end.
@@ -40,6 +50,16 @@ class Reporter:
         self._reported, self._reported_at = told, now
         self.seq += 1
         return True
+
+    def pause_s(self, now: float, busy: bool, came: bool) -> float:
+        """Until the next look at the engine, unless something comes before that.
+
+        busy: it has requests; came: a message came since the last look.
+        """
+        if busy or came:
+            self._busy_until = now + LINGER_S
+        longest = CHANGE_PERIOD_S if now < self._busy_until else IDLE_PERIOD_S
+        return min(longest, max(self._reported_at + self._report_s - now, LEAST_S))
 
 
 MOST_S = 0.5

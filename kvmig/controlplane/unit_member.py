@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.2
 """Between two tries to join again."""
 REPORT_S = 0.01
-"""Between two looks at what the engine holds."""
+"""Between two reports of what the engine holds, at least."""
 JOIN_S = 10.0
 """For the agent to lease the floor to a new member."""
 
@@ -61,11 +61,13 @@ class UnitMember:
         instance: str,
         claim: Claim,
         use: Callable[[], KVUse],
+        watch: Callable[[Callable[[], None]], None],
         resize: Resize,
         shares: Shares | None = None,
     ) -> None:
-        """use: what the engine holds now, cheap; resize: returns at once, the engine gives as soon
-        as it can, which `use` shows. shares: of its steps; None: it asks for none."""
+        """use: what the engine holds now, cheap; watch: have something called, from any thread,
+        when that has changed; resize: returns at once, the engine gives as soon as it can, which
+        `use` shows. shares: of its steps; None: it asks for none."""
         self.gate = UnitGate(self._want, self._done)
         """For its engine; alone as long as no agent says otherwise."""
         self._shares = shares
@@ -80,9 +82,13 @@ class UnitMember:
         self._quota = 0
         """The newest that was heard."""
         self._told: Held | None = None
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        """Set while there may be more to tell."""
         self._leased = asyncio.Event()
         self._packets: Packets | None = None
         self._said = ""
+        watch(self._changed)
 
     async def join(self) -> None:
         """Wait for the first lease. Raises StartupError: refused, or no agent there."""
@@ -113,6 +119,11 @@ class UnitMember:
                 self._packets.close()
                 self._packets = None
         self.gate.crowd(alone=True)
+
+    def _changed(self) -> None:
+        """On any thread."""
+        if not self._news.is_set() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._news.set)
 
     # -- on the engine's thread: a packet that can't be sent is one that nobody answers
 
@@ -204,11 +215,13 @@ class UnitMember:
 
     async def _report(self, packets: Packets) -> None:
         while True:
+            self._news.clear()  # before it looks: what changes then is told next time
             try:
                 self._tell(packets)
             except TransportError as error:  # the reader sees the same
                 log.info("unit %s: %s", self._path, error)
             await asyncio.sleep(REPORT_S)
+            await self._news.wait()
 
     def _tell(self, packets: Packets) -> None:
         """What it holds, if that is news."""

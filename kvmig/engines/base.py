@@ -243,6 +243,10 @@ class Sharing(Protocol):
         """A cheap snapshot, taken between two steps; from any thread."""
         ...
 
+    def watch(self, on_use: Callable[[], None]) -> None:
+        """Call it, from any thread, whenever `use` has changed."""
+        ...
+
     async def resize(self, quota: int, limit: int, patience_s: float) -> None:
         """Have so many bytes at most: more at once, less as soon as it is free, which `use` shows.
 

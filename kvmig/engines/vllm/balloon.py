@@ -98,6 +98,8 @@ class Balloon:
         self._resized()
         self.use = KVUse(0, 0, 0, 0)
         """What it holds; a snapshot, from any thread."""
+        self.on_use: Callable[[], None] = lambda: None
+        """Called on the engine's thread when that has changed."""
 
     def resize(self, quota: int, limit: int, patience_s: float) -> None:
         """See `kvmig.engines.base.Sharing`; it happens between the steps that follow."""
@@ -126,12 +128,15 @@ class Balloon:
         free = pool.get_num_free_blocks()
         used = pool.num_gpu_blocks - free
         wanted = used + load.waiting_blocks // per_block + GROWTH_BLOCKS * load.running
-        self.use = KVUse(
+        use = KVUse(
             lease=pool.num_gpu_blocks * size + self._giving * self.room.granule,
             used=used * size,
             cached=min(free, len(pool.cached_block_hash_to_block)) * size,
             wanted=wanted * size,
         )
+        if use != self.use:
+            self.use = use
+            self.on_use()
         return replace(
             load,
             total_blocks=(min(self._quota, self._pool.num_gpu_blocks) - 1) * per_block,
@@ -270,6 +275,10 @@ class VllmSharing:
     def use(self) -> KVUse:
         """See `Sharing`."""
         return self._balloon.use
+
+    def watch(self, on_use: Callable[[], None]) -> None:
+        """See `Sharing`."""
+        self._balloon.on_use = on_use
 
     async def resize(self, quota: int, limit: int, patience_s: float) -> None:
         """See `Sharing`."""
