@@ -119,7 +119,7 @@ class Pass:
     """A gate whose answer is there before it is asked: the clock stands still meanwhile."""
 
     def __init__(self) -> None:
-        self.limit_s = 0.0
+        self.limit_s = self.waited_s = 0.0
         self.answers = 0
         self.alone = False
         self.on_answer: Callable[[], None] = lambda: None

@@ -27,6 +27,7 @@ class Gate:
 
     def __init__(self, limit_s: float = 0.02) -> None:
         self.limit_s, self.answers = limit_s, 0
+        self.waited_s = 0.0
         self.on_answer: Callable[[], None] = lambda: None
         self.alone = False
         self.asked: list[Want] = []
@@ -59,6 +60,17 @@ def test_who_wants_nothing_asks_nobody() -> None:
     gate = Gate()
     assert Entrance(gate, time.sleep).enter(lambda: NOTHING) is None
     assert gate.asked == []
+
+
+def test_a_gate_says_how_long_steps_have_waited_at_it() -> None:
+    gate = Gate(limit_s=5.0)
+
+    def serve(left: float) -> None:
+        time.sleep(0.02)
+        gate.next = DECODE
+
+    Entrance(gate, serve).enter(lambda: DECODES)
+    assert 0.02 <= gate.waited_s < 2.0
 
 
 def test_a_grant_is_given_back_when_its_step_is_over() -> None:

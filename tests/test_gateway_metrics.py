@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvmig.controlplane.messages import InUnit
 from kvmig.engines.base import EngineLoad, Preempted
 from kvmig.gateway.inventory import InstanceRow
-from kvmig.gateway.metrics import ClassCollector, InstanceCollector, Metrics, with_instances
+from kvmig.gateway.metrics import (
+    ClassCollector,
+    InstanceCollector,
+    Metrics,
+    UnitCollector,
+    with_instances,
+)
 from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.priorities import NORMAL, PriorityClass, with_normal
@@ -68,6 +76,19 @@ def test_instances_are_read_when_scraped() -> None:
         ("running", 2), ("waiting", 3), ("staging_used", 2),
     ):  # fmt: skip
         assert registry.get_sample_value(f"kvmig_instance_{name}", {"instance": "a"}) == value
+
+
+def test_instances_of_a_unit_say_what_they_have_of_it() -> None:
+    row = InstanceRow("a", 0, "serving", "tcp://x", 100, 60, 2, 3, math.inf, 0, 1, 2)
+    shared = InUnit(lease=300, wanted=500, guarantee=400, waited_s=1.5, connected=False)
+    registry = CollectorRegistry()
+    registry.register(UnitCollector(lambda: [row, replace(row, id="b", shared=shared)]))
+    for name, value in (
+        ("lease_bytes", 300), ("wanted_bytes", 500), ("guarantee_bytes", 400),
+        ("turn_wait_seconds_total", 1.5), ("connected", 0),
+    ):  # fmt: skip
+        assert registry.get_sample_value(f"kvmig_unit_{name}", {"instance": "b"}) == value
+        assert registry.get_sample_value(f"kvmig_unit_{name}", {"instance": "a"}) is None
 
 
 def test_vllms_metrics_get_the_instance_and_others_stay_as_they_are() -> None:

@@ -154,9 +154,21 @@ def test_nothing_grows_before_others_could_have_come_back() -> None:
     ledger.join("new", claim())
     assert ledger.orders(grow=False) == []
     ledger.join("old", claim(lease=60))
-    assert ledger.orders(grow=False) == [("old", Order(1, 32 * MIB, 60 * MIB))]
+    assert ledger.orders(grow=False) == [("old", Order(1, 32 * MIB, 60 * MIB, 32 * MIB))]
     assert ledger.leased == 60 * MIB
     assert dict(ledger.orders())["new"].quota == 4 * MIB, "what is free"
+
+
+def test_a_member_is_told_of_its_guarantee_when_others_come_and_go() -> None:
+    ledger = Ledger(ARENA)
+    ledger.join("a", claim())
+    assert dict(ledger.orders())["a"].guarantee == ARENA
+    ledger.join("b", claim(guarantee=44))
+    assert dict(ledger.orders())["a"].guarantee == 20 * MIB
+    ledger.leave("b")
+    ledger.join("b", claim(guarantee=24))
+    assert dict(ledger.orders())["a"].guarantee == 40 * MIB
+    assert ledger.orders() == []
 
 
 def test_an_answer_to_an_older_order_changes_no_lease() -> None:

@@ -4,6 +4,7 @@ stopped by the end of the agent."""
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -102,6 +103,9 @@ def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_th
     ):
         for one in agent.unit().shares:
             assert one.lease == pytest.approx(ARENA / 2, abs=MIB)
+        told = httpx.get(f"{a.url}/metrics", timeout=30).text
+        assert re.search(r'^kvmig_unit_lease_bytes\{instance="i0"\} 2', told, re.MULTILINE)
+        assert 'kvmig_unit_connected{instance="i0"} 1.0' in told
         calls = [clients.submit(counted, a, "a", 100 + one, 500) for one in range(12)]
         agent.until(lambda unit: share(unit, "a").lease > 0.6 * ARENA)
         agent.kill()

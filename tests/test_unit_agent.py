@@ -18,6 +18,7 @@ import pytest
 
 from kvmig.cli.environment import take_path
 from kvmig.controlplane.leases import MIB, Claim, Ledger
+from kvmig.controlplane.messages import InUnit
 from kvmig.controlplane.packets import Packets
 from kvmig.controlplane.unit_agent import UnitAgent
 from kvmig.controlplane.unit_member import UnitMember, ask
@@ -125,6 +126,17 @@ async def test_a_member_gets_what_another_has_no_use_for_and_gives_it_back(path:
         assert ledger.leased == 64 * MIB, "a holds it still"
         a.used = 40
         await until((44, 20), lambda: (a.quota, b.quota))
+
+
+async def test_a_member_says_what_it_has_and_is_promised(path: Path) -> None:
+    async with agent(path):
+        engine = Engine()
+        one = member(path, "a", engine, guarantee=8)
+        await one.join()
+        engine.wanted = 9
+        assert one.state == InUnit(64 * MIB, 9 * MIB, 8 * MIB, 0.0, connected=True)
+        one.close()
+        assert not one.state.connected
 
 
 async def test_an_engine_that_does_nothing_is_not_looked_at(path: Path) -> None:

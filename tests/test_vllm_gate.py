@@ -51,6 +51,7 @@ class Scripted:
 
     def __init__(self, *grants: Grant, limit_s: float = 5.0) -> None:
         self.limit_s, self.alone, self.answers = limit_s, False, 0
+        self.waited_s = 0.0
         self.on_answer = lambda: None
         self.grants = list(grants)
         self.wants: list[Want] = []

@@ -61,6 +61,8 @@ class Order(NamedTuple):
     quota: int
     limit: int
     """What it could have if all others gave."""
+    guarantee: int
+    """What it gets back whenever it wants it."""
 
 
 @dataclass(slots=True)
@@ -74,8 +76,8 @@ class Member:
     seq: int = 0
     ordered: int = -1
     """The quota that it was told last; -1: none."""
-    limited: int = -1
-    """The limit that it was told last."""
+    bounds: tuple[int, int] = (-1, -1)
+    """The limit and the guarantee that it was told last."""
     used: int = 0
     cached: int = 0
     wanted: int = 0
@@ -158,10 +160,12 @@ class Ledger:
         still come with their leases.
         """
         told: list[tuple[str, Order]] = []
+        guarantees = self.guarantees()
+        bounds = {name: (self._limit(one), guarantees[name]) for name, one in self.members.items()}
         members = sorted(self.members.items(), key=lambda one: (_need(one[1]), one[0]))
         for name, one in members:
             if one.due < one.lease and one.due != one.ordered:
-                told.append((name, self._order(one, one.due)))
+                told.append((name, _order(one, one.due, bounds[name])))
         free = self.arena - self.leased
         for name, one in members if grow else ():
             gain = one.rounded(min(one.due - one.lease, free))
@@ -170,9 +174,9 @@ class Ledger:
                 free -= gain
                 one.lease += gain
             if gain > 0 or first:
-                told.append((name, self._order(one, one.lease)))
-            elif self._limit(one) != one.limited:
-                told.append((name, self._order(one, one.ordered)))
+                told.append((name, _order(one, one.lease, bounds[name])))
+            elif bounds[name] != one.bounds:
+                told.append((name, _order(one, one.ordered, bounds[name])))
         return told
 
     def guarantees(self) -> dict[str, int]:
@@ -247,10 +251,11 @@ class Ledger:
         others = sum(other.claim.floor for other in self.members.values()) - one.claim.floor
         return one.rounded(self.arena - others)
 
-    def _order(self, one: Member, quota: int) -> Order:
-        one.seq += 1
-        one.ordered, one.limited = quota, self._limit(one)
-        return Order(one.seq, one.ordered, one.limited)
+
+def _order(one: Member, quota: int, bounds: tuple[int, int]) -> Order:
+    one.seq += 1
+    one.ordered, one.bounds = quota, bounds
+    return Order(one.seq, quota, *bounds)
 
 
 def _need(one: Member) -> tuple[bool, float]:

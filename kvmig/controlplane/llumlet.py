@@ -408,6 +408,7 @@ class Llumlet:
             unmovable=self._engine.unmovable,
             weights=weights,
             numerics=self._engine.numerics,
+            shared=None if self._member is None else self._member.state,
         )
         for sender in self._fronts.listeners():
             self._send(sender, report)

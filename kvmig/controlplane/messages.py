@@ -30,6 +30,21 @@ class Welcome(Message, frozen=True, tag=True):
         return Version(self.protocol, self.minor)
 
 
+class InUnit(msgspec.Struct, frozen=True):
+    """What an instance has of the unit that it is in. Bytes."""
+
+    lease: int
+    """What it has not given back."""
+    wanted: int
+    """By all its requests, those that wait, too."""
+    guarantee: int
+    """What it gets back whenever it wants it."""
+    waited_s: float
+    """Seconds that its steps have waited for their turn since its start."""
+    connected: bool
+    """Whether the unit's agent is there."""
+
+
 class LoadReport(Message, frozen=True, tag=True):
     """Llumlet: its load, every `heartbeat_interval_ms` or on change.
 
@@ -57,6 +72,8 @@ class LoadReport(Message, frozen=True, tag=True):
     """Identity of its weights: a stream that has begun goes on nowhere else."""
     numerics: str = ""
     """Numerics class: nothing moves to another one unless somebody has said so."""
+    shared: InUnit | None = None
+    """None: its KV cache is its own alone."""
 
 
 class Overrun(Message, frozen=True, tag=True):

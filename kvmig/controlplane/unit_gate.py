@@ -23,6 +23,7 @@ class UnitGate:
         `done` on any."""
         self.limit_s = limit_s
         self.answers = 0
+        self.waited_s = 0.0
         self.on_answer: Callable[[], None] = lambda: None
         self._want, self._done = want, done
         self._alone = True

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from kvmig.controlplane.adbs import Shares
 from kvmig.controlplane.leases import Claim
+from kvmig.controlplane.messages import InUnit
 from kvmig.controlplane.packets import Packets
 from kvmig.controlplane.unit_gate import UnitGate
 from kvmig.controlplane.unit_messages import (
@@ -81,6 +82,7 @@ class UnitMember:
         self._seq = 0
         self._quota = 0
         """The newest that was heard."""
+        self._guarantee = claim.guarantee
         self._told: Held | None = None
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
@@ -111,6 +113,18 @@ class UnitMember:
     def connected(self) -> bool:
         """Whether an agent knows of it now."""
         return self._packets is not None
+
+    @property
+    def state(self) -> InUnit:
+        """For who looks at the instance."""
+        use = self._use()
+        return InUnit(
+            lease=use.lease,
+            wanted=use.wanted,
+            guarantee=self._guarantee,
+            waited_s=self.gate.waited_s,
+            connected=self.connected,
+        )
 
     def close(self) -> None:
         """Leave; the agent frees the lease at the end of this process."""
@@ -206,7 +220,7 @@ class UnitMember:
         if isinstance(message, Crowd):
             self.gate.crowd(alone=message.members < 2)
         if isinstance(message, Lease):
-            self._quota = message.quota
+            self._quota, self._guarantee = message.quota, message.guarantee
             await self._resize(message.quota, message.limit)
             self._seq = message.seq
             self._tell(packets)

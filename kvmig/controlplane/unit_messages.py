@@ -86,6 +86,8 @@ class Lease(UnitMessage, frozen=True, tag=True):
     quota: int
     limit: int
     """What it could have if all others gave."""
+    guarantee: int
+    """What it gets back whenever it wants it."""
     arena: int
 
 

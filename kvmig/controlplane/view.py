@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmig.controlplane.messages import LoadReport, Member
+from kvmig.controlplane.messages import InUnit, LoadReport, Member
 from kvmig.engines.base import ClassLoad, EngineLoad, GroupLoad
 
 Column = NDArray[np.float64]
@@ -176,6 +176,8 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of its weights; empty until it is heard of."""
     numerics: str = ""
     """Numerics class of the instance."""
+    shared: InUnit | None = None
+    """None: its KV cache is its own alone."""
 
     @property
     def requests(self) -> int:
@@ -351,6 +353,7 @@ class ViewBuilder:
                 unmovable=report.unmovable,
                 weights=report.weights,
                 numerics=report.numerics,
+                shared=report.shared,
             ),
         )
 

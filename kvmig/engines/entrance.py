@@ -28,8 +28,6 @@ class Entrance:
         self.gate = gate
         self.unanswered = 0
         """Steps that were made without a grant."""
-        self.waited_s = 0.0
-        """For grants, all in all."""
         self._serve = serve
         self._silent_at: int | None = None
         """Answers that had come when one didn't: until there is another, none is waited for."""
@@ -56,7 +54,7 @@ class Entrance:
         try:
             return self._wait(want, look, began + gate.limit_s)
         finally:
-            self.waited_s += time.monotonic() - began
+            gate.waited_s += time.monotonic() - began
 
     def _wait(self, want: Want, look: Callable[[], Want], deadline: float) -> Grant | None:
         gate, asked = self.gate, want

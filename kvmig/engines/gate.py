@@ -65,6 +65,8 @@ class StepGate(Protocol):
     limit_s: float
     answers: int
     """How many have come, those to questions that were taken back, too."""
+    waited_s: float
+    """Seconds that steps have waited for their grants, all in all; whoever waits adds to it."""
     on_answer: Callable[[], None]
     """Called, from any thread, when there is an answer to take, or `alone` has changed."""
 

@@ -15,6 +15,7 @@ from kvmig.gateway.launcher import LauncherLink, Membership
 from kvmig.gateway.metrics import (
     ClassCollector,
     InstanceCollector,
+    UnitCollector,
     of_all_front_ends,
     with_instances,
 )
@@ -45,6 +46,7 @@ def extend(
     )
     source = of_all_front_ends(http.registry)
     source.register(InstanceCollector(rows_of_router))
+    source.register(UnitCollector(rows_of_router))
     source.register(ClassCollector(rows_of_router, http.priorities))
     exposed = with_instances(source, router.fleet.engine_indexes)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvmig.controlplane.freeness import instance_freeness
-from kvmig.controlplane.messages import Member, Requests
+from kvmig.controlplane.messages import InUnit, Member, Requests
 from kvmig.controlplane.view import InstanceView
 from kvmig.engines.base import Preempted, RequestState
 from kvmig.gateway.errors import AmbiguousRequest
@@ -53,6 +53,8 @@ class InstanceRow:
     """Name of where the instance is in a placement."""
     blocks_limit: int = 0
     """What `blocks_total` could be if those gave that the instance shares KV cache with."""
+    shared: InUnit | None = None
+    """None: its KV cache is its own alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ def instance_row(index: int, view: InstanceView, ailment: str) -> InstanceRow:
         weights=view.weights,
         numerics=view.numerics,
         blocks_limit=view.load.most_blocks,
+        shared=view.shared,
     )
 
 

@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from kvmig.controlplane.messages import InUnit
 from kvmig.engines.base import Preempted
 from kvmig.gateway.inventory import InstanceRow
 from kvmig.gateway.ports import Observer
@@ -204,6 +205,20 @@ _GAUGES = {
     "waiting": "Requests in the queue.",
     "staging_used": "Staging buffers held by migrations out of the instance.",
 }
+_OF_UNIT = {
+    "lease": ("kvmig_unit_lease_bytes", "KV cache that it has not given back to its unit."),
+    "wanted": ("kvmig_unit_wanted_bytes", "KV cache of all its requests, the waiting ones, too."),
+    "guarantee": (
+        "kvmig_unit_guarantee_bytes",
+        "KV cache that it gets back from its unit whenever it wants it.",
+    ),
+    "waited_s": (
+        "kvmig_unit_turn_wait_seconds_total",
+        "Seconds that its steps have waited for their turn (--unit-shares).",
+    ),
+    "connected": ("kvmig_unit_connected", "1 while its unit's agent is there, else 0."),
+}
+assert set(_OF_UNIT) == set(InUnit.__struct_fields__)
 assert _GAUGES.keys() <= {field.name for field in fields(InstanceRow)}
 
 
@@ -221,6 +236,23 @@ class InstanceCollector(Collector):
             for row in rows:
                 gauge.add_metric((row.id,), getattr(row, column))
             yield gauge
+
+
+class UnitCollector(Collector):
+    """What instances have of the units that they are in, read when somebody scrapes."""
+
+    def __init__(self, rows: Callable[[], Iterable[InstanceRow]]) -> None:
+        self._rows = rows
+
+    def collect(self) -> Iterable[Metric]:
+        """One sample an instance that shares its KV cache, of each of `_OF_UNIT`."""
+        rows = [(row.id, row.shared) for row in self._rows() if row.shared is not None]
+        for field, (name, text) in _OF_UNIT.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            metric = kind(name, text, labels=("instance",))
+            for instance, shared in rows:
+                metric.add_metric((instance,), getattr(shared, field))
+            yield metric
 
 
 class _Labelled(Collector):
