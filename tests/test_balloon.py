@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.engines.vllm.balloon import Balloon, unshared
+from kvmig.engines.vllm.balloon import RETRY_S, STARVED_S, Balloon, unshared
 from kvmig.ground.errors import MigrationRefused, RequestGone, StartupError
 from tests.test_vllm_park import resident
 from tests.vllm_pair import LONG, PROMPT, SAMPLING, Pair, assert_same
@@ -87,6 +87,35 @@ async def test_its_pages_come_as_they_are_written_and_go_with_the_quota(both: Pa
     assert resident(a) >= len(LONG) // 32 * BLOCK
     await resized(a, 5)
     assert resident(a) <= 5 * BLOCK
+
+
+async def test_who_watches_hears_whenever_its_use_changes(both: Pair) -> None:
+    a, heard = both.a, list[int]()
+    sharing = a.engine.sharing
+    assert not isinstance(sharing, str)
+    sharing.watch(lambda: heard.append(sharing.use.lease // BLOCK))
+    await resized(a, 30)
+    assert heard[-1] == 30
+    seen = len(heard)
+    await both.run(a, "one", LONG, until=2)
+    assert len(heard) > seen
+    sharing.watch(lambda: None)
+    await both.finish("one")
+
+
+async def test_an_engine_looks_seldom_where_what_waits_does_not_fit(both: Pair) -> None:
+    a = both.a
+    rest_s = balloon(a).rest_s
+    assert rest_s() == 0.0, "it has all its memory"
+    await resized(a, 2)
+    assert rest_s() == RETRY_S
+    both.submit(a, "long", LONG)
+    await a.entered()
+    a.take_calls()
+    assert rest_s() == STARVED_S
+    await resized(a, BLOCKS - 1)
+    assert rest_s() == RETRY_S
+    await both.finish("long")
 
 
 async def test_others_see_an_engine_as_large_as_its_quota(both: Pair) -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from kvmig.engines.vllm import core as core_module
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.embedded import EmbeddedVllm
+from kvmig.engines.vllm.groups import one_device
 from kvmig.engines.vllm.serving import ServingVllm
 
 WAIT_S = 20.0
@@ -56,6 +61,23 @@ def test_engines_of_one_process_step_in_turns_whatever_they_run_on(
     assert locks[0] is locks[1]
     assert not isinstance(locks[0], nullcontext)
     assert starts == [True]  # nor does an engine start, and capture graphs, beside a step
+
+
+def gloo_threads() -> int:
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
+
+
+def test_process_groups_of_one_process_share_the_thread_of_a_network_device() -> None:
+    before, hour = gloo_threads(), timedelta(hours=1)
+    with one_device():
+        made: list[Any] = [
+            distributed_c10d.ProcessGroupGloo(HashStore(), 0, 1, timeout=hour) for _ in range(5)
+        ]
+    assert gloo_threads() - before == 1
+    for group in made:
+        assert group.options._timeout == hour
+        group.barrier().wait()
 
 
 def test_the_engines_thread_has_device_and_stream_of_the_one_that_loaded_the_model(

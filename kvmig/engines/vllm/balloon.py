@@ -35,6 +35,10 @@ log = logging.getLogger(__name__)
 
 GROWTH_BLOCKS = 4
 """Blocks that a running request is expected to want besides, soon."""
+RETRY_S = 0.05
+"""Until an engine whose next request fits, and couldn't start, looks again by itself."""
+STARVED_S = 0.5
+"""The same where it doesn't fit."""
 SPARE_BLOCKS = 2
 """Of the floor, beside those of the longest request: vLLM's null block, and one ahead."""
 
@@ -117,9 +121,22 @@ class Balloon:
         news, self._news = self._news, False
         return news
 
-    def starves(self) -> bool:
-        """Whether nothing can run before there is more memory: what waits doesn't fit."""
-        return bool(self._pool.num_gpu_blocks < self._virtual and not self._scheduler.running)
+    def rest_s(self) -> float:
+        """How long a step would be in vain, unless something comes for the engine; 0: none would.
+
+        After a step that could compute nothing: where what waits doesn't fit, only an order or
+        blocks that become free help, and both come through the engine's queue.
+        """
+        scheduler, pool = self._scheduler, self._pool
+        if scheduler.running or pool.num_gpu_blocks == self._virtual:
+            return 0.0
+        queues = (scheduler.kv_holding_waiting, scheduler.waiting)
+        head = next((one.peek_request() for one in queues if one), None)
+        if head is None:
+            return RETRY_S
+        needs = self._tables.demand(head.num_tokens) // self._tables.units.per_block
+        fits = needs <= pool.get_num_free_blocks() - self._manager.watermark_blocks
+        return RETRY_S if fits else STARVED_S
 
     def look(self, load: EngineLoad) -> EngineLoad:
         """Renew `use`; the load as others shall see it: of an engine as large as the quota."""

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Deliver = Callable[[tuple[int, EngineCoreOutputs]], None]
 _CALL = object()
-STARVED_S = 0.05
-"""Until an engine that nothing can run on looks again by itself."""
 
 
 class StepCore(EngineCoreProc):
@@ -58,9 +56,9 @@ class StepCore(EngineCoreProc):
         """Called on the engine's thread after each step and each request or call."""
         self.after_step: Callable[[], None] = lambda: None
         """Called on the engine's thread after each step, before that."""
-        self.starves: Callable[[], bool] = lambda: False
-        """Whether a step that has computed nothing can't be followed by another kind of step
-        before something comes."""
+        self.rest_s: Callable[[], float] = lambda: 0.0
+        """How long another step would be in vain after one that computed nothing, unless something
+        comes for the engine."""
         self.called: Callable[[str, Sequence[Any]], None] = lambda method, args: None
         """Called on the engine's thread after each call of a client's: (method, arguments)."""
         self.stepping: AbstractContextManager[object] = nullcontext()
@@ -223,10 +221,13 @@ class StepCore(EngineCoreProc):
         """Where nothing can run for lack of memory, another step would be in vain: vLLM would take
         a thousand a second."""
         in_flight = (output for _, output, _ in self.batch_queue or ())
-        if any(one.total_num_scheduled_tokens for one in in_flight) or not self.starves():
+        if any(one.total_num_scheduled_tokens for one in in_flight):
+            return
+        rest_s = self.rest_s()
+        if not rest_s:
             return
         try:
-            request = self.input_queue.get(timeout=STARVED_S)
+            request = self.input_queue.get(timeout=rest_s)
         except queue.Empty:
             return
         self._handle_client_request(*request)

@@ -51,6 +51,7 @@ from kvmig.engines.vllm.config import (
     replaced_adapter,
 )
 from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.groups import one_device
 from kvmig.engines.vllm.load import Holdings, Listing
 from kvmig.engines.vllm.lora import Adapters
 from kvmig.engines.vllm.memory import BlockMemory
@@ -107,11 +108,15 @@ class ServingVllm:
         shared: see `kvmig.engines.kind.EngineKind.make`.
         """
         on_cpu = config.device_config.device_type == "cpu"
-        lazily = shared and on_cpu and config.parallel_config.world_size == 1
+        alone = config.parallel_config.world_size == 1
+        lazily = shared and on_cpu and alone
         self._identify = identify = identify or partial(identity_of_config, config)
         self._weights = weights = identify()
         """The identity of the weights, on the engine's thread."""
-        with without_pages() if lazily else contextlib.nullcontext():
+        with (
+            without_pages() if lazily else contextlib.nullcontext(),
+            one_device() if alone else contextlib.nullcontext(),
+        ):
             self._core = StepCore(config, Executor.get_class(config), log_stats, self._deliver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_outputs: OnOutputs = lambda client, emitted, frames: None
@@ -180,7 +185,7 @@ class ServingVllm:
         self._balloon = balloon = Balloon(
             self._scheduler, memory.tables, backing, memory.copies, core.call
         )
-        core.starves = balloon.starves
+        core.rest_s = balloon.rest_s
         self.sharing = VllmSharing(balloon, self._on_engine, self.share)
 
     def share(self, gate: StepGate, use_parts: Callable[[int], None] = lambda parts: None) -> None:
