@@ -23,6 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bench import report
 from bench.chaos.clients import Outcome
 from bench.chaos.place import Place
@@ -103,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     result.targets = {name: {"max": 0} for name in ZERO}
     if unit:
         result.samples += [asdict(one) for one in unit.ends]
+        result.samples += [{"at_most": msgspec.to_builtins(one)} for one in unit.at_most]
         result.summary |= unit.figures()
         result.targets |= OF_UNIT
     tables = [report.table("Faults", ("kind", "times"), fault_rows(found))]
