@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything a GPU adds, in one run of under nine minutes, with one JSON file a part in $OUT
+# Everything a GPU adds, in one run of under nine and a half minutes, with one JSON file a part in $OUT
 # (default: bench/results); where vLLM is installed four minutes more, of a whole server (`--only serving`).
 # Needs Python with torch; CuPy, Triton and nvcc are used where they are; neither the network, nor an
 # installed kvmig. Arguments go to `python -m bench.gpu`.

@@ -118,6 +118,16 @@ def memory_of(process: int) -> set[int]:
     return found
 
 
+def pieces_of(process: int, addresses: range) -> list[int]:
+    """Memory of the machine's GPUs that a process maps there: inode numbers, by addresses."""
+    found = []
+    for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+        span, *_, inode = line.split()[:5]
+        if MEMORY in line and int(span.split("-")[0], 16) in addresses:
+            found.append(int(inode))
+    return found
+
+
 def device_of(address: int) -> int:
     """Whose memory that is."""
     found = ctypes.c_int()
@@ -172,10 +182,6 @@ class FakeGpu(Driver):
         function = _HostFunction(lambda _: work() and None)
         self._kept.append(function)
         self.call("cuLaunchHostFunc", ctypes.c_void_p(stream), function, None)
-
-    def finish(self, stream: int) -> None:
-        """Wait for all that is queued on it."""
-        self.call("cuStreamSynchronize", ctypes.c_void_p(stream))
 
     def pending(self, stream: int) -> int:
         """What is queued and not done."""

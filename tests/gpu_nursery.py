@@ -21,7 +21,6 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from threading import Timer
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -100,7 +99,7 @@ def main(words: Sequence[str]) -> int:
     ) -> ServingEngine:
         if (told := folder / ENVIRONMENT).exists():
             os.environ.update(json.loads(told.read_text()))
-        put_on_gpu("--async-scheduling" in argv)
+        put_on_gpu("--async-scheduling" in argv, shared)
         made = make(kind, argv, unit_tokens, shared)
         (folder / f"engine {os.getpid()}").write_text(json.dumps(words_of(made)))
         return made
@@ -134,41 +133,32 @@ def main(words: Sequence[str]) -> int:
     return nursery.main(words)
 
 
-def put_on_gpu(steps_overlap: bool) -> None:
+def put_on_gpu(steps_overlap: bool, shared: bool) -> None:
     """The engine that this process makes next has its cache on the first GPU that it sees, or those
     of its workers that are processes of their own on a GPU each."""
-    from kvmig.engines.vllm import config, memory, worker
-    from kvmig.engines.vllm.serving import ServingVllm
-    from tests.gpu_worker import export_cache, memory_of
+    from kvmig.engines.vllm import config, worker
+    from tests.gpu_worker import count_as_gpus, export_cache, memory_of, take_pages_of_gpus
 
     patch = pytest.MonkeyPatch()
     fake_gpu.install(patch)
     gpu = Driver(0)
-    steps = gpu.new_stream()
-    describe, open_memory, configure = (
-        worker.describe_cache, ServingVllm._open, config.engine_config,
-    )  # fmt: skip
+    describe, configure = worker.describe_cache, config.engine_config
 
     def describe_moved(of: Any, layer_names: Sequence[str]) -> object:
         patch.setattr(worker, "describe_cache", describe)
         return worker.move_cache(of, layer_names, memory_of(gpu))
-
-    def open_on_gpu(engine: ServingVllm, *arguments: Any) -> None:
-        engine._core.vllm_config.device_config.device_type = "cuda"
-        open_memory(engine, *arguments)
 
     def overlapping(args: Any) -> Any:
         made = configure(args)
         made.scheduler_config.async_scheduling = steps_overlap  # vLLM's CPU platform has none
         return made
 
-    on_gpu = SimpleNamespace(
-        current_device=lambda: 0, current_stream=lambda device: SimpleNamespace(cuda_stream=steps)
-    )
-    patch.setattr(memory, "torch", SimpleNamespace(cuda=on_gpu))
-    patch.setattr(worker, "describe_cache", describe_moved)
+    count_as_gpus(patch, gpu)
+    if shared:
+        take_pages_of_gpus(patch)
+    else:
+        patch.setattr(worker, "describe_cache", describe_moved)
     patch.setattr(worker, "export_cache", partial(export_cache, library=driver.LIBRARY))
-    patch.setattr(ServingVllm, "_open", open_on_gpu)
     patch.setattr(config, "engine_config", overlapping)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -96,8 +97,8 @@ def gpu() -> Iterator[Driver]:
         yield Driver()
 
 
-def on(gpu: Driver, addresses: Addresses) -> Vmm:
-    return Vmm(addresses, regions(addresses.address, addresses.page), BLOCKS, gpu.settle)
+def on(addresses: Addresses) -> Vmm:
+    return Vmm(addresses, regions(addresses.address, addresses.page), BLOCKS)
 
 
 def test_a_gpus_pages_come_and_go_behind_the_same_addresses(gpu: Driver) -> None:
@@ -105,7 +106,7 @@ def test_a_gpus_pages_come_and_go_behind_the_same_addresses(gpu: Driver) -> None
     addresses = Addresses(gpu, LAYERS * BLOCKS * 10)
     addresses.close()
     addresses = Addresses(gpu, LAYERS * BLOCKS * addresses.page)
-    backing = on(gpu, addresses)
+    backing = on(addresses)
     assert fake_gpu.held()["memory"] == before["memory"]
     backing.take([0, 1, 5])
     assert fake_gpu.held()["memory"] == before["memory"] + 3 * LAYERS
@@ -116,6 +117,7 @@ def test_a_gpus_pages_come_and_go_behind_the_same_addresses(gpu: Driver) -> None
     assert gpu.read(at, 4) == b"here"
     backing.take([1, 5])
     assert gpu.read(at, 4) == b"here"
+    assert not any(gpu.read(addresses.address + addresses.page, addresses.page)), "as vLLM wants it"
     gpu.write(addresses.address + addresses.page, b"anew")
     backing.give([0, 1, 2, 5])
     assert fake_gpu.held()["memory"] == before["memory"]
@@ -130,6 +132,24 @@ def test_an_access_to_a_page_that_is_not_there_is_refused(gpu: Driver) -> None:
     addresses.close()
 
 
+def test_one_page_of_memory_may_be_behind_all_addresses(gpu: Driver) -> None:
+    addresses = Addresses(gpu, LAYERS * BLOCKS << 20)
+    first, last = addresses.pages[0], addresses.pages[-1]
+    addresses.cover()
+    (one,) = fake_gpu.memory_of(os.getpid())
+    assert not any(gpu.read(last, addresses.page))
+    gpu.write(last, b"anything")
+    assert gpu.read(first, 8) == b"anything"
+    addresses.drop(addresses.pages)
+    assert not fake_gpu.memory_of(os.getpid())
+    addresses.put([last])
+    assert fake_gpu.memory_of(os.getpid()) != {one}
+    assert not any(gpu.read(last, addresses.page))
+    with pytest.raises(KvmigError):
+        gpu.write(first, b"none")
+    addresses.close()
+
+
 def test_a_gpu_without_memory_leaves_none_of_what_was_asked_for(
     gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,15 +157,15 @@ def test_a_gpu_without_memory_leaves_none_of_what_was_asked_for(
     page = Addresses(gpu, 1)
     addresses = Addresses(gpu, LAYERS * BLOCKS * page.page)
     page.close()
-    backing, put, left = on(gpu, addresses), addresses.put, [2]
+    backing, real, left = on(addresses), addresses._map, [2]
 
-    def puts(at: int) -> None:
+    def mapped(pages: Sequence[int]) -> None:
         left[0] -= 1
         if left[0] < 0:
             fake_gpu.fail("cuMemCreate")
-        put(at)
+        real(pages)
 
-    monkeypatch.setattr(addresses, "put", puts)
+    monkeypatch.setattr(addresses, "_map", mapped)
     with pytest.raises(KvmigError, match="cuMemCreate"):
         backing.take([0])
     assert not addresses.there

@@ -276,28 +276,26 @@ async def test_an_engine_without_memory_for_what_waits_does_not_spin(both: Pair)
 def test_a_vllm_that_takes_its_cache_otherwise_is_refused() -> None:
     from kvmig.engines.vllm.allocation import without_pages
 
-    with pytest.raises(StartupError, match="by 0 allocations"), without_pages():
+    with pytest.raises(StartupError, match="by 0 allocations"), without_pages("cpu"):
         pass
 
 
 @pytest.mark.parametrize(
-    ("workers", "plain", "connector", "device", "unmovable", "why"),
+    ("workers", "plain", "connector", "unmovable", "why"),
     [
-        (2, True, None, "cpu", "", "several workers"),
-        (1, True, None, "cpu", "KV cache kind X", "KV cache kind X"),
-        (1, False, None, "cpu", "", "KV cache of several kinds, windows or states"),
-        (1, True, "some", "cpu", "", "an offload of KV cache, which reads blocks that are free"),
-        (1, True, None, "cuda", "", "KV cache of a GPU, which has not been measured"),
-        (1, True, None, "cpu", "", ""),
+        (2, True, None, "", "several workers"),
+        (1, True, None, "KV cache kind X", "KV cache kind X"),
+        (1, False, None, "", "KV cache of several kinds, windows or states"),
+        (1, True, "some", "", "an offload of KV cache, which reads blocks that are free"),
+        (1, True, None, "", ""),
     ],
 )
 def test_an_engine_whose_cache_cannot_be_shared_says_why(
-    workers: int, plain: bool, connector: str | None, device: str, unmovable: str, why: str
+    workers: int, plain: bool, connector: str | None, unmovable: str, why: str
 ) -> None:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=workers),
         kv_transfer_config=connector,
-        device_config=SimpleNamespace(device_type=device),
     )
     tables: Any = SimpleNamespace(plain=plain)
     assert unshared(config, tables, unmovable) == why

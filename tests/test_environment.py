@@ -68,6 +68,16 @@ def test_instances_on_one_gpu_share_it() -> None:
     assert memory_flags([], GIB, [1, 1], 1, 0, {}, 0) == []
 
 
+def test_a_cache_on_a_gpu_that_is_shared_has_the_arenas_addresses_and_asks_for_no_free_memory() -> (
+    None
+):
+    share, size = ["--gpu-memory-utilization", "0.01"], ["--kv-cache-memory-bytes", str(GIB)]
+    assert memory_flags([], None, [1], 1, 0, {}, 0, arena=GIB) == [*share, *size]
+    assert memory_flags([], 5, [1], 1, 0, {}, 0, arena=GIB) == share
+    own = ["--gpu-memory-utilization=0.3"]
+    assert memory_flags(own, None, [1], 1, 0, {}, 0, arena=GIB) == size
+
+
 def test_each_worker_of_an_instance_takes_its_share_of_memory() -> None:
     _, value = on_cpu(workers=[2, 1])
 

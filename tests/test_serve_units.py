@@ -34,12 +34,12 @@ PATIENCE_S = 60.0
 class Agent:
     """`python -m kvmig.unit`, which may die."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, arena: int = ARENA) -> None:
+        self.path, self.arena = path, arena
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        words = (str(self.path), f"--memory={ARENA}B", "--end-with-stdin")
+        words = (str(self.path), f"--memory={self.arena}B", "--end-with-stdin")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvmig.unit", *words], stdin=subprocess.PIPE
         )
@@ -60,7 +60,7 @@ class Agent:
         while True:
             try:
                 unit = self.unit()
-                assert sum(one.lease for one in unit.shares) <= ARENA
+                assert sum(one.lease for one in unit.shares) <= self.arena
                 if holds(unit):
                     return unit
             except TransportError:

@@ -29,6 +29,9 @@ INSTANCE_OVERHEAD = GIB
 """What a CPU instance takes beside weights and KV cache: Python, torch, vLLM (measured 0.8 GiB)."""
 GPU_SHARE = 0.9
 """vLLM's default of --gpu-memory-utilization, shared by the instances of one GPU."""
+GPU_FREE_SHARE = "0.01"
+"""vLLM starts only where this part of a GPU is free, which others of a unit may have. Where its
+cache's size is given, it means nothing else."""
 
 
 # -- the launcher's own
@@ -229,6 +232,9 @@ def memory_flags(
     """
     by_share = any(word.split("=")[0] == "--gpu-memory-utilization" for word in argv)
     total = sum(workers)
+    if gpu_count and arena:
+        flags = [] if by_share else ["--gpu-memory-utilization", GPU_FREE_SHARE]
+        return flags if kv_bytes is not None else [*flags, "--kv-cache-memory-bytes", str(arena)]
     if gpu_count:
         per_gpu = -(-total // gpu_count)
         if by_share or kv_bytes is not None or per_gpu == 1:

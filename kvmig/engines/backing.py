@@ -10,14 +10,13 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.ground.layout import Region
 from kvmig.kernels.vmm import Addresses
 
-Settle = Callable[[], None]
 _MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15
 
 
@@ -71,34 +70,21 @@ class Vmm:
     Driven on the tests' GPUs; not yet measured on a real one.
     """
 
-    def __init__(
-        self, addresses: Addresses, regions: Sequence[Region], num_blocks: int, settle: Settle
-    ) -> None:
-        """regions: among the addresses. settle: waits until the device has done all that it was
-        told so far. Raises UnsupportedLayout."""
+    def __init__(self, addresses: Addresses, regions: Sequence[Region], num_blocks: int) -> None:
+        """regions: among the addresses. Raises UnsupportedLayout."""
         self.group = group_of(regions, num_blocks, addresses.page, addresses.address)
         self.group_bytes = self.group * sum(one.block_stride for one in regions)
         self._addresses = addresses
         self._regions = tuple(regions)
-        self._settle = settle
 
     def give(self, groups: Sequence[int]) -> None:
         """See `Backing`."""
-        self._settle()
-        for page in self._pages(groups):
-            self._addresses.drop(page)
+        self._addresses.driver.settle()  # a step in flight may have written there
+        self._addresses.drop(self._pages(groups))
 
     def take(self, groups: Sequence[int]) -> None:
         """See `Backing`. Where the device has no memory left, none of them is there."""
-        came: list[int] = []
-        try:
-            for page in self._pages(groups):
-                self._addresses.put(page)
-                came.append(page)
-        except KvmigError:
-            for page in came:
-                self._addresses.drop(page)
-            raise
+        self._addresses.put(self._pages(groups))
 
     def _pages(self, groups: Sequence[int]) -> Iterator[int]:
         for address, nbytes in spans(self._regions, self.group, groups):

@@ -224,6 +224,10 @@ class Driver:
         """Wait for all that is queued on the device, by whomever in this process."""
         self.call("cuCtxSynchronize")
 
+    def finish(self, stream: int) -> None:
+        """Wait for all that is queued on it."""
+        self.call("cuStreamSynchronize", c_void_p(stream))
+
     def wait(self, stream: int, event: int) -> None:
         """What is queued on the stream from now on comes after the event, as it is now; one that
         was never recorded holds nothing up."""

@@ -5,10 +5,19 @@ All functions raise KvmigError with the driver's words.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
+from kvmig.ground.errors import KvmigError
 from kvmig.kernels import ipc
 from kvmig.kernels.driver import Driver
+
+
+def page_bytes(driver: Driver) -> int:
+    """Of the smallest page that can come and go."""
+    grain, wanted = c_size_t(), ipc.properties(driver)
+    driver.call("cuMemGetAllocationGranularity", byref(grain), byref(wanted), c_int(0))
+    return grain.value
 
 
 class Addresses:
@@ -16,42 +25,79 @@ class Addresses:
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         """As many bytes, or a little more; none of them has memory."""
-        self._driver = driver
+        self.driver = driver
         self._wanted = ipc.properties(driver)
-        grain = c_size_t()
-        driver.call("cuMemGetAllocationGranularity", byref(grain), byref(self._wanted), c_int(0))
-        self.page = grain.value
+        self.page = page_bytes(driver)
         self.size = -(-nbytes // self.page) * self.page
         address, nothing = c_void_p(), c_uint64(0)
         length, anywhere = c_size_t(self.size), (c_size_t(0), c_void_p(0), nothing)
         driver.call("cuMemAddressReserve", byref(address), length, *anywhere)
         self.address = int(address.value or 0)
         self.there: set[int] = set()
-        """Addresses of the pages that have memory."""
+        """Addresses of the pages that have memory, of their own or for now."""
 
-    def put(self, page: int) -> None:
-        """Have memory behind the page at this address, and let the device use it."""
-        if page in self.there:
-            return
-        handle, size = c_uint64(), c_size_t(self.page)
-        nothing = c_uint64(0)
-        self._driver.call("cuMemCreate", byref(handle), size, byref(self._wanted), nothing)
+    @property
+    def pages(self) -> range:
+        """Addresses of all pages."""
+        return range(self.address, self.address + self.size, self.page)
+
+    def cover(self) -> None:
+        """Have one page of zeros behind all that have none: any may be written, and none keeps
+        what is."""
+        there = [page for page in self.pages if page not in self.there]
+        self._map(there)
+        self._clear(there[:1])
+
+    def put(self, pages: Iterable[int]) -> None:
+        """Have zeros behind each page at these addresses, which the device may use. Where the
+        device has no memory left, none of them is there."""
+        came: list[int] = []
         try:
-            self._driver.call("cuMemMap", c_void_p(page), size, c_size_t(0), handle, nothing)
-        finally:
-            self._driver.call("cuMemRelease", handle)  # a mapping keeps the memory
-        self.there.add(page)
-        ipc.let(self._driver, ipc.Mapping(page, self.page))
+            for page in pages:
+                if page not in self.there:
+                    self._map([page])
+                    came.append(page)
+            self._clear(came)
+        except KvmigError:
+            self.drop(came)
+            raise
 
-    def drop(self, page: int) -> None:
-        """Give the memory behind it back. The device must have done what it was told there."""
-        if page in self.there:
-            self._driver.call_outside("cuMemUnmap", c_void_p(page), c_size_t(self.page))
+    def drop(self, pages: Iterable[int]) -> None:
+        """Give the memory behind them back. The device must have done what it was told there."""
+        for page in self.there.intersection(pages):
+            self.driver.call_outside("cuMemUnmap", c_void_p(page), c_size_t(self.page))
             self.there.remove(page)
 
     def close(self) -> None:
         """Give all back, on whatever thread; nobody may use the addresses any more."""
-        for page in sorted(self.there):
-            self.drop(page)
+        self.drop(self.pages)
         there = c_void_p(self.address), c_size_t(self.size)
-        self._driver.call_outside("cuMemAddressFree", *there)
+        self.driver.call_outside("cuMemAddressFree", *there)
+
+    def _map(self, pages: Sequence[int]) -> None:
+        """One new page of memory behind all of these, or behind none."""
+        handle, size = c_uint64(), c_size_t(self.page)
+        nothing, came = c_uint64(0), list[int]()
+        self.driver.call("cuMemCreate", byref(handle), size, byref(self._wanted), nothing)
+        try:
+            for page in pages:
+                self.driver.call("cuMemMap", c_void_p(page), size, c_size_t(0), handle, nothing)
+                self.there.add(page)
+                came.append(page)
+                ipc.let(self.driver, ipc.Mapping(page, self.page))
+        except KvmigError:
+            self.drop(came)
+            raise
+        finally:
+            self.driver.call("cuMemRelease", handle)  # a mapping keeps the memory
+
+    def _clear(self, pages: Sequence[int]) -> None:
+        """vLLM wants zeros where nothing was written: attention weighs what it masks by 0, and
+        0 times what another process has left there may be no number."""
+        stream = self.driver.new_stream()
+        try:
+            for page in pages:
+                self.driver.clear(page, self.page, stream)
+            self.driver.finish(stream)
+        finally:
+            self.driver.destroy_stream(stream)

@@ -30,6 +30,7 @@ from kvmig.engines.base import EngineLoad, KVUse, Room
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.gate import StepGate
 from kvmig.engines.vllm.tables import Tables
+from kvmig.ground.errors import KvmigError
 
 log = logging.getLogger(__name__)
 
@@ -37,25 +38,28 @@ GROWTH_BLOCKS = 4
 """Blocks that a running request is expected to want besides, soon."""
 RETRY_S = 0.05
 """Until an engine whose next request fits, and couldn't start, looks again by itself."""
+SHORT_S = 1.0
+"""After a lack of memory, until it is asked for again."""
 STARVED_S = 0.5
 """The same where it doesn't fit."""
 SPARE_BLOCKS = 2
 """Of the floor, beside those of the longest request: vLLM's null block, and one ahead."""
 
 
-def unshared(config: VllmConfig, tables: Tables, unmovable: str) -> str:
-    """Why such an engine's KV cache can't have a balloon, in a few words; empty when it can."""
+def unsharable(config: VllmConfig) -> str:
+    """Why no such engine can have a balloon, in a few words; empty when one may."""
     if config.parallel_config.world_size > 1:
         return "several workers"
-    if unmovable:
-        return unmovable
-    if not tables.plain:
-        return "KV cache of several kinds, windows or states"
     if config.kv_transfer_config is not None:
         return "an offload of KV cache, which reads blocks that are free"
-    if config.device_config.device_type != "cpu":
-        return "KV cache of a GPU, which has not been measured"
     return ""
+
+
+def unshared(config: VllmConfig, tables: Tables, unmovable: str) -> str:
+    """Why this engine's KV cache can't have a balloon; empty when it can."""
+    if why := unsharable(config) or unmovable:
+        return why
+    return "" if tables.plain else "KV cache of several kinds, windows or states"
 
 
 class Balloon:
@@ -89,6 +93,9 @@ class Balloon:
         self._absent = np.zeros(self._virtual, np.bool_)
         copies.absent = self._absent, tables.units.per_block
         self._owes_since: float | None = None
+        self._short_until = 0.0
+        self.closed = False
+        """Whether nobody is to be admitted: where nothing runs, vLLM admits without a watermark."""
         self._limit = self._virtual
         groups = self._virtual // backing.group
         self.room = Room(
@@ -114,6 +121,7 @@ class Balloon:
 
     def between_steps(self) -> bool:
         """Towards the quota, as far as that goes now; whether there is anything new to see."""
+        self.closed = False
         if self._pool.num_gpu_blocks < self._quota:
             self._deflate()
         elif self._pool.num_gpu_blocks > self._quota:
@@ -168,12 +176,30 @@ class Balloon:
         self._owes_since = None
         if not groups:
             return
+        if not (groups := self._take_back(groups)):
+            return
         taken = self._out[-groups:]
-        self._backing.take([_number(one, self._backing.group) for one in taken])
         del self._out[-groups:]
         self._mark(taken, absent=False)
         self._pool.free_blocks(block for one in taken for block in one)
         self._resized()
+
+    def _take_back(self, groups: int) -> int:
+        """How many of the last so many have memory now. A GPU may have less left than the unit's
+        agent thinks: what isn't there is asked for again, soon, and the engine goes on without."""
+        if time.monotonic() < self._short_until:
+            return 0
+        while groups:
+            try:
+                numbers = [_number(one, self._backing.group) for one in self._out[-groups:]]
+                self._backing.take(numbers)
+            except KvmigError as error:
+                self._short_until = time.monotonic() + SHORT_S
+                log.warning("%d groups of blocks got no memory: %s", groups, error)
+                groups //= 2
+            else:
+                break
+        return groups
 
     # -- less
 
@@ -181,17 +207,27 @@ class Balloon:
         now = time.monotonic()
         if self._owes_since is None:
             self._owes_since = now
-        late = now - self._owes_since >= self._patience_s
-        self._take_free(spare=0 if late else len(self._scheduler.running))
-        while late and self._owed and len(self._scheduler.running) > 1:
+        scheduler, late = self._scheduler, now - self._owes_since >= self._patience_s
+        self._take_free(spare=0 if late else len(scheduler.running))
+        while late and self._owed and len(scheduler.running) > self._kept:
+            if scheduler.deferred_frees:
+                break  # by a step in flight; that may be enough
             self._preempt()
             self._take_free(spare=0)
         self._resized()
+        self.closed = late and self._owed > 0 and len(scheduler.running) == self._kept == 0
 
     @property
     def _owed(self) -> int:
         """Groups that it has beyond its quota."""
         return -(-(self._pool.num_gpu_blocks - self._quota) // self._backing.group)
+
+    @property
+    def _kept(self) -> int:
+        """Requests that aren't preempted. Where blocks share pages even one may hold more groups
+        than it needs: it is computed again, in as few."""
+        fits = self._quota * self.room.granule >= self.room.floor * self._backing.group
+        return 0 if self._backing.group > 1 and fits else 1
 
     def _take_free(self, spare: int) -> None:
         """spare: blocks to leave to requests that run, for what they grow by."""

@@ -20,7 +20,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvmig.engines.backing import Madvise
+from kvmig.engines.backing import Backing, Madvise, Vmm
 from kvmig.engines.base import (
     Cadence,
     CameBlocks,
@@ -40,7 +40,7 @@ from kvmig.engines.base import (
 from kvmig.engines.gate import StepGate
 from kvmig.engines.identity import check_unchanged
 from kvmig.engines.vllm.allocation import without_pages
-from kvmig.engines.vllm.balloon import Balloon, VllmSharing, unshared
+from kvmig.engines.vllm.balloon import Balloon, VllmSharing, unsharable, unshared
 from kvmig.engines.vllm.building import Builder, go_on, not_again, without_what_was_sent
 from kvmig.engines.vllm.compat import refuse
 from kvmig.engines.vllm.config import (
@@ -107,17 +107,18 @@ class ServingVllm:
         identify: the weights; None: by `config`. Raises StartupError if they change meanwhile.
         shared: see `kvmig.engines.kind.EngineKind.make`.
         """
-        on_cpu = config.device_config.device_type == "cpu"
         alone = config.parallel_config.world_size == 1
-        lazily = shared and on_cpu and alone
+        lazily = shared and not unsharable(config)
         self._identify = identify = identify or partial(identity_of_config, config)
         self._weights = weights = identify()
         """The identity of the weights, on the engine's thread."""
+        device = config.device_config.device_type
         with (
-            without_pages() if lazily else contextlib.nullcontext(),
+            without_pages(device) if lazily else contextlib.nullcontext() as taken,
             one_device() if alone else contextlib.nullcontext(),
         ):
             self._core = StepCore(config, Executor.get_class(config), log_stats, self._deliver)
+        self._addresses = None if taken is None else taken.addresses
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_outputs: OnOutputs = lambda client, emitted, frames: None
         self._on_call_done: OnCallDone = lambda client, call_id, error, frames: None
@@ -136,12 +137,12 @@ class ServingVllm:
         """Requests that were here when the weights were last updated."""
         try:
             check_unchanged(config.model_config.model, weights, identify())
-            self._open(unit_tokens, weights, lazily)
+            self._open(unit_tokens, weights, shared)
         except BaseException:
             self._core.shutdown()  # workers are processes of their own
             raise
 
-    def _open(self, unit_tokens: int, weights: str, lazily: bool) -> None:
+    def _open(self, unit_tokens: int, weights: str, shared: bool) -> None:
         """Make what moves requests, before the core runs."""
         core = self._core
         self._scheduler = scheduler = core.scheduler
@@ -158,7 +159,7 @@ class ServingVllm:
         self._holdings = Holdings(scheduler, self._memory.tables, self.unmovable)
         self._balloon: Balloon | None = None
         self.sharing: Sharing | str = "it wasn't told to"
-        if lazily:
+        if shared:
             self._share()
         self._load = self._seen_load()
         self._load_at = 0.0
@@ -173,14 +174,25 @@ class ServingVllm:
 
     def _share(self) -> None:
         """Let its KV cache shrink and grow, if that can be."""
-        core, memory = self._core, self._memory
+        core, memory, addresses = self._core, self._memory, self._addresses
         self.sharing = unshared(core.vllm_config, memory.tables, memory.unmovable)
-        if self.sharing:
-            return
-        try:
-            backing = Madvise(memory.regions, memory.num_blocks)
-        except UnsupportedLayout as error:
-            self.sharing = str(error)
+        backing: Backing | None = None
+        if not self.sharing:
+            try:
+                if addresses is None:
+                    backing = Madvise(memory.regions, memory.num_blocks)
+                else:
+                    backing = Vmm(addresses, memory.regions, memory.num_blocks)
+            except UnsupportedLayout as error:
+                self.sharing = str(error)
+        if addresses is not None:
+            addresses.driver.settle()  # vLLM's warm-up
+            addresses.drop(addresses.pages)
+            if backing is None:
+                addresses.put(addresses.pages)
+            else:
+                backing.take([0])  # of the null block
+        if backing is None:
             return
         self._balloon = balloon = Balloon(
             self._scheduler, memory.tables, backing, memory.copies, core.call
@@ -336,6 +348,8 @@ class ServingVllm:
             self._builder.close()
             if stopped:
                 self._core.shutdown()
+                if self._addresses is not None:
+                    self._addresses.close()
 
     def assign(self, request_id: str, client: int) -> None:
         self._destination.assign(request_id, client)
@@ -575,7 +589,11 @@ class ServingVllm:
         # that come, and those that may come back, keep their places.
         kept = self._source.may_come_back() + self._destination.to_come()
         self._scheduler.max_num_active_reqs = self._seats - kept
-        news = self._balloon is not None and self._balloon.between_steps()
+        news = False
+        if self._balloon is not None:
+            news = self._balloon.between_steps()
+            if self._balloon.closed:
+                self._scheduler.max_num_active_reqs = 0
         now = time.monotonic()
         # After its last step an idle engine takes none that would renew the snapshot.
         if news or now - self._load_at >= _LOAD_PERIOD_S or not self._scheduler.running:

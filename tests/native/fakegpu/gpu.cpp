@@ -8,6 +8,7 @@
 // - The host can't touch a device's memory (it is mapped without access but while the device
 //   works), nor can a device another's, unless it was let to. The addresses of memory that was
 //   freed are nobody's any more.
+// - Memory that cuMemCreate makes holds no zeros.
 // - Copies to and from the host want pinned memory.
 // - A capture in global mode is spoilt by calls of other threads that aren't safe then.
 // - Memory for other processes is a file without a name, so it lives as long as one of them maps
@@ -237,6 +238,11 @@ CALL(kUnsafe, cuMemCreate, uint64_t *handle, size_t nbytes, const Properties *wa
     auto made = make_physical(nbytes, device, wanted->handle_types == kFile);
     struct stat status;
     if (!made || fstat(made->file, &status)) return kOutOfMemory;
+    const std::vector<char> anything(kGranularity, '\xff');  // what another process has left
+    for (size_t at = 0; at < nbytes; at += kGranularity)
+        if (pwrite(made->file, anything.data(), kGranularity, static_cast<off_t>(at)) !=
+            static_cast<ssize_t>(kGranularity))
+            return kOutOfMemory;
     machine.ours.insert(status.st_ino);
     machine.handles[*handle = ++machine.last] = made;
     return kSuccess;
