@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker import utils
@@ -67,13 +66,13 @@ def without_pages(device: str) -> Iterator[Taken]:
     device: "cpu" or "cuda". Raises StartupError if vLLM takes it otherwise than expected.
     """
     on_gpu = device == "cuda"
-    taken = Taken(on_gpu)
+    taken, get_configs = Taken(on_gpu), core.get_kv_cache_configs
 
     def whole_pages(
-        config: VllmConfig, specs: list[dict[str, KVCacheSpec]], nbytes: list[int]
+        config: VllmConfig, specs: list[dict[str, KVCacheSpec]], *more: Any
     ) -> list[KVCacheConfig]:
         """As many blocks as fill pages in each layer: those behind could never be given back."""
-        configs = get_kv_cache_configs(config, specs, nbytes)
+        configs = get_configs(config, specs, *more)
         page = page_bytes(Driver(driver.current_device())) if on_gpu else mmap.PAGESIZE
         strides = {spec.page_size_bytes for one in specs for spec in one.values()}
         group = math.lcm(*(page // math.gcd(page, stride) for stride in strides))
@@ -81,7 +80,7 @@ def without_pages(device: str) -> Iterator[Taken]:
         if blocks % group == 0 or blocks < group:
             return configs
         with patch.object(config.cache_config, "num_gpu_blocks_override", blocks // group * group):
-            return get_kv_cache_configs(config, specs, nbytes)
+            return get_configs(config, specs, *more)
 
     with patch.object(utils, "torch", taken), patch.object(
         core, "get_kv_cache_configs", whole_pages
