@@ -11,12 +11,15 @@ fast as it can, which is bounded by this machine's cores: upstream, proxy and cl
 the proxy, with tokens for 1,000 streams at more than it can do: what the proxy takes from a server.
 
 nginx, the least that a proxy can cost, is a program that `--nginx` names (Debian's package needs
-not be installed: `dpkg -x` unpacks it).
+not be installed: `dpkg -x` unpacks it). LiteLLM's proxy is installed from PyPI into a virtual
+environment of its own, at `--litellm FOLDER`; it runs without a database, with one worker, knows
+one key, and reaches its upstream by TCP, for it can't by a Unix socket. The pace of its streams is
+a tenth of the others', and its `most` is not measured: it takes minutes to open streams where it
+has more to do than it can. It adds five minutes to a round.
 """
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import shutil
@@ -25,12 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -41,32 +44,33 @@ from bench.load.latency import quantile
 from bench.load.orders import SetRate
 from bench.load.rounds import BODY, IN_FLIGHT
 from bench.load.sites import Setup, Site
+from bench.proxy.others import Make, install_litellm, litellm, nginx, wait_for
 from kvmig.accounts.keys import KeyGrant, new_key
 from kvmig.proxy.messages import ProxyLaunch, Route, Snapshot
 from kvmig_tools.served import free_port
 
-Make = Callable[[int, str, Path], AbstractContextManager[list[int]]]
-"""Starts a proxy at a port, for an upstream at a path or port; gives its processes."""
 PEPPER = bytes(32)
 KEY = new_key(PEPPER)
-START_S = 120.0
 PROBES = 200
 STREAMS, BESIDE = 1000, 100
 """Of the throughput and the memory, and beside the calls whose first token is timed."""
-PACE, BESIDE_PACE, MOST, FRONT_PACE = 5_000, 2_000, 1_000_000, 50_000
-"""Tokens a second of all streams; of front ends far more than they can do."""
+FRONT_PACE = 50_000
+"""Tokens a second of all streams: far more than front ends can do."""
 INSTANCES = 10
-NGINX = """\
-user {user}; worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
-events {{ worker_connections 8192; }}
-http {{
-  access_log off; client_body_temp_path {folder}/b; proxy_temp_path {folder}/p;
-  fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
-  upstream up {{ server unix:{path}; }}
-  server {{ listen 127.0.0.1:{port} backlog=4096;
-    location / {{ proxy_pass http://up; proxy_http_version 1.1; proxy_buffering off; }} }}
-}}
-"""
+AT_PORTS = ("direct", "litellm")
+"""Whose upstream is at a port, not on a Unix socket."""
+
+
+class Paces(NamedTuple):
+    """Tokens a second of all streams. most: far more than can be done; None: not tried."""
+
+    usual: int = 5_000
+    beside: int = 2_000
+    most: int | None = 1_000_000
+
+
+LITELLM_PACES = Paces(500, 200, None)
+"""With 3,000 a second on 20 streams it took no further call for more than a minute."""
 
 
 @dataclass
@@ -77,8 +81,8 @@ class Sample:
     round: int
     us_per_token: float
     delivered: float
-    """Tokens a second, at PACE."""
-    most: float
+    """Tokens a second, at its usual pace."""
+    most: float | None
     first_p50_ms: float
     first_p99_ms: float
     kib_per_stream: float
@@ -122,51 +126,6 @@ def kvmig(port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
         os.close(heard)
 
 
-@contextmanager
-def running(words: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A program of others, and all that it starts."""
-    with (folder / "log").open("ab") as log:
-        one = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
-    try:
-        yield one
-    finally:
-        one.terminate()
-        try:
-            one.wait(process.END_S)
-        except subprocess.TimeoutExpired:
-            one.kill()
-            one.wait()
-
-
-def nginx(program: str) -> Make:
-    """Started for an upstream."""
-
-    @contextmanager
-    def make(port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
-        user = getpass.getuser()
-        text = NGINX.format(user=user, folder=folder, path=upstream, port=port)
-        (folder / "nginx.conf").write_text(text)
-        words = [program, "-p", str(folder), "-c", str(folder / "nginx.conf")]
-        with running(words, folder) as one:
-            wait_for(port, folder)
-            yield [one.pid, *process.descendants(one.pid)]
-
-    return make
-
-
-def wait_for(port: int, folder: Path) -> None:
-    """Until somebody takes connections."""
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            with socket.create_connection(("127.0.0.1", port)):
-                return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise RuntimeError((folder / "log").read_text()[-2000:]) from None
-            time.sleep(0.1)
-
-
 # -- measured
 
 
@@ -197,24 +156,25 @@ def first_ms(port: int) -> list[float]:
 class Bench:
     """One proxy at a time, each in a folder of its own."""
 
-    def __init__(self, seconds: float, logs: Path, nginx: str) -> None:
+    def __init__(self, seconds: float, logs: Path, makes: Mapping[str, Make]) -> None:
         self._seconds = seconds
         self._logs = logs
-        self._nginx = nginx
+        self._makes = makes
 
     @contextmanager
     def _up(self, name: str, rate: int) -> Iterator[tuple[Driver, int, list[int]]]:
         """A proxy before an upstream of this pace; its client, port and processes."""
-        make = {"direct": direct, "kvmig": kvmig, "nginx": nginx(self._nginx)}[name]
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._logs)))
             port = free_port()
-            address = str(port) if name == "direct" else str(folder / "up")
+            address = str(folder / "up")
+            if name in AT_PORTS:
+                address = str(port if name == "direct" else free_port())
             log = stack.enter_context((folder / "upstream.log").open("wb"))
             upstream = process.start("bench.proxy.upstream", address, rate, log=log)
             stack.callback(process.end, upstream)
             time.sleep(0.5)
-            pids = stack.enter_context(make(port, address, folder))
+            pids = stack.enter_context(self._makes[name](port, address, folder))
             wait_for(port, folder)
             time.sleep(1.0)
             client = stack.enter_context(Driver(port, folder / "client"))
@@ -228,7 +188,8 @@ class Bench:
         )
 
     def sample(self, name: str, number: int) -> Sample:
-        with self._up(name, PACE) as (client, _, pids):
+        paces = LITELLM_PACES if name == "litellm" else Paces()
+        with self._up(name, paces.usual) as (client, _, pids):
             memory = process.pss_bytes(pids)
             self._open(client, STREAMS)
             taken = process.pss_bytes(pids) - memory
@@ -236,11 +197,8 @@ class Bench:
             before = process.cpu_s(pids)
             told = client.ask("measure", seconds=self._seconds)
             spent = process.cpu_s(pids) - before
-        with self._up(name, MOST) as (client, _, _):
-            self._open(client, STREAMS)
-            client.ask("measure", seconds=1.0)
-            most = client.ask("measure", seconds=self._seconds)
-        with self._up(name, BESIDE_PACE) as (client, port, _):
+        most = None if paces.most is None else self._most(name, paces.most)
+        with self._up(name, paces.beside) as (client, port, _):
             self._open(client, BESIDE)
             first = first_ms(port)
         return Sample(
@@ -248,11 +206,18 @@ class Bench:
             round=number,
             us_per_token=spent / max(1, told["tokens"]) * 1e6,
             delivered=told["tokens"] / told["seconds"],
-            most=most["tokens"] / most["seconds"],
+            most=most,
             first_p50_ms=median(first),
             first_p99_ms=quantile(sorted(first), 0.99),
             kib_per_stream=taken / STREAMS / 1024,
         )
+
+    def _most(self, name: str, offered: int) -> float:
+        with self._up(name, offered) as (client, _, _):
+            self._open(client, STREAMS)
+            client.ask("measure", seconds=1.0)
+            told = client.ask("measure", seconds=self._seconds)
+        return float(told["tokens"] / told["seconds"])
 
     def front(self, behind: bool, number: int) -> dict[str, Any]:
         """kvmig's front end on engines that compute nothing, alone or behind the proxy."""
@@ -283,17 +248,30 @@ class Bench:
 def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--nginx", default=shutil.which("nginx") or "", help="the program")
+    root.add_argument(
+        "--litellm", type=Path, metavar="FOLDER",
+        help="a virtual environment of LiteLLM's proxy, made there from PyPI unless it is there",
+    )  # fmt: skip
     root.add_argument("--rounds", type=int, help="instead of 3")
     options = root.parse_args(argv)
     seconds, rounds = (3.0, 1) if options.quick else (8.0, options.rounds or 3)
-    names = ["direct", "kvmig", *(["nginx"] if options.nginx else [])]
+    makes: dict[str, Make] = {"direct": direct, "kvmig": kvmig}
+    if options.nginx:
+        makes["nginx"] = nginx(options.nginx)
+    if options.litellm is not None:
+        try:
+            program = install_litellm(options.litellm.absolute())
+        except subprocess.CalledProcessError as error:
+            root.error(f"LiteLLM can't be installed: {error.output or error}")
+        makes["litellm"] = litellm(program, KEY.shown)
+    names = [*makes]
     result = report.begin(
-        "proxy", {"seconds": seconds, "rounds": rounds, "streams": STREAMS, "pace": PACE}
+        "proxy", {"seconds": seconds, "rounds": rounds, "streams": STREAMS, "pace": Paces().usual}
     )
     samples: list[Sample] = []
     fronts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as logs:
-        bench = Bench(seconds, Path(logs), options.nginx)
+        bench = Bench(seconds, Path(logs), makes)
         for number in range(rounds):
             for name in names if number % 2 == 0 else reversed(names):
                 report.say(f"round {number + 1}: {name}")
@@ -305,8 +283,9 @@ def main(argv: list[str] | None = None) -> int:
     for name in names:
         mine = [one for one in samples if one.proxy == name]
         for field in Sample.__dataclass_fields__:
-            if field not in ("proxy", "round"):
-                result.summary[f"{name}.{field}"] = median(getattr(one, field) for one in mine)
+            measured = [getattr(one, field) for one in mine if getattr(one, field) is not None]
+            if field not in ("proxy", "round") and measured:
+                result.summary[f"{name}.{field}"] = median(measured)
     for name in names[1:]:
         for field in ("first_p50_ms", "first_p99_ms"):
             added = result.summary[f"{name}.{field}"] - result.summary[f"direct.{field}"]
