@@ -15,11 +15,17 @@ END_S = 30.0
 
 def cpu_s(pids: Sequence[int]) -> float:
     """Processor time that they have taken so far, in all their threads."""
-    total = 0.0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) * _TICK_S
-    return total
+    return sum(user + kernel for user, kernel in map(_times_s, pids))
+
+
+def kernel_s(pids: Sequence[int]) -> float:
+    """The part of it that was the kernel's, for their system calls."""
+    return sum(kernel for _, kernel in map(_times_s, pids))
+
+
+def _times_s(pid: int) -> tuple[float, float]:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) * _TICK_S, int(fields[12]) * _TICK_S
 
 
 def pss_bytes(pids: Sequence[int]) -> int:

@@ -80,6 +80,8 @@ class Sample:
     proxy: str
     round: int
     us_per_token: float
+    kernel_us_per_token: float
+    """Of it, in system calls."""
     delivered: float
     """Tokens a second, at its usual pace."""
     most: float | None
@@ -194,9 +196,9 @@ class Bench:
             self._open(client, STREAMS)
             taken = process.pss_bytes(pids) - memory
             client.ask("measure", seconds=1.0)
-            before = process.cpu_s(pids)
+            before = process.cpu_s(pids), process.kernel_s(pids)
             told = client.ask("measure", seconds=self._seconds)
-            spent = process.cpu_s(pids) - before
+            spent, kernel = process.cpu_s(pids) - before[0], process.kernel_s(pids) - before[1]
         most = None if paces.most is None else self._most(name, paces.most)
         with self._up(name, paces.beside) as (client, port, _):
             self._open(client, BESIDE)
@@ -205,6 +207,7 @@ class Bench:
             proxy=name,
             round=number,
             us_per_token=spent / max(1, told["tokens"]) * 1e6,
+            kernel_us_per_token=kernel / max(1, told["tokens"]) * 1e6,
             delivered=told["tokens"] / told["seconds"],
             most=most,
             first_p50_ms=median(first),
@@ -306,7 +309,17 @@ def main(argv: list[str] | None = None) -> int:
         "kvmig.kib_per_stream": {"max": 20.0},
         "front_behind_over_alone": {"min": 0.9},
     }
-    columns = ("proxy", "round", "us a token", "delivered", "most", "first p50", "p99", "KiB")
+    columns = (
+        "proxy",
+        "round",
+        "us a token",
+        "kernel's",
+        "delivered",
+        "most",
+        "first p50",
+        "p99",
+        "KiB",
+    )
     rows = [tuple(asdict(one).values()) for one in samples]
     return report.finish(result, options, [report.table("Proxies", columns, rows)])
 
