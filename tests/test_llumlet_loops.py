@@ -215,6 +215,16 @@ async def test_an_engine_that_has_nothing_to_do_is_looked_at_no_more_often_than_
         assert engine.looks - before <= 12
 
 
+async def test_outputs_without_tokens_don_t_make_an_engine_busy() -> None:
+    async with llumlet(ToyEngine()) as it:
+        await asyncio.sleep(0.4)
+        with mock.patch.object(it._engine, "step_s", side_effect=it._engine.step_s) as looks:
+            for _ in range(10):
+                it._on_outputs(1, [], [])
+                await asyncio.sleep(0.05)
+        assert looks.call_count <= 20
+
+
 async def test_a_request_that_comes_to_an_idle_engine_is_told_at_once() -> None:
     engine = Toy()
     async with llumlet(engine) as it, front_end(it) as front:

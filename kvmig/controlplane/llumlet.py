@@ -322,7 +322,8 @@ class Llumlet:
     # -- what the engine gives
 
     def _on_outputs(self, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
-        self._came.set()
+        if emitted:  # an engine that waits for memory has outputs, too: its statistics
+            self._came.set()
         sender = self._fronts.client(client)
         spans = self._tracking.spans(emitted)
         for entry in emitted:
