@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import random
 import re
 import signal
@@ -426,6 +427,8 @@ def main(argv: list[str] | None = None) -> int:
         "model": options.model, "streams": streams, "trips": trips, "faults": len(faults),
         "flags": FLAGS,
     }  # fmt: skip
+    # Else each server has threads for all cores, which wait for the other servers' turns.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     result = report.begin("replace", settings)
     with tempfile.TemporaryDirectory() as folder:
         servers: dict[str, Served] = {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     options = root.parse_args(argv)
     quick = options.quick
     every = not (options.memory or options.shift or options.gate)
+    # Else each server has threads for all cores, which wait for the other servers' turns.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     result = report.begin("units", {"quick": quick})
     if every or options.memory:
         arena = (options.mib or (128 if quick else 1024)) * MIB
