@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
@@ -205,6 +206,45 @@ def test_a_backup_is_made(kvmig: Kvmig) -> None:
     kvmig("backup", str(kvmig.folder / "saved"))
     assert (kvmig.folder / "saved").stat().st_size > 0
     assert "is there already" in kvmig.refused("backup", str(kvmig.folder / "saved"))
+
+
+EVENTS = """: model count is starting, 12 s so far
+
+data: {"choices": [{"delta": {"content": "four "}}]}
+
+data: {"choices": [{"delta": {"content": "five"}}]}
+
+data: [DONE]
+
+"""
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Bodies of what the door was asked, which answers all of them alike."""
+    asked: list[Any] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, text=EVENTS)
+
+    http = httpx.Client(base_url="http://door", transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "Client", lambda **_: http)
+    monkeypatch.setattr(console.Where, "admin_key", lambda _: "kvmig_key")
+    return asked
+
+
+def test_a_chat_shows_that_a_cold_model_starts(answering: list[Any]) -> None:
+    done = CliRunner().invoke(console.app, ["--url", "http://door", "chat", "count", "three"])
+    assert (done.stdout, done.stderr) == ("four five\n", "model count is starting, 12 s so far\n")
+
+
+def test_a_chat_takes_its_lines_from_a_pipe(answering: list[Any]) -> None:
+    words = ["--url", "http://door", "chat", "count"]
+    done = CliRunner().invoke(console.app, words, input="three\nsix\n")
+    assert done.stdout == "four five\nfour five\n"
+    said = [one["content"] for one in answering[-1]["messages"]]
+    assert said == ["three", "four five", "six"]
 
 
 def test_models_processes_get_no_password_of_the_database(

@@ -271,9 +271,9 @@ def chat(
 
 
 def ask() -> str:
-    """A line of the keyboard; empty at its end."""
+    """A line of the keyboard, or of a pipe; empty at its end."""
     try:
-        return input("> ")
+        return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return ""
 
@@ -284,6 +284,8 @@ def said_by(
     """What comes, printed as it comes. Raises Failed."""
     body = {"model": model, "messages": messages, "stream": True, "max_tokens": max_tokens}
     for line in door.stream("/v1/chat/completions", body):
+        if line.startswith(": "):  # a sign of life: how far a cold model's start is
+            print(line.removeprefix(": "), file=sys.stderr)
         if not line.startswith("data: ") or line == "data: [DONE]":
             continue
         found = json.loads(line.removeprefix("data: "))

@@ -16,6 +16,8 @@ URL, KEY = "KVMIG_URL", "KVMIG_KEY"
 """Environment variables: the door of a fleet elsewhere, and a key for it."""
 TIMEOUT_S = 200.0
 """The first check of an engine's flags loads its libraries."""
+SILENCE_S = 600.0
+"""Longest within an answer that streams: the prefill of a long prompt on a CPU."""
 
 
 class Failed(KvmigError):
@@ -61,8 +63,9 @@ class Client:
 
     def stream(self, path: str, body: Any) -> Iterator[str]:
         """Lines of an answer that streams. path: whole. Raises Failed."""
+        wait = httpx.Timeout(TIMEOUT_S, read=SILENCE_S)
         try:
-            with self._http.stream("POST", path, json=body, timeout=None) as answer:
+            with self._http.stream("POST", path, json=body, timeout=wait) as answer:
                 if answer.is_error:
                     answer.read()
                     raise Failed(sentence_of(answer))
