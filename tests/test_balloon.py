@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.engines.vllm.balloon import RETRY_S, STARVED_S, Balloon, unshared
+from kvmig.engines.vllm.balloon import RETRY_S, STARVED_S, Balloon, hold, unshared
 from kvmig.ground.errors import MigrationRefused, RequestGone, StartupError
 from tests.test_vllm_park import resident
 from tests.vllm_pair import LONG, PROMPT, SAMPLING, Pair, assert_same
@@ -100,6 +100,18 @@ async def test_who_watches_hears_whenever_its_use_changes(both: Pair) -> None:
     await both.run(a, "one", LONG, until=2)
     assert len(heard) > seen
     sharing.watch(lambda: None)
+    await both.finish("one")
+
+
+@pytest.mark.parametrize(("tokens", "more"), [(20, 0), (60, 1), (300, 4)])
+async def test_a_request_wants_no_more_blocks_than_its_tokens_will_fill(
+    both: Pair, tokens: int, more: int
+) -> None:
+    both.submit(both.a, "one", PROMPT, max_tokens=tokens)
+    await both.step(both.a, until=("one", 2))
+    both.a.engine._seen_load()
+    use = balloon(both.a).use
+    assert (use.wanted - use.used) // BLOCK == more
     await both.finish("one")
 
 
@@ -271,6 +283,37 @@ async def test_an_engine_without_memory_for_what_waits_does_not_spin(both: Pair)
     assert time.process_time() - cpu < 0.1
     await resized(both.a, BLOCKS)
     await both.finish("one")
+
+
+SIZE = 4
+
+
+def pool_of(groups: int) -> Any:
+    from vllm.v1.core.block_pool import BlockPool
+
+    return BlockPool(groups * SIZE, enable_caching=True, hash_block_size=16)
+
+
+def numbers(groups: list[list[Any]]) -> list[int]:
+    return [group[0].block_id // SIZE for group in groups]
+
+
+def test_groups_of_blocks_are_held_in_the_order_of_their_reuse() -> None:
+    pool = pool_of(6)
+    taken = pool.get_new_blocks(5 * SIZE)
+    pool.free_blocks(taken[: 3 * SIZE - 1])
+    pool.free_blocks(taken[3 * SIZE - 1 :])  # vLLM reuses first what has no prefix, the last first
+    assert numbers(hold(pool, 3, SIZE)) == [3, 4, 1]
+    assert numbers(hold(pool, 9, SIZE)) == [2, 5]
+    assert pool.get_num_free_blocks() == SIZE - 1
+
+
+def test_where_no_group_is_free_no_free_block_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(6)
+    taken = pool.get_new_blocks(6 * SIZE - 1)
+    pool.free_blocks([one for one in taken if one.block_id % SIZE])
+    monkeypatch.setattr(pool, "free_block_queue", None)
+    assert hold(pool, 3, SIZE) == []
 
 
 def test_a_vllm_that_takes_its_cache_otherwise_is_refused() -> None:

@@ -254,7 +254,7 @@ async def test_as_much_comes_as_the_gpu_has(pair: Pair, monkeypatch: pytest.Monk
 def test_one_whose_cache_cannot_be_shared_has_all_of_its_memory(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "unshared", lambda *_: "of another kind")
+    monkeypatch.setattr(serving, "unshared", lambda _, *made: "of another kind" if made else "")
     side = Side(Configuration(flags=FLAGS, shared=True))
     assert side.engine.sharing == "of another kind"
     assert there(side) == GROUPS * GROUP

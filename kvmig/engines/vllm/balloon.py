@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 from vllm.config import VllmConfig
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -35,31 +38,29 @@ from kvmig.ground.errors import KvmigError
 log = logging.getLogger(__name__)
 
 GROWTH_BLOCKS = 4
-"""Blocks that a running request is expected to want besides, soon."""
+"""Blocks that a running request is expected to want besides, soon, unless it ends before."""
 RETRY_S = 0.05
 """Until an engine whose next request fits, and couldn't start, looks again by itself."""
-SHORT_S = 1.0
-"""After a lack of memory, until it is asked for again."""
 STARVED_S = 0.5
 """The same where it doesn't fit."""
+SHORT_S = 1.0
+"""After a lack of memory, until it is asked for again."""
 SPARE_BLOCKS = 2
 """Of the floor, beside those of the longest request: vLLM's null block, and one ahead."""
 
 
-def unsharable(config: VllmConfig) -> str:
-    """Why no such engine can have a balloon, in a few words; empty when one may."""
+def unshared(config: VllmConfig, tables: Tables | None = None, unmovable: str = "") -> str:
+    """Why an engine's KV cache can't have a balloon, in a few words; empty when it can.
+
+    tables, unmovable: once the engine is made. Before, some of those that can't aren't known.
+    """
     if config.parallel_config.world_size > 1:
         return "several workers"
     if config.kv_transfer_config is not None:
         return "an offload of KV cache, which reads blocks that are free"
-    return ""
-
-
-def unshared(config: VllmConfig, tables: Tables, unmovable: str) -> str:
-    """Why this engine's KV cache can't have a balloon; empty when it can."""
-    if why := unsharable(config) or unmovable:
-        return why
-    return "" if tables.plain else "KV cache of several kinds, windows or states"
+    if unmovable:
+        return unmovable
+    return "" if tables is None or tables.plain else "KV cache of several kinds, windows or states"
 
 
 class Balloon:
@@ -104,7 +105,7 @@ class Balloon:
             granule=backing.group_bytes,
         )
         self._quota = backing.group
-        self._out = self._pick(groups - 1)
+        self._out = hold(self._pool, groups - 1, backing.group)
         self._mark(self._out, absent=True)
         self._resized()
         self.use = KVUse(0, 0, 0, 0)
@@ -152,7 +153,8 @@ class Balloon:
         pool, size = self._pool, self.room.granule // self._backing.group
         free = pool.get_num_free_blocks()
         used = pool.num_gpu_blocks - free
-        wanted = used + load.waiting_blocks // per_block + GROWTH_BLOCKS * load.running
+        growth = sum(self._grows(one) for one in self._scheduler.running)
+        wanted = used + load.waiting_blocks // per_block + growth
         use = KVUse(
             lease=pool.num_gpu_blocks * size + self._giving * self.room.granule,
             used=used * size,
@@ -171,35 +173,32 @@ class Balloon:
     # -- more
 
     def _deflate(self) -> None:
-        groups = (self._quota - self._pool.num_gpu_blocks) // self._backing.group
-        groups = min(groups, len(self._out))
         self._owes_since = None
-        if not groups:
+        lacks = (self._quota - self._pool.num_gpu_blocks) // self._backing.group
+        taken = self._take_back(min(lacks, len(self._out)))
+        if not taken:
             return
-        if not (groups := self._take_back(groups)):
-            return
-        taken = self._out[-groups:]
-        del self._out[-groups:]
+        del self._out[-len(taken) :]
         self._mark(taken, absent=False)
         self._pool.free_blocks(block for one in taken for block in one)
         self._resized()
 
-    def _take_back(self, groups: int) -> int:
-        """How many of the last so many have memory now. A GPU may have less left than the unit's
+    def _take_back(self, groups: int) -> list[list[KVCacheBlock]]:
+        """Those of the last so many that have memory now. A GPU may have less left than the unit's
         agent thinks: what isn't there is asked for again, soon, and the engine goes on without."""
         if time.monotonic() < self._short_until:
-            return 0
+            return []
         while groups:
+            taken = self._out[-groups:]
             try:
-                numbers = [_number(one, self._backing.group) for one in self._out[-groups:]]
-                self._backing.take(numbers)
+                self._backing.take([_number(one, self._backing.group) for one in taken])
             except KvmigError as error:
                 self._short_until = time.monotonic() + SHORT_S
                 log.warning("%d groups of blocks got no memory: %s", groups, error)
                 groups //= 2
             else:
-                break
-        return groups
+                return taken
+        return []
 
     # -- less
 
@@ -233,7 +232,7 @@ class Balloon:
         """spare: blocks to leave to requests that run, for what they grow by."""
         free = self._pool.get_num_free_blocks() - spare
         groups = min(self._owed, free // self._backing.group)
-        taken = self._pick(groups) if groups > 0 else []
+        taken = hold(self._pool, groups, self._backing.group) if groups > 0 else []
         if not taken:
             return
         self._pool.num_gpu_blocks -= len(taken) * self._backing.group
@@ -258,24 +257,6 @@ class Balloon:
         self._giving -= len(taken)
         self._news = True
         self._out += taken
-
-    def _pick(self, groups: int) -> list[list[KVCacheBlock]]:
-        """Hold so many groups, or all that are free, those that are reused first."""
-        pool, size = self._pool, self._backing.group
-        if size == 1:
-            return [[block] for block in pool.get_new_blocks(groups)]
-        members: dict[int, list[KVCacheBlock]] = {}
-        whole: list[list[KVCacheBlock]] = []
-        for block in pool.free_block_queue.get_all_free_blocks():
-            group = members.setdefault(block.block_id // size, [])
-            group.append(block)
-            if len(group) == size:
-                whole.append(group)
-        picked = whole[:groups]
-        blocks = [block for group in picked for block in group]
-        pool.evict_blocks({block.block_id for block in blocks})
-        pool.touch(blocks)
-        return picked
 
     def _preempt(self) -> None:
         """As vLLM does when it runs out of blocks, and as it does between two steps."""
@@ -303,10 +284,49 @@ class Balloon:
     def _mark(self, groups: list[list[KVCacheBlock]], *, absent: bool) -> None:
         self._absent[[block.block_id for one in groups for block in one]] = absent
 
+    def _grows(self, request: Request) -> int:
+        """Blocks that it may want besides, soon. KV of its last token is never computed."""
+        last = min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len)
+        left = self._tables.demand(last - 1) - self._tables.demand(request.num_tokens)
+        return max(0, min(GROWTH_BLOCKS, left // self._tables.units.per_block))
+
     def _groups_of(self, tokens: int) -> int:
         per_block = self._tables.units.per_block
         blocks = self._tables.demand(tokens) // per_block + SPARE_BLOCKS
         return -(-blocks // self._backing.group)
+
+
+def hold(pool: BlockPool, groups: int, size: int) -> list[list[KVCacheBlock]]:
+    """Take so many groups of `size` blocks out of vLLM's pool, or all that are free: those first
+    whose blocks vLLM would reuse first."""
+    if size == 1:
+        return [[block] for block in pool.get_new_blocks(groups)]
+    free: list[list[KVCacheBlock]] = []
+    # Groups in use are seen to be so by their first blocks; a walk along the free blocks would
+    # take ten times as long, in each step as long as any are owed.
+    for at in range(size, len(pool.blocks), size):  # vLLM's null block is in the first group
+        group = pool.blocks[at : at + size]
+        for block in group:
+            if block.ref_cnt:
+                break
+        else:
+            free.append(group)
+    if len(free) > groups:
+        free = list(islice(_reused_first(pool, size), groups))
+    blocks = [block for group in free for block in group]
+    pool.evict_blocks({block.block_id for block in blocks})
+    pool.touch(blocks)
+    return free
+
+
+def _reused_first(pool: BlockPool, size: int) -> Iterator[list[KVCacheBlock]]:
+    """The groups that are free, in the order in which vLLM will have reused all their blocks."""
+    groups: defaultdict[int, list[KVCacheBlock]] = defaultdict(list)
+    for block in pool.free_block_queue.iter_blocks_after(None):
+        group = groups[block.block_id // size]
+        group.append(block)
+        if len(group) == size:
+            yield group
 
 
 class VllmSharing:

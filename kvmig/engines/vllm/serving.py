@@ -40,7 +40,7 @@ from kvmig.engines.base import (
 from kvmig.engines.gate import StepGate
 from kvmig.engines.identity import check_unchanged
 from kvmig.engines.vllm.allocation import without_pages
-from kvmig.engines.vllm.balloon import Balloon, VllmSharing, unsharable, unshared
+from kvmig.engines.vllm.balloon import Balloon, VllmSharing, unshared
 from kvmig.engines.vllm.building import Builder, go_on, not_again, without_what_was_sent
 from kvmig.engines.vllm.compat import refuse
 from kvmig.engines.vllm.config import (
@@ -108,7 +108,7 @@ class ServingVllm:
         shared: see `kvmig.engines.kind.EngineKind.make`.
         """
         alone = config.parallel_config.world_size == 1
-        lazily = shared and not unsharable(config)
+        lazily = shared and not unshared(config)
         self._identify = identify = identify or partial(identity_of_config, config)
         self._weights = weights = identify()
         """The identity of the weights, on the engine's thread."""
