@@ -24,11 +24,11 @@ from vllm.v1.executor import Executor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvmig.controlplane.adbs import PARTS, Kind, Shares
+from kvmig.controlplane.adbs import Kind, Shares
 from kvmig.controlplane.quotas import PERIOD_S, RULES, Use
 from kvmig.controlplane.turns import Answer, Turns
 from kvmig.costs.shares import Device, StepCost
-from kvmig.engines.gate import NOTHING, Grant, Want
+from kvmig.engines.gate import NOTHING, PARTS, Grant, Want
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.core import StepCore

@@ -35,7 +35,7 @@ HIGHEST = -5
 """The highest priority of a stream."""
 GIVEN_BACK_S = 5.0
 MEMORY = "/memfd:fakegpu"
-HELD = ("memory", "pinned", "events", "streams", "handles", "reserved")
+HELD = ("memory", "pinned", "events", "streams", "handles", "reserved", "greens")
 _HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -60,6 +60,7 @@ def library() -> ctypes.CDLL:
     """The same, loaded."""
     loaded = abi.load(path(), "cuda")
     loaded.fakegpu_pending.argtypes = [ctypes.c_void_p]
+    loaded.fakegpu_sms.argtypes, loaded.fakegpu_sms.restype = [ctypes.c_void_p], ctypes.c_uint64
     return loaded
 
 
@@ -186,6 +187,11 @@ class FakeGpu(Driver):
     def pending(self, stream: int) -> int:
         """What is queued and not done."""
         return int(library().fakegpu_pending(stream))
+
+    def sms(self, stream: int) -> set[int]:
+        """Those that work on the stream gets."""
+        bits = int(library().fakegpu_sms(stream))
+        return {number for number in range(64) if bits >> number & 1}
 
     def priority(self, stream: int) -> int:
         found = ctypes.c_int()

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.adbs import OVERBOOKED, PARTS, POLICIES, Gate, Job, Shares, Want
+from kvmig.controlplane.adbs import OVERBOOKED, POLICIES, Gate, Job, Shares, Want
+from kvmig.engines.gate import PARTS
 from kvmig.ground.errors import ConfigError
 
 BOTH = Want(prompt=0.0, decode=0.0)

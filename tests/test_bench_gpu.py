@@ -79,6 +79,7 @@ def test_pages_that_come_and_go_are_measured(
     assert summary["wrong"] == 0
     assert summary["take_us_a_page_p50"] > 0
     assert ("cover_s" in summary) == (device == "cuda")
+    assert ("decode_ms_100" in summary) == (device == "cpu"), "torch has no CUDA here"
 
 
 def test_the_checks_pass(tmp_path: Path) -> None:

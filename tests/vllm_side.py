@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmig.engines.base import Emitted, Frame
+from kvmig.engines.gate import UnitShares
 from kvmig.models import BUNDLED
 from tests.environment import environment
 
@@ -61,6 +62,7 @@ class Configuration:
     """Whether the one worker is a process of its own."""
     shared: bool = False
     """Whether its KV cache can shrink and grow."""
+    shares: UnitShares | None = None
 
 
 BY_PRIORITY = Configuration(
@@ -94,7 +96,9 @@ def start(wanted: Configuration) -> ServingVllm:
         config.parallel_config.distributed_executor_backend = "mp"
     # vLLM's CPU platform turns it off; the machinery is the same as on a GPU.
     config.scheduler_config.async_scheduling = wanted.async_scheduling
-    engine = ServingVllm(config, unit_tokens=wanted.unit_tokens, shared=wanted.shared)
+    engine = ServingVllm(
+        config, unit_tokens=wanted.unit_tokens, shared=wanted.shared, shares=wanted.shares
+    )
     # Once a process is enough; a second time it trips over numba, which ngram drafts bring.
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
     return engine

@@ -41,10 +41,10 @@ PARTS = (
     Part("links", 35),
     Part("ceilings", 60),
     Part("sanitizer", 65),
-    Part("units", 20),
+    Part("units", 30),
     Part("serving", 240),
 )
-"""In order of worth, should the GPU be gone before the end; 555 s at most, and those of `serving`
+"""In order of worth, should the GPU be gone before the end; 565 s at most, and those of `serving`
 where vLLM is installed."""
 
 

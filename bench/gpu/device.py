@@ -83,12 +83,12 @@ def between_gpus(by: Kernels) -> Callable[..., Pending]:
 
 
 class Site:
-    """One device and, on a GPU, a stream that isn't the default one."""
+    """One device and, on a GPU, a stream that isn't the default one: `stream`, or its own."""
 
-    def __init__(self, device: Device, only: str = "") -> None:
+    def __init__(self, device: Device, only: str = "", stream: Any = None) -> None:
         self.device = device
         self._names = [only] if only else list(select.ORDER[device][:-1])
-        self._stream: Any = torch.cuda.Stream() if device == "cuda" else None
+        self._stream: Any = stream or (torch.cuda.Stream() if device == "cuda" else None)
         self.reasons: dict[str, str] = {}
         """Kernels that can't run here, and why."""
 

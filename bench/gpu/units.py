@@ -1,6 +1,8 @@
 """What it costs that a unit's KV cache comes and goes: microseconds to take a page (2 MiB of a GPU,
 4 KiB of a host) and to give it back, and seconds to have one page behind all addresses while an
-engine starts. Each page that comes is zeros, and keeps what is written until it goes."""
+engine starts. Each page that comes is zeros, and keeps what is written until it goes.
+
+Then what a part of the SMs costs a step (`sm_shares`)."""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from bench.gpu.device import note_gpu, options_of
+from bench.gpu.device import Site, note_gpu, options_of
+from bench.gpu.sm_shares import measure as measure_step
+from bench.gpu.sm_shares import on_shares
 from bench.report import Result, begin, finish
 from kvmig.engines.backing import Backing, Madvise, Vmm
+from kvmig.engines.gate import PARTS
 from kvmig.ground.layout import Region
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import Driver
@@ -91,14 +96,18 @@ def on_host(result: Result, groups: int) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = options_of(__doc__, arguments)
-    groups, start_bytes = (4, GIB // 16) if options.quick else (40, 64 * GIB)
-    settings: dict[str, Any] = {"layers": LAYERS, "groups": groups, "rounds": ROUNDS}
+    groups, start_bytes, width = (4, GIB // 16, 64) if options.quick else (40, 64 * GIB, 4096)
+    settings: dict[str, Any] = {
+        "layers": LAYERS, "groups": groups, "rounds": ROUNDS, "step_width": width
+    }  # fmt: skip
     result = begin("gpu units", {**settings, "start_bytes": start_bytes})
     note_gpu(result)
     if options.device == "cpu":
         on_host(result, groups)
+        measure_step(result, Site("cpu"), PARTS, width)
     else:
         on_gpu(result, groups, start_bytes)
+        on_shares(result, width)
     return finish(result, options)
 
 

@@ -21,6 +21,7 @@ from kvmig.cli.processes import (
 )
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.controlplane.llumlet import Llumlet
+from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import kind_of
 from kvmig.ground.errors import KvmigError, StartupError
 
@@ -38,8 +39,11 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
     kind.prepare()
     kind.load()
     end_loading()
-    unit_tokens, shared = launch.config.migration.unit_tokens, launch.config.unit is not None
-    engine = kind.make(launch.engine_argv, unit_tokens, shared)
+    unit_tokens, unit = launch.config.migration.unit_tokens, launch.config.unit
+    shares = None
+    if unit is not None and unit.shares is not None:
+        shares = UnitShares(*unit.shares, unit.path_of(launch.instance))
+    engine = kind.make(launch.engine_argv, unit_tokens, unit is not None, shares)
     llumlet = Llumlet(launch.instance, launch.cluster, launch.secret, launch.config, engine)
     stopped = asyncio.ensure_future(until_stopped())
     try:
@@ -48,8 +52,11 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
         gc.freeze()  # a collection that walks all of vLLM would stop it for tens of ms
         if engine.unmovable:
             say(f"its requests can't be moved: {engine.unmovable}", f"kvmig {launch.instance}")
-        if shared and isinstance(engine.sharing, str):
+        if unit is not None and isinstance(engine.sharing, str):
             say(f"its KV cache is its own alone: {engine.sharing}", f"kvmig {launch.instance}")
+        elif not isinstance(engine.sharing, str) and (why := engine.sharing.unlimited):
+            words = f"--unit-shares order its steps, and limit no SMs: {why}"
+            say(words, f"kvmig {launch.instance}")
         announce(descriptor, Announcement(endpoint=llumlet.endpoint))
         failed = asyncio.ensure_future(llumlet.failed())
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
+from kvmig.engines.gate import PARTS
 from kvmig.ground.errors import ConfigError
 
-PARTS = 10
 OVERBOOKED = 2
 """Parts that may be booked twice, as in MuxServe."""
 PASSES = 8

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from kvmig.controlplane.adbs import NOTHING, PARTS, Gate, Job, Kind, Shares
+from kvmig.controlplane.adbs import NOTHING, Gate, Job, Kind, Shares
 from kvmig.controlplane.adbs import Want as Wish
-from kvmig.engines.gate import Grant, Want
+from kvmig.engines.gate import PARTS, Grant, Want
 
 JOB_S = 5.0
 """A job that hasn't ended after so long is taken as ended: its engine hangs, or is stopped."""

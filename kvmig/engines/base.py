@@ -237,6 +237,9 @@ class Sharing(Protocol):
     """The side of an engine whose KV cache can shrink and grow while it serves."""
 
     room: Room
+    unlimited: str
+    """Why its steps may take all of the device, whatever their share is, in a few words; empty:
+    they keep to it, or have none."""
 
     @property
     def use(self) -> KVUse:

@@ -7,10 +7,12 @@ words and the port; how an engine's thread waits: `kvmig.engines.entrance`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+PARTS = 10
+"""Of a device, which steps take some of."""
 LIMIT_S = 1.0
 """How long a step waits for its grant, unless a gate says otherwise."""
 
@@ -41,6 +43,15 @@ class Want(msgspec.Struct, frozen=True):
 NOTHING = Want(0, 0)
 
 
+class UnitShares(NamedTuple):
+    """Parts of the device, 1 to `PARTS`, for steps with prompts and for steps of decodes alone."""
+
+    prefill: int
+    decode: int
+    unit: str = ""
+    """Path of the unit, whose other engines should get other SMs."""
+
+
 class Grant(msgspec.Struct, frozen=True):
     """What the next step may compute."""
 
@@ -49,7 +60,7 @@ class Grant(msgspec.Struct, frozen=True):
     tokens: int = 0
     """At most so many, but one for each request that decodes; 0: as many as the engine likes."""
     parts: int = 0
-    """Parts of the device that the step takes (of `kvmig.controlplane.adbs.PARTS`); 0: all."""
+    """Parts of the device that the step takes (of `PARTS`); 0: all."""
 
     def suits(self, want: Want) -> bool:
         """Whether a step with it computes anything."""

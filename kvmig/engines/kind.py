@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvmig.engines.base import ServingEngine
+from kvmig.engines.gate import UnitShares
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import ConfigError
 
@@ -80,11 +81,18 @@ class EngineKind(Protocol):
         """The identity of the weights that an instance would have that is started now."""
         ...
 
-    def make(self, argv: list[str], unit_tokens: int, shared: bool = False) -> ServingEngine:
+    def make(
+        self,
+        argv: list[str],
+        unit_tokens: int,
+        shared: bool = False,
+        shares: UnitShares | None = None,
+    ) -> ServingEngine:
         """The engine, loaded. Raises StartupError or ConfigError with one sentence.
 
         unit_tokens: of what it exchanges with other instances; 0: its own blocks. shared: its KV
-        cache has no memory yet, which comes by `ServingEngine.sharing`, if it can.
+        cache has no memory yet, which comes by `ServingEngine.sharing`, if it can. shares: of the
+        device, that its steps keep to where they can.
         """
         ...
 

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvmig.controlplane.adbs import PARTS, Gate, Job, Shares, Want
+from kvmig.controlplane.adbs import Gate, Job, Shares, Want
 from kvmig.controlplane.quotas import PERIOD_S, RULES, Use
 from kvmig.costs.shares import Device
+from kvmig.engines.gate import PARTS
 from kvmig_tools.sim.batch import DecodeBatch
 from kvmig_tools.sim.events import EventQueue
 from kvmig_tools.sim.request import SimRequest

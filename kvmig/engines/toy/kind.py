@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from kvmig.engines.base import ServingEngine
+from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import api_keys
 from kvmig.engines.toy.core import VOCABULARY
 from kvmig.engines.toy.engine import STEP_MS, ToyEngine
@@ -93,7 +94,13 @@ class ToyKind:
     def weights(self, args: Namespace) -> str:
         return ScriptFile(args.script).read().weights
 
-    def make(self, argv: list[str], unit_tokens: int, shared: bool = False) -> ServingEngine:
+    def make(
+        self,
+        argv: list[str],
+        unit_tokens: int,
+        shared: bool = False,
+        shares: UnitShares | None = None,
+    ) -> ServingEngine:
         args = self.parse(argv)
         script = ScriptFile(args.script)
         while not script.read().load:

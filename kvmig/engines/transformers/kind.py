@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvmig.engines.base import ServingEngine
+from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import api_keys, check_model, set_offline
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.config import EngineConfig
@@ -68,7 +69,13 @@ class TransformersKind:
 
         return identify(parse(engine_fields(args)))
 
-    def make(self, argv: list[str], unit_tokens: int, shared: bool = False) -> ServingEngine:
+    def make(
+        self,
+        argv: list[str],
+        unit_tokens: int,
+        shared: bool = False,
+        shares: UnitShares | None = None,
+    ) -> ServingEngine:
         args = parse(argv)
         try:
             return factory(**engine_fields(args))

@@ -337,9 +337,10 @@ class VllmSharing:
         balloon: Balloon,
         on_engine: Callable[[Callable[[], None]], Awaitable[None]],
         share: Callable[[StepGate], None],
+        unlimited: str = "",
     ) -> None:
         """share: ask that gate before each step; called on the engine's thread."""
-        self.room = balloon.room
+        self.room, self.unlimited = balloon.room, unlimited
         self._balloon = balloon
         self._on_engine = on_engine
         self._share = share

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvmig.engines.base import ServingEngine
+from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.vllm import flags
 from kvmig.ground.config import ClusterConfig
@@ -85,7 +86,13 @@ class VllmKind:
 
         return identity_of_args(args)
 
-    def make(self, argv: list[str], unit_tokens: int, shared: bool = False) -> ServingEngine:
+    def make(
+        self,
+        argv: list[str],
+        unit_tokens: int,
+        shared: bool = False,
+        shares: UnitShares | None = None,
+    ) -> ServingEngine:
         from kvmig.engines.vllm.config import (
             compile_nothing,
             engine_config,
@@ -100,7 +107,9 @@ class VllmKind:
         try:
             config = engine_config(args)
             identify = partial(identity_of_args, args)
-            return ServingVllm(config, unit_tokens=unit_tokens, identify=identify, shared=shared)
+            return ServingVllm(
+                config, unit_tokens=unit_tokens, identify=identify, shared=shared, shares=shares
+            )
         except KvmigError:
             raise
         except Exception as error:

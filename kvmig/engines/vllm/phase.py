@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.interface import PauseState
@@ -35,17 +36,17 @@ class Phase:
         self,
         core: StepCore,
         gate: StepGate,
-        use_parts: Callable[[int], None] = lambda parts: None,
+        on_parts: Callable[[int], AbstractContextManager[object]] = lambda parts: nullcontext(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """use_parts: take so many parts of the device from now on; 0: all."""
+        """on_parts: held while a step is made that takes so many parts of the device; 0: all."""
         self.throttles = False
         """Whether the present step leaves prompts alone."""
         self.entrance = Entrance(gate, self._serve)
         self._core = core
         self._scheduler = core.scheduler
         self._own_tokens = core.scheduler.max_num_scheduled_tokens
-        self._use_parts = use_parts
+        self._on_parts = on_parts
         self._clock = clock
         self._stuck: tuple[Request, int, float] | None = None
         """The head of the queue that a step couldn't start, with so many blocks free, and until
@@ -128,9 +129,9 @@ class Phase:
             # Fewer than one for each that decodes, and the last of them would never get any.
             least = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
             scheduler.max_num_scheduled_tokens = min(self._own_tokens, max(grant.tokens, least))
-        self._use_parts(grant.parts)
         try:
-            return self._core.step_once()
+            with self._on_parts(grant.parts):
+                return self._core.step_once()
         finally:
             scheduler.max_num_scheduled_tokens = self._own_tokens
             self.throttles = False

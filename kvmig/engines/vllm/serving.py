@@ -37,7 +37,7 @@ from kvmig.engines.base import (
     Tail,
     too_large,
 )
-from kvmig.engines.gate import StepGate
+from kvmig.engines.gate import StepGate, UnitShares
 from kvmig.engines.identity import check_unchanged
 from kvmig.engines.vllm.allocation import without_pages
 from kvmig.engines.vllm.balloon import Balloon, VllmSharing, unshared
@@ -57,6 +57,7 @@ from kvmig.engines.vllm.lora import Adapters
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.offload import BeingOffloaded, Offload
 from kvmig.engines.vllm.phase import Phase
+from kvmig.engines.vllm.share_streams import streams_for
 from kvmig.engines.vllm.sides import (
     Destination,
     Progress,
@@ -100,12 +101,13 @@ class ServingVllm:
         unit_tokens: int = 0,
         identify: Identify | None = None,
         shared: bool = False,
+        shares: UnitShares | None = None,
     ) -> None:
         """Load the model and take the KV cache: minutes. vLLM's own errors pass through.
 
         unit_tokens: of what is exchanged with other instances; 0: an engine's own block.
         identify: the weights; None: by `config`. Raises StartupError if they change meanwhile.
-        shared: see `kvmig.engines.kind.EngineKind.make`.
+        shared, shares: see `kvmig.engines.kind.EngineKind.make`.
         """
         alone = config.parallel_config.world_size == 1
         lazily = shared and not unshared(config)
@@ -116,6 +118,7 @@ class ServingVllm:
         with (
             without_pages(device) if lazily else contextlib.nullcontext() as taken,
             one_device() if alone else contextlib.nullcontext(),
+            streams_for(config, shares if lazily else None) as self._streams,
         ):
             self._core = StepCore(config, Executor.get_class(config), log_stats, self._deliver)
         self._addresses = None if taken is None else taken.addresses
@@ -140,6 +143,7 @@ class ServingVllm:
             self._open(unit_tokens, weights, shared)
         except BaseException:
             self._core.shutdown()  # workers are processes of their own
+            self._close_streams()
             raise
 
     def _open(self, unit_tokens: int, weights: str, shared: bool) -> None:
@@ -198,14 +202,16 @@ class ServingVllm:
             self._scheduler, memory.tables, backing, memory.copies, core.call
         )
         core.rest_s = balloon.rest_s
-        self.sharing = VllmSharing(balloon, self._on_engine, self.share)
+        unlimited = self._streams if isinstance(self._streams, str) else ""
+        self.sharing = VllmSharing(balloon, self._on_engine, self.share, unlimited)
 
-    def share(self, gate: StepGate, use_parts: Callable[[int], None] = lambda parts: None) -> None:
-        """Ask `gate` before each step from now on; before `connect`, or on the engine's thread.
-
-        use_parts: take so many parts of the device from now on (on the engine's thread); 0: all.
-        """
-        self._core.phase = Phase(self._core, gate, use_parts)
+    def share(self, gate: StepGate) -> None:
+        """Ask `gate` before each step from now on; before `connect`, or on the engine's thread."""
+        streams = self._streams
+        if isinstance(streams, str):
+            self._core.phase = Phase(self._core, gate)
+        else:
+            self._core.phase = Phase(self._core, gate, partial(streams.step, self._core))
 
     # -- for clients
 
@@ -348,8 +354,13 @@ class ServingVllm:
             self._builder.close()
             if stopped:
                 self._core.shutdown()
+                self._close_streams()
                 if self._addresses is not None:
                     self._addresses.close()
+
+    def _close_streams(self) -> None:
+        if not isinstance(self._streams, str):
+            self._streams.close()
 
     def assign(self, request_id: str, client: int) -> None:
         self._destination.assign(request_id, client)

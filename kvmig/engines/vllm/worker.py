@@ -46,6 +46,13 @@ def ask_for_tiles(worker: Any) -> None:
     torch.cpu._init_amx()
 
 
+def compute_on(worker: Any, stream: torch.cuda.Stream) -> None:
+    """Let model runner V2 know the stream that its steps are on from now on: it keeps the first,
+    copies its outputs once that one is done, and makes it the thread's own afterwards."""
+    if hasattr(type(worker.model_runner), "main_stream"):
+        worker.model_runner.main_stream = stream
+
+
 def describe_cache(worker: Any, layer_names: Sequence[str]) -> RankCache:
     """Where this worker's KV cache lies; layers that share memory only once."""
     layers: dict[int, LayerCache] = {}

@@ -16,6 +16,7 @@
 //
 // $CUDA_VISIBLE_DEVICES: as everywhere; $KVMIG_FAKE_NO_GPU: no device; $KVMIG_FAKE_NO_PEERS: none
 // has access to the other's memory; $KVMIG_FAKE_MIG: nor to another process's (parts of one GPU);
+// $KVMIG_FAKE_SMS: SMs of each, instead of 2; $KVMIG_FAKE_MPS: an MPS daemon is there;
 // $KVMIG_FAKE_VERSION: CUDA's, instead of 13000; $KVMIG_FAKE_OLD: older than the run-time library.
 
 #include "machine.h"
@@ -47,7 +48,9 @@ API int cuGetErrorString(int error, const char **words) {
         {kInvalidContext, "invalid device context"}, {kMapFailed, "mapping of buffer object failed"},
         {kPeerAccessUnsupported, "peer access is not supported between these two devices"},
         {kInvalidHandle, "invalid resource handle"}, {kNotSupported, "operation not supported"},
-        {kIllegalAddress, "an illegal memory access was encountered"}};
+        {kIllegalAddress, "an illegal memory access was encountered"},
+        {kInvalidResources, "invalid resource configuration"},
+        {kStreamDetached, "stream is detached"}};
     const auto one = known.find(error);
     *words = one == known.end() ? "another error" : one->second;
     return kSuccess;
@@ -57,8 +60,9 @@ CALL(kNothing, cuDeviceGet, int *device, int ordinal)
     return visible(ordinal) ? kSuccess : kInvalidDevice;
 }
 CALL(kNothing, cuDeviceGetAttribute, int *value, int attribute, int device)
-    static const std::map<int, int> known = {
-        {16, kSms}, {75, 9}, {76, 0},  // sm_90
+    const std::map<int, int> known = {
+        {16, sms()}, {75, 9}, {76, 0},  // sm_90
+        {133, std::getenv("KVMIG_FAKE_MPS") != nullptr},
         {102, 1}, {103, 1}, {110, 1}};  // virtual memory, by descriptors, with GPUDirect RDMA
     const auto one = known.find(attribute);
     if (one == known.end() || !visible(device)) return kInvalidValue;
@@ -415,7 +419,9 @@ CALL(kContext, cuStreamGetPriority, void *handle, int *priority)
 }
 CALL(kContext, cuStreamDestroy_v2, void *handle)
     std::shared_ptr<Stream> stream;
-    if (const int failed = handle ? find(handle, &stream) : kInvalidHandle) return failed;
+    const int failed = handle ? find(handle, &stream) : kInvalidHandle;
+    if (failed == kStreamDetached) stream = machine.streams.at(handle);
+    else if (failed) return failed;
     stream->closed = true;
     machine.streams.erase(handle);
     machine.changed.notify_all();
@@ -464,6 +470,10 @@ CALL(kContext, cuStreamEndCapture, void *handle, void **graph)
     return std::exchange(stream->spoilt, false) ? kCaptureInvalidated : kSuccess;
 }
 
+// -- a part of the SMs
+
+#include "green.h"
+
 // -- the run-time library, on the thread's context or else the first device's
 
 namespace {
@@ -484,7 +494,7 @@ cudaError_t cudaGetDevice(int *device) {
     return cudaError_t(failed);
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
-    *value = attribute == cudaDevAttrMultiProcessorCount ? kSms : 9;
+    *value = attribute == cudaDevAttrMultiProcessorCount ? sms() : 9;
     return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void *to, int byte, size_t count, cudaStream_t stream) {
@@ -526,12 +536,13 @@ API int fakegpu_pending(void *handle) {
     const auto &stream = machine.streams.at(handle);
     return static_cast<int>(stream->queued - stream->done);
 }
-// What isn't given back: a device's memory, pinned memory, events, streams, handles, reservations.
-API void fakegpu_held(int held[6]) {
+// What isn't given back: a device's memory, pinned memory, events, streams, handles, reservations,
+// green contexts.
+API void fakegpu_held(int held[7]) {
     const Lock lock(machine.mutex);
     const size_t counts[] = {machine.memory.size(), machine.pinned.size(), machine.events.size(),
                              machine.streams.size(), machine.handles.size(),
-                             machine.reserved.size()};
+                             machine.reserved.size(), machine.greens.size()};
     std::copy(std::begin(counts), std::end(counts), held);
 }
 // Sizes of memory of the devices; returns how many there are.

@@ -34,7 +34,8 @@ enum {
     kInvalidDevice = 101, kInvalidContext = 201, kMapFailed = 205, kPeerAccessUnsupported = 217,
     kInvalidHandle = 400, kNotReady = 600,
     kIllegalAddress = 700, kAlreadyRegistered = 712, kNotRegistered = 713, kNotSupported = 801,
-    kCaptureUnsupported = 900, kCaptureInvalidated = 901
+    kCaptureUnsupported = 900, kCaptureInvalidated = 901, kInvalidResources = 915,
+    kStreamDetached = 917
 };
 constexpr int kDevices = 2, kSms = 2, kGlobal = 0, kRelaxed = 2;
 constexpr size_t kGranularity = 2 << 20, kAlignment = 512, kGap = 1 << 20;
@@ -50,6 +51,11 @@ struct Context {
     std::shared_ptr<Stream> null_stream;
 };
 
+struct Green {  // a green context
+    uint64_t sms;  // a bit each
+    bool destroyed = false;
+};
+
 struct Work {
     std::function<int()> run;  // an error of the device's
     std::shared_ptr<Stream> after;
@@ -59,6 +65,7 @@ struct Work {
 struct Stream {
     Context *context;
     int priority = 0;
+    std::shared_ptr<Green> green;  // null: of the primary context itself
     std::deque<Work> work;
     uint64_t queued = 0, done = 0;
     bool closed = false, capturing = false, spoilt = false;
@@ -99,6 +106,7 @@ struct Machine {
     std::vector<int> seen;  // the machine's devices by their numbers in this process
     Context contexts[kDevices];
     std::map<void *, std::shared_ptr<Stream>> streams;
+    std::map<void *, std::shared_ptr<Green>> greens;
     std::map<void *, Event> events;
     std::map<Address, Memory> memory;
     std::map<Address, size_t> reserved, freed;
@@ -116,6 +124,11 @@ thread_local Context *current;
 thread_local int capture_mode = kGlobal;
 
 // -- devices
+
+int sms() {
+    const char *chosen = std::getenv("KVMIG_FAKE_SMS");
+    return chosen ? std::atoi(chosen) : kSms;
+}
 
 // As $CUDA_VISIBLE_DEVICES has it; all where it says nothing.
 void see() {
@@ -289,6 +302,7 @@ int find(void *handle, std::shared_ptr<Stream> *found) {
     }
     const auto one = machine.streams.find(handle);
     if (one == machine.streams.end() || one->second->context != current) return kInvalidHandle;
+    if (one->second->green && one->second->green->destroyed) return kStreamDetached;
     *found = one->second;
     return kSuccess;
 }
