@@ -130,6 +130,11 @@ def serve(
     arena = 0
     if config.unit is not None:
         config, arena = joining(config, config.unit, args)
+        if host is not None and host.all_cores:
+            say(
+                "OMP_NUM_THREADS is not set: instances here take all cores, as those of the unit's"
+                " other servers do, and wait for each other; give each server its part"
+            )
     with listening(config.http.uds, args) as sock:
         if host is not None:
             kind.check_gpus(args, host.gpus)

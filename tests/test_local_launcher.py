@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvmig.cli import local
-from kvmig.cli.local import LocalLauncher, LocalLlumlet
+from kvmig.cli.local import Host, LocalLauncher, LocalLlumlet
 from kvmig.cli.processes import Child, LlumletLaunch, Process, Spawn
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import ConfigError, StartupError
@@ -116,3 +116,17 @@ def test_gpus_that_do_not_suit_are_refused(gpus: list[str], sentence: str) -> No
     launcher = LocalLauncher("test", ["4", "5"], 1, {})
     with pytest.raises(ConfigError, match=sentence):
         launcher.check_gpus(gpus, 1)
+
+
+@pytest.mark.parametrize(
+    ("threads", "gpus", "all_cores"), [("", 0, True), ("2", 0, False), ("", 1, False)]
+)
+def test_instances_take_all_cores_where_nobody_set_their_threads(
+    threads: str, gpus: int, all_cores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "Forks", lambda *_: None)
+    monkeypatch.setattr(local, "gpus", lambda: ["0"] * gpus)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert Host("vllm", 1).all_cores == all_cores

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+from kvmig.cli import cgroups
 from kvmig.engines.kind import kind_of
 from kvmig.ground.config import SEND_BYTES
 from kvmig.ground.discreet import SECRET
@@ -134,12 +135,14 @@ def gpus() -> list[str]:
 
 def available_memory() -> int:
     """Bytes that can be taken without swapping. Raises ConfigError."""
-    return _memory("MemAvailable")
+    available, left = _memory("MemAvailable"), cgroups.memory_left()
+    return available if left is None else min(available, left)
 
 
 def total_memory() -> int:
-    """Bytes of this machine. Raises ConfigError."""
-    return _memory("MemTotal")
+    """Bytes of this machine, or of this container. Raises ConfigError."""
+    total, limit = _memory("MemTotal"), cgroups.memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def part_of_memory(share: float) -> int:
@@ -164,9 +167,18 @@ def weights_of(model: str) -> int:
     )
 
 
-def worker_threads(workers: Sequence[int], cores: int | None = None) -> int:
-    """OpenMP threads of each worker on a CPU. workers: of each instance that is planned."""
-    return max(1, (cores or os.cpu_count() or 1) // sum(workers))
+def cores() -> int:
+    """Cores whose time this process gets."""
+    own, quota = len(os.sched_getaffinity(0)), cgroups.cores()
+    return own if quota is None else min(own, quota)
+
+
+def worker_threads(workers: Sequence[int], among: int | None = None) -> int:
+    """OpenMP threads of each worker on a CPU.
+
+    workers: of each instance that is planned. among: cores; None: this process's.
+    """
+    return max(1, (among or cores()) // sum(workers))
 
 
 def llumlet_environment(

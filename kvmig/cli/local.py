@@ -42,6 +42,11 @@ class Host:
     def __exit__(self, *_: object) -> None:
         self._forks.close()
 
+    @property
+    def all_cores(self) -> bool:
+        """Whether instances take all cores: there is no GPU, and the user has set no number."""
+        return not self.gpus and "OMP_NUM_THREADS" not in self._environment
+
     def launcher(self, cluster: str, workers: Sequence[int]) -> LocalLauncher:
         """Make it. cluster: names its shared memory. workers: of each planned instance."""
         return LocalLauncher(

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvmig.cli.environment import cores
 from kvmig.console.client import KEY, Client, Failed
 from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
 from kvmig.fleet.spec import PATH, read_yaml
@@ -152,7 +153,7 @@ def up(
         port=port,
         proxies=proxies,
         database=database,
-        threads=threads or max(1, (os.cpu_count() or 1) // 2),
+        threads=threads or max(1, cores() // 2),
         memory=memory,
         shutdown_timeout_s=shutdown_timeout,
     )
