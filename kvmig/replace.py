@@ -14,22 +14,28 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import httpx
 import msgspec
 
+from kvmig.ground.config import MigrationConfig
 from kvmig.ground.discreet import ADMIN_KEY
 from kvmig.ground.errors import ConfigError, KvmigError
 from kvmig.placement.file import Placement, read
+from kvmig.placement.learned import Moved, drains, mean, requests_s, step_s
 from kvmig.placement.moves import Leases, Refused, Slot, Step, Wave, placed, plan
 from kvmig.placement.observed import Observed, Row, check, observed, unfinished
 from kvmig.placement.told import wave_to_text, way_to_text
 
+ADMIN = "/kvmig/v1"
 LOOK_S = 0.1
 """Between two looks at what the deployments do."""
+REPORTS = 200
+"""Of migrations, that are looked at."""
 ORDER_S = 40.0
 """For an answer: a launcher may read an engine's flags first."""
 FAILURES = 5
@@ -39,16 +45,23 @@ PATIENCE_S = 300.0
 """For a wave, and for instances that neither serve nor leave."""
 
 
+Listed = TypeVar("Listed")
+Answer = TypeVar("Answer")
+
+
 class ReplaceFailed(KvmigError):
     """It didn't come to an end; instances are where they are, and serve."""
 
 
 class Settings(NamedTuple):
-    """What is known of times; starts are measured meanwhile."""
+    """What is known of times; starts and drains are measured meanwhile."""
 
     start_s: dict[str, float]
     """By deployment."""
     drain_s: float = 1.5
+    """Of an instance without requests."""
+    request_s: float = 0.5
+    """Of a drain for each request, where a deployment tells of no drain, nor of its steps."""
     bandwidth: float = 1e9
     """Bytes of KV cache a second that leave an instance."""
     patience_s: float = PATIENCE_S
@@ -72,7 +85,7 @@ class Deployment:
         path = at.startswith("/")
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=at if path else None, verify=at[:5] == "https"),
-            base_url=("http://deployment" if path else at.rstrip("/")) + "/kvmig/v1",
+            base_url="http://deployment" if path else at.rstrip("/"),
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=ORDER_S,
         )
@@ -83,11 +96,16 @@ class Deployment:
 
     async def rows(self) -> list[Row]:
         """Its instances. Raises ReplaceFailed."""
-        answer = await self._ask("GET", "/instances")
-        try:
-            return msgspec.convert(answer.json()["data"], list[Row])
-        except (ValueError, LookupError, TypeError, msgspec.MsgspecError) as error:
-            raise ReplaceFailed(f"deployment {self.name}: no kvmig.serve: {error!r}") from error
+        return await self._listed("/instances", Row)
+
+    async def moved(self) -> list[Moved]:
+        """Its last migrations. Raises ReplaceFailed."""
+        return await self._listed("/migrations", Moved, limit=REPORTS)
+
+    async def step_s(self) -> float | None:
+        """Mean seconds between two tokens; None: it doesn't tell. Raises ReplaceFailed."""
+        answer = await self._answer("GET", "/metrics")
+        return None if answer.is_error else step_s(answer.text)
 
     async def start(self, unit: str, gpus: Sequence[str]) -> None:
         """Raises ReplaceFailed with the deployment's own sentence."""
@@ -98,11 +116,15 @@ class Deployment:
         flags = {"last": str(last).lower(), "now": str(now).lower()}
         await self._ask("DELETE", f"/instances/{instance}", params=flags)
 
-    async def _ask(self, method: str, path: str, **more: object) -> httpx.Response:
+    async def _listed(self, path: str, kind: type[Listed], **params: object) -> list[Listed]:
+        answer = await self._ask("GET", path, params=params)
         try:
-            answer = await self._http.request(method, path, **more)  # type: ignore[arg-type]
-        except httpx.HTTPError as error:
-            raise ReplaceFailed(f"deployment {self.name} doesn't answer: {error!r}") from error
+            return msgspec.convert(answer.json()["data"], list[kind])  # type: ignore[valid-type]
+        except (ValueError, LookupError, TypeError, msgspec.MsgspecError) as error:
+            raise ReplaceFailed(f"deployment {self.name}: no kvmig.serve: {error!r}") from error
+
+    async def _ask(self, method: str, path: str, **more: object) -> httpx.Response:
+        answer = await self._answer(method, f"{ADMIN}{path}", **more)
         if answer.is_error:
             try:
                 why = str(answer.json()["error"]["message"])
@@ -110,6 +132,12 @@ class Deployment:
                 why = f"status {answer.status_code}"
             raise ReplaceFailed(f"deployment {self.name}: {why}")
         return answer
+
+    async def _answer(self, method: str, path: str, **more: object) -> httpx.Response:
+        try:
+            return await self._http.request(method, path, **more)  # type: ignore[arg-type]
+        except httpx.HTTPError as error:
+            raise ReplaceFailed(f"deployment {self.name} doesn't answer: {error!r}") from error
 
 
 class Replacing:
@@ -128,6 +156,10 @@ class Replacing:
         self._tell = tell
         self._gpus = {one.called: [str(gpu) for gpu in one.gpus] for one in placement.units}
         self._target: Leases | None = None
+        self._moved: dict[str, list[Moved]] = {}
+        """The last migrations of each deployment, as of the last plan."""
+        self.emptied_s: list[float] = []
+        """What drains took beside their requests."""
         self.done: list[Done] = []
 
     async def run(self) -> None:
@@ -147,12 +179,12 @@ class Replacing:
 
     async def waves(self) -> list[Wave]:
         """What would be done now. Raises ConfigError or ReplaceFailed."""
-        return self._planned(await self._settled())
+        return await self._planned(await self._settled())
 
     async def _wave(self) -> bool:
         """One more; False: nothing is left to do."""
         seen = await self._settled()
-        waves = self._planned(seen)
+        waves = await self._planned(seen)
         if not waves:
             return False
         wave = waves[0]
@@ -168,10 +200,10 @@ class Replacing:
         self._tell(f"  took {self.done[-1].seconds:.1f} s")
         return True
 
-    def _planned(self, seen: Observed) -> list[Wave]:
+    async def _planned(self, seen: Observed) -> list[Wave]:
         settings = self._settings
-        site = self._placement.site(settings.start_s)._replace(
-            drain_s=settings.drain_s, bandwidth=settings.bandwidth
+        site = self._placement.site(settings.start_s, await self._byte_s(seen))._replace(
+            drain_s=mean(self.emptied_s, settings.drain_s), bandwidth=settings.bandwidth
         )
         if self._target is None:  # once: units that are alike keep the names they get here
             self._target = placed(site, seen.leases, self._placement.leases())
@@ -179,6 +211,19 @@ class Replacing:
         if isinstance(waves, Refused):
             raise (ReplaceFailed if self.done else ConfigError)(waves.why)
         return waves
+
+    async def _byte_s(self, seen: Observed) -> dict[str, float]:
+        """Of each model, as `Model` has it: what its requests' handshakes take in a drain."""
+        self._moved = await self._each(Deployment.moved)
+        known = {name: drains(moved) for name, moved in self._moved.items()}
+        steps = {} if any(known.values()) else await self._each(Deployment.step_s)
+        at_once = MigrationConfig().max_migrations
+        each_s = requests_s(known, steps, at_once, self._settings.request_s)
+        used, requests = Counter[str](), Counter[str]()
+        for slot, lease in seen.leases.items():
+            used[slot[0]] += lease.used
+            requests[slot[0]] += seen.requests[slot]
+        return {name: each_s[name] * requests[name] / max(1, used[name]) for name in each_s}
 
     async def _settled(self) -> Observed:
         """Look until every instance serves; those that were given up are taken out."""
@@ -194,8 +239,12 @@ class Replacing:
             await asyncio.sleep(LOOK_S)
 
     async def _rows(self) -> dict[str, list[Row]]:
-        rows = await asyncio.gather(*(one.rows() for one in self._deployments.values()))
-        return dict(zip(self._deployments, rows, strict=True))
+        return await self._each(Deployment.rows)
+
+    async def _each(self, ask: Callable[[Deployment], Awaitable[Answer]]) -> dict[str, Answer]:
+        """What each deployment answers."""
+        answers = await asyncio.gather(*map(ask, self._deployments.values()))
+        return dict(zip(self._deployments, answers, strict=True))
 
     async def _order(self, step: Step, seen: Observed) -> None:
         at = self._deployments[step.model]
@@ -221,11 +270,22 @@ class Replacing:
             for one in list(left):
                 if not list(unfinished([one], instances, rows)):
                     left.remove(one)
+                    took_s = time.monotonic() - began
                     if one.kind == "start":
-                        self._settings.start_s[one.model] = time.monotonic() - began
+                        self._settings.start_s[one.model] = took_s
+                    elif one.kind == "drain":
+                        await self._emptied(one.model, instances[one.model, one.unit], took_s)
             if left and time.monotonic() - began > self._settings.patience_s:
                 raise ReplaceFailed(f"still so: {'; '.join(unfinished(left, instances, rows))}")
             await asyncio.sleep(LOOK_S if left else 0)
+
+    async def _emptied(self, name: str, instance: str, took_s: float) -> None:
+        """Learn what its drain took beside its requests, which the next plan learns."""
+        before = {one.id for one in self._moved[name]}
+        fresh = [one for one in await self._deployments[name].moved()
+                 if one.source == instance and one.id not in before]  # fmt: skip
+        moving_s = sum(one.seconds for one in drains(fresh))
+        self.emptied_s.append(max(0.0, took_s - moving_s))
 
 
 # -- the command
@@ -264,7 +324,19 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=SECONDS",
         help="how long an instance of it takes to start (10 each, until one was measured)",
     )
-    add("--drain", type=float, default=1.5, help="seconds of a drain, beside its bytes (1.5)")
+    add(
+        "--drain",
+        type=float,
+        default=1.5,
+        help="seconds of a drain beside its requests (1.5, until one was measured)",
+    )
+    add(
+        "--request",
+        type=float,
+        default=0.5,
+        help="seconds of a drain for each of its requests (what the deployments' last drains took; "
+        "0.5 where there is none and engines don't tell how long their steps are)",
+    )
     add(
         "--bandwidth",
         type=float,
@@ -288,7 +360,8 @@ async def _run(args: argparse.Namespace) -> int:
                 f"--deployment is {name}={url!r:.100}, must be NAME=http://HOST:PORT or NAME=/PATH"
             )
     check(placement, list(named), where)
-    for flag, value in (("--drain", args.drain), ("--bandwidth", args.bandwidth)):
+    for flag in ("--drain", "--request", "--bandwidth"):
+        value = getattr(args, flag.removeprefix("--"))
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{flag} is {value:g}, must be a number above 0")
     start_s = dict.fromkeys(named, 10.0) | _seconds(args.start, named)
@@ -298,7 +371,7 @@ async def _run(args: argparse.Namespace) -> int:
         it = Replacing(
             placement,
             deployments,
-            Settings(start_s, args.drain, args.bandwidth),
+            Settings(start_s, args.drain, args.request, args.bandwidth),
             lambda line: print(line, flush=True),
         )
         if args.dry_run:

@@ -79,7 +79,9 @@ class Oracle:
                 continue
             times = [
                 self.site.drain_s
-                + self.live[slot[0]] / sum(one[0] == slot[0] for one in on) / self.site.bandwidth
+                + self.live[slot[0]]
+                / sum(one[0] == slot[0] for one in on)
+                * (1 / self.site.bandwidth + self.site.models[slot[0]].byte_s)
                 for slot in drains
             ]
             for starts in self.starts(on, holders):

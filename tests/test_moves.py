@@ -178,7 +178,12 @@ def case(chance: Random) -> tuple[Site, dict[Slot, Lease], dict[Slot, Lease]]:
     names = "wxyz"[: chance.choice([2, 3, 3, 4])]
     units = "abc"[: chance.choice([2, 3])]
     models = {
-        name: Model(chance.randint(2, 8), chance.randint(1, 2), chance.choice([2.0, 5.0, 12.0]))
+        name: Model(
+            chance.randint(2, 8),
+            chance.randint(1, 2),
+            chance.choice([2.0, 5.0, 12.0]),
+            chance.choice([0.0, 0.0, 2.0]),
+        )
         for name in names
     }
     elastic, gap = chance.random() < 0.5, chance.random() < 0.3
@@ -310,7 +315,8 @@ def cost(where: Site, now: Leases, waves: list[Wave], then: Leases) -> float:
             if one.kind == "start":
                 times.append(start_s)
             elif one.kind in ("drain", "gap"):
-                times.append(where.drain_s + live[one.model] / alike / where.bandwidth)
+                byte_s = 1 / where.bandwidth + where.models[one.model].byte_s
+                times.append(where.drain_s + live[one.model] / alike * byte_s)
             if one.kind == "gap" and one.model in ends:
                 total += start_s * (LIVE_GAP if live[one.model] else IDLE_GAP)
         total += max(times)

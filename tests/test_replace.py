@@ -14,6 +14,7 @@ import pytest
 from kvmig.engines.toy.script import Script
 from kvmig.ground.errors import ConfigError
 from kvmig.placement.file import Placement, read, to_toml
+from kvmig.placement.learned import handshake_s
 from kvmig.placement.moves import Lease, Step
 from kvmig.placement.observed import Row, check, observed, unfinished
 from kvmig.replace import Deployment, ReplaceFailed, Replacing, Settings, main
@@ -37,8 +38,8 @@ def placement(**units: str) -> Placement:
     return read(text, "p.toml")
 
 
-def row(name: str, unit: str, state: str = "serving", used: int = 0) -> Row:
-    return Row(name, state, "", unit, 100, used)
+def row(name: str, unit: str, state: str = "serving", used: int = 0, running: int = 0) -> Row:
+    return Row(name, state, "", unit, 100, used, running)
 
 
 # -- what is seen
@@ -122,6 +123,11 @@ class Site:
         """So many more can't start."""
         self.refuse = 0
         """So many more orders are refused."""
+        self.moved: dict[str, list[dict[str, object]]] = {}
+        """Reports of migrations, by deployment."""
+        self.metrics = ""
+        self.drain_s = 0.0
+        """What a drain reports for its only request."""
         self._ids = itertools.count()
         for unit, models in units.items():
             for name in models.split():
@@ -137,6 +143,10 @@ class Site:
 
     async def carry_out(self, request: httpx.Request) -> httpx.Response:
         name = request.url.host
+        if request.url.path.endswith("/migrations"):
+            return httpx.Response(200, json={"data": self.moved.get(name, [])})
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text=self.metrics)
         if request.method == "GET":
             rows = [{name: getattr(one, name) for name in one.__struct_fields__}
                     for one in self.rows[name]]  # fmt: skip
@@ -151,6 +161,9 @@ class Site:
             self.add(name, unit, "failed" if failed else "serving")
         else:
             gone = request.url.path.rpartition("/")[2]
+            report = {"id": gone, "source": gone, "state": "committed", "why": "drain",
+                      "total_ms": self.drain_s * 1e3, "ended_at": 1e9}  # fmt: skip
+            self.moved.setdefault(name, []).append(report)
             self.rows[name] = [one for one in self.rows[name] if one.id != gone]
         return httpx.Response(202, json={"data": []})
 
@@ -161,7 +174,7 @@ async def replacing(site: Site, target: Placement, said: list[str]) -> AsyncIter
     for name, one in deployments.items():
         await one.close()
         one._http = httpx.AsyncClient(
-            transport=httpx.MockTransport(site.carry_out), base_url=f"http://{name}/kvmig/v1"
+            transport=httpx.MockTransport(site.carry_out), base_url=f"http://{name}"
         )
     settings = Settings(dict.fromkeys(site.rows, 1.0), patience_s=2.0)
     yield Replacing(target, deployments, settings, said.append)
@@ -181,6 +194,36 @@ async def test_a_placement_is_reached_wave_by_wave() -> None:
     assert site.places() == {"a": "left right", "b": "right", "c": "left"}
     assert [one for one in said if one.startswith("wave")]
     assert len(it.done) == len([one for one in said if one.startswith("wave")])
+
+
+async def test_a_way_is_planned_by_what_the_last_drains_took_for_a_request() -> None:
+    site = Site(left="a b", right="b c")
+    site.rows["b"] = [row(one.id, one.unit, used=25, running=3) for one in site.rows["b"]]
+    report = {"id": "m", "source": "i9", "state": "committed", "why": "drain"}
+    site.moved["a"] = [report | {"total_ms": 2000.0, "ended_at": 1e9}]
+    async with replacing(site, placement(left="a c", right="a b"), []) as it:
+        first = (await it.waves())[0].steps[0]
+    assert (first.kind, first.model) == ("drain", "b")
+    assert first.seconds == pytest.approx(1.5 + 3 * 2.0)
+
+
+async def test_before_any_drain_it_is_planned_by_how_long_the_engines_steps_are() -> None:
+    site = Site(left="a b", right="b c")
+    site.rows["b"] = [row(one.id, one.unit, used=25, running=3) for one in site.rows["b"]]
+    name = "vllm:inter_token_latency_seconds"
+    site.metrics = f'{name}_sum{{engine="0"}} 20.0\n{name}_count{{engine="0"}} 100.0\n'
+    async with replacing(site, placement(left="a c", right="a b"), []) as it:
+        first = (await it.waves())[0].steps[0]
+    assert first.seconds == pytest.approx(1.5 + 3 * handshake_s(0.2, 4))
+
+
+async def test_what_a_drain_took_beside_its_requests_is_learnt() -> None:
+    site = Site(left="a b", right="b c")
+    site.drain_s = 0.01
+    async with replacing(site, placement(left="a c", right="a b"), []) as it:
+        await it.run()
+        drained = [one.seconds for one in it.done if one.wave.steps[0].kind == "drain"]
+        assert it.emptied_s == pytest.approx([one - 0.01 for one in drained], abs=0.05)
 
 
 async def test_a_start_that_fails_is_taken_out_and_tried_again() -> None:
@@ -236,6 +279,7 @@ async def test_a_placement_without_a_way_is_refused_before_anything_is_done() ->
         (("--start", "b=0"), "--start is b='0', must be a or b, = and seconds above 0"),
         (("--start", "c=1"), "--start is c='1', must be a or b"),
         (("--drain", "nan"), "--drain is nan, must be a number above 0"),
+        (("--request", "-1"), "--request is -1, must be a number above 0"),
         (("--bandwidth", "0"), "--bandwidth is 0, must be a number above 0"),
         (("--deployment", "c=http://h"), "deployment c has no place"),
     ],

@@ -91,12 +91,14 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 found.setdefault(one.name, one)
         return found
 
-    def site(self, start_s: Mapping[str, float]) -> Site:
-        """What planning needs to know of it. start_s: of each model."""
+    def site(self, start_s: Mapping[str, float], byte_s: Mapping[str, float] | None = None) -> Site:
+        """What planning needs to know of it. start_s, byte_s: of models, as `Model` has them."""
         return Site(
             {one.called: Unit(one.memory_bytes, len(one.gpus)) for one in self.units},
             {
-                name: Model(one.held_bytes, one.floor_bytes, start_s[name])
+                name: Model(
+                    one.held_bytes, one.floor_bytes, start_s[name], (byte_s or {}).get(name, 0.0)
+                )
                 for name, one in self.models().items()
             },
         )

@@ -68,6 +68,9 @@ class Model(NamedTuple):
     """Bytes of KV cache for one request of the greatest length: no quota is smaller."""
     start_s: float
     """From the order until it serves."""
+    byte_s: float = 0.0
+    """Seconds for each byte that leaves one instance of it, beside the link's: its requests move in
+    handshakes that wait for steps of their engines."""
 
 
 class Site(NamedTuple):
@@ -83,6 +86,10 @@ class Site(NamedTuple):
     """A drain, beside its bytes."""
     allow_gap: bool = False
     """Whether requests may wait until their model's next instance has computed them again."""
+
+    def leave_s(self, model: str, size: float) -> float:
+        """For so many bytes of live requests to leave one instance of the model."""
+        return size * (1 / self.bandwidth + self.models[model].byte_s)
 
 
 Kind = Literal["quota", "move", "start", "drain", "gap"]
@@ -392,7 +399,7 @@ class _Search:
     def drain_s(self, on: Slots, slot: Slot) -> float:
         """Of one instance that holds as much as the others of its model."""
         alike = sum(one[0] == slot[0] for one in on)
-        return self.site.drain_s + self.live[slot[0]] / alike / self.site.bandwidth
+        return self.site.drain_s + self.site.leave_s(slot[0], self.live[slot[0]] / alike)
 
     def _to_go(self, on: Slots) -> float:
         starts = (self.site.models[slot[0]].start_s for slot in self.end - on)
@@ -667,7 +674,8 @@ class _Leases:
 
     def _move(self, origin: Slot, to: Slot, size: int) -> None:
         """Quota goes along. Moves between other units are in the same wave."""
-        step = Step("move", *origin, size / self.site.bandwidth, size, to=((to[1], size),))
+        took = self.site.leave_s(origin[0], size)
+        step = Step("move", *origin, took, size, to=((to[1], size),))
         lease = self.of[origin]
         used = lease.used - size
         self.of[origin] = lease._replace(used=used, quota=max(used, self._least(origin)))
@@ -688,7 +696,7 @@ class _Leases:
         for origin, there, size in sent:
             if origin == slot and size:
                 to[there[1]] += size
-        took = self.site.drain_s + used / self.site.bandwidth
+        took = self.site.drain_s + self.site.leave_s(slot[0], used)
         return Step("drain", *slot, took, used, to=tuple(sorted(to.items())))
 
     def _started(self, slot: Slot, quota: int | None) -> Step:

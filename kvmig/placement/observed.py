@@ -39,6 +39,8 @@ class Observed(NamedTuple):
     """Deployment and instance of those that were given up, and only take a name."""
     unsettled: str
     """Why nothing can be planned yet; empty: something can."""
+    requests: dict[Slot, int]
+    """That run or wait on each."""
 
 
 def check(placement: Placement, deployments: Sequence[str], where: str) -> None:
@@ -66,7 +68,7 @@ def check(placement: Placement, deployments: Sequence[str], where: str) -> None:
 def observed(placement: Placement, rows: Rows) -> Observed:
     """Where everybody is. Raises ConfigError for an instance whose place isn't of the placement."""
     models, units = placement.models(), [one.called for one in placement.units]
-    found = Observed({}, {}, [], "")
+    found = Observed({}, {}, [], "", {})
     unsettled: list[str] = []
     for name, listed in rows.items():
         for row in listed:
@@ -88,6 +90,7 @@ def observed(placement: Placement, rows: Rows) -> Observed:
             used = math.ceil(quota * row.blocks_used / max(1, row.blocks_total))
             used = max(used, row.running + row.waiting)  # never 0 while somebody is there
             found.instances[slot] = row.id
+            found.requests[slot] = row.running + row.waiting
             found.leases[slot] = Lease(quota, min(used, quota))
             if row.state != "serving":
                 why = f" ({row.detail})" if row.detail else ""

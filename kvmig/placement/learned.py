@@ -1,0 +1,123 @@
+"""How long drains take, learnt from the migrations that deployments report. Pure.
+
+A request's handshake waits for steps of both engines, so a drain's time goes by requests much more
+than by bytes. What counts is how long the requests of a drain took together, several of which
+move at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+APART_S = 5.0
+"""Without a migration, after which the next one of an instance is of another drain."""
+LAST = 4
+"""Drains that count: older ones were under another load."""
+HANDSHAKE_STEPS = 20
+"""Of engines of one pace, which never come into phase; the wait for that is most of them
+(`kvmig.kvtransfer.pause`)."""
+BETWEEN_TOKENS = "vllm:inter_token_latency_seconds_"
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """The part of a migration's report that counts here (`GET /kvmig/v1/migrations`)."""
+
+    id: str
+    source: str
+    state: str
+    why: str
+    total_ms: float
+    ended_at: float
+    """Unix time."""
+
+
+class Drain(NamedTuple):
+    """One that has been."""
+
+    requests: int
+    """That have moved."""
+    seconds: float
+    """From the first one's beginning to the last one's end."""
+    ended_at: float
+
+
+def drains(reports: Iterable[Moved]) -> list[Drain]:
+    """In the order of their ends; none without a request that has moved."""
+    found: list[Drain] = []
+    by_source: dict[str, list[Moved]] = {}
+    for one in reports:
+        if one.why == "drain":
+            by_source.setdefault(one.source, []).append(one)
+    for listed in by_source.values():
+        requests, began, ended = 0, 0.0, float("-inf")
+        for one in sorted(listed, key=_began):
+            if _began(one) > ended + APART_S:
+                found.append(Drain(requests, ended - began, ended))
+                requests, began = 0, _began(one)
+            requests += one.state == "committed"
+            ended = max(ended, one.ended_at)
+        found.append(Drain(requests, ended - began, ended))
+    return sorted((one for one in found if one.requests), key=lambda one: one.ended_at)
+
+
+def _began(one: Moved) -> float:
+    return one.ended_at - one.total_ms / 1e3
+
+
+def request_s(known: Sequence[Drain]) -> float | None:
+    """Seconds of a drain for each of its requests, by the last ones; None: there was none."""
+    last = known[-LAST:]
+    if not last:
+        return None
+    return sum(one.seconds for one in last) / sum(one.requests for one in last)
+
+
+def handshake_s(step_s: float, at_once: int) -> float:
+    """The same before there was any: of engines with steps of `step_s`, so many requests at once.
+
+    Example: steps of 0.1 s and 4 requests at once are 0.5 s a request.
+    """
+    return HANDSHAKE_STEPS * step_s / at_once
+
+
+def requests_s(
+    known: Mapping[str, Sequence[Drain]],
+    steps_s: Mapping[str, float | None],
+    at_once: int,
+    usual_s: float,
+) -> dict[str, float]:
+    """Seconds of a drain for each request of each model: by its own drains, or else by those of
+    the others, or else by the steps of its engines (`steps_s`, if they are known), or else
+    `usual_s`."""
+    every = request_s(sorted((one for of in known.values() for one in of), key=_ended))
+    found: dict[str, float] = {}
+    for name, of in known.items():
+        measured = request_s(of) or every
+        if measured is None and (step_s := steps_s.get(name)):
+            measured = handshake_s(step_s, at_once)
+        found[name] = usual_s if measured is None else measured
+    return found
+
+
+def _ended(one: Drain) -> float:
+    return one.ended_at
+
+
+def step_s(metrics: str) -> float | None:
+    """Mean seconds between two tokens of a request, by a deployment's metrics; None: unknown."""
+    total = {"sum": 0.0, "count": 0.0}
+    for line in metrics.splitlines():
+        name, _, rest = line.partition("{")
+        which = name.removeprefix(BETWEEN_TOKENS)
+        if name != which and which in total:
+            total[which] += float(rest.rpartition(" ")[2])
+    return total["sum"] / total["count"] if total["count"] else None
+
+
+def mean(measured: Sequence[float], usual: float) -> float:
+    """Of the last ones, or `usual` where there is none."""
+    last = measured[-LAST:]
+    return sum(last) / len(last) if last else usual
