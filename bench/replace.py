@@ -6,8 +6,9 @@ placement A to B and back: each unit has room for two instances, so models move 
 
 Of each client in each leg: its longest wait between two tokens, over its median wait in an equally
 long window without a change just before. Then the same with faults, at each wave of the plan: the
-executor is killed and another one started, an instance that its requests leave is killed, one that
-starts is killed. Every answer must be right and whole, and the end the placement that was wanted.
+executor is killed and another one started; an instance is killed that requests leave, or to which
+they go, or that starts. Every answer must be right and whole, and the end the placement that was
+wanted.
 
 On a host without GPUs a unit is a name, and its memory what the placement's file says.
 """
@@ -62,12 +63,19 @@ FLAGS = (
     "--shutdown-timeout=2",
 )
 TOKENS = (100, 400)
-FAULTS = ("executor", "source", "start")
+FAULTS = [
+    *(("source", wave) for wave in (1, 2, 3, 4)),
+    *(("start", wave) for wave in (2, 4)),
+    *(("destination", wave) for wave in (1, 2, 3, 4)),
+    *(("executor", wave) for wave in (1, 2, 3, 4)),
+]
+"""Who is killed at which wave: drains and starts take turns."""
 FAULT_AFTER_S = 0.4
 """From the beginning of a wave."""
-DRAIN_S = 0.5
-"""Of an empty instance."""
-QUIET_S = 10.0
+TRIAL_S = 4.0
+"""So long an instance serves on trial: it gets some requests, of which deployments tell how long
+they took to leave."""
+QUIET_S = 8.0
 """Without a change, before a leg."""
 LEG_S = 400.0
 TRIES = 5
@@ -159,23 +167,18 @@ class Site:
             for model in self.servers
         }
 
-    async def trial(self, model: str) -> tuple[float, float]:
-        """Seconds of a start, and bytes of KV cache a second that leave by a drain, under the
-        present load."""
+    async def trial(self, model: str) -> float:
+        """Seconds of a start under the present load; the instance leaves again."""
         url = f"{self.servers[model].url}/kvmig/v1/instances"
         began = time.monotonic()
         async with self._http.post(url, json={"unit": "trial"}) as answer:
             (name,) = [one["id"] for one in (await answer.json())["data"]]
         await self._until(model, name, "serving")
         started = time.monotonic()
-        await asyncio.sleep(8)  # so that it has some requests
-        (row,) = [row for row in await self.rows(model) if row["id"] == name]
-        size = KV * max(1, row["blocks_used"]) / row["blocks_total"]
-        ordered = time.monotonic()
+        await asyncio.sleep(TRIAL_S)
         await self._http.delete(f"{url}/{name}")
         await self._until(model, name, None)
-        drained = time.monotonic() - ordered - DRAIN_S
-        return started - began, size / max(0.1, drained)
+        return started - began
 
     async def _until(self, model: str, name: str, state: str | None) -> None:
         """None: until it is gone."""
@@ -310,21 +313,33 @@ async def hit(site: Site, executor: Executor, leg: Leg, steps: str) -> None:
             executor.process.kill()
             leg.hit = "the executor"
         return
-    drain = re.search(r"(\w+) drains from (\w+)", steps)
-    start = re.search(r"(\w+) starts in (\w+)", steps)
-    if leg.fault == "start" and start:
-        model, unit = start[1], None
-    elif drain:
-        model, unit = drain[1], drain[2]
-    else:
-        assert start is not None
-        model, unit = start[1], sorted((await site.places())[start[1]])[0]
+    model, unit = victim(leg.fault, steps, await site.places())
     pid = await site.process(model, unit)
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
             psutil.Process(pid).send_signal(signal.SIGKILL)
             leg.hit = f"{model} in {unit or 'its start'}"
     leg.hit = leg.hit or f"{model} in {unit or 'its start'}: too late"
+
+
+def victim(fault: str, steps: str, places: dict[str, set[str]]) -> tuple[str, str | None]:
+    """Model and unit of the instance that is killed; unit None: of the one that starts.
+
+    In a wave of starts the source is another instance of the model, and the destination one of
+    another model in the unit.
+    """
+    if drain := re.search(r"(\w+) drains from (\w+)", steps):
+        model, unit = drain[1], drain[2]
+        other = sorted(places[model] - {unit}) or [unit]
+        return model, other[0] if fault == "destination" else unit
+    start = re.search(r"(\w+) starts in (\w+)", steps)
+    assert start is not None
+    model, unit = start[1], start[2]
+    if fault == "start":
+        return model, None
+    if fault == "destination":
+        return sorted(one for one, at in places.items() if one != model and unit in at)[0], unit
+    return model, sorted(places[model])[0]
 
 
 async def look(site: Site, leg: Leg) -> None:
@@ -357,15 +372,15 @@ async def measure(
         ]
         running = [asyncio.create_task(one.run(http)) for one in everybody]
         await asyncio.sleep(8)
-        start_s, rate = await site.trial("a")
-        report.say(f"a start takes {start_s:.1f} s, {rate / 1e3:.0f} kB/s leave by a drain")
+        start_s = await site.trial("a")
+        report.say(f"a start takes {start_s:.1f} s")
         legs: list[Leg] = []
         kinds = [("", 0)] * (2 * trips) + list(faults)
         for number, (fault, wave) in enumerate(kinds):
             leg = Leg("AB"[(number + 1) % 2], fault, wave)
             file = folder / f"{leg.to}.toml"
             file.write_text(placement_text(leg.to))
-            words = ["--to", str(file), f"--drain={DRAIN_S}", f"--bandwidth={rate:.0f}"]
+            words = ["--to", str(file)]
             for model, served in servers.items():
                 words += ["--deployment", f"{model}={served.url}"]
                 words += ["--start", f"{model}={start_s:.2f}"]
@@ -416,13 +431,12 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--model", default="device100ms", help=f"{', '.join(NAMES)}")
     root.add_argument("--streams", type=int, help="on all models: 60, or 30 with --quick")
     root.add_argument("--trips", type=int, help="there and back: 3, or 1 with --quick")
-    root.add_argument("--faults", type=int, help="legs with one: 12, or 2 with --quick")
+    root.add_argument("--faults", type=int, help="legs with one: 14, or none with --quick")
     options = root.parse_args(argv)
     streams = options.streams or (30 if options.quick else 60)
     trips = options.trips or (1 if options.quick else 3)
-    every = [(FAULTS[(wave + turn) % 3], wave) for turn in range(3) for wave in (1, 2, 3, 4)]
-    most = options.faults if options.faults is not None else (2 if options.quick else len(every))
-    faults = every[:most]
+    most = options.faults if options.faults is not None else (0 if options.quick else len(FAULTS))
+    faults = FAULTS[:most]
     settings = {
         "model": options.model, "streams": streams, "trips": trips, "faults": len(faults),
         "flags": FLAGS,

@@ -16,6 +16,7 @@ from bench.replace import (
     counted,
     placement_text,
     summarise,
+    victim,
 )
 from kvmig.placement.file import read
 from kvmig.placement.moves import Refused, plan
@@ -55,3 +56,20 @@ def test_a_summary_counts_gaps_in_steps_and_faults_apart() -> None:
     assert found["undisturbed_steps_worst"] == pytest.approx(1.5)
     assert (found["wrong_or_lost"], found["not_reached"], found["answers"]) == (1, 1, 3)
     assert found["took_over_planned_worst"] == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "steps", "hit"),
+    [
+        ("source", "b drains from left (0.1 GiB to right)", ("b", "left")),
+        ("destination", "b drains from left (0.1 GiB to right)", ("b", "right")),
+        ("start", "c starts in left (0.6 GiB of weights)", ("c", None)),
+        ("source", "c starts in left (0.6 GiB of weights)", ("c", "right")),
+        ("destination", "c starts in left (0.6 GiB of weights)", ("a", "left")),
+    ],
+)
+def test_a_fault_meets_one_that_the_wave_is_about(
+    fault: str, steps: str, hit: tuple[str, str | None]
+) -> None:
+    places = {"a": {"left"}, "b": {"left", "right"}, "c": {"right"}}
+    assert victim(fault, steps, places) == hit

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from kvmig.controlplane.messages import Pair, Why
 from kvmig.controlplane.mover import MOST_WAITING, Mover
 from kvmig.engines.base import RequestState
@@ -26,6 +28,7 @@ class Instance:
         self.stay = stay or {}
         self.lists: list[int] = []
         self.tried: list[str] = []
+        self.moving = self.most_moving = 0
 
     async def requests(self, most_waiting: int) -> list[RequestState]:
         self.lists.append(most_waiting)
@@ -33,7 +36,10 @@ class Instance:
 
     async def migrate(self, request_id: str, pair: Pair) -> MigrationReport:
         self.tried.append(request_id)
+        self.moving += 1
+        self.most_moving = max(self.most_moving, self.moving)
         await asyncio.sleep(0)
+        self.moving -= 1
         reason = self.stay.get(request_id, "")
         if not reason:
             self.queue = [one for one in self.queue if one.request_id != request_id]
@@ -47,9 +53,11 @@ class Instance:
         )
 
     @asynccontextmanager
-    async def paired(self, *destinations: str, why: Why = "drain") -> AsyncIterator[None]:
+    async def paired(
+        self, *destinations: str, why: Why = "drain", at_once: int = 1
+    ) -> AsyncIterator[None]:
         """Until nothing more moves."""
-        mover = Mover(self.requests, lambda: (), dict, self.migrate)
+        mover = Mover(self.requests, lambda: (), dict, self.migrate, at_once=at_once)
         running = asyncio.create_task(mover.run())
         mover.set([Pair(one, f"tcp://{one}", 1e9, 1e9, why) for one in destinations])
         for _ in range(ENOUGH * (1 + len(self.queue))):
@@ -65,6 +73,15 @@ async def test_requests_are_listed_once_for_all_that_move() -> None:
         assert here.queue == []
         assert sorted(here.tried) == sorted(f"r{number}" for number in range(MOST_WAITING))
         assert here.lists == [MOST_WAITING, MOST_WAITING]  # and once more, whether any has come
+
+
+@pytest.mark.parametrize(("why", "most"), [("drain", 3), ("queue", 1)])
+async def test_several_move_at_once_where_somebody_waits_for_the_drain(why: Why, most: int) -> None:
+    here = Instance(10)
+    async with here.paired("b", why=why, at_once=3):
+        assert here.queue == []
+        assert here.most_moving == most
+        assert len(here.tried) == 10
 
 
 async def test_those_behind_the_listed_ones_move_when_these_have_left() -> None:

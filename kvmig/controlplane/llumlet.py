@@ -115,6 +115,7 @@ class Llumlet:
             self._tracking.arrived,
             self._migrate,
             policy_of(config.scheduler).victims,
+            at_once=config.migration.max_migrations,
         )
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
         self._tasks: set[asyncio.Task[object]] = set()

@@ -1,12 +1,14 @@
 """Moves of a paired llumlet: its requests go to the destinations that the scheduler names.
 
-One request at a time to each destination, to several destinations at once.
+One request at a time to each destination, to several destinations at once; in a drain, which
+somebody waits for, as many as may migrate at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,10 +49,13 @@ class Mover:
         migrate: Callable[[str, Pair], Awaitable[MigrationReport]],
         rule: VictimRule = DEFAULT_RULE,
         clock: Clock = monotonic,
+        at_once: int = 1,
     ) -> None:
         """requests: those here, of the queue so many: `Engine.requests`.
 
         arrived: when those that were moved here came, by `clock`: they stay for a while.
+
+        at_once: requests that move to one destination at once in a drain.
         """
         self._requests = requests
         self._migrating = migrating
@@ -58,6 +63,7 @@ class Mover:
         self._migrate = migrate
         self._rule = rule
         self._clock = clock
+        self._at_once = at_once
         self._pairs: dict[str, Pair] = {}
         self._spent: dict[str, float] = {}
         self._listing: Listing | None = None
@@ -72,7 +78,7 @@ class Mover:
 
     async def run(self) -> None:
         """Until cancelled."""
-        busy: set[str] = set()
+        busy = Counter[str]()
 
         async def move_to(destination: str) -> None:
             try:
@@ -81,15 +87,17 @@ class Mover:
             except Exception:  # the next round decides anew, and other moves go on
                 log.exception("a move to instance %s failed", destination)
             finally:
-                busy.discard(destination)
+                busy[destination] -= 1
 
         async with asyncio.TaskGroup() as movers:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                for destination in self._pairs.keys() - busy:
-                    busy.add(destination)
-                    movers.create_task(move_to(destination), name=f"moves to {destination}")
+                for destination, pair in self._pairs.items():
+                    most = self._at_once if pair.why == "drain" else 1
+                    for _ in range(most - busy[destination]):
+                        busy[destination] += 1
+                        movers.create_task(move_to(destination), name=f"moves to {destination}")
 
     async def _move_one(self, destination: str) -> bool:
         """Whether one moved, so that the next may."""
