@@ -79,9 +79,13 @@ class Done(NamedTuple):
 class Deployment:
     """The admin API of one `kvmig.serve`. Make it inside a running event loop; `close` it."""
 
-    def __init__(self, name: str, at: str, key: str = "") -> None:
-        """at: http://HOST:PORT, or the path of its Unix socket. key: of its admin API."""
+    def __init__(
+        self, name: str, at: str, key: str = "", units: Mapping[str, str] | None = None
+    ) -> None:
+        """at: http://HOST:PORT, or the path of its Unix socket. key: of its admin API. units: of
+        instances that say none."""
         self.name = name
+        self._units = units or {}
         path = at.startswith("/")
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=at if path else None, verify=at[:5] == "https"),
@@ -96,7 +100,10 @@ class Deployment:
 
     async def rows(self) -> list[Row]:
         """Its instances. Raises ReplaceFailed."""
-        return await self._listed("/instances", Row)
+        return [
+            row if row.unit else msgspec.structs.replace(row, unit=self._units.get(row.id, ""))
+            for row in await self._listed("/instances", Row)
+        ]
 
     async def moved(self) -> list[Moved]:
         """Its last migrations. Raises ReplaceFailed."""
@@ -149,7 +156,12 @@ class Replacing:
         deployments: Mapping[str, Deployment],
         settings: Settings,
         tell: Callable[[str], None],
+        *,
+        by_name: bool = False,
     ) -> None:
+        """by_name: units are what the placement names so; else one that is like another may stand
+        for it."""
+        self._by_name = by_name
         self._placement = placement
         self._deployments = deployments
         self._settings = settings
@@ -206,7 +218,8 @@ class Replacing:
             drain_s=mean(self.emptied_s, settings.drain_s), bandwidth=settings.bandwidth
         )
         if self._target is None:  # once: units that are alike keep the names they get here
-            self._target = placed(site, seen.leases, self._placement.leases())
+            target = self._placement.leases()
+            self._target = target if self._by_name else placed(site, seen.leases, target)
         waves = plan(site, seen.leases, self._target)
         if isinstance(waves, Refused):
             raise (ReplaceFailed if self.done else ConfigError)(waves.why)

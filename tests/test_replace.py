@@ -16,7 +16,7 @@ from kvmig.ground.errors import ConfigError
 from kvmig.placement.file import Placement, read, to_toml
 from kvmig.placement.learned import handshake_s
 from kvmig.placement.moves import Lease, Step
-from kvmig.placement.observed import Row, check, observed, unfinished
+from kvmig.placement.observed import Row, adopted, check, observed, unfinished
 from kvmig.replace import Deployment, ReplaceFailed, Replacing, Settings, main
 from tests.toys import Toys
 from tests.waiting import until
@@ -24,9 +24,9 @@ from tests.waiting import until
 HELD, KV = 600, 200
 
 
-def placement(**units: str) -> Placement:
+def placement_text(**units: str) -> str:
     """Of models by unit, such as left="a b"; two of them fit into one. No two units are alike."""
-    text = "".join(
+    return "".join(
         f"[[units]]\nname = '{unit}'\nmemory_bytes = {2000 + at}\n"
         + "".join(
             f"[[units.models]]\nname = '{name}'\nheld_bytes = {HELD}\nfloor_bytes = 10\n"
@@ -35,7 +35,10 @@ def placement(**units: str) -> Placement:
         )
         for at, (unit, models) in enumerate(units.items())
     )
-    return read(text, "p.toml")
+
+
+def placement(**units: str) -> Placement:
+    return read(placement_text(**units), "p.toml")
 
 
 def row(name: str, unit: str, state: str = "serving", used: int = 0, running: int = 0) -> Row:
@@ -58,6 +61,24 @@ def test_an_instance_with_a_request_is_never_taken_for_idle() -> None:
     waiting = Row("i1", "serving", "", "right", 10**6, 0, waiting=1)
     seen = observed(placement(left="a", right="a"), {"a": [tiny, waiting]})
     assert [one.used for one in seen.leases.values()] == [1, 1]
+
+
+def test_instances_of_which_nobody_said_where_they_are_are_where_they_shall_be() -> None:
+    rows = {"a": [row("i0", ""), row("i1", "right")], "b": [row("i0", ""), row("i1", "")]}
+    found = adopted(placement(left="b", right="a b"), rows)
+    assert found == {"a": {"i0": "left"}, "b": {"i0": "left", "i1": "right"}}  # a: the only room
+
+
+def test_they_are_elsewhere_if_else_not_all_had_room() -> None:
+    rows = {"a": [row("i0", "")], "b": [row("i0", ""), row("i1", "")], "c": [row("i0", "")]}
+    found = adopted(placement(left="a c", right="a b"), rows)
+    assert found == {"a": {"i0": "left"}, "b": {"i0": "right", "i1": "left"}, "c": {"i0": "right"}}
+
+
+def test_an_instance_without_a_unit_needs_room_in_one() -> None:
+    rows = {"a": [row(f"i{at}", "") for at in range(3)]}
+    with pytest.raises(ConfigError, match="nobody said in which units a i0, a i1, a i2 are"):
+        adopted(placement(left="a", right=""), rows)
 
 
 def test_nothing_is_planned_while_an_instance_starts() -> None:

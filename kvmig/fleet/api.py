@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast
@@ -29,12 +29,14 @@ from starlette.responses import Response
 from kvmig.accounts.keys import BAD_KEY, Keys, KeyTerms, allows
 from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.models import Model, Models
+from kvmig.fleet.replacing import Replacer, Wanted
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Spec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, Actor, ModelRow, NotThere, Store, Taken
 from kvmig.fleet.tables import StoreError
 from kvmig.gateway.problems import as_problem, invalid, problem
 from kvmig.ground.errors import ConfigError
+from kvmig.replace import ReplaceFailed
 
 PREFIX = "/kvmig/v2"
 DAY = r"^(\d{4}-\d{2}-\d{2})?$"
@@ -65,6 +67,10 @@ class Backend:
     """Those that let calls in now."""
     metrics: Callable[[], Awaitable[bytes]]
     """The whole fleet's, as Prometheus reads them."""
+    replacer: Replacer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.replacer = Replacer(self.models)
 
     async def stored(
         self, call: Callable[Parameters, Result], *args: Parameters.args, **kw: Parameters.kwargs
@@ -111,6 +117,7 @@ def make_app(backend: Backend) -> FastAPI:
         fleet_api(backend, caller),
         accounts_api(backend, caller),
         models_api(backend, caller),
+        placement_api(backend, caller),
     ):
         app.include_router(api, prefix=PREFIX)
     return app
@@ -267,6 +274,35 @@ def models_api(backend: Backend, caller: Any) -> APIRouter:
     return api
 
 
+def placement_api(backend: Backend, caller: Any) -> APIRouter:
+    """Routes of the placement: which instances are in which units."""
+    api, store, replacer = APIRouter(prefix="/placement"), backend.store, backend.replacer
+
+    @api.get("")
+    async def show(_: Actor = caller) -> Body:
+        """The one that is wanted, and how it stands."""
+        return cast("Body", msgspec.to_builtins(replacer.standing()))
+
+    @api.put("")
+    async def want(body: PlacementBody, actor: Actor = caller) -> Body:
+        """Take the models that run to a placement, while they serve; 409 while another one is on
+        its way. The answer is the plan, in words."""
+
+        async def keep(wanted: Wanted) -> None:
+            await backend.stored(store.set_placement, msgspec.to_builtins(wanted), actor)
+
+        return {"plan": await replacer.want(body.placement, None if body.dry_run else keep)}
+
+    @api.delete("")
+    async def drop(actor: Actor = caller) -> Body:
+        """Want none: instances stay where they are, and come and go by their models' own rules."""
+        await backend.stored(store.set_placement, None, actor)
+        await replacer.take(None)
+        return {}
+
+    return api
+
+
 def accounts_api(backend: Backend, caller: Any) -> APIRouter:
     """Routes of users and keys."""
     api, store = APIRouter(), backend.store
@@ -372,6 +408,15 @@ class ScaleBody(BaseModel):
     max: int
 
 
+class PlacementBody(BaseModel):
+    """Where instances shall be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    placement: Body = Field(description="As the file that `python -m kvmig.place --out` writes.")
+    dry_run: bool = Field(default=False, description="Only plan.")
+
+
 class SwitchBody(BaseModel):
     """Whether it serves."""
 
@@ -431,10 +476,10 @@ class KeyBody(LimitsBody):
 
 def check_parts(rpm: int | None, parallel: int | None, proxies: int) -> None:
     """Each proxy has its part of a limit, and needs one. Raises ConfigError."""
-    for field, value in (("rpm", rpm), ("parallel", parallel)):
+    for name, value in (("rpm", rpm), ("parallel", parallel)):
         if value is not None and 0 < value < proxies:
             raise ConfigError(
-                f"{field} is {value}, must be {proxies} or more: {proxies} proxies share it"
+                f"{name} is {value}, must be {proxies} or more: {proxies} proxies share it"
             )
 
 
@@ -506,6 +551,7 @@ STATUS: dict[type[Exception], HTTPStatus] = {
     NotThere: HTTPStatus.NOT_FOUND,
     Taken: HTTPStatus.CONFLICT,
     StoreError: HTTPStatus.SERVICE_UNAVAILABLE,
+    ReplaceFailed: HTTPStatus.SERVICE_UNAVAILABLE,
 }
 
 

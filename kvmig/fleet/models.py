@@ -193,6 +193,8 @@ class Models:
         self._proxies: dict[str, Proxy] = {}
         self._routes: dict[str, Route] = {}
         self._plan = Plan()
+        self._placed: Mapping[str, Sequence[str]] = {}
+        """Of models whose instances a placement sets: the units where they are."""
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
@@ -218,6 +220,12 @@ class Models:
                 model.wanted = msgspec.structs.replace(model.wanted, on=False)
         for engine in {one.spec.engine for one in named.values() if one.on}:
             self._order(Load(engine))
+        self._changed.set()
+
+    def place(self, placed: Mapping[str, Sequence[str]]) -> None:
+        """Let somebody else set the instances of these models, one in each of these units each;
+        they start so, and stay."""
+        self._placed = placed
         self._changed.set()
 
     def take_news(self, news: Running | Started | Ended) -> None:
@@ -416,7 +424,7 @@ class Models:
         spec = model.wanted.spec
         return Wish(
             on=model.wanted.on,
-            least=max(spec.least, self._floor(spec)),
+            least=max(spec.least, self._floor(spec), len(self._placed.get(spec.name, ()))),
             parks=spec.warm == "parked",
             zero_after_s=spec.instances.zero_after_s,
             start_timeout_s=spec.instances.start_timeout_s,
@@ -447,13 +455,14 @@ class Models:
         wanted, deployment = model.wanted, secrets.token_hex(4)
         note = Note(wanted.name, wanted.revision, socket_of(deployment, self._settings))
         self._keep(model, deployment, note)
-        model.scaling = Scaling(max(1, wanted.spec.least))
+        units = self._placed.get(wanted.name, ())
+        model.scaling = Scaling(len(units) or max(1, wanted.spec.least))
         self.starts += 1
         self._order(
             Start(
                 deployment,
                 wanted.spec.engine,
-                words(wanted, deployment, self._settings),
+                words(wanted, deployment, self._settings, units),
                 msgspec.json.encode(note).decode(),
                 str(self._settings.log(quote(wanted.name, safe=""))),
             )
@@ -495,7 +504,7 @@ class Models:
         rows = watched.told.data
         counted = [one for one in rows if one.state not in ("draining", "failed")]
         failed = [one.id for one in rows if one.state == "failed"]
-        if spec.instances.target_kind == "freeness" or not counted:
+        if spec.instances.target_kind == "freeness" or not counted or spec.name in self._placed:
             return
         rule = scaling_rule(spec)
         kind = rule.kind
@@ -627,8 +636,10 @@ def _most(spec: Spec) -> int:
     return most if spec.instances.target_kind == "freeness" else max(most, USUAL_MOST)
 
 
-def words(wanted: Wanted, deployment: str, settings: FleetSettings) -> tuple[str, ...]:
-    """A deployment's command line behind `kvmig.serve`."""
+def words(
+    wanted: Wanted, deployment: str, settings: FleetSettings, units: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """A deployment's command line behind `kvmig.serve`. units: of its instances, in a placement."""
     spec, instances = wanted.spec, wanted.spec.instances
     own = [
         spec.folder,
@@ -638,7 +649,8 @@ def words(wanted: Wanted, deployment: str, settings: FleetSettings) -> tuple[str
         f"--usage-spool={settings.spools / deployment}",
         f"--quota-socket={settings.quotas}",
         "--end-with-stdin",
-        f"--instances={max(1, spec.least)}",
+        f"--instances={len(units) or max(1, spec.least)}",
+        *(f"--instance-unit=i{at}: {unit}" for at, unit in enumerate(units)),
         f"--max-instances={_most(spec)}",
         f"--start-timeout={instances.start_timeout_s:g}",
         f"--shutdown-timeout={settings.shutdown_timeout_s:g}",

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import uvicorn
 import uvloop
 
@@ -39,6 +40,7 @@ from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.models import Models, Wanted, words
 from kvmig.fleet.orders import MESSAGE_BYTES, Check, Checked, News, Order, encode, news_of
 from kvmig.fleet.quotas import QuotaSocket, grant, left
+from kvmig.fleet.replacing import Wanted as Placed
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store
@@ -183,6 +185,8 @@ class FleetServer:
             say(f"the first admin's key, which is also in {self._settings.data}/admin-key: {key}")
         self._keys = Keys(self._store.pepper)
         await self.reload()
+        if (wanted := await stored(self._store.placement)) is not None:
+            await self._backend.replacer.take(msgspec.convert(wanted, Placed))
         await self._links.open()
         await self._quotas.open()
         self._init.listen()  # what runs is judged by the catalogue
@@ -260,6 +264,7 @@ class FleetServer:
             self._http.should_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
+        await self._backend.replacer.close()
         await self._models.close()
         await self._links.close()
         await self._quotas.close()

@@ -366,7 +366,7 @@ class Change(msgspec.Struct, frozen=True):
     """One thing that an order adds (before: None), changes, or removes (after: None)."""
 
     action: Literal["add", "change", "remove", "switch", "revoke"]
-    kind: Literal["model", "alias", "user", "key"]
+    kind: Literal["model", "alias", "user", "key", "placement"]
     name: str
     before: Any
     after: Any

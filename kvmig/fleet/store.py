@@ -51,6 +51,7 @@ from kvmig.fleet.tables import (
     audit,
     meta,
     models,
+    placement,
     revisions,
     users,
 )
@@ -297,6 +298,25 @@ class Store:
             wanted = {**rest, name: dict(targets)} if targets else rest
             new = check_names(FleetFile(old.models, wanted))
             self._change(connection, changes(old, new), actor)
+
+    def placement(self) -> Any:
+        """The one that is wanted, as JSON has it; None: none is."""
+        with self.database.transaction(reading=True) as connection:
+            return connection.scalar(select(placement.c.wanted))
+
+    def set_placement(self, wanted: Any, actor: Actor) -> None:
+        """Want another one, as JSON has it; None: none any more."""
+        with self.database.transaction() as connection:
+            before = connection.scalar(select(placement.c.wanted))
+            if wanted == before:
+                return
+            action: Literal["add", "change", "remove"] = (
+                "add" if before is None else "remove" if wanted is None else "change"
+            )
+            self._note(connection, actor, Change(action, "placement", "", before, wanted))
+            connection.execute(delete(placement))
+            if wanted is not None:
+                connection.execute(insert(placement).values(id=1, wanted=wanted))
 
     def _renew(self, connection: Connection, old: FleetFile, spec: Spec, actor: Actor) -> ModelRow:
         new = merged(old, FleetFile((spec,)), prune=False)

@@ -41,7 +41,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.ground.errors import ConfigError, KvmigError
 
-SCHEMA = 5
+SCHEMA = 6
 """The newest migration's number."""
 LOCK_KEY = 0x6B766D6967
 """Of PostgreSQL's advisory lock."""
@@ -182,6 +182,13 @@ grants = Table(
     Column("key_id", Text, nullable=False, index=True),
     Column("day", Text, nullable=False),
     Column("tokens", BigInteger, nullable=False),
+)
+
+placement = Table(
+    "placement",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("wanted", JSON, nullable=False),
 )
 
 

@@ -107,8 +107,18 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read(text: str, where: str) -> Placement:
     """From TOML. Raises ConfigError: which field of `where` is wrong, and what is allowed."""
     try:
-        found = msgspec.toml.decode(text, type=Placement)
+        given = msgspec.toml.decode(text)
     except msgspec.DecodeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return placement_from(given, where)
+
+
+def placement_from(given: object, where: str) -> Placement:
+    """From what TOML or JSON holds. Raises ConfigError: which field of `where` is wrong, and what
+    is allowed."""
+    try:
+        found = msgspec.convert(given, Placement)
+    except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
     if not found.units:
         raise ConfigError(f"{where}: units is empty, must have one unit at least")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,6 +13,9 @@ import msgspec
 from kvmig.ground.errors import ConfigError
 from kvmig.placement.file import Placement
 from kvmig.placement.moves import Lease, Slot, Step
+
+MOST_LOOKS = 10_000
+"""For units of instances that have none."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -63,6 +68,52 @@ def check(placement: Placement, deployments: Sequence[str], where: str) -> None:
                     f"must be {models[one.name].kv_bytes}, as before: a deployment without a unit "
                     "agent has instances of one size, and no order changes it"
                 )
+
+
+def adopted(placement: Placement, rows: Rows) -> dict[str, dict[str, str]]:
+    """Units for instances of which nobody said where they are, by deployment and instance: where
+    the placement has the model, as far as there is room for all.
+
+    Only a host's CPUs can be meant by several units. Raises ConfigError where no unit is left.
+    """
+    models = placement.models()
+    size = {name: one.held_bytes + one.kv_bytes for name, one in models.items()}
+    there = [(name, row) for name, listed in rows.items() for row in listed
+             if row.state != "failed"]  # fmt: skip
+    homeless = [(name, row.id) for name, row in there if not row.unit]
+    room = Counter({one.called: one.memory_bytes for one in placement.units})
+    for name, row in there:
+        room[row.unit] -= size[name]
+    looks = itertools.count()
+
+    def units_from(at: int, taken: frozenset[Slot], room: Counter[str]) -> list[str] | None:
+        """For homeless ones from the at-th on."""
+        if at == len(homeless):
+            return []
+        name = homeless[at][0]
+        wanted_first = sorted(
+            (one for one in placement.units if not one.gpus),
+            key=lambda unit: all(one.name != name for one in unit.models),
+        )
+        for unit in (one.called for one in wanted_first):
+            if (name, unit) in taken or room[unit] < size[name] or next(looks) > MOST_LOOKS:
+                continue
+            less = Counter(room)
+            less[unit] -= size[name]
+            if (rest := units_from(at + 1, taken | {(name, unit)}, less)) is not None:
+                return [unit, *rest]
+        return None
+
+    units = units_from(0, frozenset((name, row.unit) for name, row in there), room)
+    if units is None:
+        listed = ", ".join(f"{name} {one}" for name, one in homeless)
+        raise ConfigError(
+            f"nobody said in which units {listed} are, and those without GPUs have no room for all"
+        )
+    found: dict[str, dict[str, str]] = {name: {} for name in rows}
+    for (name, one), unit in zip(homeless, units, strict=True):
+        found[name][one] = unit
+    return found
 
 
 def observed(placement: Placement, rows: Rows) -> Observed:

@@ -1,0 +1,233 @@
+"""A placement of the fleet's models, reached and kept: `kvmig.replace` inside the server.
+
+What is wanted is in the database. The server plans before it wants it, carries the plan out by the
+deployments' own orders, and looks again now and then: an instance that is gone comes back where the
+placement has it. Another server, after this one has died, goes on from what it sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from kvmig.fleet.models import Models
+from kvmig.fleet.store import Taken
+from kvmig.ground.errors import ConfigError
+from kvmig.placement.file import Placement, placement_from
+from kvmig.placement.moves import Wave
+from kvmig.placement.observed import adopted, check
+from kvmig.placement.told import way_to_text
+from kvmig.replace import Deployment, ReplaceFailed, Replacing, Settings
+
+START_S = 10.0
+"""Of an instance whose model has not been seen to start."""
+LOOK_S = 5.0
+"""Between two looks, once the placement is reached."""
+PLAN_S = 10.0
+"""For instances that start or leave to come to an end, before there is a plan."""
+WAIT_S = 0.5
+"""Between two looks at models that don't serve yet."""
+LINES = 100
+"""Of what was done, that are kept."""
+
+log = logging.getLogger(__name__)
+
+State = Literal["none", "running", "reached", "failed"]
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How it stands."""
+
+    state: State
+    why: str
+    """Why it has failed, or what it waits for; empty otherwise."""
+    placement: Placement | None
+    """The one that is wanted."""
+    lines: list[str]
+    """What was done last, for people."""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What the database keeps."""
+
+    placement: Placement
+    units: dict[str, dict[str, str]] = {}
+    """Of instances that were there before anybody said where they are, by deployment."""
+
+
+class Replacer:
+    """Make it inside a running event loop; `close` it, and what was ordered goes on by itself."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._state: State = "none"
+        self._why = ""
+        self._wanted: Wanted | None = None
+        self._lines: deque[str] = deque(maxlen=LINES)
+        self._task: asyncio.Task[None] | None = None
+        self._planning = False
+
+    def standing(self) -> Standing:
+        """As it is now."""
+        placement = None if self._wanted is None else self._wanted.placement
+        return Standing(self._state, self._why, placement, list(self._lines))
+
+    async def want(
+        self, given: object, keep: Callable[[Wanted], Awaitable[None]] | None
+    ) -> list[str]:
+        """Take a placement that can be reached, once `keep` has stored it; the way there in words.
+
+        keep: None: only plan. Raises ConfigError: it can't be used, or there is no way;
+        ReplaceFailed: not now; Taken: another one is on its way.
+        """
+        if self._planning or self._state == "running":
+            raise Taken("a re-placement runs already (GET /kvmig/v2/placement)")
+        placement = placement_from(given, "placement")
+        self._check(placement)
+        self._planning = True
+        try:
+            async with asyncio.timeout(PLAN_S):
+                wanted = await self._adopting(placement)
+                plan = way_to_text(await self._way(wanted))
+            if keep is not None:
+                await keep(wanted)
+                await self.take(wanted)
+        except TimeoutError as error:
+            raise ReplaceFailed("instances start or leave now: try again later") from error
+        finally:
+            self._planning = False
+        return plan.splitlines()
+
+    async def take(self, wanted: Wanted | None) -> None:
+        """Reach it, and keep it; None: instances are where they are, and as many as their models'
+        own rules want."""
+        await self.close()
+        self._wanted, self._why = wanted, ""
+        self._lines.clear()
+        units: dict[str, list[str]] = {}
+        for unit in () if wanted is None else wanted.placement.units:
+            for one in unit.models:
+                units.setdefault(one.name, []).append(unit.called)
+        self._models.place(units)
+        self._state = "none" if wanted is None else "running"
+        if wanted is not None:
+            self._task = asyncio.create_task(self._keep(wanted), name="placement")
+
+    async def close(self) -> None:
+        """Do nothing more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def _check(self, wanted: Placement) -> None:
+        """Raises ConfigError."""
+        for name in wanted.models():
+            model = self._models.shown(name)
+            if model is None or model.removed:
+                raise ConfigError(
+                    f"placement: model is {name!r:.100}, which isn't in the catalogue"
+                )
+            if model.life.state != "serving":
+                raise ConfigError(
+                    f"placement: model {name} is {model.life.state}, must serve (kvmig model wake "
+                    f"{name})"
+                )
+            if model.wanted.spec.instances.target_kind == "freeness":
+                raise ConfigError(
+                    f"placement: model {name} sets its number of instances itself: its target_kind "
+                    "is 'freeness', must be 'concurrency' or 'rps'"
+                )
+        running = [one.wanted.name for one in self._models.every() if one.deployment]
+        for name in running:
+            if name not in wanted.models():
+                raise ConfigError(f"placement: model {name} runs, and has no place in it")
+        check(wanted, running, "placement")
+
+    async def _adopting(self, placement: Placement) -> Wanted:
+        """With units for all instances that run."""
+        before = {} if self._wanted is None else self._wanted.units
+        async with _Site(self._models, Wanted(placement, before)) as deployments:
+            rows = {name: await one.rows() for name, one in deployments.items()}
+        units: dict[str, dict[str, str]] = {}
+        for name, fresh in adopted(placement, rows).items():
+            model = self._models.shown(name)
+            assert model is not None
+            units[model.deployment] = before.get(model.deployment, {}) | fresh
+        return Wanted(placement, units)
+
+    async def _keep(self, wanted: Wanted) -> None:
+        """Until cancelled, or it fails."""
+        try:
+            while True:
+                if waits := self._waits_for(wanted):
+                    self._state, self._why = "running", waits
+                    await asyncio.sleep(WAIT_S)
+                    continue
+                if self._state != "reached" or await self._way(wanted):
+                    self._state, self._why = "running", ""
+                    await self._reach(wanted)
+                    self._state = "reached"
+                    self._tell("the placement is reached")
+                await asyncio.sleep(LOOK_S)
+        except (ConfigError, ReplaceFailed) as error:
+            self._state, self._why = "failed", str(error)
+            self._tell(str(error))
+        except Exception as error:
+            self._state, self._why = "failed", repr(error)
+            log.exception("the placement is not kept any more")
+
+    def _waits_for(self, wanted: Wanted) -> str:
+        """The first model that doesn't serve; empty: all do."""
+        for name in wanted.placement.models():
+            model = self._models.shown(name)
+            state = "not known yet" if model is None else model.life.state
+            if model is None or state != "serving" or model.note is None:
+                return f"model {name} is {state}"
+        return ""
+
+    async def _way(self, wanted: Wanted) -> Sequence[Wave]:
+        async with _Site(self._models, wanted) as deployments:
+            return await self._replacing(wanted, deployments).waves()
+
+    async def _reach(self, wanted: Wanted) -> None:
+        async with _Site(self._models, wanted) as deployments:
+            await self._replacing(wanted, deployments).run()
+
+    def _replacing(self, wanted: Wanted, deployments: Mapping[str, Deployment]) -> Replacing:
+        starts = {name: self._models.shown(name) for name in deployments}
+        start_s = {
+            name: START_S if model is None or model.start_s is None else model.start_s
+            for name, model in starts.items()
+        }
+        placement = wanted.placement
+        return Replacing(placement, deployments, Settings(start_s), self._tell, by_name=True)
+
+    def _tell(self, line: str) -> None:
+        self._lines.append(line)
+        log.info("placement: %s", line)
+
+
+class _Site:
+    """The deployments of a placement's models."""
+
+    def __init__(self, models: Models, wanted: Wanted) -> None:
+        self._deployments: dict[str, Deployment] = {}
+        for name in wanted.placement.models():
+            model = models.shown(name)
+            if model is None or model.note is None:
+                raise ReplaceFailed(f"model {name} doesn't run")
+            units = wanted.units.get(model.deployment)
+            self._deployments[name] = Deployment(name, model.note.socket, units=units)
+
+    async def __aenter__(self) -> Mapping[str, Deployment]:
+        return self._deployments
+
+    async def __aexit__(self, *_: object) -> None:
+        for one in self._deployments.values():
+            await one.close()
