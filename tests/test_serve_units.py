@@ -94,7 +94,8 @@ def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_th
     agent: Agent, nursery: Nursery, tmp_path: Path
 ) -> None:
     def flags(name: str) -> list[str]:
-        return [*FLAGS, f"--unit={agent.path}", f"--served-model-name={name}"]
+        unit = (f"--unit={agent.path}", "--unit-shares=80,40")
+        return [*FLAGS, *unit, f"--served-model-name={name}"]
 
     with (
         ThreadPoolExecutor(24) as clients,
@@ -118,6 +119,14 @@ def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_th
         agent.until(lambda unit: share(unit, "b").lease > 0.45 * ARENA)
         for call in calls:
             call.result(PATIENCE_S * 3)
+        for served in (a, b):
+            told = httpx.get(f"{served.url}/metrics", timeout=30).text
+            waited = re.search(r"^kvmig_unit_turn_wait_seconds_total{.*} (.*)$", told, re.MULTILINE)
+            assert waited is not None
+            assert float(waited[1]) > 0
+            assert (
+                "--unit-shares order its steps, and limit no SMs: a CPU has no" in served.output()
+            )
         a.stop()
         agent.until(lambda unit: len(unit.shares) == 1 and unit.shares[0].lease == ARENA)
         late = [*FLAGS, f"--unit={agent.path}", "--unit-guarantee=39MiB"]
