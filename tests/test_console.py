@@ -208,6 +208,31 @@ def test_a_backup_is_made(kvmig: Kvmig) -> None:
     assert "is there already" in kvmig.refused("backup", str(kvmig.folder / "saved"))
 
 
+UNIT = """[[units]]
+name = "left"
+memory_bytes = 1000
+[[units.models]]
+name = "qwen"
+kv_bytes = 100
+"""
+
+
+def test_a_placement_is_refused_shown_and_removed(kvmig: Kvmig) -> None:
+    file = kvmig.folder / "placement.toml"
+    file.write_text(UNIT)
+    sentence = "placement: model is 'qwen', which isn't in the catalogue"
+    assert sentence in kvmig.refused("placement", "set", str(file), "--dry-run")
+    assert kvmig("placement", "show").splitlines()[-1] == "none"
+    kvmig("placement", "rm")
+
+
+def test_a_placement_that_is_no_toml_is_named(kvmig: Kvmig) -> None:
+    file = kvmig.folder / "placement.toml"
+    file.write_text("units:")
+    refused = kvmig.refused("placement", "set", str(file), status=2)
+    assert f"{file} can't be read: " in refused
+
+
 EVENTS = """: model count is starting, 12 s so far
 
 data: {"choices": [{"delta": {"content": "four "}}]}

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -37,8 +38,10 @@ model_app = typer.Typer(help="Models of the catalogue.", no_args_is_help=True)
 key_app = typer.Typer(help="Keys of the API.", no_args_is_help=True)
 user_app = typer.Typer(help="Users, who have keys.", no_args_is_help=True)
 alias_app = typer.Typer(help="Names that stand for models by weights.", no_args_is_help=True)
+placement_app = typer.Typer(help="Which models share a unit.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(alias_app, name="alias")
+app.add_typer(placement_app, name="placement")
 app.add_typer(key_app, name="key")
 app.add_typer(user_app, name="user")
 
@@ -466,6 +469,47 @@ def list_aliases(as_json: Json = False) -> None:
 def remove_alias(name: str) -> None:
     """Let it stand for nothing."""
     where.client().delete(f"aliases/{quote(name)}")
+
+
+# -- the placement
+
+
+@placement_app.command("set")
+@said
+def set_placement(
+    file: Annotated[Path, typer.Argument(help="As `python -m kvmig.place --out` writes it.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the plan.")] = False,
+) -> None:
+    """Take the models that run there while they serve; prints the plan."""
+    try:
+        given = tomllib.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} can't be read: {error}") from error
+    answer = where.client().put("placement", {"placement": given, "dry_run": dry_run})
+    print("\n".join(answer["plan"]))
+
+
+@placement_app.command("show")
+@said
+def show_placement(as_json: Json = False) -> None:
+    """The one that is wanted, whether it is reached, and what was done for it."""
+    found = where.client().get("placement")
+    units = (found["placement"] or {"units": []})["units"]
+    rows = [
+        (one.get("name") or one.get("gpus"), ", ".join(each["name"] for each in one["models"]))
+        for one in units
+    ]
+    show(found, as_json, lambda _: table_of(["unit", "models"], rows))
+    if not as_json:
+        state = " ".join(filter(None, (found["state"], found["why"])))
+        print("\n".join([*found["lines"], state]))
+
+
+@placement_app.command("rm")
+@said
+def remove_placement() -> None:
+    """Want none: models' own rules say how many instances there are."""
+    where.client().delete("placement")
 
 
 # -- users and keys
