@@ -133,6 +133,10 @@ class Pass:
         grant, self.granted = self.granted, None
         return grant
 
+    def again(self) -> Grant | None:
+        """Each step is granted anew."""
+        return None
+
     def done(self) -> None:
         """The unit knows when the step ends."""
 

@@ -53,6 +53,9 @@ class LocalUnit:
         with self._lock:
             what()
             answers = [] if self.silent else self.turns.grants(time.monotonic())
+            recalls = [] if self.silent else self.turns.recalls(time.monotonic())
             self.told += answers
-        for answer in answers:
-            self.gates[answer.member].heard(answer.number, answer.grant)
+            for answer in answers:
+                self.gates[answer.member].heard(answer.number, answer.grant)
+            for recall in recalls:
+                self.gates[recall.member].recalled(recall.number)

@@ -20,6 +20,7 @@ PROMPTS = Want(100, 0, oldest_prompt=1.0)
 DECODES = Want(0, 3, oldest_decode=1.0)
 BOTH = Want(100, 3, 1.0, 1.0)
 DECODE = Grant(prompts=False, decodes=True)
+STANDING = Grant(prompts=False, decodes=True, stands=True)
 
 
 class Gate:
@@ -33,6 +34,7 @@ class Gate:
         self.asked: list[Want] = []
         self.ended = 0
         self.next: Grant | None = None
+        self.standing: Grant | None = None
 
     def ask(self, want: Want) -> None:
         self.asked.append(want)
@@ -41,6 +43,9 @@ class Gate:
         grant, self.next = self.next, None
         self.answers += grant is not None
         return grant
+
+    def again(self) -> Grant | None:
+        return self.standing
 
     def done(self) -> None:
         self.ended += 1
@@ -81,6 +86,32 @@ def test_a_grant_is_given_back_when_its_step_is_over() -> None:
     entrance.leave(True)
     entrance.leave(True)
     assert gate.ended == 1
+
+
+def test_with_a_grant_that_stands_only_prompts_are_asked_for() -> None:
+    gate = Gate()
+    gate.standing = STANDING
+    entrance = Entrance(gate, lambda left: setattr(gate, "next", EVERYTHING))
+    assert entrance.enter(lambda: DECODES) == STANDING
+    entrance.leave(True)
+    assert (gate.asked, gate.ended) == ([], 1)
+    assert entrance.enter(lambda: BOTH) == EVERYTHING
+    assert gate.asked == [BOTH]
+
+
+def test_a_grant_that_stands_is_given_back_by_who_wants_nothing_any_more() -> None:
+    gate = Gate()
+    gate.standing = STANDING
+    entrance = Entrance(gate, time.sleep)
+    entrance.enter(lambda: DECODES)
+    entrance.leave(True)
+    for _ in range(2):
+        assert entrance.enter(lambda: NOTHING) is None
+    assert gate.asked == [NOTHING], "once"
+    gate.standing, gate.next = None, STANDING
+    entrance.enter(lambda: DECODES)
+    assert entrance.enter(lambda: NOTHING) is None
+    assert gate.asked == [NOTHING, DECODES, NOTHING]
 
 
 def test_what_comes_meanwhile_is_served_and_asked_for() -> None:
@@ -207,7 +238,100 @@ def test_taking_back_what_was_never_asked_tells_nobody() -> None:
     assert wire.wants == []
 
 
+def standing() -> Wire:
+    """One whose engine makes its first step with a grant that stands."""
+    wire = Wire()
+    wire.gate.ask(DECODES)
+    wire.gate.heard(1, STANDING)
+    assert wire.gate.answer() == STANDING
+    return wire
+
+
+def test_a_grant_that_stands_is_good_for_steps_that_nobody_hears_of() -> None:
+    wire = standing()
+    for _ in range(3):
+        wire.gate.done()
+        assert wire.gate.again() == STANDING
+    assert (wire.wants, wire.dones) == ([(1, DECODES)], [])
+
+
+def test_a_grant_that_is_called_back_between_two_steps_is_given_back_at_once() -> None:
+    wire = standing()
+    wire.gate.done()
+    wire.gate.recalled(1)
+    assert wire.dones == [1]
+    assert wire.gate.again() is None
+
+
+def test_a_grant_that_is_called_back_in_a_step_is_given_back_at_its_end() -> None:
+    wire = standing()
+    wire.gate.recalled(1)
+    assert wire.dones == []
+    wire.gate.done()
+    assert wire.dones == [1]
+    assert wire.gate.again() is None
+
+
+def test_a_grant_that_is_called_back_before_it_was_taken_is_good_for_one_step() -> None:
+    wire = Wire()
+    wire.gate.ask(DECODES)
+    wire.gate.heard(1, STANDING)
+    wire.gate.recalled(1)
+    assert wire.gate.answer() == DECODE
+    wire.gate.done()
+    assert (wire.gate.again(), wire.dones) == (None, [1])
+
+
+def test_a_question_gives_back_the_grant_that_stood() -> None:
+    wire = standing()
+    wire.gate.done()
+    wire.gate.ask(BOTH)
+    assert wire.dones == [1]
+    wire.gate.recalled(1)  # it was on its way
+    assert (wire.gate.again(), wire.dones) == (None, [1])
+
+
+def test_a_grant_stands_no_more_once_its_agent_has_gone() -> None:
+    wire = standing()
+    wire.gate.done()
+    wire.gate.close()
+    assert wire.gate.again() is None
+
+
 # -- who decides
+
+
+def test_grants_of_decodes_stand_until_somebody_is_left_waiting() -> None:
+    turns = Turns(job_s=5.0)
+    for name in ("a", "b", "c"):
+        turns.join(name, Shares(10, 4))
+    for name in ("a", "b"):
+        turns.ask(name, 1, DECODES)
+    assert [one.grant.stands for one in turns.grants(0.0)] == [True, True]
+    assert turns.recalls(0.0) == []
+    assert turns.next_overdue() is None
+    turns.ask("c", 1, PROMPTS)
+    assert turns.grants(100.0) == []
+    assert turns.recalls(100.0) == [("a", 1), ("b", 1)]
+    assert turns.recalls(100.0) == [], "once"
+    assert turns.next_overdue() == 105.0
+    turns.done("a", 1, 100.1)
+    turns.ask("a", 2, DECODES)
+    turns.done("b", 1, 100.1)
+    (answer,) = turns.grants(100.1)
+    assert (answer.member, answer.grant.stands) == ("c", False)
+    turns.done("c", 1, 100.2)
+    assert [(one.member, one.grant.stands) for one in turns.grants(100.2)] == [("a", True)]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "round-robin"])
+def test_where_one_computes_at_a_time_no_grant_stands_while_two_want(policy: str) -> None:
+    turns = Turns(policy)
+    for name in ("a", "b"):
+        turns.join(name, Shares(10, 4))
+        turns.ask(name, 1, DECODES)
+    (first,) = turns.grants(0.0)
+    assert not first.grant.stands
 
 
 def test_a_member_that_dies_frees_its_parts() -> None:

@@ -116,6 +116,21 @@ async def test_members_take_turns_and_who_is_alone_asks_nobody(path: Path) -> No
         assert turns.job_seconds["b", "prefill"] > 0
 
 
+async def test_decodes_go_on_without_asking_until_somebody_waits(path: Path) -> None:
+    async with agent(path, Turns()), joined(path, "a") as a, joined(path, "b") as b:
+        for gate in (a, b):
+            gate.ask(DECODES)
+            assert (await grant_of(gate)).stands
+            gate.done()
+            assert gate.again() is not None
+        a.done()
+        a.ask(PROMPTS)
+        await until(lambda: b._standing is None)
+        assert a.answer() is None, "b makes a step"
+        b.done()
+        assert (await grant_of(a)).prompts
+
+
 async def test_a_member_whose_connection_ends_frees_its_parts(path: Path) -> None:
     async with agent(path, Turns()), joined(path, "b") as b:
         async with joined(path, "a") as a, joined(path, "c"):

@@ -63,6 +63,9 @@ class Scripted:
     def answer(self) -> Grant | None:
         return self.grants.pop(0) if self.grants else None
 
+    def again(self) -> Grant | None:
+        return None
+
     def done(self) -> None:
         self.ended += 1
 
@@ -84,7 +87,7 @@ async def test_gated_engines_and_migrations_between_them_change_nothing(
     assert_same(await pair.there_and_back(PROMPT, **params), unmoved)
     assert {one.member for one in unit.told} == {"a", "b"}
     assert {one.grant.prompts for one in unit.told} == {True, False}
-    assert unit.turns._running == {}
+    assert all(one.stands for one in unit.turns._running.values())
 
 
 async def test_a_request_moved_in_its_prefill_between_gated_engines_is_the_same(
@@ -137,6 +140,24 @@ async def test_where_nothing_decodes_prompts_are_held(gated: tuple[Pair, LocalUn
     assert pair.a.core.phase is not None
     assert pair.a.core.phase.entrance.unanswered == 1
     gate.alone = True
+    await pair.finish("one")
+
+
+async def test_a_grant_that_comes_as_the_last_other_one_leaves_is_given_back(
+    gated: tuple[Pair, LocalUnit],
+) -> None:
+    pair, _ = gated
+
+    class Last(Scripted):
+        def answer(self) -> Grant | None:
+            self.alone = True
+            return super().answer()
+
+    gate = Last(EVERYTHING)
+    pair.a.engine.share(gate)
+    pair.submit(pair.a, "one", PROMPT, max_tokens=2)
+    pair.a.step()
+    assert gate.ended == 1
     await pair.finish("one")
 
 

@@ -6,6 +6,7 @@ and an end for jobs of engines that never say theirs. Times are seconds of one c
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -25,10 +26,20 @@ class Answer(NamedTuple):
     grant: Grant
 
 
+class Recall(NamedTuple):
+    """The grant that answered this question is good for no step that hasn't begun."""
+
+    member: str
+    number: int
+
+
 class _Running(NamedTuple):
     job: Job
     number: int
     began: float
+    stands: bool
+    ends_by: float
+    """It is overdue from then on; infinity as long as it stands."""
 
 
 class Turns:
@@ -83,24 +94,47 @@ class Turns:
             self._end(member, running, now)
 
     def grants(self, now: float) -> list[Answer]:
-        """Jobs that begin now, after those that are overdue have been ended."""
+        """Jobs that begin now, after those that are overdue have been ended.
+
+        Where nobody is left waiting a decode step's grant stands: whoever has it goes on without
+        asking, until `recalls`.
+        """
         for member, running in list(self._running.items()):
-            if now - running.began >= self._job_s:
+            if now >= running.ends_by:
                 self.overdue += 1
                 self._end(member, running, now)
         answers: list[Answer] = []
         for job in self._gate.grants():
             number = self._asked.pop(job.model)
-            self._running[job.model] = _Running(job, number, now)
+            stands = job.kind == "decode" and not self._somebody_waits
+            ends_by = math.inf if stands else now + self._job_s
+            self._running[job.model] = _Running(job, number, now, stands, ends_by)
             parts = 0 if job.parts >= PARTS else job.parts
-            grant = Grant(prompts=job.kind == "prefill", decodes=True, parts=parts)
+            prompts = job.kind == "prefill"
+            grant = Grant(prompts=prompts, decodes=True, parts=parts, stands=stands)
             answers.append(Answer(job.model, number, grant))
         return answers
 
+    def recalls(self, now: float) -> list[Recall]:
+        """Grants that stand no more, because somebody waits; to be asked for after `grants`."""
+        if not self._somebody_waits:
+            return []
+        found: list[Recall] = []
+        for member, running in self._running.items():
+            if running.stands:
+                ends_by = now + self._job_s
+                self._running[member] = running._replace(stands=False, ends_by=ends_by)
+                found.append(Recall(member, running.number))
+        return found
+
+    @property
+    def _somebody_waits(self) -> bool:
+        return bool(self._gate.wanting("prefill") or self._gate.wanting("decode"))
+
     def next_overdue(self) -> float | None:
         """When `grants` should be called again though nothing has come; None: not before."""
-        began = [running.began for running in self._running.values()]
-        return min(began) + self._job_s if began else None
+        due = min((running.ends_by for running in self._running.values()), default=math.inf)
+        return due if due < math.inf else None
 
     def _end(self, member: str, running: _Running, now: float) -> None:
         wish = self._gate.wants.get(member, NOTHING) if member in self._asked else None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from kvmig.engines.gate import LIMIT_S, NOTHING, Grant, Want
 
 SendWant = Callable[[int, Want], None]
@@ -16,7 +18,8 @@ SendDone = Callable[[int], None]
 
 
 class UnitGate:
-    """Implements `kvmig.engines.gate.StepGate`. `heard` and `crowd` are for any thread."""
+    """Implements `kvmig.engines.gate.StepGate`. `heard`, `recalled`, `crowd` and `close` are for
+    any thread."""
 
     def __init__(self, want: SendWant, done: SendDone, limit_s: float = LIMIT_S) -> None:
         """want, done: tell whoever decides, and never block; called on the engine's thread, and
@@ -34,6 +37,10 @@ class UnitGate:
         """It is asked, and not answered."""
         self._came: Grant | None = None
         """Its answer, which nobody has taken yet."""
+        self._standing: Grant | None = None
+        """It was taken, and stands; a call back ends that."""
+        self._stepping = False
+        """A step is made with it now."""
 
     @property
     def alone(self) -> bool:
@@ -41,12 +48,13 @@ class UnitGate:
 
     def ask(self, want: Want) -> None:
         with self._lock:
-            back = self._number if self._came is not None else None
+            held = self._came is not None or self._standing is not None
+            back = self._number if held else None
             withdraws = want is NOTHING
             if withdraws and not self._open and back is None:
                 return  # there is nothing to take back
             self._number += 1
-            self._open, self._came = not withdraws, None
+            self._open, self._came, self._standing = not withdraws, None, None
             number = self._number
         if back is not None:
             self._done(back)
@@ -55,12 +63,25 @@ class UnitGate:
     def answer(self) -> Grant | None:
         with self._lock:
             grant, self._came = self._came, None
+            if grant is not None and grant.stands:
+                self._standing, self._stepping = grant, True
         return grant
 
+    def again(self) -> Grant | None:
+        with self._lock:
+            self._stepping = self._standing is not None
+            return self._standing
+
     def done(self) -> None:
-        self._done(self._number)
+        with self._lock:
+            self._stepping = False
+            stands = self._standing is not None
+        if not stands:
+            self._done(self._number)
 
     def close(self) -> None:
+        with self._lock:
+            self._standing = None
         self.crowd(alone=True)
 
     def heard(self, number: int, grant: Grant) -> None:
@@ -74,6 +95,19 @@ class UnitGate:
             self._done(number)
         else:
             self.on_answer()
+
+    def recalled(self, number: int) -> None:
+        """The answer to that question stands no more. An engine that makes no step gives it back at
+        once, whatever it does."""
+        with self._lock:
+            if number != self._number:
+                return
+            if self._came is not None:
+                self._came = replace(self._came, stands=False)
+            ends = self._standing is not None and not self._stepping
+            self._standing = None
+        if ends:
+            self._done(number)
 
     def crowd(self, *, alone: bool) -> None:
         """Whether there is nobody else in the unit now, or nobody to be asked."""

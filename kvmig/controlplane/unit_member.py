@@ -27,6 +27,7 @@ from kvmig.controlplane.unit_messages import (
     Held,
     Hello,
     Lease,
+    Recalled,
     Refused,
     ToMember,
     Unit,
@@ -132,7 +133,7 @@ class UnitMember:
             with self._sending:
                 self._packets.close()
                 self._packets = None
-        self.gate.crowd(alone=True)
+        self.gate.close()
 
     def _changed(self) -> None:
         """On any thread."""
@@ -215,8 +216,12 @@ class UnitMember:
         if isinstance(message, Refused):
             raise ConfigError(message.why)
         if isinstance(message, Granted):
-            grant = Grant(message.prompts, message.decodes, message.tokens, message.parts)
+            grant = Grant(
+                message.prompts, message.decodes, message.tokens, message.parts, message.stands
+            )
             self.gate.heard(message.number, grant)
+        if isinstance(message, Recalled):
+            self.gate.recalled(message.number)
         if isinstance(message, Crowd):
             self.gate.crowd(alone=message.members < 2)
         if isinstance(message, Lease):

@@ -3,14 +3,14 @@
 An instance says Hello with what it is, then Held whenever its use of memory changes; the agent
 answers with Lease, or Refused and the end. Whoever only wants to know says Ask, and gets Unit.
 One that says Gated, too, hears Crowd; while others are there it says Want before each step, gets
-Granted, and says Done.
+Granted, and says Done; or, where the grant stands, goes on until it hears Recalled.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 1 << 16
 """Of one packet."""
 
@@ -100,6 +100,13 @@ class Granted(UnitMessage, frozen=True, tag=True):
     decodes: bool
     tokens: int
     parts: int
+    stands: bool = False
+
+
+class Recalled(UnitMessage, frozen=True, tag=True):
+    """The answer to this question stands no more: say Done once no step is made with it."""
+
+    number: int
 
 
 class Crowd(UnitMessage, frozen=True, tag=True):
@@ -139,7 +146,7 @@ class Unit(UnitMessage, frozen=True, tag=True):
 
 
 ToAgent = Hello | Held | Ask | Gated | Want | Done
-ToMember = Lease | Refused | Unit | Granted | Crowd
+ToMember = Lease | Refused | Unit | Granted | Recalled | Crowd
 
 encode = msgspec.msgpack.Encoder().encode
 to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)

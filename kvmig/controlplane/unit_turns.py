@@ -8,7 +8,16 @@ from collections.abc import Callable
 
 from kvmig.controlplane.adbs import Shares
 from kvmig.controlplane.turns import Answer, Turns
-from kvmig.controlplane.unit_messages import Crowd, Done, Gated, Granted, Want, encode
+from kvmig.controlplane.unit_messages import (
+    Crowd,
+    Done,
+    Gated,
+    Granted,
+    Recalled,
+    UnitMessage,
+    Want,
+    encode,
+)
 from kvmig.engines.gate import Want as Wanted
 from kvmig.ground.errors import PeerError, TransportError
 
@@ -61,24 +70,28 @@ class UnitTurns:
             self._due.cancel()
 
     def _grant(self) -> None:
-        for answer in self.turns.grants(self._loop.time()):
-            self._send(answer)
+        now = self._loop.time()
+        for answer in self.turns.grants(now):
+            self._send(answer.member, _granted(answer))
+        for recall in self.turns.recalls(now):
+            self._send(recall.member, Recalled(recall.number))
         self.close()
         due = self.turns.next_overdue()
         self._due = None if due is None else self._loop.call_at(due, self._grant)
 
-    def _send(self, answer: Answer) -> None:
-        grant = answer.grant
-        packet = Granted(answer.number, grant.prompts, grant.decodes, grant.tokens, grant.parts)
+    def _send(self, name: str, message: UnitMessage) -> None:
         try:
-            self._sends[answer.member](encode(packet))
+            self._sends[name](encode(message))
         except TransportError as error:  # its job ends when it is overdue, or its connection does
-            log.info("%s: %s", answer.member, error)
+            log.info("%s: %s", name, error)
 
     def _tell_crowd(self) -> None:
-        packet = encode(Crowd(len(self._sends)))
-        for name, send in list(self._sends.items()):
-            try:
-                send(packet)
-            except TransportError as error:
-                log.info("%s: %s", name, error)
+        for name in list(self._sends):
+            self._send(name, Crowd(len(self._sends)))
+
+
+def _granted(answer: Answer) -> Granted:
+    grant = answer.grant
+    return Granted(
+        answer.number, grant.prompts, grant.decodes, grant.tokens, grant.parts, grant.stands
+    )

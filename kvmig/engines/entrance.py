@@ -35,6 +35,8 @@ class Entrance:
         """When it is asked again while it is silent."""
         self._rest_s = REST_S[0]
         self._granted = False
+        self._stands = False
+        """A grant that stands may be held."""
 
     def enter(self, look: Callable[[], Want]) -> Grant | None:
         """What the next step may compute; None: there is nothing to compute any more.
@@ -46,7 +48,13 @@ class Entrance:
             return EVERYTHING
         want = look()
         if want.nothing:
+            if self._stands:
+                gate.ask(NOTHING)
+                self._stands = False
             return None
+        if want.kinds == (False, True) and (grant := gate.again()) is not None:
+            self._granted = self._stands = True
+            return grant
         began = time.monotonic()
         if self._silent_at == gate.answers:
             return self._go_on(want, began)
@@ -63,7 +71,7 @@ class Entrance:
             grant = gate.answer()
             if grant is not None:
                 if grant.suits(want):
-                    self._granted = True
+                    self._granted, self._stands = True, grant.stands
                     return grant
                 gate.done()  # what it was for has ended meanwhile
             if grant is not None or want.kinds != asked.kinds:

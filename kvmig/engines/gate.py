@@ -61,6 +61,8 @@ class Grant(msgspec.Struct, frozen=True):
     """At most so many, but one for each request that decodes; 0: as many as the engine likes."""
     parts: int = 0
     """Parts of the device that the step takes (of `PARTS`); 0: all."""
+    stands: bool = False
+    """Until it is called back it is good for further steps that compute no prompts."""
 
     def suits(self, want: Want) -> bool:
         """Whether a step with it computes anything."""
@@ -92,6 +94,10 @@ class StepGate(Protocol):
 
     def answer(self) -> Grant | None:
         """Take the grant for what was asked last, if it came."""
+        ...
+
+    def again(self) -> Grant | None:
+        """Take a grant that stands for one more step, if nobody has called it back."""
         ...
 
     def done(self) -> None:
