@@ -103,7 +103,7 @@ judged = "tests.test_drift"
 flags = ["engine.core:Flags"]
 client = ["engine.core:Front", "client", "Routing"]
 structs = ["engine.core:Wire"]
-relied = ["engine.core:Base.step"]
+relied = ["engine.core:Base.step", "engine.tools:helper"]
 [roots]
 core = "engine.core:Core"
 [skipped]
@@ -201,7 +201,10 @@ def test_a_module_that_moved_is_named_with_what_there_is(look: Look, tmp_path: P
     (package / "tools.py").rename(package / "common" / "tools.py")
     contract = load(tmp_path / "drift.toml", tmp_path)
     found = findings(contract, uses(contract), Tree(tmp_path / "2", "engine"), None)
-    assert [one.what for one in found] == ["no module engine.tools; there is engine.common.tools"]
+    assert [one.what for one in found] == [
+        "no module engine.tools; there is engine.common.tools",
+        "no such method or function",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -231,6 +234,20 @@ def test_a_method_that_is_used_anew_is_to_be_accepted(
     )
     found = findings(contract, uses(contract), Tree(tmp_path / "1", "engine", "1.0"), lock)
     assert [(one.how, one.where) for one in found] == [(READ, "engine.core:Core.closing")]
+
+
+def test_a_function_that_is_relied_on_is_to_be_read_when_it_changes(look: Look) -> None:
+    found = look(("return one", "return two"), file="tools.py")
+    assert [(one.check, one.where) for one in found] == [("body", "engine.tools:helper")]
+
+
+@pytest.mark.parametrize("name", ["engine.tools:missing", "engine.core:Core.missing"])
+def test_what_the_contract_relies_on_and_is_not_there_is_found(tmp_path: Path, name: str) -> None:
+    (tmp_path / "adapter.py").write_text(ADAPTER)
+    (tmp_path / "drift.toml").write_text(CONTRACT.replace("engine.tools:helper", name))
+    contract = load(tmp_path / "drift.toml", tmp_path)
+    found = findings(contract, uses(contract), planted(tmp_path / "1"), None)
+    assert [(one.how, one.where) for one in found] == [(BREAKS, name)]
 
 
 def test_comments_docstrings_and_layout_are_no_change(look: Look) -> None:

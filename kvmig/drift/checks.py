@@ -57,9 +57,10 @@ def findings(contract: Contract, uses: Uses, tree: Tree, lock: Facts | None) -> 
         *overrides(uses, tree),
         *flags(contract, tree),
         *client(contract, uses, tree),
+        *unknown(contract, tree),
     ]
     if lock is not None:
-        names = {f"{where[0]}:{where[1]}.{name}" for where, name in relied(contract, uses)}
+        names = {key(where, name) for where, name in relied(contract, uses)}
         found += drifted(lock, facts(contract, uses, tree), names)
     return list(dict.fromkeys(found))
 
@@ -334,6 +335,16 @@ def _client(contract: Contract, tree: Tree) -> list[str]:
     })  # fmt: skip
 
 
+def unknown(contract: Contract, tree: Tree) -> Iterator[Finding]:
+    """What the contract names is there."""
+    for where, name in contract.relied:
+        if tree.function(where, name) is None:
+            yield Finding(BREAKS, "relied", key(where, name), "no such method or function")
+    for where in contract.structs:
+        if tree.cls(*where) is None:
+            yield Finding(BREAKS, "struct", f"{where[0]}:{where[1]}", "no such class")
+
+
 # -- against a lock
 
 
@@ -341,12 +352,10 @@ def facts(contract: Contract, uses: Uses, tree: Tree) -> Facts:
     """What is to be kept of this tree."""
     signatures, bodies = {}, {}
     for where, name in sorted(relied(contract, uses)):
-        cls = tree.cls(*where)
-        found = tree.method(cls, name) if cls is not None else None
-        if found is not None:
-            key = f"{where[0]}:{where[1]}.{name}"
-            signatures[key] = ast.unparse(found[1].args)
-            bodies[key] = body_hash(found[1])
+        function = tree.function(where, name)
+        if function is not None:
+            signatures[key(where, name)] = ast.unparse(function.args)
+            bodies[key(where, name)] = body_hash(function)
     structs = {
         f"{where[0]}:{where[1]}": [ast.unparse(node) for node in tree.fields(cls).values()]
         for where in contract.structs
@@ -363,11 +372,19 @@ def facts(contract: Contract, uses: Uses, tree: Tree) -> Facts:
 
 
 def relied(contract: Contract, uses: Uses) -> set[tuple[Ref, str]]:
-    """(class, method) of all that is called, overridden or named by the contract."""
+    """(class, method) of all that is called, overridden or named by the contract; functions, too,
+    whose class is ""."""
     overridden = {
         (base, name) for one in uses.derived for base in one.bases for name in one.cls.methods
     }
-    return {*contract.relied, *uses.called, *overridden}
+    called = {((one.what[0], ""), one.what[1]) for one in uses.made}
+    return {*contract.relied, *uses.called, *overridden, *called}
+
+
+def key(where: Ref, name: str) -> str:
+    """A method's in a lock, or a function's."""
+    module, cls = where
+    return f"{module}:{cls}.{name}" if cls else f"{module}:{name}"
 
 
 def body_hash(function: Function) -> str:

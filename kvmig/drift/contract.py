@@ -34,8 +34,8 @@ class Contract:
     engine. roots: by the name of a variable or attribute, the class of its value; `name[]` is the
     class of its items. skipped: our classes that don't run their base's `__init__`, with methods
     that are called on them. client: (class, its attribute, our class that stands there). structs:
-    those whose fields go over a wire. relied: methods whose meaning counts, though nothing calls
-    them here. flags: classes whose fields are flags; judged: our module with ALLOWED, REFUSED,
+    those whose fields go over a wire. relied: methods, and functions (in a class ""), whose meaning
+    counts, though nothing calls them here. flags: classes whose fields are flags; judged: our module with ALLOWED, REFUSED,
     NO_FLAGS.
     """
 
@@ -64,6 +64,13 @@ def ref(text: str) -> Ref:
     return module, name
 
 
+def _relied(text: str) -> tuple[Ref, str]:
+    """`module:Class.method`, or `module:function` with no class."""
+    module, name = ref(text)
+    cls, _, method = name.rpartition(".")
+    return (module, cls), method
+
+
 def load(file: Path, root: Path) -> Contract:
     """Read a contract; `ours` counts from `root`. Raises ConfigError that names the field."""
     try:
@@ -80,7 +87,6 @@ def load(file: Path, root: Path) -> Contract:
     if read.client:
         holder, attribute, stand_in = read.client
         client = (ref(holder), attribute, stand_in)
-    relied = [(ref(text.rpartition(".")[0]), text.rpartition(".")[2]) for text in read.relied]
     return Contract(
         file=file,
         package=read.package,
@@ -93,5 +99,5 @@ def load(file: Path, root: Path) -> Contract:
         skipped={name: tuple(entries) for name, entries in read.skipped.items()},
         client=client,
         structs=tuple(map(ref, read.structs)),
-        relied=tuple(relied),
+        relied=tuple(map(_relied, read.relied)),
     )

@@ -251,6 +251,16 @@ class Tree:
                 return cls, cls.methods[name]
         return None
 
+    def function(self, where: Ref, name: str) -> Function | None:
+        """A method of the class `where`, or, where that names only a module, its function."""
+        module, owner = where
+        if owner:
+            cls = self.cls(module, owner)
+            found = None if cls is None else self.method(cls, name)
+            return None if found is None else found[1]
+        there = self.find(module, name)
+        return there[1] if there is not None and isinstance(there[1], Function) else None
+
     def fields(self, one: Class) -> dict[str, ast.AnnAssign]:
         """Fields of a dataclass or struct, those of its bases first."""
         found: dict[str, ast.AnnAssign] = {}
