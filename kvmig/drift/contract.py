@@ -35,8 +35,8 @@ class Contract:
     class of its items. skipped: our classes that don't run their base's `__init__`, with methods
     that are called on them. client: (class, its attribute, our class that stands there). structs:
     those whose fields go over a wire. relied: methods, and functions (in a class ""), whose meaning
-    counts, though nothing calls them here. flags: classes whose fields are flags; judged: our module with ALLOWED, REFUSED,
-    NO_FLAGS.
+    counts, though nothing calls them here. flags: classes whose fields are flags; judged: our
+    module with ALLOWED, REFUSED, NO_FLAGS.
     """
 
     file: Path
