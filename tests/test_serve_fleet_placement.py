@@ -85,7 +85,7 @@ def test_what_cant_be_used_is_refused_in_one_sentence(three: ToyFleet) -> None:
     cases = [
         ({"left": "a b", "right": "c d"}, "placement: model is 'd', which isn't in the catalogue"),
         ({"left": "a", "right": "b"}, "placement: model c runs, and has no place in it"),
-        ({"left": "a a"}, "placement: unit left: model a is there twice"),
+        ({"left": "a a"}, "placement: unit left: model a is there twice, a unit has one of each"),
     ]
     for units, sentence in cases:
         answer = three.ask("PUT", "placement", body(units))
