@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import random
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,7 +17,7 @@ from kvmig.controlplane.adbs import POLICIES, Shares
 from kvmig.controlplane.turns import Turns
 from kvmig.controlplane.unit_gate import UnitGate
 from kvmig.engines.entrance import Entrance
-from kvmig.engines.gate import EVERYTHING, NOTHING, Grant, Want
+from kvmig.engines.gate import EVERYTHING, NOTHING, PARTS, Grant, Want
 from tests.local_unit import LocalUnit
 
 PROMPTS = Want(100, 0, oldest_prompt=1.0)
@@ -386,6 +390,46 @@ def test_turns_survive_who_comes_and_goes() -> None:
     turns.ask("d", 1, DECODES)
     turns.done("b", 1, 1.0)
     assert [one.member for one in turns.grants(1.0)] == ["d"]
+
+
+def test_engines_of_several_threads_never_book_too_much_and_always_get_their_turns() -> None:
+    unit, until = LocalUnit("adbs"), time.monotonic() + 0.3
+    inside: dict[str, int] = {}
+    booked: list[int] = []
+    entrances: list[Entrance] = []
+
+    def engine(name: str, chance: random.Random) -> None:
+        gate, came = unit.gates[name], queue.SimpleQueue[None]()
+        gate.on_answer = lambda: came.put(None)
+
+        def serve(left: float) -> None:
+            with contextlib.suppress(queue.Empty):
+                came.get(timeout=left)
+
+        entrance = Entrance(gate, serve)
+        entrances.append(entrance)
+        while time.monotonic() < until:
+            want = chance.choice([*[DECODES] * 8, BOTH, NOTHING])
+            grant = entrance.enter(lambda want=want: want)  # type: ignore[misc]
+            if grant is not None:
+                inside[name] = grant.parts or PARTS
+                booked.append(sum(list(inside.values())))
+                time.sleep(chance.choice([0.0, 1e-4]))
+                del inside[name]
+                entrance.leave(computed=True)
+        gate.ask(NOTHING)
+
+    for name in "abc":
+        unit.join(name, Shares(10, 5))
+    threads = [threading.Thread(target=engine, args=(one, random.Random(one))) for one in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert max(booked) == PARTS
+    assert sum(one.unanswered for one in entrances) == 0
+    assert unit.turns._running == {}
 
 
 steps = st.lists(
