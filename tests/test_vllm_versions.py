@@ -65,6 +65,16 @@ def test_a_version_without_a_name_that_kvmig_calls_is_refused_by_that_name(
         kind.check_names()
 
 
+def test_functions_of_a_module_are_looked_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "vllm.v1.worker.utils"
+    module = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(StartupError, match=f"has no {name}:allocate_kv_cache, which kvmig needs"):
+        kind.check_names()
+    vars(module)["allocate_kv_cache"] = min
+    kind.check_names()
+
+
 def test_a_module_that_is_gone_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvmig.engines.vllm.config", None)
     with pytest.raises(StartupError, match=r"lacks what kvmig needs: .*config"):

@@ -11,7 +11,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -155,7 +155,7 @@ def installed_version() -> tuple[str, str]:
 
 
 def check_names() -> None:
-    """Refuse a vLLM without a method that kvmig calls or overrides, in a few milliseconds.
+    """Refuse a vLLM without a method or function that kvmig calls or replaces; takes milliseconds.
 
     Raises StartupError with the name. Modules that nobody has imported so far are left out.
     """
@@ -164,10 +164,13 @@ def check_names() -> None:
     lock = locks.get(".".join(installed.split(".")[:2]), max(LOCKS.glob("*.json")))
     for name in json.loads(lock.read_bytes())["signatures"]:
         module, _, path = name.partition(":")
-        owner, _, method = path.rpartition(".")
         loaded = sys.modules.get(module)
-        if loaded is not None and not hasattr(getattr(loaded, owner, None), method):
+        if loaded is not None and reduce(_attribute, path.split("."), loaded) is None:
             raise StartupError(f"{package} {installed} has no {name}, which kvmig needs")
+
+
+def _attribute(of: object, name: str) -> object:
+    return getattr(of, name, None)
 
 
 @contextlib.contextmanager
