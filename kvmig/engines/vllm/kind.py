@@ -164,7 +164,7 @@ def check_names() -> None:
     lock = locks.get(".".join(installed.split(".")[:2]), max(LOCKS.glob("*.json")))
     for name in json.loads(lock.read_bytes())["signatures"]:
         module, _, path = name.partition(":")
-        loaded = sys.modules.get(module)
+        loaded: object = sys.modules.get(module)
         if loaded is not None and reduce(_attribute, path.split("."), loaded) is None:
             raise StartupError(f"{package} {installed} has no {name}, which kvmig needs")
 
