@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import tomllib
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.models import model_folder
 from tests.fleets import Streamed, ToyFleet, ask, counted, kill
 from tests.test_replace import placement_text
 
@@ -91,3 +93,26 @@ def test_what_cant_be_used_is_refused_in_one_sentence(three: ToyFleet) -> None:
         answer = three.ask("PUT", "placement", body(units))
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
     assert three.get("placement")["state"] == "reached"
+
+
+@pytest.mark.long
+async def test_real_engines_change_places_and_their_streams_lose_nothing(fleet: ToyFleet) -> None:
+    flags = ["--enforce-eager", "--block-size=32", f"--kv-cache-memory-bytes={64 << 20}"]
+    for name in "ab":
+        spec = {"name": name, "source": f"path:{model_folder('count')}", "flags": flags}
+        fleet.add({**spec, "instances": {"min": 1, "max": 3}, "memory": 1 << 30})
+    for name in "ab":
+        fleet.until(f"models/{name}", state="serving")
+    try:
+        fleet.ask("PUT", "placement", body({"left": "a", "right": "b"})).raise_for_status()
+        fleet.until("placement", state="reached")
+        streams = [Streamed(fleet, ask(name, 1500)) for name in "ab"]
+        for one in streams:
+            await one.reach(20)
+        planned = fleet.ask("PUT", "placement", body({"left": "b", "right": "a"}))
+        assert planned.status_code == 200, planned.text
+        await asyncio.to_thread(fleet.until, "placement", state="reached")
+        assert places(fleet) == {"a": ["right"], "b": ["left"]}
+        assert [await one.task for one in streams] == [counted(1500)] * 2
+    finally:
+        fleet.ask("DELETE", "placement")
