@@ -28,6 +28,7 @@ import pytest
 from kvmig import nursery
 from kvmig.cli import processes
 from kvmig.engines.base import ServingEngine
+from kvmig.engines.gate import UnitShares
 from kvmig.engines.vllm.kind import VllmKind
 from kvmig.kernels import driver
 from kvmig.kernels.driver import Driver
@@ -95,12 +96,16 @@ def main(words: Sequence[str]) -> int:
         load(kind)
 
     def make_on_gpu(
-        kind: VllmKind, argv: list[str], unit_tokens: int, shared: bool = False
+        kind: VllmKind,
+        argv: list[str],
+        unit_tokens: int,
+        shared: bool = False,
+        shares: UnitShares | None = None,
     ) -> ServingEngine:
         if (told := folder / ENVIRONMENT).exists():
             os.environ.update(json.loads(told.read_text()))
         put_on_gpu("--async-scheduling" in argv, shared)
-        made = make(kind, argv, unit_tokens, shared)
+        made = make(kind, argv, unit_tokens, shared, shares)
         (folder / f"engine {os.getpid()}").write_text(json.dumps(words_of(made)))
         return made
 
