@@ -147,6 +147,8 @@ async def test_a_stream_of_a_deployment_that_dies_ends_with_an_error_and_the_mod
     assert stream.error is not None
     async with fleet.client() as client:
         assert await answer(client, ask("a")) == counted(10)
+    sockets = len(list((fleet.folder / "run").glob("d-*.sock")))
+    assert sockets == len(fleet.processes("kvmig.serve"))
 
 
 async def test_server_and_proxy_that_die_with_what_they_were_forked_from_are_started_again(

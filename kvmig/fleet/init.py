@@ -401,6 +401,7 @@ class Init:
             deployment.end()
             deployment.kill()
             deployment.done.set()
+            self._settings.deployment(start.deployment).unlink(missing_ok=True)  # one was killed
             del self._deployments[start.deployment]
         self._tell(
             Ended(start.deployment, how, last_sentence(Path(start.log), deployment.log_from))

@@ -453,7 +453,7 @@ class Models:
 
     def _start(self, model: Model) -> None:
         wanted, deployment = model.wanted, secrets.token_hex(4)
-        note = Note(wanted.name, wanted.revision, socket_of(deployment, self._settings))
+        note = Note(wanted.name, wanted.revision, str(self._settings.deployment(deployment)))
         self._keep(model, deployment, note)
         units = self._placed.get(wanted.name, ())
         model.scaling = Scaling(len(units) or max(1, wanted.spec.least))
@@ -622,11 +622,6 @@ def scaling_rule(spec: Spec) -> ScalingRule:
     return ScalingRule(spec.least, instances.max, instances.target, kind)
 
 
-def socket_of(deployment: str, settings: FleetSettings) -> str:
-    """Path of a deployment's socket."""
-    return str(settings.path("run", f"d-{deployment}.sock"))
-
-
 def _most(spec: Spec) -> int:
     """Instances that a deployment may be told to have, which may be more later.
 
@@ -645,7 +640,7 @@ def words(
         spec.folder,
         f"--engine={spec.engine}",
         f"--served-model-name={wanted.name}",
-        f"--uds={socket_of(deployment, settings)}",
+        f"--uds={settings.deployment(deployment)}",
         f"--usage-spool={settings.spools / deployment}",
         f"--quota-socket={settings.quotas}",
         "--end-with-stdin",

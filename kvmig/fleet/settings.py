@@ -52,6 +52,10 @@ class FleetSettings(Discreet, frozen=True, kw_only=True):
         """Where the server hears proxies."""
         return self.path("run", "proxies.sock")
 
+    def deployment(self, deployment: str) -> Path:
+        """The socket of one."""
+        return self.path("run", f"d-{deployment}.sock")
+
     @property
     def quotas(self) -> Path:
         """Where front ends ask for tokens of quotas."""
