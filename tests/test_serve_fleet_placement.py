@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 import tomllib
 from collections.abc import Iterator
@@ -42,13 +43,12 @@ def three(fleet: ToyFleet) -> Iterator[ToyFleet]:
 def places(fleet: ToyFleet) -> dict[str, list[str]]:
     """Units of each model's instances that were started for one."""
     found = {}
-    for socket in (fleet.folder / "run").glob("d-*.sock"):
-        transport = httpx.HTTPTransport(uds=str(socket))
-        with httpx.Client(transport=transport, base_url="http://x") as it:
-            try:
-                rows = it.get("/kvmig/v1/instances").json()["data"]
-            except httpx.ConnectError:
-                continue  # of a deployment that another test has killed
+    for path in map(str, (fleet.folder / "run").glob("d-*.sock")):
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(path):
+                continue  # of a deployment that ends; httpx leaves a refused socket open
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x") as it:
+            rows = it.get("/kvmig/v1/instances").json()["data"]
         found[rows[0]["model"]] = sorted(row["unit"] for row in rows)
     return found
 
