@@ -110,6 +110,7 @@ def counted(start: int, tokens: int) -> list[int]:
 class Client:
     """One, that asks for an answer as soon as it has the last."""
 
+    deployment: str
     model: str
     url: str
     chance: random.Random
@@ -131,9 +132,11 @@ class Client:
                 async with stream:
                     await stream.reach(tokens)
             except (StreamFailed, aiohttp.ClientError, OSError) as error:
-                self.wrong.append(f"{self.model}: {error!r}, after {len(stream.tokens)} tokens")
+                self.wrong.append(
+                    f"{self.deployment}: {error!r}, after {len(stream.tokens)} tokens"
+                )
             if stream.tokens != counted(start, tokens)[: len(stream.tokens)]:
-                self.wrong.append(f"{self.model}: other tokens than counting from {start}")
+                self.wrong.append(f"{self.deployment}: other tokens than counting from {start}")
 
     def waits_ms(self, begin: float, end: float) -> list[float]:
         """Between two tokens of one answer, inside the window."""
@@ -367,7 +370,7 @@ async def measure(
     async with session() as http:
         site = Site(servers, http)
         everybody = [
-            Client(servers[model].model, servers[model].url, random.Random(number))
+            Client(model, servers[model].model, servers[model].url, random.Random(number))
             for number, model in zip(range(clients), itertools.cycle(MODELS), strict=False)
         ]
         running = [asyncio.create_task(one.run(http)) for one in everybody]

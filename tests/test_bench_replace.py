@@ -40,7 +40,7 @@ def test_it_counts_on_as_the_model_does() -> None:
 
 
 def test_waits_are_those_inside_answers_not_between_them() -> None:
-    one = Client("m", "u", random.Random(0))
+    one = Client("a", "m", "u", random.Random(0))
     one.arrivals = [[Arrival(1.0, 0, 1), Arrival(1.1, 1, 1)], [Arrival(5.0, 0, 1)]]
     assert one.waits_ms(0, 9) == pytest.approx([100])
     assert one.longest_ms(0, 9) == pytest.approx(100)
@@ -49,7 +49,7 @@ def test_waits_are_those_inside_answers_not_between_them() -> None:
 def test_a_summary_counts_gaps_in_steps_and_faults_apart() -> None:
     smooth = Leg("B", "", 0, 10.0, 12.0, 4, "", True, True, [(10, 15, 20), (10, 12, 35)])
     hurt = Leg("A", "source", 1, 10.0, 50.0, 4, "a in left", False, True, [(10, 15, 900)])
-    client = Client("m", "u", random.Random(0), answers=3, wrong=["one"])
+    client = Client("a", "m", "u", random.Random(0), answers=3, wrong=["one"])
     found = summarise([smooth, hurt], [client])
     assert found["longest_gap_steps_median"] == pytest.approx(2.75)
     assert found["longest_gap_steps_worst"] == pytest.approx(3.5)
