@@ -226,6 +226,16 @@ def test_a_placement_is_refused_shown_and_removed(kvmig: Kvmig) -> None:
     kvmig("placement", "rm")
 
 
+def test_units_without_a_name_are_shown_as_instances_are_told_of_them(
+    kvmig: Kvmig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit = {"memory_bytes": 1000, "gpus": [2, 3], "models": [{"name": "qwen", "kv_bytes": 100}]}
+    told = {"state": "reached", "why": "", "placement": {"units": [unit]}, "lines": ["took 2 s"]}
+    monkeypatch.setattr(Client, "get", lambda *_: told)
+    shown = [line.split() for line in kvmig("placement", "show").splitlines()]
+    assert shown == [["unit", "models"], ["0:2,3", "qwen"], ["took", "2", "s"], ["reached"]]
+
+
 def test_a_placement_that_is_no_toml_is_named(kvmig: Kvmig) -> None:
     file = kvmig.folder / "placement.toml"
     file.write_text("units:")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 from urllib.parse import quote
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +26,7 @@ from kvmig.console.client import KEY, Client, Failed
 from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
 from kvmig.fleet.spec import PATH, read_yaml
 from kvmig.ground.errors import ConfigError, KvmigError
+from kvmig.placement.file import Placement
 
 Parameters = ParamSpec("Parameters")
 
@@ -494,11 +496,8 @@ def set_placement(
 def show_placement(as_json: Json = False) -> None:
     """The one that is wanted, whether it is reached, and what was done for it."""
     found = where.client().get("placement")
-    units = (found["placement"] or {"units": []})["units"]
-    rows = [
-        (one.get("name") or one.get("gpus"), ", ".join(each["name"] for each in one["models"]))
-        for one in units
-    ]
+    wanted = msgspec.convert(found["placement"] or {"units": []}, Placement)
+    rows = [(one.called, ", ".join(each.name for each in one.models)) for one in wanted.units]
     show(found, as_json, lambda _: table_of(["unit", "models"], rows))
     if not as_json:
         state = " ".join(filter(None, (found["state"], found["why"])))
