@@ -5,7 +5,8 @@ without any proxy. `us a token`: processor time of the proxy's processes for eac
 client has read, at a pace that all of them keep. `most`: tokens a second when upstream writes as
 fast as it can, which is bounded by this machine's cores: upstream, proxy and client share them.
 `first`: milliseconds to the first token of a call beside 100 streams, over a new connection.
-`KiB`: memory of the proxy for each of 1,000 open streams.
+`KiB`: memory of the proxy for each of 1,000 open streams (`--streams`: of any other number, which
+have the same tokens a second together).
 
 `front` and `front + kvmig` are kvmig's front end on engines that compute nothing, alone and behind
 the proxy, with tokens for 1,000 streams at more than it can do: what the proxy takes from a server.
@@ -20,8 +21,10 @@ has more to do than it can. It adds five minutes to a round.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -52,8 +55,10 @@ from kvmig_tools.served import free_port
 PEPPER = bytes(32)
 KEY = new_key(PEPPER)
 PROBES = 200
-STREAMS, BESIDE = 1000, 100
-"""Of the throughput and the memory, and beside the calls whose first token is timed."""
+BESIDE = 100
+"""Streams beside the calls whose first token is timed."""
+FILES = 1 << 17
+"""That a process may have open: the proxy two a stream."""
 FRONT_PACE = 50_000
 """Tokens a second of all streams: far more than front ends can do."""
 INSTANCES = 10
@@ -158,8 +163,9 @@ def first_ms(port: int) -> list[float]:
 class Bench:
     """One proxy at a time, each in a folder of its own."""
 
-    def __init__(self, seconds: float, logs: Path, makes: Mapping[str, Make]) -> None:
+    def __init__(self, seconds: float, streams: int, logs: Path, makes: Mapping[str, Make]) -> None:
         self._seconds = seconds
+        self._streams = streams
         self._logs = logs
         self._makes = makes
 
@@ -193,7 +199,7 @@ class Bench:
         paces = LITELLM_PACES if name == "litellm" else Paces()
         with self._up(name, paces.usual) as (client, _, pids):
             memory = process.pss_bytes(pids)
-            self._open(client, STREAMS)
+            self._open(client, self._streams)
             taken = process.pss_bytes(pids) - memory
             client.ask("measure", seconds=1.0)
             before = process.cpu_s(pids), process.kernel_s(pids)
@@ -212,12 +218,12 @@ class Bench:
             most=most,
             first_p50_ms=median(first),
             first_p99_ms=quantile(sorted(first), 0.99),
-            kib_per_stream=taken / STREAMS / 1024,
+            kib_per_stream=taken / self._streams / 1024,
         )
 
     def _most(self, name: str, offered: int) -> float:
         with self._up(name, offered) as (client, _, _):
-            self._open(client, STREAMS)
+            self._open(client, self._streams)
             client.ask("measure", seconds=1.0)
             told = client.ask("measure", seconds=self._seconds)
         return float(told["tokens"] / told["seconds"])
@@ -232,8 +238,8 @@ class Bench:
             wait_for(site.port, folder)
             time.sleep(1.0)
             client = stack.enter_context(Driver(site.port, folder / "client"))
-            self._open(client, STREAMS)
-            site.orders.give(SetRate(FRONT_PACE / STREAMS))
+            self._open(client, self._streams)
+            site.orders.give(SetRate(FRONT_PACE / self._streams))
             client.ask("measure", seconds=2.0)
             before = process.cpu_s(pids), process.cpu_s(site.front_ends)
             told = client.ask("measure", seconds=self._seconds)
@@ -248,16 +254,18 @@ class Bench:
         }
 
 
-def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
-    root.add_argument("--nginx", default=shutil.which("nginx") or "", help="the program")
-    root.add_argument(
-        "--litellm", type=Path, metavar="FOLDER",
-        help="a virtual environment of LiteLLM's proxy, made there from PyPI unless it is there",
-    )  # fmt: skip
-    root.add_argument("--rounds", type=int, help="instead of 3")
-    options = root.parse_args(argv)
-    seconds, rounds = (3.0, 1) if options.quick else (8.0, options.rounds or 3)
+def allow_files() -> int:
+    """As many open files as can be had, for this process and those that it starts; how many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, max(most, FILES)))
+    except (ValueError, PermissionError):  # more is for root alone
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def makes_of(root: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Make]:
+    """Of the proxies that the flags name."""
     makes: dict[str, Make] = {"direct": direct, "kvmig": kvmig}
     if options.nginx:
         makes["nginx"] = nginx(options.nginx)
@@ -267,14 +275,32 @@ def main(argv: list[str] | None = None) -> int:
         except subprocess.CalledProcessError as error:
             root.error(f"LiteLLM can't be installed: {error.output or error}")
         makes["litellm"] = litellm(program, KEY.shown)
+    return makes
+
+
+def main(argv: list[str] | None = None) -> int:
+    root = report.parser(__doc__)
+    root.add_argument("--nginx", default=shutil.which("nginx") or "", help="the program")
+    root.add_argument(
+        "--litellm", type=Path, metavar="FOLDER",
+        help="a virtual environment of LiteLLM's proxy, made there from PyPI unless it is there",
+    )  # fmt: skip
+    root.add_argument("--rounds", type=int, help="instead of 3")
+    root.add_argument("--streams", type=int, default=1000, help="open at once")
+    options = root.parse_args(argv)
+    if (files := allow_files()) < 2 * options.streams + BESIDE:
+        root.error(f"--streams is {options.streams}, {files} open files are too few for them")
+    seconds, rounds = (3.0, 1) if options.quick else (8.0, options.rounds or 3)
+    makes = makes_of(root, options)
     names = [*makes]
     result = report.begin(
-        "proxy", {"seconds": seconds, "rounds": rounds, "streams": STREAMS, "pace": Paces().usual}
+        "proxy",
+        {"seconds": seconds, "rounds": rounds, "streams": options.streams, "pace": Paces().usual},
     )
     samples: list[Sample] = []
     fronts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as logs:
-        bench = Bench(seconds, Path(logs), makes)
+        bench = Bench(seconds, options.streams, Path(logs), makes)
         for number in range(rounds):
             for name in names if number % 2 == 0 else reversed(names):
                 report.say(f"round {number + 1}: {name}")

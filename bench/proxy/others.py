@@ -19,8 +19,9 @@ Make = Callable[[int, str, Path], AbstractContextManager[list[int]]]
 """Starts a proxy at a port, for an upstream at a path or port; gives its processes."""
 START_S = 120.0
 NGINX = """\
-user {user}; worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
-events {{ worker_connections 8192; }}
+user {user}; worker_processes 1; worker_rlimit_nofile 131072; daemon off;
+pid {folder}/nginx.pid; error_log {folder}/error.log;
+events {{ worker_connections 65536; }}
 http {{
   access_log off; client_body_temp_path {folder}/b; proxy_temp_path {folder}/p;
   fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;

@@ -46,6 +46,8 @@ class Upstream:
         self._poll = selectors.EpollSelector()
         self._poll.register(listening, selectors.EVENT_READ)
         self._streams: list[socket.socket] = []
+        self._streaming: set[socket.socket] = set()
+        """The same: thousands are found in it at once."""
         self._asked: dict[socket.socket, bytes] = {}
 
     def run(self) -> None:
@@ -80,7 +82,7 @@ class Upstream:
                 asked = b""
             if not asked:
                 self._drop(stream)
-            elif stream not in self._streams:
+            elif stream not in self._streaming:
                 asked = self._asked.pop(stream, b"") + asked
                 head, _, body = asked.partition(b"\r\n\r\n")
                 length = LENGTH.search(head)
@@ -99,14 +101,16 @@ class Upstream:
             else:
                 stream.sendall(HEAD + CHUNK)
                 self._streams.append(stream)
+                self._streaming.add(stream)
                 return True
         return False
 
     def _drop(self, stream: socket.socket) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._poll.unregister(stream)
-        if stream in self._streams:
+        if stream in self._streaming:
             self._streams.remove(stream)
+            self._streaming.discard(stream)
         self._asked.pop(stream, None)
         stream.close()
 
