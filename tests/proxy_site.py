@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import msgspec
 
 from kvmig.accounts.keys import KeyGrant, KeyTerms, Limits, new_key
 from kvmig.cli.environment import take_path
+from kvmig.ground.clock import Clock
 from kvmig.ground.config import HttpConfig
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.proxy.directory import Directory
@@ -182,11 +184,14 @@ class Site:
 
 
 @asynccontextmanager
-async def site(folder: Path, *grants: KeyGrant, **limits: Any) -> AsyncIterator[Site]:
+async def site(
+    folder: Path, *grants: KeyGrant, wall: Clock = time.time, **limits: Any
+) -> AsyncIterator[Site]:
     """A door with one key that may use everything, and `grants`; it knows no models."""
     shown, grant = key(scopes=("infer", "read", "admin"))
     wanted: list[str] = []
-    door = Door(Directory(), HttpConfig(**limits), str(folder / "api"), wanted.append)
+    api = str(folder / "api")
+    door = Door(Directory(), HttpConfig(**limits), api, wanted.append, wall=wall)
     door.apply(Snapshot(version=1, pepper=PEPPER, keys=(grant, *grants)))
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]

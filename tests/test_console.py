@@ -128,6 +128,36 @@ def test_a_users_limits_are_changed_one_by_one(kvmig: Kvmig) -> None:
     assert kvmig("user", "limit", "bea", "--rpm=0", "--quota=0") == "no limits\n"
 
 
+def test_quotas_of_models_are_given_and_taken_away(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    kvmig("user", "add", "bea")
+    shown = kvmig("key", "add", "bea", "--model-quota", "qwen=500/day")
+    prefix = shown.split("-")[1]
+    assert "quota of qwen 500/day" in " ".join(kvmig("key", "ls").split())
+    assert kvmig("key", "limit", prefix, "--model-quota=qwen=7") == "quota of qwen 7/month\n"
+    assert kvmig("key", "limit", prefix, "--model-quota=qwen=0") == "no limits\n"
+    assert kvmig("user", "limit", "bea", "--model-quota=qwen=5/total", "--rpm=2") == (
+        "rpm 2, quota of qwen 5/total\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence", "status"),
+    [
+        ("qwen", "--model-quota is 'qwen', must be MODEL=TOKENS or MODEL=TOKENS/PERIOD", 2),
+        ("qwen=many", "--model-quota is 'qwen=many', must be MODEL=TOKENS", 2),
+        ("qwen=-1", "quotas: 'qwen' is -1, must be 1 to", 1),
+        ("other=5", "quotas: 'other' is no model, must be one of the catalogue", 1),
+    ],
+)
+def test_a_quota_that_can_not_be_kept_is_refused(
+    kvmig: Kvmig, given: str, sentence: str, status: int
+) -> None:
+    kvmig.add_model()
+    kvmig("user", "add", "bea")
+    assert sentence in kvmig.refused("user", "limit", "bea", "--model-quota", given, status=status)
+
+
 def test_a_user_is_disabled_and_enabled(kvmig: Kvmig) -> None:
     kvmig("user", "add", "anna", "--role", "admin")
     kvmig("user", "add", "bea")

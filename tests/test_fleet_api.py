@@ -157,6 +157,24 @@ async def test_limits_of_a_key_are_changed_one_by_one_and_noted(api: Api) -> Non
     )
 
 
+async def test_quotas_of_models_are_given_with_a_key_and_changed_by_their_names(api: Api) -> None:
+    await add_model(api)
+    await api.ask("POST", "users", {"name": "bea"})
+    quotas = {"qwen": {"tokens": 9, "period": "day"}}
+    _, made = await api.ask("POST", "keys", {"user": "bea", "quotas": quotas})
+    path = f"keys/{made['prefix']}"
+
+    status, row = await api.ask("PATCH", path, {"rpm": 3})
+    assert (status, row["terms"]["quotas"]) == (200, quotas)
+    status, row = await api.ask("PATCH", path, {"quotas": {"qwen": None}})
+    assert (status, row["terms"]["quotas"]) == (200, {})
+    _, rows = await api.ask("GET", "audit?limit=1")
+    assert (rows["data"][0]["before"], rows["data"][0]["after"]) == (
+        {"quotas": quotas},
+        {"quotas": {}},
+    )
+
+
 async def test_a_users_limits_come_to_all_keys_and_are_noted(api: Api) -> None:
     await api.ask("POST", "users", {"name": "bea"})
     made = [(await api.ask("POST", "keys", {"user": "bea"}))[1]["key"] for _ in range(2)]
@@ -179,6 +197,8 @@ async def test_a_users_limits_come_to_all_keys_and_are_noted(api: Api) -> None:
         ({"rpm": 0}, "rpm is 0, must be 1 to"),
         ({"quota": -1}, "quota is -1, must be 1 to"),
         ({"period": "week"}, "period"),
+        ({"quotas": {"nobody": {"tokens": 5}}}, "quotas: 'nobody' is no model, must be one of"),
+        ({"quotas": {"a": {"tokens": 5, "period": "week"}}}, "quotas"),
         ({"parallel": 1}, "parallel is 1, must be 2 or more: 2 proxies share it"),
     ],
 )

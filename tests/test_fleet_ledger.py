@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from kvmig.accounts.keys import KeyTerms
 from kvmig.accounts.usage import Spool, UsageRecord
-from kvmig.fleet.ledger import merge, sums
+from kvmig.fleet.ledger import AT_ONCE, merge, sums
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import usage
 from tests.fleet_stores import ANNA, Place
@@ -112,7 +112,7 @@ def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "front-1.sqlite"
-    Spool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, 1002)])
+    Spool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, 101)])
     from kvmig.fleet import ledger, tables
 
     upsert, done = tables.upsert, 0
@@ -120,7 +120,7 @@ def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
     def dies(*args: Any, **more: Any) -> None:
         nonlocal done
         done += 1
-        if done == 4:
+        if done == 2:
             raise RuntimeError("killed")
         upsert(*args, **more)
 
@@ -129,8 +129,18 @@ def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
         with pytest.raises(RuntimeError):
             merge(store.database, path)
     assert sums(store.database, ()) == [{"calls": 0, "prompt": 0, "cached": 0, "output": 0}]
-    assert merge(store.database, path).records == 1001
-    assert total(store) == (1001, 0, 1001)
+    assert merge(store.database, path).records == 100
+    assert total(store) == (100, 0, 100)
+
+
+def test_an_order_waits_for_a_part_of_a_long_spool_alone(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "front-1.sqlite"
+    Spool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, AT_ONCE + 3)])
+    first = merge(store.database, path)
+    assert total(store) == (AT_ONCE, 0, AT_ONCE)
+    rest = merge(store.database, path, after=first.last)
+    assert (first.records, rest.records) == (AT_ONCE, 2)
+    assert total(store) == (AT_ONCE + 2, 0, AT_ONCE + 2)
 
 
 def test_what_a_prefix_cache_had_is_summed_and_moves_are_kept(store: Store, tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmig.accounts.allowances import Ask, Granted
-from kvmig.accounts.keys import KeyGrant, KeyTerms, Period
+from kvmig.accounts.keys import KeyGrant, KeyTerms, ModelQuota, Period
 from kvmig.accounts.usage import Spool, UsageRecord
 from kvmig.fleet.ledger import merge
 from kvmig.fleet.quotas import begins_anew, grant, left, period_of
 from kvmig.fleet.store import Store
+from kvmig.ground.errors import ConfigError
 from tests.fleet_stores import ANNA, Place
 
 NOON = datetime(2026, 12, 31, 12, tzinfo=UTC).timestamp()
@@ -42,8 +43,10 @@ def grant_of(store: Store, prefix: str) -> KeyGrant:
     return next(one for one in store.key_changes().granted if one.prefix == prefix)
 
 
-def asking(seq: int = 1, least: int = 1, want: int = 256, began: float = NOON) -> Ask:
-    return Ask(7, "front-1", seq, "", began, least, want)
+def asking(
+    seq: int = 1, least: int = 1, want: int = 256, began: float = NOON, model: str = "a"
+) -> Ask:
+    return Ask(7, "front-1", seq, "", began, least, want, model)
 
 
 def given_to(store: Store, of: KeyGrant, *asked: Ask) -> list[int]:
@@ -173,6 +176,86 @@ def test_limits_of_a_key_change_with_those_of_the_one_that_it_takes_the_place_of
     of_old = grant_of(store, old.prefix)
     assert (of_old.quota, of_old.expires) == (77, place.now + 60)
     assert grant_of(store, new.prefix).expires is None
+
+
+# -- of one model
+
+
+def key_of_models(store: Store, quotas: dict[str, int], quota: int | None = None) -> KeyGrant:
+    """A new one of bea's, for models of the catalogue."""
+    of_models = {name: ModelQuota(tokens, "day") for name, tokens in quotas.items()}
+    terms = KeyTerms(quota=quota, period="day", quotas=of_models)
+    return grant_of(store, store.create_key("bea", "", terms, ANNA)[0].prefix)
+
+
+@pytest.fixture
+def models(store: Store, place: Place) -> None:
+    for name in ("a", "b"):
+        store.add_model(place.spec(name), ANNA)
+
+
+@pytest.mark.usefixtures("models")
+def test_a_quota_of_a_model_binds_calls_to_that_model_alone(store: Store) -> None:
+    bea = key_of_models(store, {"a": 100})
+    assert given_to(store, bea, asking(1), asking(2, model="b"), asking(3)) == [100, 256, 0]
+    told = grant(store.database, bea, asking(4))
+    assert told.why.startswith("the API key's quota of 100 tokens a day for model a is used up")
+
+
+@pytest.mark.usefixtures("models")
+def test_a_call_is_within_the_quota_of_its_model_and_within_that_of_all(
+    store: Store, tmp_path: Path
+) -> None:
+    bea = key_of_models(store, {"a": 200, "b": 200}, 300)
+    asked = asking(1), asking(2, model="b"), asking(3), asking(4, model="b")
+    assert given_to(store, bea, *asked) == [200, 100, 0, 0]
+    count(store, tmp_path, bea, 1, output=150, ended=NOON)
+    found = left(store.database, [bea], NOON)
+    assert {one: found[one].tokens for one in found} == {
+        bea.origin: 50,
+        f"{bea.origin} a": 50,
+        f"{bea.origin} b": 100,
+    }
+
+
+@pytest.mark.usefixtures("models")
+def test_a_users_quota_of_a_model_is_shared_by_all_keys(store: Store) -> None:
+    row = store.set_user("bea", ANNA, limits={"quotas": {"a": {"tokens": 300, "period": "total"}}})
+    keys = [key(store, None) for _ in range(2)]
+    assert [given_to(store, one, asking(n))[0] for n, one in enumerate(keys)] == [256, 44]
+    assert left(store.database, keys, NOON)[f"{row.user_id} a"].tokens == 0
+    assert grant(store.database, keys[0], asking(9)).why == (
+        "the user bea's quota of 300 tokens in all for model a is used up"
+    )
+
+
+@pytest.mark.usefixtures("models")
+def test_quotas_of_models_change_one_by_one(store: Store) -> None:
+    bea = key_of_models(store, {"a": 100, "b": 200})
+    store.limit_key(bea.prefix, {"quotas": {"a": None, "b": {"tokens": 7}}}, ANNA)
+    assert grant_of(store, bea.prefix).quotas == {"b": ModelQuota(7, "month")}
+
+
+@pytest.mark.usefixtures("models")
+def test_a_quota_of_a_model_that_is_not_there_is_refused_and_changes_nothing(store: Store) -> None:
+    bea = key_of_models(store, {"a": 100})
+    sentence = "quotas: 'c' is no model, must be one of the catalogue"
+    with pytest.raises(ConfigError, match=sentence):
+        store.limit_key(bea.prefix, {"quotas": {"a": None, "c": {"tokens": 7}}}, ANNA)
+    with pytest.raises(ConfigError, match=sentence):
+        key_of_models(store, {"c": 1})
+    with pytest.raises(ConfigError, match=sentence):
+        store.set_user("bea", ANNA, limits={"quotas": {"c": {"tokens": 7}}})
+    assert grant_of(store, bea.prefix).quotas == {"a": ModelQuota(100, "day")}
+
+
+@pytest.mark.usefixtures("models")
+def test_a_quota_of_a_model_that_is_gone_can_be_taken_away(store: Store) -> None:
+    bea = key_of_models(store, {"a": 100})
+    store.remove_model("a", ANNA)
+    store.limit_key(bea.prefix, {"rpm": 5}, ANNA)
+    store.limit_key(bea.prefix, {"quotas": {"a": None}}, ANNA)
+    assert grant_of(store, bea.prefix).quotas == {}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from kvmig.accounts.keys import (
     KeyGrant,
     Keys,
     KeyTerms,
+    ModelQuota,
     NewKey,
     allows,
     check_terms,
@@ -179,6 +180,7 @@ def test_a_scope_that_the_key_has_not_is_refused() -> None:
         (KeyTerms(rpm=0), "rpm is 0, must be 1 to"),
         (KeyTerms(tpm=-1), "tpm is -1, must be 1 to"),
         (KeyTerms(parallel=10**13), "parallel is 10000000000000, must be 1 to"),
+        (KeyTerms(quotas={"qwen": ModelQuota(0)}), "quotas: 'qwen' is 0, must be 1 to"),
     ],
 )
 def test_terms_are_checked(terms: KeyTerms, sentence: str) -> None:

@@ -30,6 +30,46 @@ def test_in_no_window_more_requests_come_in_than_its_minutes_and_one_more_allow(
             assert last - first + 1 <= rpm * (minutes + 1) + 1e-6
 
 
+@given(st.integers(1, 60), st.integers(1, 8), TIMES, st.integers(0, 10**6), st.integers(2, 20))
+def test_nor_do_more_come_in_where_proxies_are_killed_and_know_nothing_of_before(
+    rpm: int, proxies: int, times: list[float], seed: int, every: int
+) -> None:
+    rpm = max(rpm, proxies)
+    limits = Limits(rpm=rpm)
+    doors = [Limiter(limits, Part(number, proxies)) for number in range(proxies)]
+    came = []
+    for turn, now in enumerate(times):
+        chosen = (turn * 7 + seed) % proxies
+        if turn % every == 0:
+            doors[chosen] = Limiter(Limits(), Part(chosen, proxies), since=now)
+            doors[chosen].renew(limits, now)
+        if let_in([doors[chosen]], now) is None:
+            came.append(now)
+            doors[chosen].leave()
+    for first, began in enumerate(came):
+        for last in range(first, len(came)):
+            minutes = (came[last] - began) / MINUTE_S
+            assert last - first + 1 <= rpm * (minutes + 1) + 1e-6
+
+
+def test_in_its_first_minute_a_proxy_lets_requests_in_at_the_limits_rate_alone() -> None:
+    limits = Limiter(Limits(rpm=3), since=100.0)
+    came = [now for now in range(100, 161) if let_in([limits], now) is None]
+    assert came == [120, 140, 160]
+
+
+def test_after_its_first_minute_a_minutes_requests_may_come_to_a_proxy_at_once() -> None:
+    limits = Limiter(Limits(rpm=3), since=100.0)
+    assert [let_in([limits], 160.0) is None for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_server_that_knows_less_than_a_proxy_does_not_forgive_what_is_owed() -> None:
+    limits = Limiter(Limits(tpm=600))
+    limits.bucket.told(1200, now=0.0)
+    limits.bucket.told(600, now=30.0)
+    assert limits.bucket.now(30.0) == 900
+
+
 @given(st.integers(1, 100), TIMES)
 def test_a_request_that_comes_when_it_was_told_to_is_let_in(rpm: int, times: list[float]) -> None:
     limits = Limiter(Limits(rpm=rpm))

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvmig.accounts.keys import Limits
+from kvmig.accounts.keys import Limits, ModelQuota
 from kvmig.proxy.messages import Aliases, Keys, QuotaLeft, Route, Spent
 from tests.proxy_site import Got, key, site
 from tests.waiting import until
@@ -111,6 +111,21 @@ async def test_a_limit_that_is_raised_lets_the_next_request_in(tmp_path: Path) -
     assert statuses == [200, 429, 200]
 
 
+async def test_a_clock_that_jumps_by_an_hour_brings_no_new_minute(tmp_path: Path) -> None:
+    given, grant = key(rpm=1)
+    jumps_s, statuses = [0.0], []
+    async with (
+        site(tmp_path, grant, wall=lambda: 1e9 + jumps_s[-1]) as door,
+        door.deployment(),
+        door.client(given) as client,
+    ):
+        for jump_s in (0, 3600, -3600):
+            jumps_s.append(jump_s)
+            answer = await client.post("/v1/completions", json={"model": "count"})
+            statuses.append(answer.status_code)
+    assert statuses == [200, 429, 429]
+
+
 async def test_requests_at_once_are_counted_until_they_are_over(tmp_path: Path) -> None:
     given, grant = key(parallel=1)
     async with site(tmp_path, grant) as door, door.client(given) as client:
@@ -183,6 +198,34 @@ async def test_a_users_quota_is_passed_on_and_refused_when_it_is_used_up(tmp_pat
     assert (before.status_code, there.got[0].headers["x-kvmig-quota"]) == (200, "1")
     assert after.status_code == 429
     assert error_of(after)["message"] == "the user ann's quota of 1000 tokens a day is used up"
+
+
+@pytest.mark.parametrize("named", ["count", "other-name"])
+async def test_a_models_quota_is_refused_when_it_is_used_up_whatever_name_is_given(
+    tmp_path: Path, named: str
+) -> None:
+    given, grant = key(quotas={"count": ModelQuota(500, "day")})
+    async with site(tmp_path, grant) as door, door.deployment(), door.client(given) as client:
+        door.door.apply(Aliases(version=9, aliases={"other-name": {"count": 1}}))
+        door.door.apply(Spent(left={f"{grant.origin} count": QuotaLeft(0, None)}))
+        answer = await client.post("/v1/completions", json={"model": named})
+    assert answer.status_code == 429
+    assert error_of(answer)["message"] == (
+        "the API key's quota of 500 tokens a day for model count is used up"
+    )
+
+
+async def test_a_models_quota_is_nothing_to_calls_to_other_models(tmp_path: Path) -> None:
+    given, grant = key(quotas={"secret": ModelQuota(500, "day")})
+    async with (
+        site(tmp_path, grant) as door,
+        door.deployment() as there,
+        door.client(given) as client,
+    ):
+        door.door.apply(Spent(left={f"{grant.origin} secret": QuotaLeft(0, None)}))
+        answer = await client.post("/v1/completions", json={"model": "count"})
+    assert answer.status_code == 200
+    assert "x-kvmig-quota" not in there.got[0].headers
 
 
 # -- the model

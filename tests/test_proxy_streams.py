@@ -244,6 +244,30 @@ async def test_a_stream_ends_when_its_key_expires(tmp_path: Path) -> None:
     assert b"the API key has expired" in said
 
 
+async def test_a_stream_ends_when_its_key_expires_though_the_clock_goes_back_an_hour(
+    tmp_path: Path,
+) -> None:
+    began, back_s = time.time(), 0.0
+    given, grant = key(expires=began + 1.0)
+
+    async def goes_on(got: Got) -> None:
+        nonlocal back_s
+        back_s = 3600.0
+        got.events()
+        got.chunk()
+        await asyncio.Event().wait()
+
+    async with (
+        site(tmp_path, grant, wall=lambda: time.time() - back_s) as door,
+        door.deployment(goes_on),
+        door.client(given) as client,
+        asyncio.timeout(30),
+        client.stream("POST", "/v1/completions", json=STREAM) as mine,
+    ):
+        said = b"".join([part async for part in mine.aiter_bytes()])
+    assert b"the API key has expired" in said
+
+
 async def test_a_call_that_waits_ends_when_its_key_is_revoked(tmp_path: Path) -> None:
     given, grant = key()
     async with site(tmp_path, grant) as door, door.client(given) as client:

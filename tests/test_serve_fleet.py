@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from pathlib import Path
@@ -122,6 +123,19 @@ async def test_streams_and_warm_models_go_on_without_the_server_and_the_next_one
     assert fleet.processes("kvmig.serve") == deployments
     assert fleet.get("status")["starts"] == 0
     assert stream.error is None
+
+
+@pytest.mark.long
+async def test_a_server_that_is_stopped_is_as_one_that_is_dead(fleet: ToyFleet) -> None:
+    fleet.add_toy("a")
+    async with fleet.client() as client:
+        await answer(client, ask("a"))
+        (server,) = fleet.processes("kvmig.fleet.server")
+        os.kill(server, signal.SIGSTOP)
+        assert await answer(client, ask("a", 10, 5)) == counted(10, 5)
+        await asyncio.to_thread(until_other, fleet, server)
+        assert await answer(client, ask("a", 10, 6)) == counted(10, 6)
+    assert fleet.get("status")["starts"] == 0
 
 
 def until_other(fleet: ToyFleet, server: int) -> None:

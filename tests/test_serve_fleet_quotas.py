@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.fleets import PATH, Streamed, ToyFleet, ask, counted, kill
@@ -41,6 +43,29 @@ async def test_a_quota_of_10000_tokens_under_32_streams_delivers_10000(fleet: To
         refused = await http.post(PATH, json=ask("a"))
     assert refused.status_code == 429
     assert refused.json()["error"]["type"] == "insufficient_quota"
+
+
+async def test_a_models_quota_under_32_streams_delivers_it_and_other_models_go_on(
+    fleet: ToyFleet,
+) -> None:
+    for name in ("a", "b"):
+        fleet.add_toy(name, flags=["--max-model-len=4096", "--num-blocks=8000"])
+    key = new_key(fleet, quotas={"a": {"tokens": 4_000, "period": "day"}})
+    streams = [Streamed(fleet, ask("a", 400, start), key) for start in range(24)]
+    others = [Streamed(fleet, ask("b", 400, start), key) for start in range(8)]
+    texts = await asyncio.gather(*(stream.task for stream in streams))
+
+    assert [await other.task for other in others] == [counted(400, start) for start in range(8)]
+    assert all(text == counted(400, start)[: len(text)] for start, text in enumerate(texts))
+    errors = [stream.error["message"] for stream in streams if stream.error is not None]
+    assert errors
+    assert all("quota of 4000 tokens a day for model a is used up" in one for one in errors)
+    output = sum(map(len, texts)) + 8 * 400
+    row = await asyncio.to_thread(used, fleet, key, output)
+    rows = {one["model"]: one for one in fleet.get("usage?by=key,model")["data"]
+            if one["key"] == row["key"]}  # fmt: skip
+    assert rows["a"]["prompt"] + rows["a"]["output"] == 4_000
+    assert (rows["b"]["output"], row["output"]) == (8 * 400, output)
 
 
 async def test_a_users_quota_is_delivered_to_the_token_whichever_keys_share_it(
@@ -104,6 +129,31 @@ async def test_tokens_a_minute_close_the_door_until_they_are_paid_off(fleet: Toy
     assert statuses[-1] == 429
     assert "may use 100 tokens a minute" in error["message"]
     assert answer.headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+async def test_a_killed_proxy_and_a_killed_server_forget_no_requests_of_the_last_minute(
+    fleet: ToyFleet,
+) -> None:
+    fleet.add_toy("a")
+    key, let_in, began = new_key(fleet, rpm=20), 0, time.monotonic()
+
+    async def is_let_in() -> bool:
+        try:
+            async with fleet.client(key) as http:
+                return (await http.post(PATH, json=ask("a", 1))).is_success
+        except httpx.HTTPError:  # the proxy is not there again
+            await asyncio.sleep(0.1)
+            return False
+
+    for words in ("kvmig.proxy", "kvmig.fleet.server"):
+        let_in += sum([await is_let_in() for _ in range(21)])
+        for pid in fleet.processes(words):
+            kill(pid)
+    async with asyncio.timeout(30):
+        while not await is_let_in():
+            pass
+    await asyncio.to_thread(fleet.until_it_listens)
+    assert let_in + 1 <= 20 * (1 + (time.monotonic() - began) / 60)
 
 
 async def test_a_key_may_be_given_more_while_its_client_is_refused(fleet: ToyFleet) -> None:

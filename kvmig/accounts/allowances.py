@@ -37,6 +37,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Unix time of the call's beginning: it counts for the period of that."""
     least: int
     want: int
+    model: str = ""
+    """As in its `UsageRecord`."""
 
 
 class Granted(msgspec.Struct, frozen=True):

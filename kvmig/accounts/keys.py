@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import blake2b
@@ -45,6 +45,13 @@ QUOTA_WORDS = "'s quota of "
 THE_KEY = "the API key"
 
 
+class ModelQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens of one model in a period, prompt and output."""
+
+    tokens: int
+    period: Period = "month"
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How much a key may do, or all keys of a user together."""
 
@@ -58,6 +65,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Tokens in a period, prompt and output; not one more is given out."""
     period: Period = "month"
     """Of the quota."""
+    quotas: Mapping[str, ModelQuota] = {}
+    """More of them, each of one model of the catalogue, by its name."""
 
 
 class KeyTerms(Limits, frozen=True, kw_only=True):
@@ -102,6 +111,32 @@ def limited_by(grant: KeyGrant) -> tuple[Limited, Limited]:
         Limited(grant.origin, THE_KEY, grant),
         Limited(grant.user_id, f"the user {grant.user}", grant.user_limits),
     )
+
+
+class Quota(NamedTuple):
+    """One that holds for a request."""
+
+    id: str
+    whose: Limited
+    tokens: int
+    period: Period
+    model: str = ""
+    """Of whose tokens; empty: of all."""
+
+
+def quotas_of(grant: KeyGrant, model: str | None = None) -> list[Quota]:
+    """Those that hold for requests to a model of the catalogue; None: all that there are."""
+    found = []
+    for one in limited_by(grant):
+        limits = one.limits
+        if limits.quota is not None:
+            found.append(Quota(one.id, one, limits.quota, limits.period))
+        found += [
+            Quota(f"{one.id} {name}", one, quota.tokens, quota.period, name)
+            for name, quota in limits.quotas.items()
+            if model is None or name == model
+        ]
+    return found
 
 
 class NewKey(NamedTuple):
@@ -194,12 +229,13 @@ def allows(
     return None
 
 
-def quota_used_up(whose: Limited, anew: float | None) -> Denied:
+def quota_used_up(quota: Quota, anew: float | None) -> Denied:
     """The answer to a request where nothing is left of a quota."""
-    limits = whose.limits
-    period = "in all" if limits.period == "total" else f"a {limits.period}"
+    period = "in all" if quota.period == "total" else f"a {quota.period}"
+    of_model = f" for model {quota.model}" if quota.model else ""
     then = "" if anew is None else f"; it begins anew at {datetime.fromtimestamp(anew, UTC):%FT%TZ}"
-    message = f"{whose.name}{QUOTA_WORDS}{limits.quota} tokens {period} is used up{then}"
+    tokens = f"{quota.tokens} tokens {period}{of_model}"
+    message = f"{quota.whose.name}{QUOTA_WORDS}{tokens} is used up{then}"
     return Denied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
 
 
@@ -259,3 +295,6 @@ def check_limits(limits: Limits) -> None:
         value = getattr(limits, field)
         if value is not None and not 1 <= value <= MOST:
             raise ConfigError(f"{field} is {value}, must be 1 to {MOST}; leave it out for no limit")
+    for model, quota in limits.quotas.items():
+        if not 1 <= quota.tokens <= MOST:
+            raise ConfigError(f"quotas: {model!r:.150} is {quota.tokens}, must be 1 to {MOST}")

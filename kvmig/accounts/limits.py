@@ -3,12 +3,16 @@
 Each proxy lets requests in by itself. Of requests it has an equal part of each limit, so that all
 proxies together never let in more. Tokens are counted by the server, which tells every proxy what
 was spent; no request is refused in the midst of its answer, the next one waits instead.
+
+A proxy doesn't know what came to the one before it, nor a server what was spent before it: each
+takes it that everybody has just used a minute's worth, so that a limit holds across its death.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, NamedTuple, get_args
 
 from kvmig.accounts.keys import THE_KEY, Limits
@@ -57,8 +61,8 @@ class Bucket:
         self.level, self.at = self.now(now) + tokens, now
 
     def told(self, level: float, now: float) -> None:
-        """Take over the level that somebody else knows."""
-        self.level, self.at = level, now
+        """Take over the level that a server knows; one that starts anew knows less."""
+        self.level, self.at = max(level, self.now(now)), now
 
     def wait_s(self, now: float) -> float:
         """Until nothing is owed; 0: nothing is."""
@@ -86,19 +90,22 @@ class Limiter:
     part: Part = WHOLE
     name: str = THE_KEY
     """In a sentence."""
+    since: float = -inf
+    """Since when it counts; what came before isn't known."""
     running: int = 0
     bucket: Bucket = field(init=False)
-    _due: float = 0.0
+    _due: float = field(init=False)
     """When the next request would come if all came evenly (GCRA's theoretical arrival time)."""
 
     def __post_init__(self) -> None:
         self.bucket = Bucket(self.limits.tpm or 1)
+        self._due = self._latest_due
 
     def renew(self, limits: Limits, now: float) -> None:
         """Other limits hold from now on; what came, runs, and was spent, counts on."""
         came = max(0.0, self._due - now) / self._interval_s
         self.limits = limits
-        self._due = now + came * self._interval_s
+        self._due = max(self._latest_due, now + came * self._interval_s)
         self.bucket.per_minute = limits.tpm or 1
 
     def exceeded(self, now: float) -> Exceeded | None:
@@ -153,6 +160,11 @@ class Limiter:
     def _spare_s(self) -> float:
         """So much earlier a request may come: a minute's may come at once."""
         return max(0.0, MINUTE_S - self._interval_s)
+
+    @property
+    def _latest_due(self) -> float:
+        """After all that may have come until `since`."""
+        return self.since + self._spare_s + self._interval_s
 
     def _early_s(self, now: float) -> float:
         return self._due - now - self._spare_s

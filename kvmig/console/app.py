@@ -561,6 +561,10 @@ Tpm = Annotated[int | None, typer.Option(help="Tokens a minute; 0: no limit.")]
 Parallel = Annotated[int | None, typer.Option(help="Requests at once; 0: no limit.")]
 Quota = Annotated[int | None, typer.Option(help="Tokens a period; 0: no limit.")]
 Period = Annotated[str | None, typer.Option(help="day, month or total.")]
+ModelQuotas = Annotated[
+    list[str] | None,
+    typer.Option(help="Tokens of one model: MODEL=TOKENS or MODEL=TOKENS/PERIOD; 0: no limit."),
+]
 
 
 @user_app.command("limit")
@@ -572,17 +576,37 @@ def limit_user(
     parallel: Parallel = None,
     quota: Quota = None,
     period: Period = None,
+    model_quota: ModelQuotas = None,
 ) -> None:
     """Change limits of all keys of a user together; those that aren't named stay."""
-    body = changed_limits(period, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
+    body = changed_limits(period, model_quota, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
     row = where.client().patch(f"users/{quote(name)}", body)
     print(limits_of(row["limits"]) or "no limits")
 
 
-def changed_limits(period: str | None, **numbers: int | None) -> dict[str, Any]:
+def changed_limits(
+    period: str | None, of_models: list[str] | None, **numbers: int | None
+) -> dict[str, Any]:
     """A body that names what changes; 0: no limit."""
     body: dict[str, Any] = {name: n or None for name, n in numbers.items() if n is not None}
-    return body if period is None else {**body, "period": period}
+    if period is not None:
+        body["period"] = period
+    return {**body, "quotas": model_quotas(of_models)} if of_models else body
+
+
+def model_quotas(given: list[str] | None) -> dict[str, dict[str, Any] | None]:
+    """Of `--model-quota`. Raises ConfigError."""
+    found: dict[str, dict[str, Any] | None] = {}
+    for one in given or ():
+        model, equals, said = one.rpartition("=")
+        tokens, slash, period = said.partition("/")
+        if not (model and equals and tokens.removeprefix("-").isdecimal()):
+            raise ConfigError(
+                f"--model-quota is {one!r}, must be MODEL=TOKENS or MODEL=TOKENS/PERIOD"
+            )
+        quota = {"tokens": int(tokens), "period": period if slash else "month"}
+        found[model] = quota if int(tokens) else None
+    return found
 
 
 @key_app.command("add")
@@ -599,6 +623,7 @@ def add_key(
     parallel: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
     quota: Annotated[int | None, typer.Option(help="Tokens a period; not one more.")] = None,
     period: Annotated[str, typer.Option(help="Of the quota: day, month or total.")] = "month",
+    model_quota: ModelQuotas = None,
 ) -> None:
     """Make a key; it is shown this once."""
     body = {
@@ -613,6 +638,7 @@ def add_key(
         "parallel": parallel,
         "quota": quota,
         "period": period,
+        "quotas": model_quotas(model_quota),
     }
     print(where.client().post("keys", body)["key"])
 
@@ -648,6 +674,8 @@ def limits_of(terms: dict[str, Any]) -> str | None:
     named = [f"{name} {terms[name]}" for name in ("rpm", "tpm", "parallel") if terms[name]]
     if terms["quota"]:
         named.append(f"quota {terms['quota']}/{terms['period']}")
+    for model, quota in terms["quotas"].items():
+        named.append(f"quota of {model} {quota['tokens']}/{quota['period']}")
     return ", ".join(named) or None
 
 
@@ -660,9 +688,10 @@ def limit_key(
     parallel: Parallel = None,
     quota: Quota = None,
     period: Period = None,
+    model_quota: ModelQuotas = None,
 ) -> None:
     """Change limits of a key; those that aren't named stay."""
-    body = changed_limits(period, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
+    body = changed_limits(period, model_quota, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
     row = where.client().patch(f"keys/{quote(prefix)}", body)
     print(limits_of(row["terms"]) or "no limits")
 

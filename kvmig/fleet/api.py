@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvmig.accounts.keys import BAD_KEY, Keys, KeyTerms, allows
+from kvmig.accounts.keys import BAD_KEY, Keys, KeyTerms, ModelQuota, allows
 from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.models import Model, Models
 from kvmig.fleet.replacing import Replacer, Wanted
@@ -338,12 +338,15 @@ def accounts_api(backend: Backend, caller: Any) -> APIRouter:
     @api.post("/keys", status_code=HTTPStatus.CREATED)
     async def add_key(body: KeyBody, actor: Actor = caller) -> Body:
         """Make one; the answer shows it this once."""
+        limits = body.model_dump(include=set(LimitsBody.model_fields))
+        quotas = {name: one for name, one in limits.pop("quotas").items() if one is not None}
         terms = KeyTerms(
             scopes=tuple(body.scopes),
             models=None if body.models is None else tuple(body.models),
             cidrs=None if body.cidrs is None else tuple(body.cidrs),
             expires=time.time() + body.days * DAY_S if body.days else None,
-            **body.model_dump(include=set(LimitsBody.model_fields)),
+            quotas=msgspec.convert(quotas, dict[str, ModelQuota]),
+            **limits,
         )
         check_parts(terms.rpm, terms.parallel, backend.settings.proxies)
         row, key = await backend.stored(store.create_key, body.user, body.name, terms, actor)
@@ -442,6 +445,15 @@ class AliasBody(BaseModel):
     targets: dict[str, int] = Field(min_length=1, description="Weights of models.")
 
 
+class ModelQuotaBody(BaseModel):
+    """A quota of one model."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    tokens: int
+    period: Literal["day", "month", "total"] = "month"
+
+
 class LimitsBody(BaseModel):
     """Limits of a key, or of a user."""
 
@@ -452,6 +464,9 @@ class LimitsBody(BaseModel):
     parallel: int | None = Field(default=None, description="Requests at once; null: no limit.")
     quota: int | None = Field(default=None, description="Tokens in a period; null: no limit.")
     period: Literal["day", "month", "total"] = Field(default="month", description="Of the quota.")
+    quotas: dict[str, ModelQuotaBody | None] = Field(
+        default={}, description="More of them, by models; null: none of that one any more."
+    )
 
 
 class UserChange(LimitsBody):

@@ -24,37 +24,38 @@ from kvmig.fleet.tables import Database, api_keys, upsert, usage, usage_daily, u
 FIELDS = ("key", "user", "model", "day")
 """That sums can be by."""
 AT_ONCE = 500
-"""Records of a statement: SQLite takes so many variables only."""
+"""Records of a transaction: SQLite takes so many variables, and orders wait for its end."""
 COUNTS = ("prompt", "cached", "output")
 """Of a call; cached ones are part of the prompt."""
 SUMS = ("calls", *COUNTS)
 
 
 class Merged(NamedTuple):
-    """What was new in a spool."""
+    """What was taken of a spool."""
 
     records: int
     tokens: Mapping[str, int]
     """Prompt and output together, by the keys' ids."""
+    last: int
+    """Number of the last record."""
 
 
-def merge(database: Database, spool: Path, over: bool = False) -> Merged:
-    """Take what a spool holds into the ledger. Raises StoreError, OSError.
+def merge(database: Database, spool: Path, over: bool = False, after: int = 0) -> Merged:
+    """Take AT_ONCE of a spool's records into the ledger, or as many as there are, from those with
+    greater numbers than `after`. Raises StoreError, OSError.
 
     Records of calls that run stay in the spool. over: nobody writes it any more, so no call runs;
     the front end was killed under those that say so.
     """
-    file, merged, after = Spool(spool), 0, 0
-    tokens: Counter[str] = Counter()
-    while records := file.read(after):
+    file = Spool(spool)
+    records = file.read(after, AT_ONCE)
+    if not records:
+        return Merged(0, {}, after)
+    with database.transaction() as connection:
         rows = [_cut(one) if over else one for one in records]
-        with database.transaction() as connection:
-            for first in range(0, len(rows), AT_ONCE):
-                new = _merge(connection, spool.stem, rows[first : first + AT_ONCE])
-                tokens.update(new)
-        file.forget(one for one in records if over or one.ended is not None)
-        merged, after = merged + len(records), records[-1].seq
-    return Merged(merged, tokens)
+        tokens = _merge(connection, spool.stem, rows)
+    file.forget(one for one in records if over or one.ended is not None)
+    return Merged(len(records), tokens, records[-1].seq)
 
 
 def _cut(record: UsageRecord) -> UsageRecord:

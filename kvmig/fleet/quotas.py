@@ -1,4 +1,5 @@
-"""Quotas of keys and users: tokens are granted to calls in pieces, so that all never get more.
+"""Quotas of keys and users, of all their tokens or of one model's: tokens are granted to calls in
+pieces, so that all never get more.
 
 A grant is written before it is told, and stands until the call's final record is merged, in the
 same transaction. What is left of a quota is what neither the ledger nor a grant has. A front end
@@ -16,11 +17,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import Select, case, delete, func, select
+from sqlalchemy import ColumnElement, Table, case, delete, func, select
 from sqlalchemy.engine import Connection
 
 from kvmig.accounts.allowances import SMALL, Ask, Granted
-from kvmig.accounts.keys import KeyGrant, Limited, Period, limited_by, quota_used_up
+from kvmig.accounts.keys import KeyGrant, Period, Quota, quota_used_up, quotas_of
 from kvmig.accounts.usage import UsageRecord
 from kvmig.cli.environment import take_path
 from kvmig.fleet.tables import (
@@ -56,47 +57,47 @@ def begins_anew(kind: Period, at: float) -> float | None:
 
 def grant(database: Database, key: KeyGrant, ask: Ask) -> Granted:
     """Grant what there is, and keep that it was granted. Raises StoreError."""
-    whose = [one for one in limited_by(key) if one.limits.quota is not None]
+    quotas = quotas_of(key, ask.model)
     given = ask.want
-    if not whose:
+    if not quotas:
         return Granted(ask.number, given)
     with database.transaction() as connection:
-        for one in whose:
-            period = period_of(one.limits.period, ask.began)
+        for one in quotas:
+            period = period_of(one.period, ask.began)
             spare = left_of(connection, one, period)
             piece = max(ask.least, SMALL, spare // _open(connection, one, period))
             given = min(given, spare, piece)
             if given < ask.least:
-                why = quota_used_up(one, begins_anew(one.limits.period, ask.began)).message
+                why = quota_used_up(one, begins_anew(one.period, ask.began)).message
                 return Granted(ask.number, 0, why)
         row = {
             "source": ask.source, "seq": ask.seq, "key_id": key.key_id,
-            "day": period_of("day", ask.began), "tokens": given,
+            "model": ask.model, "day": period_of("day", ask.began), "tokens": given,
         }  # fmt: skip
         upsert(connection, grants, ("source", "seq"), [row], add=("tokens",))
         return Granted(ask.number, given)
 
 
-def _keys_of(whose: Limited) -> Select[tuple[str]]:
-    """Ids of the keys that count together: those rotated one into another, or all of a user's."""
-    return select(api_keys.c.id).where(
-        (api_keys.c.origin == whose.id) | (api_keys.c.user_id == whose.id)
-    )
+def _counts(rows: Table, quota: Quota, period: str) -> ColumnElement[bool]:
+    """Which rows count for a quota: those of all keys that were rotated one into another, or of all
+    of a user's, and of its model.
+    """
+    whose = quota.whose.id
+    keys = select(api_keys.c.id).where((api_keys.c.origin == whose) | (api_keys.c.user_id == whose))
+    found = rows.c.key_id.in_(keys) & rows.c.day.startswith(period)
+    return found & (rows.c.model == quota.model) if quota.model else found
 
 
-def _open(connection: Connection, whose: Limited, period: str) -> int:
+def _open(connection: Connection, quota: Quota, period: str) -> int:
     """Calls that have grants, among whom the rest of a quota is shared; at least 1."""
-    counted = select(func.count()).where(
-        grants.c.key_id.in_(_keys_of(whose)), grants.c.day.startswith(period)
-    )
+    counted = select(func.count()).where(_counts(grants, quota, period))
     return max(1, int(connection.execute(counted).scalar() or 0))
 
 
-def left_of(connection: Connection, whose: Limited, period: str) -> int:
+def left_of(connection: Connection, quota: Quota, period: str) -> int:
     """Tokens of a quota that are neither used nor granted."""
-    assert whose.limits.quota is not None
     used = select(func.sum(usage_daily.c.prompt + usage_daily.c.output)).where(
-        usage_daily.c.key_id.in_(_keys_of(whose)), usage_daily.c.day.startswith(period)
+        _counts(usage_daily, quota, period)
     )
     recorded = func.coalesce(usage.c.prompt + usage.c.output, 0)
     ahead = grants.c.tokens - recorded
@@ -107,10 +108,10 @@ def left_of(connection: Connection, whose: Limited, period: str) -> int:
                 usage, (usage.c.source == grants.c.source) & (usage.c.seq == grants.c.seq)
             )
         )
-        .where(grants.c.key_id.in_(_keys_of(whose)), grants.c.day.startswith(period))
+        .where(_counts(grants, quota, period))
     )
     spent = sum(int(connection.execute(one).scalar() or 0) for one in (used, open_))
-    return whose.limits.quota - spent
+    return quota.tokens - spent
 
 
 def settle(connection: Connection, source: str, records: Sequence[UsageRecord]) -> None:
@@ -122,18 +123,17 @@ def settle(connection: Connection, source: str, records: Sequence[UsageRecord]) 
 
 
 def left(database: Database, keys: Iterable[KeyGrant], now: float) -> dict[str, QuotaLeft]:
-    """Of the quotas of keys and their users in the present period, by `Limited.id`.
+    """Of the quotas of keys and their users in the present period, by `Quota.id`.
 
     Raises StoreError.
     """
-    every = {one.id: one for key in keys for one in limited_by(key) if one.limits.quota is not None}
+    every = {one.id: one for key in keys for one in quotas_of(key)}
     if not every:
         return {}
     with database.transaction(reading=True) as connection:
         return {
             one.id: QuotaLeft(
-                left_of(connection, one, period_of(one.limits.period, now)),
-                begins_anew(one.limits.period, now),
+                left_of(connection, one, period_of(one.period, now)), begins_anew(one.period, now)
             )
             for one in every.values()
         }

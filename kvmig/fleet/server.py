@@ -34,7 +34,7 @@ from kvmig.cli.environment import gpus, take_path
 from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.fleet.api import Backend, make_app
-from kvmig.fleet.ledger import merge, sums
+from kvmig.fleet.ledger import AT_ONCE, Merged, merge, sums
 from kvmig.fleet.memory import Memory
 from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.models import Models, Wanted, words
@@ -141,7 +141,7 @@ class FleetServer:
         self._grants: dict[str, KeyGrant] = {}
         self._grants_by_id: dict[str, KeyGrant] = {}
         self._left: dict[str, QuotaLeft] = {}
-        """Of quotas, by `Limited.id`."""
+        """By `Quota.id`."""
         self._keys = Keys(b"")
         self._keys_version = 0
         self._aliases: Mapping[str, Mapping[str, int]] = {}
@@ -157,6 +157,7 @@ class FleetServer:
         )
         self._links = ProxyLinks(str(settings.links), self._first, self._hear)
         self._quotas = QuotaSocket(str(settings.quotas), self._grant)
+        self._since = monotonic()
         self._buckets: dict[str, Bucket] = {}
         """Of limits of tokens a minute, by `Limited.id`."""
         self._backend = Backend(
@@ -212,12 +213,19 @@ class FleetServer:
                 over = self._models.is_over(folder.name)  # it writes nothing any more
                 try:
                     for path in sorted(folder.glob("*.sqlite")):
-                        merged = await self._backend.stored(merge, self._store.database, path, over)
-                        await self._tell_spent(merged.tokens)
+                        await self._merge(path, over)
                     if over:
                         await asyncio.to_thread(remove_empty, folder)
                 except (StoreError, OSError) as error:
                     log.warning("usage in %s waits to be counted: %s", folder, error)
+
+    async def _merge(self, spool: Path, over: bool) -> None:
+        """All of it. Raises StoreError, OSError."""
+        merged = Merged(AT_ONCE, {}, 0)
+        while merged.records == AT_ONCE:
+            database = self._store.database
+            merged = await self._backend.stored(merge, database, spool, over, merged.last)
+            await self._tell_spent(merged.tokens)
 
     async def _tell_spent(self, tokens: Mapping[str, int]) -> None:
         """Let proxies know what was used of limits. tokens: by keys' ids. Raises StoreError."""
@@ -229,7 +237,8 @@ class FleetServer:
         for key in keys:
             for whose in limited_by(key):
                 if (tpm := whose.limits.tpm) is not None:
-                    bucket = self._buckets.setdefault(whose.id, Bucket(tpm, at=now))
+                    before = Bucket(tpm, level=tpm, at=self._since)
+                    bucket = self._buckets.setdefault(whose.id, before)
                     bucket.per_minute = tpm
                     bucket.spend(tokens[key.key_id], now)
                     owed[whose.id] = bucket.level
@@ -274,9 +283,18 @@ class FleetServer:
 
     async def reload(self) -> None:
         """Take the catalogue and the keys as the database has them now. Raises StoreError."""
+        await self._reload_keys()  # first: a revoked key lets nobody in while the rest is read
+        rows, aliases = await self._backend.stored(self._store.catalogue)
+        named = {name: {row.name: 1} for row in rows for name in row.spec.aliases}
+        if (every := {**named, **aliases}) != self._aliases:
+            self._aliases = every
+            self._links.tell(Aliases(version=self._next(), aliases=every))
+        self._models.take_catalogue(
+            Wanted(row.name, row.revision, row.on, row.spec) for row in rows
+        )
+
+    async def _reload_keys(self) -> None:
         stored = self._backend.stored
-        rows = await stored(self._store.models)
-        aliases = (await stored(self._store.fleet)).aliases
         keys = await stored(self._store.key_changes, self._keys_version)
         self._keys_version = keys.version
         self._keys.update(keys.granted, keys.revoked)
@@ -292,13 +310,6 @@ class FleetServer:
             changed = await stored(left, self._store.database, keys.granted, time.time())
             self._left.update(changed)
             self._links.tell(Spent(left=changed))
-        named = {name: {row.name: 1} for row in rows for name in row.spec.aliases}
-        if (every := {**named, **aliases}) != self._aliases:
-            self._aliases = every
-            self._links.tell(Aliases(version=self._next(), aliases=every))
-        self._models.take_catalogue(
-            Wanted(row.name, row.revision, row.on, row.spec) for row in rows
-        )
 
     # -- proxies
 

@@ -27,10 +27,10 @@ from kvmig.accounts.keys import (
     KeyTerms,
     Limits,
     NewKey,
-    check_limits,
     check_terms,
     new_key,
 )
+from kvmig.fleet.limits import changed, check_models, named_of
 from kvmig.fleet.spec import (
     NAME,
     NAMES,
@@ -231,6 +231,12 @@ class Store:
             wanted = _with_specs().where(models.c.name == name).order_by(revisions.c.n.desc())
             return [_model_row(row) for row in connection.execute(wanted).mappings()]
 
+    def catalogue(self) -> tuple[list[ModelRow], Mapping[str, Mapping[str, int]]]:
+        """All models, by name, and the aliases with weights."""
+        with self.database.transaction(reading=True) as connection:
+            rows = [_model_row(row) for row in connection.execute(_newest()).mappings()]
+            return rows, _aliases(connection)
+
     def fleet(self) -> FleetFile:
         """The whole catalogue, as a file would say it."""
         with self.database.transaction(reading=True) as connection:
@@ -380,9 +386,8 @@ class Store:
                 old,
                 role=old.role if role is None else _checked_role(role),
                 disabled=old.disabled if disabled is None else disabled,
-                limits=msgspec.structs.replace(old.limits, **(limits or {})),
+                limits=changed(connection, old.limits, limits or {}),
             )
-            check_limits(new.limits)
             if new == old:
                 return old
             before, named = _changeable(old), _changeable(new)
@@ -413,6 +418,7 @@ class Store:
             owner = _user(connection, user)
             if "admin" in terms.scopes and owner.role != "admin":
                 raise ConfigError(f"scopes has admin, {user} is no admin")
+            check_models(connection, terms.quotas)
             return self._add_key(connection, owner, name, terms, actor)
 
     def rotate_key(self, prefix: str, actor: Actor, *, keep_s: float = 0.0) -> tuple[KeyRow, str]:
@@ -435,22 +441,23 @@ class Store:
             return made
 
     def limit_key(self, prefix: str, limits: Mapping[str, Any], actor: Actor) -> KeyRow:
-        """Change some of a key's limits: rpm, tpm, parallel, quota, period; what it has used stays.
+        """Change some of a key's limits: rpm, tpm, parallel, quota, period, and of quotas those of
+        the models that are named (None: no more); what it has used stays.
 
         Those of keys that it was rotated from, and that still live, change with them.
         Raises NotThere, ConfigError.
         """
         with self.database.transaction() as connection:
             old = self._living(connection, prefix)
-            check_limits(msgspec.structs.replace(old.terms, **limits))
-            before = {name: getattr(old.terms, name) for name in limits}
-            change = Change("change", "key", prefix, before, dict(limits))
+            new = changed(connection, old.terms, limits)
+            before, after = (named_of(terms, limits) for terms in (old.terms, new))
+            change = Change("change", "key", prefix, before, after)
             version = self._note(connection, actor, change)
             together = select(api_keys.c.id, api_keys.c.terms).where(
                 api_keys.c.origin == old.origin, api_keys.c.revoked_at.is_(None)
             )
             for key_id, terms in connection.execute(together).all():
-                values = {"terms": {**terms, **limits}, "version": version}
+                values = {"terms": {**terms, **after}, "version": version}
                 connection.execute(update(api_keys).where(api_keys.c.id == key_id).values(**values))
             return _key(connection, prefix)
 
@@ -665,6 +672,10 @@ def _model(connection: Connection, name: str) -> ModelRow:
 
 def _fleet(connection: Connection) -> FleetFile:
     specs = [_model_row(row).spec for row in connection.execute(_newest()).mappings()]
+    return FleetFile(tuple(specs), _aliases(connection))
+
+
+def _aliases(connection: Connection) -> dict[str, dict[str, int]]:
     named: dict[str, dict[str, int]] = {}
     wanted = (
         select(aliases.c.name, models.c.name, aliases.c.weight)
@@ -673,7 +684,7 @@ def _fleet(connection: Connection) -> FleetFile:
     )
     for alias, model, weight in connection.execute(wanted):
         named.setdefault(alias, {})[model] = weight
-    return FleetFile(tuple(specs), named)
+    return named
 
 
 def _revise(connection: Connection, name: str, spec: Any, author: str, now: float) -> None:

@@ -41,7 +41,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.ground.errors import ConfigError, KvmigError
 
-SCHEMA = 6
+SCHEMA = 7
 """The newest migration's number."""
 LOCK_KEY = 0x6B766D6967
 """Of PostgreSQL's advisory lock."""
@@ -182,6 +182,7 @@ grants = Table(
     Column("key_id", Text, nullable=False, index=True),
     Column("day", Text, nullable=False),
     Column("tokens", BigInteger, nullable=False),
+    Column("model", Text, nullable=False, server_default=""),
 )
 
 placement = Table(

@@ -35,7 +35,7 @@ class Meter:
 
     def __init__(self, model: str, wall: Callable[[], float]) -> None:
         """model: what it is called in records. wall: Unix time."""
-        self._model = model
+        self.model = model
         self._wall = wall
         self._next = 1
         self._calls: dict[HttpCall, _Metered] = {}
@@ -103,7 +103,7 @@ class Meter:
             seq=found.seq,
             call_id=call.call_id,
             account=call.account,
-            model=self._model,
+            model=self.model,
             began=found.began,
             ended=self._wall() if over else None,
             prompt=sum(found.prompts.values()),

@@ -129,6 +129,7 @@ class Quotas:
             began=allowance.began,
             least=least,
             want=want,
+            model=self._meter.model,
         )
         try:
             async with asyncio.timeout(PATIENCE_S):

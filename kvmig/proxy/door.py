@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
-from math import ceil
+from math import ceil, inf
 from typing import Any, cast
 
 import msgspec
@@ -28,14 +28,17 @@ from kvmig.accounts.keys import (
     EXPIRED,
     QUOTA_CODE,
     QUOTA_WORDS,
+    THE_KEY,
     Denied,
     KeyGrant,
     Limited,
     Limits,
+    Quota,
     allows,
     limited_by,
     no_model,
     quota_used_up,
+    quotas_of,
 )
 from kvmig.accounts.keys import Scope as KeyScope
 from kvmig.accounts.limits import WHOLE, Limiter, Part, headers, let_in
@@ -157,8 +160,8 @@ class Call:
         """Signs of life that were sent; from the first on the answer is a stream."""
         self.cut: Refused | None = None
         """Why it may not go on."""
-        self.quota = False
-        """Whether its key or its user has one."""
+        self.quotas: Sequence[Quota] = ()
+        """Of its key and its user, that hold for its model."""
         self.limits: list[tuple[bytes, bytes]] = []
         """Headers that tell of limits."""
 
@@ -365,10 +368,12 @@ class Door:
         clock: Clock = monotonic,
         wall: Clock = time.time,
         part: Part = WHOLE,
+        since: float = -inf,
     ) -> None:
         """api: path of the server's HTTP socket. want: tells the server of a cold model.
 
         age_s: of what is known. wall: Unix time. part: which proxy of how many this is.
+        since: by the clock, when it took the place of another one, or began.
         """
         self.directory = directory
         self.config = config
@@ -378,6 +383,7 @@ class Door:
         self.counts = Counts()
         self.metrics = DoorMetrics(self.counts, age_s)
         self._part = part
+        self._since = since
         self._api = api
         self._want = want
         self._clock = clock
@@ -389,7 +395,7 @@ class Door:
         self._limiters: dict[str, Limiter] = {}
         """Of keys and users that came here or have spent tokens, by `Limited.id`."""
         self._left: dict[str, QuotaLeft] = {}
-        """Of quotas, likewise."""
+        """By `Quota.id`."""
 
     # -- what the server tells, and hears
 
@@ -408,7 +414,7 @@ class Door:
     def _take_spent(self, spent: Spent) -> None:
         now = self._clock()
         for whose, level in spent.owed.items():
-            limiter = self._limiters.setdefault(whose, Limiter(Limits(), self._part))
+            limiter = self._limiters.setdefault(whose, self._limiter(Limits()))
             limiter.bucket.told(level, now)
         self._left.update(spent.left)
 
@@ -536,9 +542,8 @@ class Door:
 
     async def _infer(self, call: Call, grant: KeyGrant) -> None:
         waiter = await self._prepare(call, grant)
-        every = limited_by(grant)
-        limiters = [self._limiter_of(one) for one in every]
-        self._check_limits(call, every, limiters)
+        limiters = [self._limiter_of(one) for one in limited_by(grant)]
+        self._check_limits(call, limiters)
         expires_s = float("inf") if grant.expires is None else grant.expires - self._wall()
         loop = asyncio.get_running_loop()
         timer = loop.call_later(expires_s, _cut, call, EXPIRED) if expires_s < DAY_S else None
@@ -553,22 +558,22 @@ class Door:
     def _limiter_of(self, whose: Limited) -> Limiter:
         limiter = self._limiters.get(whose.id)
         if limiter is None:
-            limiter = Limiter(whose.limits, self._part, whose.name)
-            self._limiters[whose.id] = limiter
+            limiter = self._limiters[whose.id] = self._limiter(whose.limits, whose.name)
         elif limiter.limits is not whose.limits:
             limiter.name = whose.name
             limiter.renew(whose.limits, self._clock())
         return limiter
 
-    def _check_limits(
-        self, call: Call, every: Sequence[Limited], limiters: Sequence[Limiter]
-    ) -> None:
+    def _limiter(self, limits: Limits, name: str = THE_KEY) -> Limiter:
+        return Limiter(limits, self._part, name, self._since)
+
+    def _check_limits(self, call: Call, limiters: Sequence[Limiter]) -> None:
         """Let the call in, or raise Refused, 429."""
         wall = self._wall()
-        for whose in every:
-            left = self._left.get(whose.id)
-            if whose.limits.quota is not None and left is not None and left.says_no(wall):
-                raise _refused(quota_used_up(whose, left.anew))
+        for quota in call.quotas:
+            left = self._left.get(quota.id)
+            if left is not None and left.says_no(wall):
+                raise _refused(quota_used_up(quota, left.anew))
         now = self._clock()
         exceeded = let_in(limiters, now)
         call.limits = headers(limiters, now)
@@ -604,8 +609,8 @@ class Door:
             raise _refused(denied or no_model(name))
         passed = _passed(call, (FORWARDED, KVMIG, *KEY_HEADERS))
         passed.append((ACCOUNT, grant.key_id.encode()))
-        if any(one.limits.quota is not None for one in limited_by(grant)):
-            call.quota = True
+        call.quotas = quotas_of(grant, found.model)
+        if call.quotas:
             passed.append((QUOTA, b"1"))
         content = body.naming(found.served)
         call.ask(target(where.path, call.scope["query_string"]), passed, content)
@@ -717,7 +722,7 @@ class Door:
                 raise Refused(status, sentence, "deployment_ended", 1.0) from error
             if call.beats and not (head.status == 200 and isinstance(upstream.framing, Chunked)):
                 raise await _error_of(head, upstream)
-            if call.quota and head.status == HTTPStatus.TOO_MANY_REQUESTS:
+            if call.quotas and head.status == HTTPStatus.TOO_MANY_REQUESTS:
                 why = await _error_of(head, upstream)
                 code = QUOTA_CODE if QUOTA_WORDS in str(why) else why.code
                 raise Refused(why.status, str(why), code, 1.0)

@@ -112,12 +112,12 @@ class QuotaLeft(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What was used of limits, by `Limited.id`; after a snapshot of all that was."""
+    """What was used of limits; after a snapshot of all that was."""
 
     owed: Mapping[str, float] = {}
-    """Tokens that a rate has not paid off, where there is a `tpm`."""
+    """Tokens that a rate has not paid off, where there is a `tpm`, by `Limited.id`."""
     left: Mapping[str, QuotaLeft] = {}
-    """Of quotas."""
+    """By `Quota.id`."""
 
 
 Known = Snapshot | Keys | Routes | Aliases

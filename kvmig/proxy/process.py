@@ -61,6 +61,7 @@ class Proxy(HttpTask):
             self._want,
             lambda: time.time() - self._heard_at,
             part=Part(launch.number, launch.proxies),
+            since=monotonic(),
         )
 
     async def start(self) -> None:
