@@ -56,7 +56,7 @@ async def until_refused(client: httpx.AsyncClient) -> None:
             await client.get("/health")
         except httpx.ConnectError:
             return
-        except httpx.NetworkError:
+        except (httpx.NetworkError, httpx.RemoteProtocolError):
             pass  # it came while the proxy stopped listening, or on a connection that was idle
         await asyncio.sleep(0.02)
 
