@@ -115,6 +115,18 @@ async def test_a_request_wants_no_more_blocks_than_its_tokens_will_fill(
     await both.finish("one")
 
 
+async def test_a_prompt_that_is_partly_computed_wants_blocks_for_the_rest_of_it(
+    both: Pair,
+) -> None:
+    both.submit(both.a, "one", LONG, max_tokens=1)
+    both.a.step()
+    both.a.engine._seen_load()
+    use = balloon(both.a).use
+    assert use.used < len(LONG) // 32 * BLOCK, "its prompt was shorter"
+    assert use.wanted - BLOCK == -(-len(LONG) // 32) * BLOCK, "and vLLM's null block"
+    await both.finish("one")
+
+
 async def test_an_engine_looks_seldom_where_what_waits_does_not_fit(both: Pair) -> None:
     a = both.a
     rest_s = balloon(a).rest_s

@@ -285,10 +285,13 @@ class Balloon:
         self._absent[[block.block_id for one in groups for block in one]] = absent
 
     def _grows(self, request: Request) -> int:
-        """Blocks that it may want besides, soon. KV of its last token is never computed."""
+        """Blocks that it may want besides, soon: for the rest of its prompt, and for some tokens
+        after it. KV of its last token is never computed."""
         last = min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len)
-        left = self._tables.demand(last - 1) - self._tables.demand(request.num_tokens)
-        return max(0, min(GROWTH_BLOCKS, left // self._tables.units.per_block))
+        per_block, demand = self._tables.units.per_block, self._tables.demand
+        soon = demand(request.num_tokens) + GROWTH_BLOCKS * per_block
+        left = min(demand(last - 1), soon) - demand(request.num_computed_tokens)
+        return max(0, left // per_block)
 
     def _groups_of(self, tokens: int) -> int:
         per_block = self._tables.units.per_block
