@@ -11,6 +11,7 @@ import msgspec
 
 from kvmig.controlplane.messages import (
     ClusterMessage,
+    InUnit,
     ListRequests,
     LoadReport,
     Migrate,
@@ -85,6 +86,7 @@ class FakeLlumlet:
         self.silent = False
         self.weights = weights
         self.numerics = "n"
+        self.shared: InUnit | None = None
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._report())]
 
     async def _run(self) -> None:
@@ -125,6 +127,7 @@ class FakeLlumlet:
             state,
             weights=self.weights,
             numerics=self.numerics,
+            shared=self.shared,
         )
         self.send(told)
 

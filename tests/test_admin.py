@@ -12,10 +12,12 @@ import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
 
+from kvmig.controlplane.messages import InUnit, OrderDone, SetGuarantee
 from kvmig.engines.base import EngineLoad
 from kvmig.gateway.access import access
 from kvmig.gateway.admin import AddBody, admin_api
 from kvmig.ground.config import ClusterConfig, SchedulerConfig
+from kvmig.kvtransfer.messages import Message
 from tests.fake_llumlet import Cluster, cluster
 from tests.waiting import until
 
@@ -62,9 +64,62 @@ async def test_instances_are_listed_and_infinite_freeness_is_null() -> None:
             "blocks_limit": 100,
             "running": 1, "waiting": 0, "freeness": 90.0, "migrations_in": 0, "migrations_out": 0,
             "staging_used": 0, "detail": "", "unmovable": "", "weights": "", "numerics": "n",
-            "vllm": "", "unit": "",
+            "vllm": "", "unit": "", "shared": None,
         }  # fmt: skip
         assert second["freeness"] is None
+
+
+async def test_an_instance_of_a_unit_shows_what_it_has_of_it() -> None:
+    async with served() as (it, client):
+        one = it.llumlets[0]
+        one.shared = InUnit(300, 500, 400, 1.5, connected=True, used=200)
+        await until(lambda: it.router.fleet.rows()[0].shared == one.shared)
+        (row, _) = (await client.get("/instances")).json()["data"]
+        assert row["shared"] == {
+            "lease_bytes": 300, "used_bytes": 200, "wanted_bytes": 500, "guarantee_bytes": 400,
+            "connected": True,
+        }  # fmt: skip
+
+
+async def test_a_guarantee_is_asked_of_the_instance_and_answered_with_its_row() -> None:
+    async with served() as (it, client):
+        one, asked = it.llumlets[0], list[Message]()
+
+        def answer(message: Message) -> Message:
+            assert isinstance(message, SetGuarantee)
+            asked.append(message)
+            return OrderDone(message.call_id, (one.instance,))
+
+        one.on[SetGuarantee] = answer
+        done = await client.patch("/instances/0", json={"guarantee_bytes": 4096})
+        assert done.status_code == 200
+        assert [row["id"] for row in done.json()["data"]] == ["0"]
+        assert [one.size for one in asked if isinstance(one, SetGuarantee)] == [4096]
+        why = "instance 0: the unit has no room"
+        one.on[SetGuarantee] = lambda message: OrderDone(
+            getattr(message, "call_id", 0), (), "conflict", why
+        )
+        status, error = problem(await client.patch("/instances/0", json={"guarantee_bytes": 0}))
+        assert (status, error["message"]) == (409, why)
+        status, error = problem(await client.patch("/instances/9", json={"guarantee_bytes": 0}))
+        assert (status, error["message"]) == (404, "there is no instance 9, only 0, 1")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"guarantee_bytes": -1}, "guarantee_bytes is -1: Input should be greater than or equal"),
+        ({"guarantee_bytes": 1 << 61}, "should be less than or equal to 1152921504606846976"),
+        ({"guarantee_bytes": "1GiB"}, "guarantee_bytes is '1GiB'"),
+        ({}, "guarantee_bytes is missing, needed are guarantee_bytes"),
+        ({"guarantee": 1}, "guarantee_bytes is missing"),
+    ],
+)
+async def test_a_guarantee_that_is_no_size_is_refused(body: dict[str, object], words: str) -> None:
+    async with served() as (_, client):
+        status, error = problem(await client.patch("/instances/0", json=body))
+        assert status == 400
+        assert words in error["message"]
 
 
 async def test_requests_are_listed_before_any_instance_tells_of_them() -> None:

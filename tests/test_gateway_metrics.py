@@ -80,12 +80,12 @@ def test_instances_are_read_when_scraped() -> None:
 
 def test_instances_of_a_unit_say_what_they_have_of_it() -> None:
     row = InstanceRow("a", 0, "serving", "tcp://x", 100, 60, 2, 3, math.inf, 0, 1, 2)
-    shared = InUnit(lease=300, wanted=500, guarantee=400, waited_s=1.5, connected=False)
+    shared = InUnit(300, 500, 400, waited_s=1.5, connected=False, used=200)
     registry = CollectorRegistry()
     registry.register(UnitCollector(lambda: [row, replace(row, id="b", shared=shared)]))
     for name, value in (
         ("lease_bytes", 300), ("wanted_bytes", 500), ("guarantee_bytes", 400),
-        ("turn_wait_seconds_total", 1.5), ("connected", 0),
+        ("turn_wait_seconds_total", 1.5), ("connected", 0), ("used_bytes", 200),
     ):  # fmt: skip
         assert registry.get_sample_value(f"kvmig_unit_{name}", {"instance": "b"}) == value
         assert registry.get_sample_value(f"kvmig_unit_{name}", {"instance": "a"}) is None

@@ -171,6 +171,40 @@ def test_a_member_is_told_of_its_guarantee_when_others_come_and_go() -> None:
     assert ledger.orders() == []
 
 
+def test_a_guarantee_that_grows_is_had_back_whenever_it_is_wanted() -> None:
+    site = Site()
+    site.join("a", "b", guarantee=8)
+    site.want("a", 60, used=60)
+    site.ledger.guarantee("b", 40 * MIB, site.now)
+    assert site.ledger.guarantees()["b"] == 40 * MIB
+    site.want("b", 100)
+    assert quotas(site.ledger)["b"] == 40
+    assert quotas(site.ledger)["a"] in (23, 24), "in whole granules"
+
+
+def test_a_guarantee_of_nothing_is_a_fair_part_of_what_others_were_not_promised() -> None:
+    site = Site()
+    site.join("a", "b", guarantee=8)
+    site.ledger.guarantee("b", 0, site.now)
+    assert site.ledger.guarantees() == {"a": 8 * MIB, "b": 56 * MIB}
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (3 * MIB, f"a: its guarantee is {3 * MIB} bytes, must be {4 * MIB} or more"),
+        (-MIB, "must be 4194304 or more, which one request of the greatest length takes, or 0"),
+        (57 * MIB, "no room for a: its guarantee takes 57.0 MiB, those of 1 others 8.0 MiB"),
+    ],
+)
+def test_a_guarantee_that_cannot_be_is_refused_and_the_old_one_holds(size: int, words: str) -> None:
+    site = Site()
+    site.join("a", "b", guarantee=8)
+    with pytest.raises(ConfigError, match=words):
+        site.ledger.guarantee("a", size, site.now)
+    assert site.ledger.guarantees() == {"a": 8 * MIB, "b": 8 * MIB}
+
+
 def test_an_answer_to_an_older_order_changes_no_lease() -> None:
     ledger = Ledger(ARENA)
     ledger.join("a", claim())
@@ -247,6 +281,18 @@ class Arena(RuleBasedStateMachine):
             self.ledger.join(name, claim(lease=max(has, self.quota[name])), self.now)
             assert not [one for one in self.ledger.orders(grow=False) if one[1].quota > ARENA]
             self._collect(grow=False)
+
+    @precondition(lambda self: self.has)
+    @rule(data=st.data(), guarantee=st.integers(0, 70))
+    def guarantee_changes(self, data: st.DataObject, guarantee: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.has)))
+        before = self.ledger.members[name].claim
+        try:
+            self.ledger.guarantee(name, guarantee * MIB, self.now)
+        except ConfigError:
+            assert self.ledger.members[name].claim == before
+        assert sum(max(one.claim.floor, one.claim.guarantee)
+                   for one in self.ledger.members.values()) <= ARENA  # fmt: skip
 
     @rule()
     def settles(self) -> None:

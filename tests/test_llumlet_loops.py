@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
 import pytest
 
+from kvmig.controlplane.leases import MIB
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.controlplane.messages import (
     AbortRequests,
@@ -21,20 +23,25 @@ from kvmig.controlplane.messages import (
     ListRequests,
     LoadReport,
     Migrate,
+    OrderDone,
     Overrun,
     Pair,
     Requests,
+    SetGuarantee,
     Submit,
     Welcome,
     Why,
 )
+from kvmig.engines.base import KVUse, Room
+from kvmig.engines.gate import StepGate
 from kvmig.engines.toy.engine import ToyEngine
-from kvmig.ground.config import ClusterConfig
+from kvmig.ground.config import ClusterConfig, UnitConfig
 from kvmig.ground.errors import PeerBehind, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports import shm
+from tests.test_unit_agent import agent
 from tests.waiting import until
 
 SECRET = b"a secret of 16 b"
@@ -48,8 +55,8 @@ class Toy(ToyEngine):
 
 
 @asynccontextmanager
-async def llumlet(engine: ToyEngine) -> AsyncIterator[Llumlet]:
-    it = Llumlet("i0", "cluster", SECRET, ClusterConfig(), engine)
+async def llumlet(engine: ToyEngine, config: ClusterConfig | None = None) -> AsyncIterator[Llumlet]:
+    it = Llumlet("i0", "cluster", SECRET, config or ClusterConfig(), engine)
     await it.start()
     try:
         yield it
@@ -181,6 +188,69 @@ async def test_a_llumlet_that_can_not_take_messages_any_more_has_failed() -> Non
         assert isinstance(error, ValueError)
 
 
+class Pool:
+    """KV cache of a toy in a unit: it does what it is told, at once."""
+
+    room = Room(4 * MIB, 64 * MIB, MIB)
+    unlimited = ""
+
+    def __init__(self) -> None:
+        self.use = KVUse(0, 0, 0, 0)
+        self.on_use: Callable[[], None] = lambda: None
+
+    def watch(self, on_use: Callable[[], None]) -> None:
+        self.on_use = on_use
+
+    async def resize(self, quota: int, limit: int, patience_s: float) -> None:
+        self.use = KVUse(quota, 0, 0, 0)
+
+    async def gated(self, gate: StepGate) -> None:
+        raise AssertionError("it asks for no steps")
+
+
+async def guaranteed(front: FrontEnd, size: int) -> OrderDone:
+    front.client.send(SetGuarantee(7, size))
+    answer = await front.hear(OrderDone)
+    assert isinstance(answer, OrderDone)
+    assert answer.call_id == 7
+    return answer
+
+
+async def test_an_instance_of_a_unit_has_the_guarantee_that_it_is_told_and_says_so_first(
+    tmp_path: Path,
+) -> None:
+    toy = Toy()
+    toy.sharing = Pool()
+    config = ClusterConfig(unit=UnitConfig(path=str(tmp_path / "unit"), model="m"))
+    async with (
+        agent(tmp_path / "unit") as ledger,
+        llumlet(toy, config) as it,
+        front_end(it) as front,
+    ):
+        front.client.send(SetGuarantee(7, 20 * MIB))
+        while not isinstance(message := (await front.client.recv())[0], OrderDone):
+            if isinstance(message, LoadReport):
+                report = message
+        assert (message.refused, message.instances) == ("", ("i0",))
+        assert report.shared is not None
+        assert report.shared.guarantee == 20 * MIB
+        assert ledger.guarantees() == {"cluster.i0": 20 * MIB}
+        refused = await guaranteed(front, 65 * MIB)
+        assert refused.refused == "conflict"
+        assert "instance i0: the unit has no room for cluster.i0" in refused.error
+        assert ledger.guarantees() == {"cluster.i0": 20 * MIB}
+
+
+async def test_an_instance_without_a_unit_takes_no_guarantee() -> None:
+    async with llumlet(Toy()) as it, front_end(it) as front:
+        refused = await guaranteed(front, MIB)
+        assert refused.refused == "conflict"
+        assert refused.error == "instance i0 is in no unit: it runs without --unit"
+    own = ClusterConfig(unit=UnitConfig(path="/nowhere", model="m"))
+    async with llumlet(Toy(), own) as it, front_end(it) as front:
+        assert (await guaranteed(front, MIB)).error == "instance i0 is in no unit: it is a toy"
+
+
 @pytest.mark.parametrize("why", get_args(Why))
 async def test_moves_that_somebody_waits_for_are_urgent(
     why: Why, monkeypatch: pytest.MonkeyPatch
@@ -196,7 +266,7 @@ async def test_moves_that_somebody_waits_for_are_urgent(
     async with llumlet(Toy()) as it:
         monkeypatch.setattr(it._migrations, "migrate", migrate)
         await it._migrate("r", Pair("i1", "tcp://127.0.0.1:1", why=why))
-    assert urgent == [why in ("drain", "priority", "defragment")]
+    assert urgent == [why in ("drain", "priority", "defragment", "relieve")]
 
 
 async def test_an_engine_that_has_nothing_to_do_is_looked_at_no_more_often_than_it_tells() -> None:

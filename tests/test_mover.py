@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec.structs import replace
 
 from kvmig.controlplane.messages import Pair, Why
 from kvmig.controlplane.mover import MOST_WAITING, Mover
@@ -18,13 +19,15 @@ ENOUGH = 50
 
 
 class Instance:
-    """One whose requests wait, and end as `stay` says when they are to be moved."""
+    """One whose requests wait, or run, and end as `stay` says when they are to be moved."""
 
-    def __init__(self, waiting: int, stay: dict[str, str] | None = None) -> None:
-        self.queue = [
-            RequestState(f"r{number}", "waiting", 20, 0, 0, 0, wanted_blocks=1)
-            for number in range(waiting)
-        ]
+    def __init__(
+        self, waiting: int, stay: dict[str, str] | None = None, *, running: bool = False
+    ) -> None:
+        one = RequestState("", "waiting", 20, 0, 0, 0, wanted_blocks=1)
+        if running:
+            one = RequestState("", "running", 20, 1, 1, 0)
+        self.queue = [replace(one, request_id=f"r{number}") for number in range(waiting)]
         self.stay = stay or {}
         self.lists: list[int] = []
         self.tried: list[str] = []
@@ -75,9 +78,9 @@ async def test_requests_are_listed_once_for_all_that_move() -> None:
         assert here.lists == [MOST_WAITING, MOST_WAITING]  # and once more, whether any has come
 
 
-@pytest.mark.parametrize(("why", "most"), [("drain", 3), ("queue", 1)])
-async def test_several_move_at_once_where_somebody_waits_for_the_drain(why: Why, most: int) -> None:
-    here = Instance(10)
+@pytest.mark.parametrize(("why", "most"), [("drain", 3), ("relieve", 3), ("queue", 1)])
+async def test_several_move_at_once_where_all_of_them_must_go(why: Why, most: int) -> None:
+    here = Instance(10, running=why == "relieve")
     async with here.paired("b", why=why, at_once=3):
         assert here.queue == []
         assert here.most_moving == most

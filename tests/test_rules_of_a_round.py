@@ -19,6 +19,7 @@ from kvmig.controlplane.rules import (
     move_queues,
     pair_extremes,
     protect,
+    relieve,
 )
 from kvmig.controlplane.scheduler import (
     MAX_DESTINATIONS,
@@ -38,7 +39,7 @@ def only(*rules: Callable[[Ledger], None]) -> Rounds:
     return Rounds(rules=rules, destination_above=6.0)
 
 
-ALL = only(drain, protect, move_queues, make_room, gather, balance)
+ALL = only(drain, relieve, protect, move_queues, make_room, gather, balance)
 PAPER = Rounds(rules=(pair_extremes,), queued="head", destination_above=3.0)
 
 
@@ -147,6 +148,33 @@ def test_what_is_moving_already_counts_as_room_made() -> None:
     others = instance("b", 60, 2), instance("c", 65, 2)
     pairings = decide(instance("a", 80, 4, (45,), out=1), *others)
     assert sum(one.budget_blocks for one in pairings) == 5
+
+
+# -- relieve
+
+
+def test_an_instance_that_holds_more_than_its_quota_gives_the_rest_away() -> None:
+    pairings = decide(instance("a", 60, 6, total=40), instance("b", 40, 4))
+    assert short(pairings)[0] == ("relieve", "a", "b", 20)
+
+
+def test_it_gives_what_there_is_room_for() -> None:
+    pairings = decide(instance("a", 60, 6, total=40), instance("b", 80, 2), rounds=only(relieve))
+    assert short(pairings) == [("relieve", "a", "b", 2)]
+    full = instance("b", 99, 2)
+    assert decide(instance("a", 60, 6, total=40), full, rounds=only(relieve)) == []
+
+
+def test_what_moves_out_already_relieves_it() -> None:
+    [pairing] = decide(
+        instance("a", 60, 6, total=40, out=1), instance("b", 40, 4), rounds=only(relieve)
+    )
+    assert pairing.budget_blocks == 10
+
+
+def test_nobody_is_relieved_by_one_that_holds_too_much_itself_or_has_a_queue() -> None:
+    both = instance("a", 60, 6, total=40), instance("b", 60, 6, total=40)
+    assert decide(*both, instance("c", 10, 1, (50,)), rounds=only(relieve)) == []
 
 
 # -- priority

@@ -90,6 +90,27 @@ def counted(served: Served, model: str, start: int, tokens: int) -> None:
     assert answer["choices"][0]["text"] == after[:tokens], answer
 
 
+def guarantee_changes(agent: Agent, a: Served) -> None:
+    """By an order, while it serves; one that can't be is refused, and nothing is changed."""
+
+    def order(size: int) -> tuple[int, Any]:
+        url = f"{a.url}/kvmig/v1/instances/i0"
+        answer = httpx.patch(url, json={"guarantee_bytes": size}, timeout=30)
+        return answer.status_code, answer.json()
+
+    status, rows = order(30 * MIB)
+    assert (status, rows["data"][0]["shared"]["guarantee_bytes"]) == (200, 30 * MIB)
+    unit = agent.unit()
+    assert (share(unit, "a").guarantee, share(unit, "b").guarantee) == (30 * MIB, 10 * MIB)
+    for size, words in ((39 * MIB, "MiB are missing"), (MIB, "one request of the greatest length")):
+        status, refused = order(size)
+        assert (status, refused["error"]["type"]) == (409, "ConflictError")
+        assert words in refused["error"]["message"]
+        assert share(agent.unit(), "a").guarantee == 30 * MIB
+    assert order(0)[0] == 200
+    agent.until(lambda unit: all(abs(one.guarantee - ARENA / 2) < MIB for one in unit.shares))
+
+
 def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_the_agent(
     agent: Agent, nursery: Nursery, tmp_path: Path
 ) -> None:
@@ -107,6 +128,7 @@ def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_th
         told = httpx.get(f"{a.url}/metrics", timeout=30).text
         assert re.search(r'^kvmig_unit_lease_bytes\{instance="i0"\} 2', told, re.MULTILINE)
         assert 'kvmig_unit_connected{instance="i0"} 1.0' in told
+        guarantee_changes(agent, a)
         calls = [clients.submit(counted, a, "a", 100 + one, 500) for one in range(12)]
         agent.until(lambda unit: share(unit, "a").lease > 0.6 * ARENA)
         agent.kill()

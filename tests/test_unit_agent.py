@@ -35,7 +35,7 @@ from kvmig.controlplane.unit_messages import (
     to_member,
 )
 from kvmig.engines.base import KVUse
-from kvmig.ground.errors import StartupError, TransportError
+from kvmig.ground.errors import ConfigError, StartupError, TransportError
 from kvmig.unit import main, shown
 
 PATIENCE_S = 20.0
@@ -134,9 +134,64 @@ async def test_a_member_says_what_it_has_and_is_promised(path: Path) -> None:
         one = member(path, "a", engine, guarantee=8)
         await one.join()
         engine.wanted = 9
-        assert one.state == InUnit(64 * MIB, 9 * MIB, 8 * MIB, 0.0, connected=True)
+        assert one.state == InUnit(64 * MIB, 9 * MIB, 8 * MIB, 0.0, connected=True, used=0)
         one.close()
         assert not one.state.connected
+
+
+async def test_a_guarantee_that_changes_is_told_to_the_next_agent_too(path: Path) -> None:
+    engine = Engine()
+    one = member(path, "a", engine, guarantee=8)
+    async with agent(path) as ledger:
+        await one.join()
+        running = asyncio.create_task(one.run())
+        await one.guarantee(16 * MIB)
+        assert ledger.guarantees() == {"a": 16 * MIB}
+        assert one.state.guarantee == 16 * MIB
+    async with agent(path) as ledger:
+        await until(16 * MIB, lambda: ledger.guarantees().get("a"))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    one.close()
+
+
+async def test_a_guarantee_that_cannot_be_is_refused_and_the_connection_goes_on(path: Path) -> None:
+    engine = Engine()
+    one = member(path, "a", engine, guarantee=8)
+    async with agent(path) as ledger:
+        await one.join()
+        running = asyncio.create_task(one.run())
+        with pytest.raises(ConfigError, match=r"no room for a: its guarantee takes 65\.0 MiB"):
+            await one.guarantee(65 * MIB)
+        assert ledger.guarantees() == {"a": 8 * MIB}
+        engine.wanted = 3
+        await until(3 * MIB, lambda: ledger.members["a"].wanted)
+        assert one.state.guarantee == 8 * MIB
+    await until(False, lambda: one.connected)
+    with pytest.raises(TransportError, match="isn't there"):
+        await one.guarantee(9 * MIB)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    one.close()
+
+
+async def test_who_waits_for_an_agent_that_dies_hears_of_it(path: Path) -> None:
+    engine = Engine()
+    one = member(path, "a", engine)
+    with take_path(str(path), socket.SOCK_SEQPACKET) as sock:
+        sock.setblocking(True)
+        running = asyncio.create_task(UnitAgent(sock, Ledger(64 * MIB), 0.0).run())
+        await one.join()
+        serving = asyncio.create_task(one.run())
+        asking = asyncio.create_task(one.guarantee(16 * MIB))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        with pytest.raises(TransportError, match=r"gone|isn't there"):
+            await asking
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    one.close()
+    assert one._wanted == {}
 
 
 async def test_an_engine_that_does_nothing_is_not_looked_at(path: Path) -> None:

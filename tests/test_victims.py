@@ -175,6 +175,13 @@ def test_a_drain_takes_whatever_there_is_and_what_waits_first() -> None:
     assert choose([request("a", unmovable="pooling request")], for_("drain", 10)) is None
 
 
+def test_who_is_relieved_of_blocks_moves_few_requests_and_those_that_just_came() -> None:
+    held = [request("small", 4), request("large", 12), request("enough", 9)]
+    assert choose(held, for_("relieve", 8)) == "enough"
+    assert choose(held, for_("relieve", 20)) == "large"
+    assert choose(held, for_("relieve", 8), arrived={"enough": 99.9}) == "enough"
+
+
 @pytest.mark.parametrize("why", ["balance", "queue", "defragment", "priority"])
 def test_only_a_drain_moves_a_request_again_at_once(why: Why) -> None:
     held = [request("a"), waiting("b", 4)]

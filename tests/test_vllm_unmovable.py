@@ -27,7 +27,7 @@ from kvmig.ground.errors import MigrationRefused, UnsupportedLayout
 from tests.environment import environment
 from tests.vllm_side import ENVIRONMENT
 
-WHYS: tuple[Why, ...] = ("balance", "queue", "defragment", "priority", "drain")
+WHYS: tuple[Why, ...] = ("balance", "queue", "defragment", "priority", "drain", "relieve")
 
 
 def config(

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+import msgspec
+
 from kvmig.cli.instance import Deadline, Instance
 from kvmig.cli.processes import Launcher, LlumletLaunch, say
 from kvmig.cli.shapes import InstanceShape, Shapes
@@ -279,11 +281,14 @@ class Cluster:
     def _begin(
         self, name: str, shape: InstanceShape, gpus: tuple[str, ...] = (), unit: str = ""
     ) -> Instance:
+        config = self._config
+        if config.unit is not None:
+            config = msgspec.structs.replace(config, unit=config.unit.of(name, unit))
         launch = LlumletLaunch(
             cluster=self._name,
             instance=name,
             secret=self._secret,
-            config=self._config,
+            config=config,
             engine_argv=[*self._shapes.argv, *shape.own],
             engine_tree=shape.tree,
             gpus=gpus,

@@ -51,7 +51,9 @@ RENAMED = {
 }
 """Old names of flags, taken for one version more."""
 
-_OF_INSTANCE = re.compile(r"i\d+:")
+_OF_SOME = re.compile(r"(?P<name>i\d+|[^/]+(?=:\s)):\s*(?P<path>.*)")
+"""An instance, or a place of a placement, such as "0:1", and its own path."""
+_INSTANCE = re.compile(r"i\d+")
 SHARES = [str(percent) for percent in range(10, 101, 10)]
 FORM = "NAME=PRIORITY[,headroom=TOKENS|,target=MS]"
 _STEPS = {"K": 1, "M": 2, "G": 3, "T": 4}
@@ -132,16 +134,18 @@ def _unit(flags: argparse.Namespace) -> UnitConfig | None:
     """None: instances have KV cache of their own. Raises ConfigError."""
     if flags.unit_shares is not None and not flags.unit:
         raise ConfigError("--unit-shares is given, but --unit is not")
-    every = [one for one in flags.unit if not _OF_INSTANCE.match(one)]
+    every = [one for one in flags.unit if not _OF_SOME.fullmatch(one)]
     paths: dict[str, str] = {}
     for words in flags.unit:
-        name, _, path = words.partition(":")
-        if words not in every:
-            if instance_number(name) >= flags.instances or not path.strip():
+        if found := _OF_SOME.fullmatch(words):
+            name, path = found["name"], found["path"].strip()
+            unknown = _INSTANCE.fullmatch(name) and instance_number(name) >= flags.instances
+            if unknown or not path:
                 raise ConfigError(
-                    f"--unit is {words!r}, must name one of {flags.instances} instances, and a path"
+                    f"--unit is {words!r}, must name one of {flags.instances} instances, or a unit"
+                    " of a placement (--instance-unit), and a path"
                 )
-            paths[name] = str(Path(path.strip()).absolute())
+            paths[name] = str(Path(path).absolute())
     if not flags.unit and flags.unit_guarantee is not None:
         raise ConfigError(
             f"--unit-guarantee is {flags.unit_guarantee / 2**20:g} MiB, but --unit is not given"
@@ -409,7 +413,8 @@ def _add_unit(root: _Parser) -> None:
         default=[],
         metavar="PATH",
         help="share the KV cache of the unit whose agent, `python -m kvmig.unit`, listens there;"
-        " besides, 'iN: PATH' for an instance that is in another unit",
+        " besides, 'iN: PATH' for an instance that is in another unit, 'NAME: PATH' for those that"
+        " are there in a placement (--instance-unit)",
     )
     group.add_argument(
         "--unit-guarantee",

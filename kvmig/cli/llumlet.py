@@ -42,7 +42,7 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
     unit_tokens, unit = launch.config.migration.unit_tokens, launch.config.unit
     shares = None
     if unit is not None and unit.shares is not None:
-        shares = UnitShares(*unit.shares, unit.path_of(launch.instance))
+        shares = UnitShares(*unit.shares, unit.path)
     engine = kind.make(launch.engine_argv, unit_tokens, unit is not None, shares)
     llumlet = Llumlet(launch.instance, launch.cluster, launch.secret, launch.config, engine)
     stopped = asyncio.ensure_future(until_stopped())

@@ -130,6 +130,20 @@ class Ledger:
         self.members[name] = Member(claim, claim.lease, claim.lease, seen_at=now)
         self._spread(now)
 
+    def guarantee(self, name: str, size: int, now: float = 0.0) -> None:
+        """What a member gets back from now on whenever it wants it, bytes; 0: a fair part of what
+        others weren't promised. Raises ConfigError in words, and nothing is changed."""
+        claim = self.members[name].claim
+        if size and size < claim.floor:
+            raise ConfigError(
+                f"{name}: its guarantee is {size} bytes, must be {claim.floor} or more, which one"
+                " request of the greatest length takes, or 0: a fair part"
+            )
+        claim = claim._replace(guarantee=size)
+        self._check(name, claim)
+        self.members[name].claim = claim
+        self._spread(now)
+
     def leave(self, name: str, now: float = 0.0) -> None:
         """Its process is gone, and its memory with it. Unknown names are ignored."""
         if self.members.pop(name, None) is not None:

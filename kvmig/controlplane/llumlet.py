@@ -27,12 +27,15 @@ from kvmig.controlplane.messages import (
     LoadReport,
     Migrate,
     Migrated,
+    OrderDone,
+    OrderRefused,
     Outputs,
     Overrun,
     Pair,
     Pairs,
     Requests,
     Resolved,
+    SetGuarantee,
     SetState,
     Submit,
     Welcome,
@@ -46,6 +49,7 @@ from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.ground.clock import monotonic
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import (
+    ConfigError,
     PeerBehind,
     PeerError,
     StartupError,
@@ -148,7 +152,7 @@ class Llumlet:
         room, patience_s = sharing.room, unit.patience_s
         claim = Claim(unit.model, room.floor, room.capacity, room.granule, unit.guarantee)
         self._member = UnitMember(
-            unit.path_of(self.instance),
+            unit.path,
             f"{self._cluster}.{self.instance}",
             claim,
             lambda: sharing.use,
@@ -237,6 +241,8 @@ class Llumlet:
                 self._host.resolved(message)
             case Pairs() | SetState():
                 self._obey(message)
+            case SetGuarantee():
+                self._spawn(self._set_guarantee(sender, message))
             case _:
                 self._migrations.receive(sender, message, payload)
 
@@ -259,6 +265,25 @@ class Llumlet:
             self._mover.set(order.pairs)
         else:
             self._reporter.wanted = order.state
+
+    async def _set_guarantee(self, sender: bytes, order: SetGuarantee) -> None:
+        done = OrderDone(order.call_id, (self.instance,))
+        try:
+            await self._guarantee(order.size)
+        except OrderRefused as error:
+            done = OrderDone(order.call_id, (), error.refusal, str(error))
+        self._report_if_due()  # who asked sees it with the answer
+        self._send(sender, done)
+
+    async def _guarantee(self, size: int) -> None:
+        """Of its unit. Raises OrderRefused."""
+        if self._member is None:
+            alone = self._engine.sharing if self._config.unit else "it runs without --unit"
+            raise OrderRefused("conflict", f"instance {self.instance} is in no unit: {alone}")
+        try:
+            await self._member.guarantee(size)
+        except (ConfigError, TransportError) as error:
+            raise OrderRefused("conflict", f"instance {self.instance}: {error}") from error
 
     def _submit(self, sender: bytes, message: Submit, payload: list[memoryview]) -> None:
         gateway = self._fronts.name(sender)
@@ -394,7 +419,9 @@ class Llumlet:
             self._on_exit(TimeoutError(f"a step has been running for {step_s:.0f} s"))
         load, weights = self._engine.load(), self._engine.layout.weights
         moving = (self._migrations.incoming, self._migrations.outgoing)
-        if not self._reporter.due(now, state, load, *moving, weights):
+        shared = None if self._member is None else self._member.state
+        promised = shared and shared.guarantee
+        if not self._reporter.due(now, state, load, *moving, weights, promised):
             return
         self._told_weights = weights
         report = LoadReport(
@@ -410,7 +437,7 @@ class Llumlet:
             unmovable=self._engine.unmovable,
             weights=weights,
             numerics=self._engine.numerics,
-            shared=None if self._member is None else self._member.state,
+            shared=shared,
         )
         for sender in self._fronts.listeners():
             self._send(sender, report)

@@ -43,6 +43,8 @@ class InUnit(msgspec.Struct, frozen=True):
     """Seconds that its steps have waited for their turn since its start."""
     connected: bool
     """Whether the unit's agent is there."""
+    used: int = 0
+    """By requests that run."""
 
 
 class LoadReport(Message, frozen=True, tag=True):
@@ -287,8 +289,16 @@ class RestartInstances(Message, frozen=True, tag=True):
     tree: str | None = None
 
 
+class SetGuarantee(Message, frozen=True, tag=True):
+    """Front end to a llumlet: of your unit's KV cache, this is what you get back whenever you want
+    it, bytes; 0: a fair part. It answers with OrderDone."""
+
+    call_id: int
+    size: int
+
+
 class OrderDone(Message, frozen=True, tag=True):
-    """Launcher to the front end: the order is being carried out on these, or why not."""
+    """Launcher or llumlet to the front end: the order is carried out on these, or why not."""
 
     call_id: int
     instances: tuple[str, ...] = ()
@@ -322,6 +332,7 @@ LifecycleMessage = (
     | DrainInstance
     | StopDrain
     | RestartInstances
+    | SetGuarantee
     | OrderDone
     | Evacuate
     | SetState
@@ -368,16 +379,20 @@ class MessagesRefused(Message, frozen=True, tag=True):
     """Since its start, by reason."""
 
 
-Why = Literal["balance", "defragment", "priority", "drain", "queue"]
+Why = Literal["balance", "defragment", "priority", "drain", "queue", "relieve"]
 """The purpose of a move.
 
 balance: more freeness for the source; defragment: room for the head of its queue; priority:
 less company for its requests of a higher priority; drain: it shall be empty; queue: a
-waiting request that can start elsewhere at once.
+waiting request that can start elsewhere at once; relieve: others of its unit want back what
+they have lent it.
 """
 
-URGENT: tuple[Why, ...] = ("defragment", "priority", "drain")
+URGENT: tuple[Why, ...] = ("defragment", "priority", "drain", "relieve")
 """Somebody waits until these moves are over."""
+AT_ONCE: tuple[Why, ...] = ("drain", "relieve")
+"""As many of these as may migrate move at once, whatever came here lately: what stays longer is
+ended, or preempted."""
 
 
 class Pair(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Moves of a paired llumlet: its requests go to the destinations that the scheduler names.
 
-One request at a time to each destination, to several destinations at once; in a drain, which
-somebody waits for, as many as may migrate at once.
+One request at a time to each destination, to several destinations at once; in a drain, and where
+what is lent is called back, as many as may migrate at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmig.controlplane.messages import Pair
+from kvmig.controlplane.messages import AT_ONCE, Pair
 from kvmig.controlplane.victims import DEFAULT_RULE, VictimRule, next_victim
 from kvmig.engines.base import RequestState
 from kvmig.ground.clock import Clock, monotonic
@@ -55,7 +55,7 @@ class Mover:
 
         arrived: when those that were moved here came, by `clock`: they stay for a while.
 
-        at_once: requests that move to one destination at once in a drain.
+        at_once: requests that move to one destination at once for a pair of `AT_ONCE`.
         """
         self._requests = requests
         self._migrating = migrating
@@ -94,7 +94,7 @@ class Mover:
                 await self._changed.wait()
                 self._changed.clear()
                 for destination, pair in self._pairs.items():
-                    most = self._at_once if pair.why == "drain" else 1
+                    most = self._at_once if pair.why in AT_ONCE else 1
                     for _ in range(most - busy[destination]):
                         busy[destination] += 1
                         movers.create_task(move_to(destination), name=f"moves to {destination}")

@@ -26,6 +26,7 @@ from kvmig.controlplane.rules import (
     move_queues,
     pair_extremes,
     protect,
+    relieve,
 )
 from kvmig.controlplane.scheduler import Rounds
 from kvmig.controlplane.victims import VictimRule
@@ -73,7 +74,7 @@ _POLICIES = (
     Policy(
         name="kvmig",
         dispatcher=lambda: FewestWithRoom(enough=15.0, prompt_weight=0.3),
-        rounds=Rounds(rules=(drain, protect, move_queues, make_room, gather, balance)),
+        rounds=Rounds(rules=(drain, relieve, protect, move_queues, make_room, gather, balance)),
     ),
 )
 POLICIES = {one.name: one for one in _POLICIES}

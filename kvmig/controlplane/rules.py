@@ -1,7 +1,7 @@
 """The rules of a round, each of which decides pairs on the round's ledger. Pure.
 
-`kvmig` runs drain, protect, move_queues, make_room, gather and balance, in this order; the paper's
-policies run pair_extremes.
+`kvmig` runs drain, relieve, protect, move_queues, make_room, gather and balance, in this order; the
+paper's policies run pair_extremes.
 """
 
 from __future__ import annotations
@@ -60,6 +60,25 @@ def _empty(ledger: Ledger, source: int, roomiest: list[int]) -> None:
             room=max(free, 0.0),
             why="drain",
         )
+
+
+def relieve(ledger: Ledger) -> None:
+    """Pair instances that hold more than their quota with those that have room.
+
+    The quota of an instance shrinks when others of its unit want back what they have lent it. It
+    admits nobody as long as it owes, and soon preempts who holds that: whoever goes elsewhere
+    before goes on.
+    """
+    columns = ledger.columns
+    owed = columns.used - columns.total
+    sources = ledger.worst(ledger.serving & (owed > 0) & (columns.running > columns.out), -owed)
+    if not sources:
+        return
+    takers = _takers(ledger)
+    for source in sources:
+        roomiest = takers.take(source)
+        _share_out(ledger, source, float(owed[source]), roomiest, "relieve")
+        takers.put_back(roomiest)
 
 
 def protect(ledger: Ledger) -> None:
@@ -207,19 +226,22 @@ def make_room(ledger: Ledger) -> None:
 
 def _let_in(ledger: Ledger, source: int, need: float, roomiest: list[int]) -> None:
     """Move `need` blocks, if there is room for so many: some but not enough helps nobody."""
-    rooms = [max(ledger.room(row), 0.0) for row in roomiest]
-    if sum(rooms) < need or ledger.gives(source):
-        return
-    columns = ledger.columns
-    average = max(float(columns.used[source] / columns.running[source]), 1.0)
-    out = float(columns.out[source]) * average
-    for row, room in zip(roomiest, rooms, strict=True):
+    if sum(max(ledger.room(row), 0.0) for row in roomiest) >= need and not ledger.gives(source):
+        _share_out(ledger, source, need, roomiest, "defragment")
+
+
+def _share_out(ledger: Ledger, source: int, need: float, roomiest: list[int], why: Why) -> None:
+    """Move `need` blocks, as far as there is room for them."""
+    average = _average(ledger, source)
+    out = float(ledger.columns.out[source]) * average
+    for row in roomiest:
+        room = ledger.room(row)
         share = min(room, need)
         if share < 1:
             return
         budget, out = max(share - out, 0.0), max(out - share, 0.0)
         need -= share
-        ledger.pair(source, row, share / average, share, budget=budget, room=room, why="defragment")
+        ledger.pair(source, row, share / average, share, budget=budget, room=room, why=why)
 
 
 def _keepers(ledger: Ledger) -> Takers:

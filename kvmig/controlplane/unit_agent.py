@@ -26,6 +26,8 @@ from kvmig.controlplane.unit_messages import (
     Ask,
     Done,
     Gated,
+    Guarantee,
+    GuaranteeSet,
     Held,
     Hello,
     Lease,
@@ -169,6 +171,9 @@ class UnitAgent:
                 told = Told(*msgspec.structs.astuple(message))
                 self._ledger.heard(name, told, self._loop.time())
                 self._tell()
+            case Guarantee() if name:
+                packets.send(encode(self._guarantee(name, message)))
+                self._tell()
             case Gated() | Want() | Done() if name:
                 self._turns.handle(name, message, packets.send)
             case _:
@@ -200,6 +205,13 @@ class UnitAgent:
             raise ConfigError(f"the process of {name} is gone: {error}") from error
         self._tenants[name] = Tenant(packets.process, ended, packets)
         self._loop.add_reader(ended, self._left, name)
+
+    def _guarantee(self, name: str, wanted: Guarantee) -> GuaranteeSet:
+        try:
+            self._ledger.guarantee(name, wanted.size, self._loop.time())
+        except ConfigError as error:
+            return GuaranteeSet(wanted.number, wanted.size, str(error))
+        return GuaranteeSet(wanted.number, wanted.size)
 
     def _left(self, name: str) -> None:
         """Its process is gone."""

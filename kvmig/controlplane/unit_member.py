@@ -7,6 +7,7 @@ The agent's end isn't the instance's: it keeps the lease that it has, and joins 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,8 @@ from kvmig.controlplane.unit_messages import (
     Done,
     Gated,
     Granted,
+    Guarantee,
+    GuaranteeSet,
     Held,
     Hello,
     Lease,
@@ -49,6 +52,8 @@ REPORT_S = 0.01
 """Between two reports of what the engine holds, at least."""
 JOIN_S = 10.0
 """For the agent to lease the floor to a new member."""
+ANSWER_S = 5.0
+"""For the agent to say whether a guarantee can be."""
 
 Resize = Callable[[int, int], Awaitable[None]]
 """(bytes to have at most from now on, bytes to have if all others gave)."""
@@ -90,6 +95,9 @@ class UnitMember:
         """Set while there may be more to tell."""
         self._leased = asyncio.Event()
         self._packets: Packets | None = None
+        self._numbers = itertools.count()
+        self._wanted: dict[int, asyncio.Future[str]] = {}
+        """Guarantees that the agent hasn't answered, by number: why not, or empty."""
         self._said = ""
         watch(self._changed)
 
@@ -115,6 +123,28 @@ class UnitMember:
         """Whether an agent knows of it now."""
         return self._packets is not None
 
+    async def guarantee(self, size: int) -> None:
+        """Get so many bytes back from now on whenever it wants them; 0: a fair part.
+
+        Raises ConfigError with the agent's sentence, TransportError where no agent answers.
+        """
+        if self._packets is None:
+            raise TransportError(f"the agent of unit {self._path} isn't there")
+        number, answer = next(self._numbers), self._loop.create_future()
+        self._wanted[number] = answer
+        try:
+            self._packets.send(encode(Guarantee(number, size)))
+            async with asyncio.timeout(ANSWER_S):
+                refused = await answer
+        except TimeoutError as error:
+            raise TransportError(
+                f"the agent of unit {self._path} doesn't answer within {ANSWER_S:g} s"
+            ) from error
+        finally:
+            del self._wanted[number]
+        if refused:
+            raise ConfigError(refused)
+
     @property
     def state(self) -> InUnit:
         """For who looks at the instance."""
@@ -125,6 +155,7 @@ class UnitMember:
             guarantee=self._guarantee,
             waited_s=self.gate.waited_s,
             connected=self.connected,
+            used=use.used,
         )
 
     def close(self) -> None:
@@ -133,6 +164,9 @@ class UnitMember:
             with self._sending:
                 self._packets.close()
                 self._packets = None
+        for answer in self._wanted.values():
+            if not answer.done():
+                answer.set_exception(TransportError(f"the agent of unit {self._path} has gone"))
         self.gate.close()
 
     def _changed(self) -> None:
@@ -224,6 +258,8 @@ class UnitMember:
             self.gate.recalled(message.number)
         if isinstance(message, Crowd):
             self.gate.crowd(alone=message.members < 2)
+        if isinstance(message, GuaranteeSet):
+            self._settled(message)
         if isinstance(message, Lease):
             self._quota, self._guarantee = message.quota, message.guarantee
             await self._resize(message.quota, message.limit)
@@ -231,6 +267,15 @@ class UnitMember:
             self._tell(packets)
             if message.quota >= self._claim.floor:
                 self._leased.set()
+
+    def _settled(self, answer: GuaranteeSet) -> None:
+        """The next agent hears of it, too, whether or not somebody still waits for this one."""
+        if not answer.refused:
+            self._claim = self._claim._replace(guarantee=answer.size)
+            self._guarantee = answer.size or self._guarantee
+        waiting = self._wanted.get(answer.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer.refused)
 
     async def _report(self, packets: Packets) -> None:
         while True:

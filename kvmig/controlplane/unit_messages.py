@@ -2,6 +2,7 @@
 
 An instance says Hello with what it is, then Held whenever its use of memory changes; the agent
 answers with Lease, or Refused and the end. Whoever only wants to know says Ask, and gets Unit.
+One that shall be guaranteed another size says Guarantee, and hears GuaranteeSet.
 One that says Gated, too, hears Crowd; while others are there it says Want before each step, gets
 Granted, and says Done; or, where the grant stands, goes on until it hears Recalled.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 MOST_BYTES = 1 << 16
 """Of one packet."""
 
@@ -44,6 +45,14 @@ class Held(UnitMessage, frozen=True, tag=True):
     used: int
     cached: int
     wanted: int
+
+
+class Guarantee(UnitMessage, frozen=True, tag=True):
+    """So many bytes I want back from now on whenever I want them; 0: a fair part of what others
+    weren't promised."""
+
+    number: int
+    size: int
 
 
 class Ask(UnitMessage, frozen=True, tag=True):
@@ -89,6 +98,15 @@ class Lease(UnitMessage, frozen=True, tag=True):
     guarantee: int
     """What it gets back whenever it wants it."""
     arena: int
+
+
+class GuaranteeSet(UnitMessage, frozen=True, tag=True):
+    """Answer to the Guarantee of this number."""
+
+    number: int
+    size: int
+    refused: str = ""
+    """Why not, in a sentence, and the guarantee is as before; empty: it is so from now on."""
 
 
 class Granted(UnitMessage, frozen=True, tag=True):
@@ -145,8 +163,8 @@ class Unit(UnitMessage, frozen=True, tag=True):
     shares: list[Share]
 
 
-ToAgent = Hello | Held | Ask | Gated | Want | Done
-ToMember = Lease | Refused | Unit | Granted | Recalled | Crowd
+ToAgent = Hello | Held | Guarantee | Ask | Gated | Want | Done
+ToMember = Lease | GuaranteeSet | Refused | Unit | Granted | Recalled | Crowd
 
 encode = msgspec.msgpack.Encoder().encode
 to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)

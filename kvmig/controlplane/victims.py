@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from kvmig.controlplane.messages import Pair
+from kvmig.controlplane.messages import AT_ONCE, Pair
 from kvmig.engines.base import RequestState
 
 
@@ -15,7 +15,8 @@ class VictimRule(msgspec.Struct, frozen=True, kw_only=True):
     """The rule that says which requests are worth a move."""
 
     cooldown_s: float = 2.0
-    """A request that came here by a migration stays at least so long, but in a drain."""
+    """A request that came here by a migration stays at least so long, but where all that can be
+    must go at once (`kvmig.controlplane.messages.AT_ONCE`)."""
     min_output_tokens: int = 1
     """So those in prefill, whose blocks are still being filled, stay; but in a drain all go."""
     prefers: Literal["shortest", "latest"] = "shortest"
@@ -46,7 +47,7 @@ def next_victim(
         if one.unmovable or one.request_id in migrating:
             return False
         since = arrived_at.get(one.request_id)
-        return pair.why == "drain" or since is None or now - since >= rule.cooldown_s
+        return pair.why in AT_ONCE or since is None or now - since >= rule.cooldown_s
 
     able = [one for one in requests if may_go(one)]
     return _CHOICES[pair.why](able, pair, spent_blocks, rule)
@@ -131,5 +132,6 @@ _CHOICES: dict[
     "priority": _balance,
     "queue": _queue,
     "defragment": _defragment,
+    "relieve": _defragment,
     "drain": _drain,
 }

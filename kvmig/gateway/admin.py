@@ -12,7 +12,13 @@ import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvmig.controlplane.messages import AddInstances, DrainInstance, RestartInstances, StopDrain
+from kvmig.controlplane.messages import (
+    AddInstances,
+    DrainInstance,
+    InUnit,
+    RestartInstances,
+    StopDrain,
+)
 from kvmig.gateway.access import Rule
 from kvmig.gateway.inventory import InstanceRow, RequestRow
 from kvmig.gateway.launcher import LauncherLink
@@ -23,6 +29,7 @@ from kvmig.kvtransfer.report import MigrationReport
 PREFIX = "/kvmig/v1"
 MOST = 10_000
 """Most instances in one order; the launcher has its own limit."""
+MOST_BYTES = 1 << 60
 
 # -- the routes
 
@@ -44,11 +51,22 @@ def admin_api(
         responses=PROBLEMS,
         route_class=guarded(rule, tuple(MigrationBody.model_fields)),
     )
+    changing = APIRouter(route_class=guarded(rule, tuple(ChangeBody.model_fields)))
 
     @api.get("/instances")
     async def instances() -> Listing[Instance]:
         """All instances and their load."""
         return Listing(data=[Instance.of(row, model) for row in rows()])
+
+    @changing.patch("/instances/{name}", responses=errors)
+    async def change(name: str, body: ChangeBody) -> Listing[Instance]:
+        """Of its unit's KV cache, guarantee it so much from now on.
+
+        409 if it is in no unit, if that is less than one request of the greatest length takes, or
+        if all guarantees together were more than the unit has; nothing is changed then.
+        """
+        await router.set_guarantee(name, body.guarantee_bytes)
+        return Listing(data=[Instance.of(row, model) for row in rows() if row.id == name])
 
     @api.get("/requests")
     async def requests() -> Listing[Request]:
@@ -88,6 +106,7 @@ def admin_api(
         newest_first = list(router.reports)[::-1]
         return Listing(data=[Migration.of(report) for report in newest_first[:limit]])
 
+    api.include_router(changing)
     return api
 
 
@@ -181,6 +200,27 @@ class Listing(BaseModel, Generic[Row]):
     data: list[Row]
 
 
+class OfUnit(BaseModel):
+    """What an instance has of the KV cache of its unit. Bytes."""
+
+    lease_bytes: int = Field(description="What it has not given back.")
+    used_bytes: int = Field(description="By requests that run.")
+    wanted_bytes: int = Field(description="By all its requests, those that wait, too.")
+    guarantee_bytes: int = Field(description="What it gets back whenever it wants it.")
+    connected: bool = Field(description="Whether the unit's agent is there.")
+
+    @classmethod
+    def of(cls, shared: InUnit) -> OfUnit:
+        """The same as JSON has it."""
+        return cls(
+            lease_bytes=shared.lease,
+            used_bytes=shared.used,
+            wanted_bytes=shared.wanted,
+            guarantee_bytes=shared.guarantee,
+            connected=shared.connected,
+        )
+
+
 class Instance(BaseModel):
     """An instance as last heard of. Sizes in KV blocks, counts in requests."""
 
@@ -211,12 +251,17 @@ class Instance(BaseModel):
     numerics: str = Field(description="Its numerics class: instances of one round alike.")
     vllm: str = Field(description="Folder of its vLLM; empty: the installed one.")
     unit: str = Field(description="Name of where it is in a placement; empty: nobody said.")
+    shared: OfUnit | None = Field(
+        description="What it has of its unit (--unit); null: its KV cache is its own alone."
+    )
 
     @classmethod
     def of(cls, row: InstanceRow, model: str) -> Instance:
         """The row as JSON has it."""
         freeness = row.freeness if math.isfinite(row.freeness) else None
-        return cls(**{**asdict(row), "model": model, "freeness": freeness, "vllm": row.tree})
+        shared = None if row.shared is None else OfUnit.of(row.shared)
+        told = {"model": model, "freeness": freeness, "vllm": row.tree, "shared": shared}
+        return cls(**{**asdict(row), **told})
 
 
 class Request(BaseModel):
@@ -257,6 +302,19 @@ class MigrationBody(BaseModel):
     inexact: bool = Field(
         default=False,
         description="Also to an instance of another numerics class, where its tokens may differ.",
+    )
+
+
+class ChangeBody(BaseModel):
+    """Change an instance while it serves."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    guarantee_bytes: Annotated[int, BeforeValidator(whole)] = Field(
+        ge=0,
+        le=MOST_BYTES,
+        description="KV cache of its unit that it gets back whenever it wants it; 0: a fair part "
+        "of what others weren't promised.",
     )
 
 

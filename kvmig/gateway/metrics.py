@@ -216,6 +216,7 @@ _OF_UNIT = {
         "kvmig_unit_turn_wait_seconds_total",
         "Seconds that its steps have waited for their turn (--unit-shares).",
     ),
+    "used": ("kvmig_unit_used_bytes", "KV cache of its unit that running requests hold."),
     "connected": ("kvmig_unit_connected", "1 while its unit's agent is there, else 0."),
 }
 assert set(_OF_UNIT) == set(InUnit.__struct_fields__)

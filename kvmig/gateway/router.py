@@ -21,12 +21,14 @@ from kvmig.controlplane.messages import (
     LoadReport,
     Migrate,
     Migrated,
+    OrderDone,
     Outputs,
     Overrun,
     PauseAhead,
     Requests,
     Resolve,
     Resolved,
+    SetGuarantee,
     Span,
     Submit,
 )
@@ -35,8 +37,10 @@ from kvmig.gateway.errors import (
     CallTimeout,
     InstanceLost,
     MigrationDisabled,
+    OrderFailed,
     RequestFinished,
     SameInstance,
+    UnknownInstance,
     UnknownRequest,
 )
 from kvmig.gateway.instances import Fleet, Instance
@@ -68,6 +72,8 @@ FENCE_TIMEOUT_S = 2.0
 """Longest wait for a destination's word on whether it committed."""
 LIST_TIMEOUT_S = 2.0
 """Longest wait for an instance's list of requests."""
+GUARANTEE_TIMEOUT_S = 10.0
+"""Longest wait for an instance, which asks its unit's agent."""
 RECENT = 1000
 """Reports of migrations that are kept."""
 
@@ -199,6 +205,23 @@ class Router:
         """Let all compute as before, and show that they do. Raises as `park`."""
         await self.call("unpark")
         self.parked = False
+
+    async def set_guarantee(self, instance: str, size: int) -> None:
+        """What an instance gets back of its unit's KV cache whenever it wants it, bytes; 0: a fair
+        part. Raises OrderFailed with the unit's own sentence, CallTimeout, InstanceLost."""
+        try:
+            self.fleet.endpoint(instance)
+        except UnknownInstance as error:
+            raise OrderFailed("unknown", str(error)) from error
+        done, _ = await self._questions.ask(
+            instance,
+            lambda call_id: SetGuarantee(call_id, size),
+            OrderDone,
+            GUARANTEE_TIMEOUT_S,
+            "SetGuarantee",
+        )
+        if done.refused:
+            raise OrderFailed(done.refused, done.error)
 
     # -- requests
 
@@ -371,7 +394,7 @@ class Router:
             case LoadReport():
                 self.fleet.report(message)
                 self._observer.messages_refused(message.instance, message.refused)
-            case CallDone() | Requests() | Fenced():
+            case CallDone() | Requests() | Fenced() | OrderDone():
                 self._questions.answer(message.call_id, message, payload)
             case Migrated():
                 self._migrated(message, payload)

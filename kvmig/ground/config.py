@@ -179,7 +179,8 @@ class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     """Of its agent's socket."""
     paths: dict[str, str] = {}
-    """Of instances that are in another unit, by name."""
+    """Of instances that are in another unit, by their names, or by those of where they are in a
+    placement."""
     guarantee: int = 0
     """Bytes that an instance gets back whenever it wants them; 0: a fair part."""
     patience_s: float = 2.0
@@ -190,9 +191,10 @@ class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """Its name in the unit."""
 
-    def path_of(self, instance: str) -> str:
-        """Of the unit that this instance is in."""
-        return self.paths.get(instance, self.path)
+    def of(self, instance: str, place: str) -> UnitConfig:
+        """That of one instance. place: where it is in a placement."""
+        path = self.paths.get(instance) or self.paths.get(place, self.path)
+        return msgspec.structs.replace(self, path=path, paths={})
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):

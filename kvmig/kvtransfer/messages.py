@@ -34,7 +34,7 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-VERSION = Version(3, 0)
+VERSION = Version(3, 1)
 """The version of this code. Its messages are recorded under tests/corpus: `scripts/corpus.py`."""
 
 
