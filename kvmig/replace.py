@@ -28,7 +28,15 @@ from kvmig.ground.errors import ConfigError, KvmigError
 from kvmig.placement.file import Placement, read
 from kvmig.placement.learned import Moved, drains, mean, requests_s, step_s
 from kvmig.placement.moves import Leases, Refused, Slot, Step, Wave, placed, plan
-from kvmig.placement.observed import Observed, Row, check, observed, unfinished
+from kvmig.placement.observed import (
+    Observed,
+    Request,
+    Row,
+    check,
+    leaving,
+    observed,
+    unfinished,
+)
 from kvmig.placement.told import wave_to_text, way_to_text
 
 ADMIN = "/kvmig/v1"
@@ -122,6 +130,20 @@ class Deployment:
         """Drain it and end it. Raises ReplaceFailed with the deployment's own sentence."""
         flags = {"last": str(last).lower(), "now": str(now).lower()}
         await self._ask("DELETE", f"/instances/{instance}", params=flags)
+
+    async def guarantee(self, instance: str, size: int) -> None:
+        """Of its unit's KV cache, bytes. Raises ReplaceFailed with the deployment's sentence."""
+        await self._ask("PATCH", f"/instances/{instance}", json={"guarantee_bytes": size})
+
+    async def requests(self) -> list[Request]:
+        """Its live requests. Raises ReplaceFailed."""
+        return await self._listed("/requests", Request)
+
+    async def move(self, request: str, destination: str) -> bool:
+        """Whether the request has moved; one that ends before, or stays, has not."""
+        body = {"request_id": request, "destination": destination}
+        answer = await self._answer("POST", f"{ADMIN}/migrations", json=body)
+        return not answer.is_error and answer.json().get("state") == "committed"
 
     async def _listed(self, path: str, kind: type[Listed], **params: object) -> list[Listed]:
         answer = await self._ask("GET", path, params=params)
@@ -218,7 +240,8 @@ class Replacing:
             drain_s=mean(self.emptied_s, settings.drain_s), bandwidth=settings.bandwidth
         )
         if self._target is None:  # once: units that are alike keep the names they get here
-            target = self._placement.leases()
+            wanted = self._placement.leases()  # shares are said at the start, by no order
+            target = {slot: lease._replace(share=1.0) for slot, lease in wanted.items()}
             self._target = target if self._by_name else placed(site, seen.leases, target)
         waves = plan(site, seen.leases, self._target)
         if isinstance(waves, Refused):
@@ -267,8 +290,29 @@ class Replacing:
             case "drain" | "gap":
                 instance = seen.instances[step.model, step.unit]
                 await at.leave(instance, last=step.kind == "gap")
-            case "quota" | "move":
-                raise ConfigError(f"deployment {step.model} has no unit agent: its quotas stay")
+            case "quota":
+                await at.guarantee(seen.instances[step.model, step.unit], step.quota)
+            case "move":
+                await self._move(step, seen)
+
+    async def _move(self, step: Step, seen: Observed) -> None:
+        """Raises ReplaceFailed where nothing of it could move: it would be planned for ever."""
+        at, used = self._deployments[step.model], seen.leases[step.model, step.unit].used
+        source = seen.instances[step.model, step.unit]
+        left = await at.requests()
+        moves: list[Awaitable[bool]] = []
+        at_once = asyncio.Semaphore(MigrationConfig().max_migrations)
+
+        async def move(request: str, to: str) -> bool:
+            async with at_once:
+                return await at.move(request, to)
+
+        for unit, size in step.to:
+            chosen = leaving(left, source, used, size)
+            left = [one for one in left if one.id not in chosen]
+            moves += [move(one, seen.instances[step.model, unit]) for one in chosen]
+        if not any(await asyncio.gather(*moves)):
+            raise ReplaceFailed(f"no request of {step.model} could leave {step.unit}")
 
     async def _over(self, wave: Wave, instances: Mapping[Slot, str], began: float) -> None:
         """Wait until all steps are; learn how long starts take. Raises ReplaceFailed."""

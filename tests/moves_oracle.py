@@ -40,9 +40,13 @@ class Oracle:
 
     def legal(self, on: Slots, holders: Slots) -> bool:
         """Memory of every unit; and for every set of models, room where they have holders."""
-        spare = {unit: one.memory for unit, one in self.site.units.items()}
-        for slot in on:
-            spare[slot[1]] -= self.site.models[slot[0]].held + self.least(slot)
+        spare: dict[str, int] = {}
+        for unit, one in self.site.units.items():
+            there = [slot for slot in on if slot[1] == unit]
+            spare[unit] = one.memory - sum(self.site.models[slot[0]].held for slot in there)
+            if one.arena is not None:
+                spare[unit] = min(spare[unit], one.arena)
+            spare[unit] -= sum(self.least(slot) for slot in there)
         if min(spare.values()) < 0:
             return False
         demand = {

@@ -147,6 +147,30 @@ def test_quotas_shrink_before_others_grow() -> None:
     assert shape(plan(where, now, then)) == [["quota x a"], ["quota y a"]]
 
 
+def test_the_last_quotas_are_those_of_the_placement_though_more_is_held() -> None:
+    where = site({"a": 12}, {"x": (2, 1, 9), "y": (2, 1, 9)}, elastic=True)
+    now = {("x", "a"): Lease(6 * GIB, 5 * GIB), ("y", "a"): Lease(2 * GIB, 0)}
+    then = {("x", "a"): Lease(3 * GIB), ("y", "a"): Lease(5 * GIB)}
+    assert shape(plan(where, now, then)) == [["quota x a"], ["quota y a"]]
+    lent = {("x", "a"): Lease(3 * GIB, 5 * GIB), ("y", "a"): Lease(5 * GIB, 0)}
+    assert plan(where, lent, then) == []
+
+
+def test_quotas_keep_to_the_arena_where_the_memory_has_more() -> None:
+    where = site({"a": 20, "b": 20}, {"x": (2, 1, 9), "y": (2, 1, 9)}, elastic=True)
+    units = {name: one._replace(arena=4 * GIB) for name, one in where.units.items()}
+    where = where._replace(units=units)
+    now = {("x", "a"): Lease(4 * GIB, GIB), ("y", "b"): Lease(4 * GIB, GIB)}
+    then = {("x", "a"): Lease(2 * GIB), ("y", "a"): Lease(2 * GIB)}
+    waves = plan(where, now, then)
+    assert shape(waves)[:2] == [["quota x a"], ["start y a"]]
+    assert max(one.quota for wave in waves for one in wave.steps) <= 4 * GIB  # type: ignore[union-attr]
+    over = {("x", "a"): Lease(3 * GIB), ("y", "a"): Lease(2 * GIB)}
+    refused = plan(where, now, over)
+    assert isinstance(refused, Refused)
+    assert refused.why == "unit a: the placement puts 1.00 GiB more there than it holds"
+
+
 @pytest.mark.parametrize(
     ("then", "sentence"),
     [
@@ -187,19 +211,23 @@ def case(chance: Random) -> tuple[Site, dict[Slot, Lease], dict[Slot, Lease]]:
         for name in names
     }
     elastic, gap = chance.random() < 0.5, chance.random() < 0.3
-    memory = {unit: Unit(chance.randint(9, 22)) for unit in units}
+    arena = [None, None, 4, 9]
+    memory = {unit: Unit(chance.randint(9, 22), 1, chance.choice(arena)) for unit in units}
     where = Site(memory, models, elastic, bandwidth=4.0, drain_s=0.5, allow_gap=gap)
 
     def some() -> dict[Slot, Lease]:
         found: dict[Slot, Lease] = {}
         left = {unit: memory[unit].memory for unit in units}
+        arena = {unit: memory[unit].arena or left[unit] for unit in units}
         for model in names if chance.random() < 0.8 else names[1:]:
             for unit in chance.sample(units, chance.choice([1, 1, 1, 2])):
-                need = models[model].held + models[model].floor
-                if need <= left[unit]:
-                    more = chance.randint(0, min(3, left[unit] - need))
-                    found[model, unit] = Lease(models[model].floor + more)
+                floor = models[model].floor
+                need = models[model].held + floor
+                if need <= left[unit] and floor <= arena[unit]:
+                    more = chance.randint(0, min(3, left[unit] - need, arena[unit] - floor))
+                    found[model, unit] = Lease(floor + more)
                     left[unit] -= need + more
+                    arena[unit] -= floor + more
         return found
 
     now, then = some(), some()
@@ -209,8 +237,11 @@ def case(chance: Random) -> tuple[Site, dict[Slot, Lease], dict[Slot, Lease]]:
     return where, now, then
 
 
-def carry_out(where: Site, now: Leases, waves: list[Wave]) -> dict[Slot, Lease]:
-    """Check each state, whatever order a wave's steps end in; the last one's leases."""
+def carry_out(where: Site, now: Leases, waves: list[Wave], then: Leases) -> dict[Slot, Lease]:
+    """Check each state, whatever order a wave's steps end in; the last one's leases.
+
+    Only the target's own quotas may be less than what is held: that is lent.
+    """
     at = dict(now)
     parted = Counter[str]()
     live = Counter[str]()
@@ -230,7 +261,7 @@ def carry_out(where: Site, now: Leases, waves: list[Wave]) -> dict[Slot, Lease]:
                 most[slot] = Lease(one.quota)
             elif one.kind == "quota":
                 least = where.models[one.model].floor if where.elastic else at[slot].used
-                assert one.quota >= max(at[slot].used, least)
+                assert one.quota >= max(at[slot].used, least) or one.quota == then[slot].quota
                 most[slot] = Lease(max(one.quota, at[slot].quota))
             for unit, size in one.to:
                 to = (one.model, unit)
@@ -240,8 +271,8 @@ def carry_out(where: Site, now: Leases, waves: list[Wave]) -> dict[Slot, Lease]:
                 assert at[to].used + coming[to] <= most[to].quota
         for unit, room in where.units.items():
             there = [slot for slot in most if slot[1] == unit]
-            held = sum(where.models[slot[0]].held + most[slot].quota for slot in there)
-            assert held <= room.memory, (wave, unit)
+            held = sum(where.models[slot[0]].held for slot in there)
+            assert sum(most[slot].quota for slot in there) <= room.room(held), (wave, unit)
         # Who serves, once all has gone and nothing has come.
         serving = set(at) - gone
         for model in {slot[0] for slot in at} - {slot[0] for slot in serving}:
@@ -257,6 +288,9 @@ def carry_out(where: Site, now: Leases, waves: list[Wave]) -> dict[Slot, Lease]:
             if kinds <= {"start", "drain", "gap"}:
                 assert room_ >= live[model], (wave, model)
         at = apply(at, wave, parted, most)
+        assert all(
+            0 <= one.used <= one.quota or one.quota == then[slot].quota for slot, one in at.items()
+        ), wave
     return at
 
 
@@ -285,7 +319,6 @@ def apply(
         for unit, size in one.to:
             to = (one.model, unit)
             after[to] = Lease(max(after[to].quota, most[to].quota), after[to].used + size)
-    assert all(0 <= one.used <= one.quota for one in after.values()), wave
     return after
 
 
@@ -297,7 +330,7 @@ def test_every_state_between_is_legal(
     where, now, then = one
     found = plan(where, now, then)
     if not isinstance(found, Refused):
-        assert set(carry_out(where, now, found)) == set(then)
+        assert set(carry_out(where, now, found, then)) == set(then)
 
 
 def cost(where: Site, now: Leases, waves: list[Wave], then: Leases) -> float:

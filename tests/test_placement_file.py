@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvmig.ground.errors import ConfigError
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.file import at_least, plan_of, read, to_toml
-from kvmig.placement.moves import Lease, Step, Wave
+from kvmig.placement.moves import Lease, Step, Unit, Wave
 from kvmig.placement.problem import Llm, cluster_of
 from kvmig.placement.worth import delayed, worth
 
@@ -23,6 +23,14 @@ def test_what_is_written_is_read_again() -> None:
     placement = read(GOOD + CHAT.replace("chat", 'c"ode') + UNIT.replace("left", "right"), "p.toml")
     assert read(to_toml(placement), "again") == placement
     assert placement.leases() == {("chat", "left"): Lease(100), ('c"ode', "left"): Lease(100)}
+
+
+def test_a_unit_with_an_agent_keeps_its_arena_and_its_quotas_may_change() -> None:
+    placement = read(GOOD.replace("= 1000\n", "= 1000\narena_bytes = 400\n"), "p.toml")
+    assert read(to_toml(placement), "again") == placement
+    site = placement.site({"chat": 1.0})
+    assert (site.elastic, site.units["left"]) == (True, Unit(1000, 0, 400))
+    assert not read(GOOD, "p.toml").site({"chat": 1.0}).elastic
 
 
 @pytest.mark.parametrize(
@@ -54,6 +62,18 @@ def test_what_is_written_is_read_again() -> None:
         (
             UNIT + "gpus = [0]\n" + SHARING + SHARING.replace("chat", "code"),
             "decode_share is 1.4 in all, must be 1.2 at most",
+        ),
+        (
+            GOOD.replace("= 1000\n", "= 1000\narena_bytes = 99\n"),
+            "left: kv_bytes of its models are 1 bytes more than arena_bytes, 99",
+        ),
+        (
+            GOOD.replace("= 1000\n", "= 1000\narena_bytes = 1001\n"),
+            r"left: arena_bytes is 1001, must be 0 to 1000 \(memory_bytes\)",
+        ),
+        (
+            GOOD.replace("= 1000\n", "= 1000\narena_bytes = 100\n") + UNIT.replace("left", "right"),
+            "unit right: arena_bytes is 0, must be 1 or more: all units have agents or none",
         ),
         (GOOD + "gpu = 3", "gpu"),
         ("units = 3", "units"),

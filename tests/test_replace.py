@@ -9,14 +9,25 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvmig.engines.toy.script import Script
 from kvmig.ground.errors import ConfigError
 from kvmig.placement.file import Placement, read, to_toml
 from kvmig.placement.learned import handshake_s
 from kvmig.placement.moves import Lease, Step
-from kvmig.placement.observed import Row, adopted, check, observed, unfinished
+from kvmig.placement.observed import (
+    OfUnit,
+    Request,
+    Row,
+    adopted,
+    check,
+    leaving,
+    observed,
+    unfinished,
+)
 from kvmig.replace import Deployment, ReplaceFailed, Replacing, Settings, main
 from tests.toys import Toys
 from tests.waiting import until
@@ -24,25 +35,32 @@ from tests.waiting import until
 HELD, KV = 600, 200
 
 
-def placement_text(**units: str) -> str:
-    """Of models by unit, such as left="a b"; two of them fit into one. No two units are alike."""
-    return "".join(
-        f"[[units]]\nname = '{unit}'\nmemory_bytes = {2000 + at}\n"
-        + "".join(
-            f"[[units.models]]\nname = '{name}'\nheld_bytes = {HELD}\nfloor_bytes = 10\n"
-            f"kv_bytes = {KV}\n"
-            for name in models.split()
-        )
-        for at, (unit, models) in enumerate(units.items())
-    )
+def placement_text(arena: int = 0, **units: str) -> str:
+    """Of models by unit, such as left="a b:150": what each has of KV cache, if not the usual; two
+    of them fit into one. No two units are alike."""
+    text = ""
+    for at, (unit, models) in enumerate(units.items()):
+        text += f"[[units]]\nname = '{unit}'\narena_bytes = {arena}\nmemory_bytes = {2000 + at}\n"
+        for words in models.split():
+            name, _, quota = words.partition(":")
+            text += f"[[units.models]]\nname = '{name}'\nheld_bytes = {HELD}\nfloor_bytes = 10\n"
+            text += f"kv_bytes = {quota or KV}\n"
+    return text
 
 
-def placement(**units: str) -> Placement:
-    return read(placement_text(**units), "p.toml")
+def placement(arena: int = 0, **units: str) -> Placement:
+    return read(placement_text(arena, **units), "p.toml")
 
 
-def row(name: str, unit: str, state: str = "serving", used: int = 0, running: int = 0) -> Row:
-    return Row(name, state, "", unit, 100, used, running)
+def row(
+    name: str,
+    unit: str,
+    state: str = "serving",
+    used: int = 0,
+    running: int = 0,
+    shared: OfUnit | None = None,
+) -> Row:
+    return Row(name, state, "", unit, 100, used, running, shared=shared)
 
 
 # -- what is seen
@@ -54,6 +72,37 @@ def test_used_bytes_are_the_used_part_of_the_quota() -> None:
     assert seen.leases == {("a", "left"): Lease(KV, 50)}
     assert (seen.instances, seen.failed) == ({("a", "left"): "i0"}, [("a", "i1")])
     assert seen.unsettled == ""
+
+
+def test_in_a_unit_with_an_agent_an_instance_has_its_guarantee_and_what_it_was_lent() -> None:
+    rows = {"a": [row("i0", "left", used=25, running=2, shared=OfUnit(300, 150))]}
+    seen = observed(placement(400, left="a", right="a"), rows)
+    assert seen.leases == {("a", "left"): Lease(150, 300)}
+    idle = {"a": [row("i0", "left", shared=OfUnit(64, 150))]}
+    null_block = observed(placement(400, left="a", right="a"), idle).leases
+    assert null_block == {("a", "left"): Lease(150, 0)}
+
+
+def test_an_instance_that_has_not_told_of_its_unit_is_waited_for() -> None:
+    rows = {"a": [Row("i0", "serving", "", "left")]}
+    seen = observed(placement(400, left="a", right="a"), rows)
+    assert seen.unsettled == "instance i0 of a has not told of its unit"
+    with pytest.raises(
+        ConfigError, match=r"instance i0 shares no KV cache .* left has arena_bytes"
+    ):
+        observed(placement(400, left="a", right="a"), {"a": [row("i0", "left")]})
+
+
+def test_the_largest_requests_that_can_leave_are_those_that_do() -> None:
+    held = [
+        Request("small", "i0", "running", 10), Request("large", "i0", "running", 50),
+        Request("stays", "i0", "running", 30, "it does"), Request("waits", "i0", "waiting", 0),
+        Request("elsewhere", "i1", "running", 90), Request("middle", "i0", "running", 10),
+    ]  # fmt: skip
+    assert leaving(held, "i0", used=1000, size=400) == ["large"]
+    assert leaving(held, "i0", used=1000, size=501) == ["large", "middle"]
+    assert leaving(held, "i0", used=1000, size=5000) == ["large", "middle", "small"]
+    assert leaving(held, "i0", used=1000, size=0) == []
 
 
 def test_an_instance_with_a_request_is_never_taken_for_idle() -> None:
@@ -115,6 +164,7 @@ def test_quotas_that_would_have_to_change_are_refused() -> None:
     odd = read(text.format("left", 5) + text.format("right", 6), "p.toml")
     with pytest.raises(ConfigError, match="kv_bytes is 6 in unit right, must be 5, as before"):
         check(odd, ["a"], "p.toml")
+    check(placement(400, left="a:150", right="a:200"), ["a"], "p.toml")
 
 
 def test_a_wave_is_over_when_who_comes_serves_and_who_leaves_is_gone() -> None:
@@ -129,6 +179,8 @@ def test_a_wave_is_over_when_who_comes_serves_and_who_leaves_is_gone() -> None:
     ]  # fmt: skip
     assert left(row("i0", "left", "draining"), row("i1", "right")) == ["a leaves left"]
     assert left(row("i1", "right")) == []
+    orders = [Step("quota", "a", "right", 0.0, quota=7), Step("move", "a", "right", 1.0, 5)]
+    assert list(unfinished(orders, {}, {"a": [row("i1", "right")]})) == []
 
 
 # -- what is ordered
@@ -149,13 +201,23 @@ class Site:
         self.metrics = ""
         self.drain_s = 0.0
         """What a drain reports for its only request."""
+        self.arena = 0
+        """Of each unit's agent; 0: there is none."""
+        self.requests: dict[str, list[Request]] = {}
+        """By deployment."""
+        self.stay = False
+        """Whether requests can't be moved."""
         self._ids = itertools.count()
         for unit, models in units.items():
             for name in models.split():
                 self.add(name, unit)
 
     def add(self, name: str, unit: str, state: str = "serving") -> None:
-        self.rows.setdefault(name, []).append(row(f"i{next(self._ids)}", unit, state, used=10))
+        there = [one for rows in self.rows.values() for one in rows if one.unit == unit]
+        promised = sum(one.shared.guarantee_bytes for one in there if one.shared)
+        shared = OfUnit(0, self.arena - promised) if self.arena else None
+        one = row(f"i{next(self._ids)}", unit, state, used=10, shared=shared)
+        self.rows.setdefault(name, []).append(one)
 
     def places(self) -> dict[str, str]:
         return {
@@ -165,17 +227,21 @@ class Site:
     async def carry_out(self, request: httpx.Request) -> httpx.Response:
         name = request.url.host
         if request.url.path.endswith("/migrations"):
+            if request.method == "POST":
+                return self.move(name, msgspec.json.decode(request.content))
             return httpx.Response(200, json={"data": self.moved.get(name, [])})
         if request.url.path == "/metrics":
             return httpx.Response(200, text=self.metrics)
+        if request.url.path.endswith("/requests"):
+            return self.listing(self.requests.get(name, []))
         if request.method == "GET":
-            rows = [{name: getattr(one, name) for name in one.__struct_fields__}
-                    for one in self.rows[name]]  # fmt: skip
-            return httpx.Response(200, json={"data": rows})
+            return self.listing(self.rows[name])
         self.orders.append(f"{request.method} {name}")
         if self.refuse:
             self.refuse -= 1
             return httpx.Response(409, json={"error": {"message": "no free name"}})
+        if request.method == "PATCH":
+            return self.guarantee(name, request)
         if request.method == "POST":
             failed, self.fail_starts = self.fail_starts > 0, max(0, self.fail_starts - 1)
             unit = request.content.decode().partition('"unit":"')[2].partition('"')[0]
@@ -187,6 +253,46 @@ class Site:
             self.moved.setdefault(name, []).append(report)
             self.rows[name] = [one for one in self.rows[name] if one.id != gone]
         return httpx.Response(202, json={"data": []})
+
+    def listing(self, listed: Sequence[msgspec.Struct]) -> httpx.Response:
+        return httpx.Response(200, json={"data": msgspec.to_builtins(listed)})
+
+    def guarantee(self, name: str, request: httpx.Request) -> httpx.Response:
+        """As an agent does."""
+        size = msgspec.json.decode(request.content)["guarantee_bytes"]
+        instance = request.url.path.rpartition("/")[2]
+        self.orders[-1] += f" {instance} {size}"
+        (unit,) = [one.unit for one in self.rows[name] if one.id == instance]
+        rest = [one for other, rows in self.rows.items() for one in rows
+                if one.unit == unit and (other, one.id) != (name, instance)]  # fmt: skip
+        others = [one.shared.guarantee_bytes for one in rest if one.shared]
+        if sum(others) + size > self.arena:
+            return httpx.Response(409, json={"error": {"message": "the unit has no room"}})
+        self.share(name, instance, guarantee_bytes=size)
+        return httpx.Response(200, json={"data": []})
+
+    def move(self, name: str, body: dict[str, str]) -> httpx.Response:
+        self.orders.append(f"move {name} {body['request_id']} {body['destination']}")
+        if self.stay:
+            return httpx.Response(200, json={"state": "aborted", "reason": "no_blocks"})
+        moved = {one.id: one for one in self.requests[name]}[body["request_id"]]
+        for instance, sign in ((moved.instance, -1), (body["destination"], 1)):
+            (before,) = [one.shared for one in self.rows[name] if one.id == instance]
+            assert before is not None
+            self.share(name, instance, used_bytes=before.used_bytes + sign * moved.blocks)
+        self.requests[name] = [
+            replace(one, instance=body["destination"]) if one.id == moved.id else one
+            for one in self.requests[name]
+        ]
+        return httpx.Response(200, json={"state": "committed"})
+
+    def share(self, name: str, instance: str, **changed: int) -> None:
+        self.rows[name] = [
+            replace(one, shared=replace(one.shared or OfUnit(0, 0), **changed))
+            if one.id == instance
+            else one
+            for one in self.rows[name]
+        ]
 
 
 @asynccontextmanager
@@ -215,6 +321,67 @@ async def test_a_placement_is_reached_wave_by_wave() -> None:
     assert site.places() == {"a": "left right", "b": "right", "c": "left"}
     assert [one for one in said if one.startswith("wave")]
     assert len(it.done) == len([one for one in said if one.startswith("wave")])
+
+
+def in_units(arena: int, **units: str) -> Site:
+    """Such as left="a:300 b:100": instances with these guarantees."""
+    site = Site()
+    site.arena = arena
+    for unit, models in units.items():
+        for words in models.split():
+            name, _, quota = words.partition(":")
+            site.add(name, unit)
+            site.share(name, site.rows[name][-1].id, guarantee_bytes=int(quota))
+    return site
+
+
+def guarantees(site: Site) -> dict[str, dict[str, int]]:
+    return {
+        name: {one.unit: one.shared.guarantee_bytes for one in rows if one.shared}
+        for name, rows in site.rows.items()
+    }
+
+
+async def test_quotas_follow_the_placement_and_shrink_before_others_grow() -> None:
+    site, said = in_units(400, left="a:300 b:100", right="a:400"), list[str]()
+    async with replacing(site, placement(400, left="a:100 b:300", right="a:400"), said) as it:
+        await it.run()
+    assert site.orders == ["PATCH a i0 100", "PATCH b i1 300"]
+    assert guarantees(site) == {"a": {"left": 100, "right": 400}, "b": {"left": 300}}
+
+
+async def test_a_quota_makes_room_for_a_model_that_comes() -> None:
+    site, said = in_units(400, left="a:400", right="a:200 b:200"), list[str]()
+    async with replacing(site, placement(400, left="a:250 b:150", right="a:400"), said) as it:
+        await it.run()
+    assert site.places() == {"a": "left right", "b": "left"}
+    assert guarantees(site) == {"a": {"left": 250, "right": 400}, "b": {"left": 150}}
+    first = site.orders.index("POST b")
+    assert [one.split()[0] for one in site.orders[:first]] == ["PATCH"]
+
+
+async def test_requests_leave_a_unit_for_a_model_that_comes() -> None:
+    site, said = in_units(200, left="a:200", right="a:150 b:50"), list[str]()
+    site.requests["a"] = [Request(f"r{at}", "i0", "running", 50) for at in range(4)]
+    site.rows["a"] = [replace(one, running=4) if one.id == "i0" else one for one in site.rows["a"]]
+    site.share("a", "i0", used_bytes=200)
+    async with replacing(site, placement(200, left="a:100 b:100", right="a:150 b:50"), said) as it:
+        await it.run()
+    moves = [one for one in site.orders if one.startswith("move")]
+    assert moves[0] == "move a r0 i1"
+    assert site.orders.index(moves[0]) < site.orders.index("POST b")
+    assert guarantees(site) == {"a": {"left": 100, "right": 150}, "b": {"left": 100, "right": 50}}
+
+
+async def test_requests_that_cannot_leave_are_not_moved_for_ever() -> None:
+    site, said = in_units(200, left="a:200", right="a:150 b:50"), list[str]()
+    site.requests["a"] = [Request(f"r{at}", "i0", "running", 50) for at in range(4)]
+    site.rows["a"] = [replace(one, running=4) if one.id == "i0" else one for one in site.rows["a"]]
+    site.share("a", "i0", used_bytes=200)
+    site.stay = True
+    async with replacing(site, placement(200, left="a:100 b:100", right="a:150 b:50"), said) as it:
+        with pytest.raises(ReplaceFailed, match="no request of a could leave left"):
+            await it.run()
 
 
 async def test_a_way_is_planned_by_what_the_last_drains_took_for_a_request() -> None:

@@ -61,6 +61,9 @@ class PlacedUnit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: list[int] = []
     """Of that node; none: the host's CPUs."""
     models: list[PlacedModel] = []
+    arena_bytes: int = 0
+    """KV cache that its agent (`kvmig.unit`) leases, so that quotas change while instances serve;
+    0: it has none, and they don't."""
 
     @property
     def called(self) -> str:
@@ -94,14 +97,23 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def site(self, start_s: Mapping[str, float], byte_s: Mapping[str, float] | None = None) -> Site:
         """What planning needs to know of it. start_s, byte_s: of models, as `Model` has them."""
         return Site(
-            {one.called: Unit(one.memory_bytes, len(one.gpus)) for one in self.units},
+            {
+                one.called: Unit(one.memory_bytes, len(one.gpus), one.arena_bytes or None)
+                for one in self.units
+            },
             {
                 name: Model(
                     one.held_bytes, one.floor_bytes, start_s[name], (byte_s or {}).get(name, 0.0)
                 )
                 for name, one in self.models().items()
             },
+            elastic=self.elastic,
         )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether units have agents, by whose orders quotas change while instances serve."""
+        return any(one.arena_bytes for one in self.units)
 
 
 def read(text: str, where: str) -> Placement:
@@ -128,6 +140,11 @@ def placement_from(given: object, where: str) -> Placement:
         raise ConfigError(f"{where}: GPU {twice} is in two units")
     for unit in found.units:
         _check_unit(unit, f"{where}: unit {unit.called}")
+        if found.elastic and not unit.arena_bytes:
+            raise ConfigError(
+                f"{where}: unit {unit.called}: arena_bytes is 0, must be 1 or more: all units have "
+                "agents or none"
+            )
     for name, first in found.models().items():
         for unit in found.units:
             for one in unit.models:
@@ -159,6 +176,17 @@ def _check_unit(unit: PlacedUnit, where: str) -> None:
         raise ConfigError(f"{where}: model {twice} is there twice, a unit has one of each")
     for one in unit.models:
         _check_model(one, unit, f"{where}: model {one.name}")
+    if not 0 <= unit.arena_bytes <= unit.memory_bytes:
+        raise ConfigError(
+            f"{where}: arena_bytes is {unit.arena_bytes}, must be 0 to {unit.memory_bytes} "
+            "(memory_bytes)"
+        )
+    beyond = sum(one.kv_bytes for one in unit.models) - unit.arena_bytes
+    if unit.arena_bytes and beyond > 0:
+        raise ConfigError(
+            f"{where}: kv_bytes of its models are {beyond} bytes more than arena_bytes, "
+            f"{unit.arena_bytes}"
+        )
     over = sum(one.held_bytes + one.kv_bytes for one in unit.models) - unit.memory_bytes
     if over > 0:
         raise ConfigError(
@@ -266,6 +294,7 @@ def to_toml(placement: Placement) -> str:
             f"node = {unit.node}",
             f"gpus = {unit.gpus}",
             f"memory_bytes = {unit.memory_bytes}",
+            *([f"arena_bytes = {unit.arena_bytes}"] if unit.arena_bytes else []),
             *([] if unit.models else ["models = []"]),
             "",
         ]

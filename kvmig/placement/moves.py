@@ -41,9 +41,9 @@ class Lease(NamedTuple):
     """Of one instance."""
 
     quota: int
-    """Bytes of KV cache that it may hold."""
+    """Bytes of KV cache that it may hold, whatever others of the unit want."""
     used: int = 0
-    """Bytes that live requests hold."""
+    """Bytes that live requests hold: more than the quota where others lend them."""
     share: float = 1.0
     """Of the unit's SMs, for decode steps."""
 
@@ -57,6 +57,13 @@ class Unit(NamedTuple):
     memory: int
     """Bytes for weights, instances and KV cache, all GPUs together."""
     gpus: int = 1
+    arena: int | None = None
+    """Bytes of KV cache for all instances together; None: what is left of the memory."""
+
+    def room(self, held: int) -> int:
+        """Bytes for KV cache beside instances that hold so much without it; below 0: too much."""
+        left = self.memory - held
+        return left if self.arena is None else min(left, self.arena)
 
 
 class Model(NamedTuple):
@@ -90,6 +97,13 @@ class Site(NamedTuple):
     def leave_s(self, model: str, size: float) -> float:
         """For so many bytes of live requests to leave one instance of the model."""
         return size * (1 / self.bandwidth + self.models[model].byte_s)
+
+    def rooms(self, on: Collection[Slot]) -> dict[str, int]:
+        """Bytes for KV cache in each unit with these instances."""
+        held = Counter[str]()
+        for model, unit in on:
+            held[unit] += self.models[model].held
+        return {unit: one.room(held[unit]) for unit, one in self.units.items()}
 
 
 Kind = Literal["quota", "move", "start", "drain", "gap"]
@@ -233,9 +247,9 @@ class _Search:
         return self._missing[key]
 
     def _compute_missing(self, on: Slots, holders: Slots) -> int:
-        spare = {unit: one.memory for unit, one in self.site.units.items()}
+        spare = self.site.rooms(on)
         for slot in on:
-            spare[slot[1]] -= self.site.models[slot[0]].held + self.least(slot)
+            spare[slot[1]] -= self.least(slot)
         if (over := -min(spare.values())) > 0:
             return over
         # In a gap nobody holds a model's tokens; that it may be one is decided elsewhere.
@@ -256,12 +270,11 @@ class _Search:
         """Why the target itself can't be; empty: it can."""
         for unit, one in self.site.units.items():
             there = [slot for slot in self.end if slot[1] == unit]
-            wanted = sum(self.site.models[model].held for model, _ in there)
-            wanted += sum(self.target[slot].quota for slot in there)
-            if wanted > one.memory:
+            held = sum(self.site.models[model].held for model, _ in there)
+            over = sum(self.target[slot].quota for slot in there) - one.room(held)
+            if over > 0:
                 return (
-                    f"unit {unit}: the placement puts {(wanted - one.memory) / GIB:.2f} GiB more "
-                    "there than it holds"
+                    f"unit {unit}: the placement puts {over / GIB:.2f} GiB more there than it holds"
                 )
         for model, live in sorted(self.live.items()):
             if live and not any(name == model for name, _ in self.end):
@@ -582,17 +595,13 @@ class _Leases:
             self._hold(to, size)
 
     def finish(self) -> None:
-        """Quotas and shares as the target has them; no quota below what is held."""
+        """Quotas and shares as the target has them. What is held beyond one is lent: it stays until
+        others of the unit want it."""
         target = self.search.target
-        wanted = {slot: max(target[slot].quota, one.used) for slot, one in self.of.items()}
-        for unit, one in self.site.units.items():
-            there = sorted(slot for slot in wanted if slot[1] == unit)
-            over = sum(self.site.models[slot[0]].held + wanted[slot] for slot in there) - one.memory
-            for slot in there:
-                less = max(0, min(over, wanted[slot] - max(self.of[slot].used, self._least(slot))))
-                wanted[slot] -= less
-                over -= less
-        self._quotas(wanted, {slot: target[slot].share for slot in wanted})
+        self._quotas(
+            {slot: target[slot].quota for slot in self.of},
+            {slot: target[slot].share for slot in self.of},
+        )
 
     # -- what a change needs
 
@@ -605,14 +614,16 @@ class _Leases:
         early: what drains begins to move before all else.
         """
         site = self.site
-        room = {unit: one.memory if site.elastic else 0 for unit, one in site.units.items()}
+        room = dict.fromkeys(site.units, 0)
+        if site.elastic:
+            room = site.rooms({*self.of, *change.starts})
         put: dict[Slot, int] = {}
         own: dict[Slot, int] = {}
         for slot in sorted({*self.of, *change.starts}):
             used = self.of[slot].used if slot in self.of else 0
             beyond = max(0, used - self._least(slot)) if site.elastic else 0
             if site.elastic:
-                room[slot[1]] -= site.models[slot[0]].held + self._least(slot) + beyond
+                room[slot[1]] -= self._least(slot) + beyond
             if slot in self.of:
                 put[slot] = beyond
                 own[slot] = max(0, self._least(slot) - used)
@@ -644,6 +655,7 @@ class _Leases:
         for _, to, size in spread.sent:
             coming[to] += size
         quotas: dict[Slot, int] = {}
+        rooms = self.site.rooms({*self.of, *change.starts})
         for unit in units:
             there = sorted(slot for slot in {*self.of, *change.starts} if slot[1] == unit)
             need = {
@@ -651,8 +663,7 @@ class _Leases:
                           + coming[slot])
                 for slot in there
             }  # fmt: skip
-            held = sum(self.site.models[slot[0]].held for slot in there)
-            part = (self.site.units[unit].memory - held - sum(need.values())) // len(there)
+            part = (rooms[unit] - sum(need.values())) // len(there)
             quotas |= {slot: size + part for slot, size in need.items()}
         return quotas
 

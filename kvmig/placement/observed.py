@@ -11,11 +11,18 @@ from typing import NamedTuple
 import msgspec
 
 from kvmig.ground.errors import ConfigError
-from kvmig.placement.file import Placement
+from kvmig.placement.file import PlacedModel, Placement
 from kvmig.placement.moves import Lease, Slot, Step
 
 MOST_LOOKS = 10_000
 """For units of instances that have none."""
+
+
+class OfUnit(msgspec.Struct, frozen=True):
+    """What an instance has of its unit's KV cache. Bytes."""
+
+    used_bytes: int
+    guarantee_bytes: int
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -29,6 +36,18 @@ class Row(msgspec.Struct, frozen=True):
     blocks_used: int = 0
     running: int = 0
     waiting: int = 0
+    shared: OfUnit | None = None
+    """None: it is in no unit with an agent, and its KV cache stays as large as it is."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """The part of a request's row that counts here (`GET /kvmig/v1/requests`)."""
+
+    id: str
+    instance: str
+    state: str
+    blocks: int
+    unmovable: str = ""
 
 
 Rows = Mapping[str, Sequence[Row]]
@@ -60,13 +79,13 @@ def check(placement: Placement, deployments: Sequence[str], where: str) -> None:
     for name in deployments:
         if name not in models:
             raise ConfigError(f"{where}: deployment {name} has no place, must have one at least")
-    for unit in placement.units:
+    for unit in () if placement.elastic else placement.units:
         for one in unit.models:
             if one.kv_bytes != models[one.name].kv_bytes:
                 raise ConfigError(
                     f"{where}: model {one.name}: kv_bytes is {one.kv_bytes} in unit {unit.called}, "
-                    f"must be {models[one.name].kv_bytes}, as before: a deployment without a unit "
-                    "agent has instances of one size, and no order changes it"
+                    f"must be {models[one.name].kv_bytes}, as before: where units have no agents "
+                    "(arena_bytes), instances have one size"
                 )
 
 
@@ -137,24 +156,54 @@ def observed(placement: Placement, rows: Rows) -> Observed:
                     f"deployment {name}: instances {found.instances[slot]} and {row.id} are both "
                     f"in unit {row.unit}, delete one of them"
                 )
-            quota = models[name].kv_bytes
-            used = math.ceil(quota * row.blocks_used / max(1, row.blocks_total))
-            used = max(used, row.running + row.waiting)  # never 0 while somebody is there
+            untold = placement.elastic and row.shared is None and row.state == "serving"
+            if untold and row.blocks_total:
+                raise ConfigError(
+                    f"deployment {name}: instance {row.id} shares no KV cache (--unit), but unit "
+                    f"{row.unit} has arena_bytes"
+                )
             found.instances[slot] = row.id
             found.requests[slot] = row.running + row.waiting
-            found.leases[slot] = Lease(quota, min(used, quota))
+            found.leases[slot] = _lease(row, models[name], elastic=placement.elastic)
             if row.state != "serving":
                 why = f" ({row.detail})" if row.detail else ""
                 unsettled.append(f"instance {row.id} of {name} is {row.state}{why}")
+            elif untold:
+                unsettled.append(f"instance {row.id} of {name} has not told of its unit")
     return found._replace(unsettled="; ".join(unsettled))
 
 
+def _lease(row: Row, model: PlacedModel, *, elastic: bool) -> Lease:
+    least = row.running + row.waiting  # never 0 while somebody is there
+    if elastic and row.shared is not None:
+        used = max(row.shared.used_bytes, least) if least else 0  # vLLM's null block is nobody's
+        return Lease(row.shared.guarantee_bytes, used)
+    quota = model.floor_bytes if elastic else model.kv_bytes
+    used = math.ceil(quota * row.blocks_used / max(1, row.blocks_total))
+    return Lease(quota, min(max(used, least), quota))
+
+
+def leaving(requests: Sequence[Request], instance: str, used: int, size: int) -> list[str]:
+    """Requests that hold so many of the `used` bytes of an instance, or just more, the largest
+    first; all that can be moved, where that is less."""
+    here = [one for one in requests if one.instance == instance and one.state == "running"]
+    blocks = sum(one.blocks for one in here)
+    chosen: list[str] = []
+    for one in sorted(here, key=lambda one: (-one.blocks, one.id)):
+        if size > 0 and one.blocks and not one.unmovable:
+            chosen.append(one.id)
+            size -= used * one.blocks // blocks
+    return chosen
+
+
 def unfinished(steps: Sequence[Step], gone: Mapping[Slot, str], rows: Rows) -> Iterator[str]:
-    """Steps of a wave that aren't over, in words. gone: ids of instances that shall leave."""
+    """Starts and ends of a wave that aren't over, in words; other orders are over once they are
+    answered. gone: ids of instances that shall leave."""
     for step in steps:
         listed = rows.get(step.model, ())
-        if step.kind == "start":
-            if not any(row.unit == step.unit and row.state == "serving" for row in listed):
-                yield f"{step.model} starts in {step.unit}"
-        elif any(row.id == gone[step.model, step.unit] for row in listed):
+        serves = any(row.unit == step.unit and row.state == "serving" for row in listed)
+        ends = step.kind in ("drain", "gap")
+        if step.kind == "start" and not serves:
+            yield f"{step.model} starts in {step.unit}"
+        if ends and any(row.id == gone[step.model, step.unit] for row in listed):
             yield f"{step.model} leaves {step.unit}"
