@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvmig.proxy.messages import Keys, Route
 from kvmig.proxy.relay import Broken, Chunked, parse_head
@@ -40,9 +43,29 @@ def test_chunks_are_followed_however_they_come_apart(size: int) -> None:
         assert ends == [10, 29]
 
 
-def test_what_is_no_chunk_is_said_to_be_none() -> None:
+@given(
+    chunks=st.lists(st.binary(min_size=1, max_size=20), max_size=5),
+    ends=st.sampled_from([b"\r\n", b";x=y\r\n", b" \r\n"]),
+    cuts=st.lists(st.integers(0, 200), max_size=6),
+)
+@example(chunks=[b"d"], ends=b" \r\n", cuts=[3])  # "1 \r" has no line's end
+def test_chunks_end_where_they_end_in_pieces_of_any_size(
+    chunks: list[bytes], ends: bytes, cuts: list[int]
+) -> None:
+    wire = b"".join(b"%x%s%s\r\n" % (len(one), ends, one) for one in (*chunks, b""))
+    bytewise, pieces = Chunked(), Chunked()
+    for start, end in pairwise(sorted({0, *(min(cut, len(wire)) for cut in cuts), len(wire)})):
+        for at in range(start, end):
+            bytewise.feed(wire[at : at + 1])
+        pieces.feed(wire[start:end])
+        assert (pieces.whole, pieces.ended) == (bytewise.whole, bytewise.ended)
+    assert pieces.ended
+
+
+@pytest.mark.parametrize("line", [b"data: 1", b"-5", b""])
+def test_what_is_no_chunk_is_said_to_be_none(line: bytes) -> None:
     with pytest.raises(Broken, match="a chunk begins with"):
-        Chunked().feed(b"data: 1\r\n")
+        Chunked().feed(line + b"\r\n0\r\n")
 
 
 def test_a_head_that_is_none_is_said_to_be_none() -> None:

@@ -79,7 +79,16 @@ class Framing(Protocol):
         ...
 
 
-@dataclass
+def _is_chunk(data: bytes) -> bool:
+    """Whether it is exactly one, and not the last."""
+    end = data.find(b"\n")
+    try:
+        return end > 0 and 0 < int(data[:end], 16) == len(data) - end - 3
+    except ValueError:
+        return False  # it is half a line, or has an extension
+
+
+@dataclass(slots=True)
 class Chunked:
     """By `transfer-encoding: chunked`."""
 
@@ -90,6 +99,8 @@ class Chunked:
     _trailing: bool = False
 
     def feed(self, data: bytes) -> None:
+        if self.whole and _is_chunk(data):
+            return  # as it nearly always is: what is written at once is read at once
         at, size = self._left, len(data)
         while at < size:
             end = data.find(b"\n", at)
@@ -112,7 +123,9 @@ class Chunked:
         try:
             length = int(line.split(b";", 1)[0], 16)
         except ValueError:
-            raise Broken(f"a chunk begins with {line[:60]!r}") from None
+            length = -1
+        if length < 0:
+            raise Broken(f"a chunk begins with {line[:60]!r}")
         if length:
             return length + 2
         self._trailing = True
@@ -194,12 +207,22 @@ class Upstream(asyncio.Protocol):
         self._transport.writelines([request, body])
 
     def data_received(self, data: bytes) -> None:
-        if self._client is not None:
-            self._pass(data)
+        if self._client is None:
+            self._before += data
+            if not self.head.done():
+                self._look_for_head()
             return
-        self._before += data
-        if not self.head.done():
-            self._look_for_head()
+        try:
+            self.framing.feed(data)
+        except Broken as error:
+            self._fail(error)
+            return
+        self.passed += len(data)
+        if self.watch is not None:
+            self.watch(data)
+        self._client.write(data)
+        if self.framing.ended and not isinstance(self.framing, Unframed):
+            self._end()
 
     def _look_for_head(self) -> None:
         text, end, rest = self._before.partition(b"\r\n\r\n")
@@ -225,24 +248,10 @@ class Upstream(asyncio.Protocol):
         self._client = client
         before, self._before = bytes(self._before), bytearray()
         if before:
-            self._pass(before)
+            self.data_received(before)
         if self.framing.ended and not isinstance(self.framing, Unframed):
             self._end()
         self.resume()
-
-    def _pass(self, data: bytes) -> None:
-        assert self._client is not None
-        try:
-            self.framing.feed(data)
-        except Broken as error:
-            self._fail(error)
-            return
-        self.passed += len(data)
-        if self.watch is not None:
-            self.watch(data)
-        self._client.write(data)
-        if self.framing.ended and not isinstance(self.framing, Unframed):
-            self._end()
 
     def _end(self) -> None:
         if not self.ended.done():
