@@ -38,7 +38,6 @@ TOKENS = 20
 FILL, FILL_TOKENS = 144, 1900
 """Prompts that together fill a KV cache of `bench.site.ENGINE_FLAGS`, and the tokens of each."""
 PATH = "/v1/completions"
-WARM_UP_S = 120.0
 
 
 def body_of(model: str, start: int) -> dict[str, Any]:

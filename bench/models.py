@@ -54,10 +54,10 @@ QWEN3: dict[str, Any] = {
 MADE = {"step10ms": HEAVY, "qwen3-0.6b": QWEN3}
 
 
-def model_folder(name: str, cache: Path | None = None) -> Path:
+def model_folder(name: str) -> Path:
     """The checkpoint that `--model name` means: one of NAMES or a folder.
 
-    Those of MADE are made in `cache` (by default the user's) unless they are there already.
+    Those of MADE are made in the user's cache unless they are there already.
     """
     if name == "count" or PACED.fullmatch(name):
         return BUNDLED
@@ -65,7 +65,7 @@ def model_folder(name: str, cache: Path | None = None) -> Path:
         return Path(name)
     shape = MADE[name]
     digest = hashlib.blake2b(json.dumps([shape, SEED]).encode(), digest_size=4).hexdigest()
-    folder = (cache or _cache()) / f"{name}-{digest}"
+    folder = _cache() / f"{name}-{digest}"
     if not folder.exists():
         make_checkpoint(folder, shape)
     return folder

@@ -126,9 +126,7 @@ def test_what_is_delayed_is_what_instances_that_are_gone_would_have_served() -> 
     assert delayed([Wave((start,)), Wave((drain,))], rates, {("a", "right"): 3.0}, 0.5) == 1.5
 
 
-def test_it_is_worth_it_by_a_margin_and_not_soon_after_the_last() -> None:
+def test_it_is_worth_it_by_a_margin() -> None:
     assert worth(1.0, 600, 499).it
     assert not worth(1.0, 600, 501).it
     assert not worth(-1.0, 600, 0).it
-    assert not worth(1.0, 600, 1, since_last_s=599).it
-    assert worth(1.0, 600, 1, since_last_s=600).it

@@ -16,7 +16,7 @@ from typing import Any
 from kvmig.controlplane.messages import AT_ONCE, Pair
 from kvmig.controlplane.victims import DEFAULT_RULE, VictimRule, next_victim
 from kvmig.engines.base import RequestState
-from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.clock import monotonic
 from kvmig.kvtransfer.report import MigrationReport
 
 log = logging.getLogger(__name__)
@@ -48,12 +48,11 @@ class Mover:
         arrived: Callable[[], Mapping[str, float]],
         migrate: Callable[[str, Pair], Awaitable[MigrationReport]],
         rule: VictimRule = DEFAULT_RULE,
-        clock: Clock = monotonic,
         at_once: int = 1,
     ) -> None:
         """requests: those here, of the queue so many: `Engine.requests`.
 
-        arrived: when those that were moved here came, by `clock`: they stay for a while.
+        arrived: when those that were moved here came, by `monotonic`: they stay for a while.
 
         at_once: requests that move to one destination at once for a pair of `AT_ONCE`.
         """
@@ -62,7 +61,6 @@ class Mover:
         self._arrived = arrived
         self._migrate = migrate
         self._rule = rule
-        self._clock = clock
         self._at_once = at_once
         self._pairs: dict[str, Pair] = {}
         self._spent: dict[str, float] = {}
@@ -134,7 +132,7 @@ class Mover:
                 self._spent[destination],
                 listing.tried.union(self._migrating()),
                 self._arrived(),
-                self._clock(),
+                monotonic(),
                 self._rule,
             )
             if victim is not None:

@@ -25,7 +25,7 @@ from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.scaling import In, Out, Scaler
 from kvmig.controlplane.scheduler import Scheduler
 from kvmig.controlplane.view import ClusterView, ViewBuilder
-from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.clock import monotonic
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.discreet import Discreet
 from kvmig.ground.errors import PeerError, StartupError, TransportError
@@ -57,12 +57,11 @@ class SchedulerReady(msgspec.Struct, frozen=True):
 class SchedulerProcess:
     """Make, run and close it inside one event loop."""
 
-    def __init__(self, launch: SchedulerLaunch, clock: Clock = monotonic) -> None:
+    def __init__(self, launch: SchedulerLaunch) -> None:
         """Binds the scheduler's socket. Raises StartupError if it can't."""
         config = launch.config
         self._secret = launch.secret
         self._round_s = config.scheduler.interval_ms / 1000
-        self._clock = clock
         policy = policy_of(config.scheduler)
         self._scheduler = Scheduler(policy.rounds)
         self._scaler = Scaler(config.scaling) if config.scaling is not None else None
@@ -151,12 +150,12 @@ class SchedulerProcess:
                 log.warning("ignored from %s: %s", client.endpoint, error)
                 continue
             if isinstance(message, LoadReport):
-                self._builder.report(message, self._clock())
+                self._builder.report(message, monotonic())
 
     async def _rounds(self) -> None:
         while True:
             await asyncio.sleep(self._round_s)
-            view = self._builder.view(self._clock())
+            view = self._builder.view(monotonic())
             self._scale(view)
             for instance, pairs in self._scheduler.round(view):
                 client = self._clients.get(instance)

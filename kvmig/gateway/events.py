@@ -16,7 +16,7 @@ from kvmig.gateway.admin import PREFIX, Instance, Migration
 from kvmig.gateway.inventory import InstanceRow
 from kvmig.gateway.problems import PROBLEMS, guarded
 from kvmig.gateway.router import Router
-from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.clock import monotonic
 
 LOOK_S = 0.2
 """Between two looks at what has changed."""
@@ -30,7 +30,6 @@ def events_api(
     model: str,
     rule: Rule,
     closed: Callable[[], bool],
-    clock: Clock = monotonic,
 ) -> APIRouter:
     """The route; rows, model, rule as in `admin_api`. closed: whether the server stops."""
     api = APIRouter(
@@ -47,10 +46,10 @@ def events_api(
             newest = list(itertools.islice(reversed(router.reports), fresh))
             for report in reversed(newest):
                 yield event("migration", Migration.of(report).model_dump())
-            if now != told or fresh or clock() - said >= HEARTBEAT_S:
+            if now != told or fresh or monotonic() - said >= HEARTBEAT_S:
                 shown = {"live": len(router.live()), "parked": now[0], "data": [*every.values()]}
                 yield event("instances", shown)
-                told, said = now, clock()
+                told, said = now, monotonic()
             await asyncio.sleep(LOOK_S)
         yield event("closed", {})
 

@@ -73,9 +73,9 @@ class Splicer:
         "_fenced", "_granted", "_held", "_told", "closed", "epoch", "last_at", "next", "owner",
     )  # fmt: skip
 
-    def __init__(self, owner: str, epoch: int = 0) -> None:
+    def __init__(self, owner: str) -> None:
         self.owner = owner
-        self.epoch = epoch
+        self.epoch = 0
         self.next = 0
         self.last_at: float | None = None
         self.closed = False

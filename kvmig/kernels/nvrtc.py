@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,9 +40,9 @@ def options() -> tuple[str, ...]:
 
 
 @functools.cache
-def constants(folder: Path = build.CSRC) -> dict[str, int]:
+def constants() -> dict[str, int]:
     """Threads and CTAs an SM, as the headers say them."""
-    text = "".join((folder / name).read_text() for name in HEADERS)
+    text = "".join((build.CSRC / name).read_text() for name in HEADERS)
     pattern = r"constexpr int k(\w+(?:Threads|CtasPerSm)) = (\d+);"
     return {name: int(value) for name, value in re.findall(pattern, text)}
 

@@ -13,7 +13,7 @@ import asyncio
 from dataclasses import dataclass
 from itertools import count
 
-from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.clock import monotonic
 from kvmig.ground.errors import MigrationRefused
 
 BURST_S = 0.02
@@ -118,12 +118,9 @@ class FairShare:
 class Throttle:
     """Makes the flows of one instance wait for their turns. Bytes a second, 0 for no cap."""
 
-    def __init__(
-        self, rate: float, pair_rate: float, timeout_s: float, clock: Clock = monotonic
-    ) -> None:
+    def __init__(self, rate: float, pair_rate: float, timeout_s: float) -> None:
         """timeout_s: longest wait for a turn, then the migration is given up."""
         self.timeout_s = timeout_s
-        self.clock = clock
         self.share = FairShare(rate, pair_rate) if rate or pair_rate else None
         self.waiting: dict[str, asyncio.Future[None]] = {}
         """By flow: done when its turn has come."""
@@ -137,7 +134,7 @@ class Throttle:
         """Wake those whose turn it is, and come back when the next one's is."""
         if self.share is None:
             return
-        now = self.clock()
+        now = monotonic()
         for flow in self.share.grant(now):
             self.waiting.pop(flow).set_result(None)
         if self._timer is not None:
@@ -198,8 +195,4 @@ class Line:
     def _charge(self, nbytes: int) -> None:
         """Charge `nbytes` more (or fewer) than were asked for."""
         if self._throttle.share is not None:
-            self._throttle.share.charge(self._flow, self._pair, nbytes, self._throttle.clock())
-
-
-UNLIMITED = Throttle(0.0, 0.0, timeout_s=1.0)
-"""A throttle without caps."""
+            self._throttle.share.charge(self._flow, self._pair, nbytes, monotonic())

@@ -48,8 +48,8 @@ STOPS = WithJsonSchema(
 class Only:
     """A field that must have one of these values; the first is the one of calls without it."""
 
-    def __init__(self, *allowed: Any, null: bool = True) -> None:
-        self._allowed = (*allowed, None) if null else allowed
+    def __init__(self, *allowed: Any) -> None:
+        self._allowed = (*allowed, None)
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler

@@ -50,8 +50,6 @@ def step_to_text(step: Step) -> str:
 
 def worth_to_text(one: Worth, horizon_s: float) -> str:
     """The verdict and its reasons."""
-    if one.cooling_s > 0:
-        return f"not now: the last re-placement is too recent, for {one.cooling_s:.0f} s more"
     verdict = "worth it" if one.it else "not worth it"
     return (
         f"{verdict}: in {horizon_s:g} s it serves {one.gained:.4g} requests more, and the way "

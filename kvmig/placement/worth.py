@@ -13,8 +13,6 @@ from kvmig.placement.moves import Slot, Wave
 
 MARGIN = 1.2
 """So many times what is delayed must be gained."""
-COOLDOWN_S = 600.0
-"""From one re-placement to the next: rates that swing don't move weights."""
 
 
 class Worth(NamedTuple):
@@ -24,21 +22,16 @@ class Worth(NamedTuple):
     """Requests within the horizon."""
     delayed: float
     """Requests."""
-    cooling_s: float
-    """Until the last re-placement is long enough ago."""
 
     @property
     def it(self) -> bool:
         """Whether it is worth it."""
-        return self.cooling_s <= 0 and self.gained > MARGIN * self.delayed
+        return self.gained > MARGIN * self.delayed
 
 
-def worth(
-    gain: float, horizon_s: float, delayed: float, since_last_s: float | None = None
-) -> Worth:
-    """gain: requests a second. since_last_s: since the last re-placement; None: there was none."""
-    cooling = 0.0 if since_last_s is None else max(0.0, COOLDOWN_S - since_last_s)
-    return Worth(gain * horizon_s, delayed, cooling)
+def worth(gain: float, horizon_s: float, delayed: float) -> Worth:
+    """gain: requests a second."""
+    return Worth(gain * horizon_s, delayed)
 
 
 def delayed(
