@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from hashlib import blake2b
 from multiprocessing.connection import Connection
+from typing import Self
 
 from msgspec.structs import replace
 
@@ -53,7 +54,7 @@ def digest(data: bytes | memoryview, gpu: int = 0) -> bytes:
 
 
 class Destination:
-    """The process, seen from the test."""
+    """The process, seen from the test; it is ended at the end of a block."""
 
     def __init__(self, offer: Offer, gpu: int = 0, fake: bool = True) -> None:
         """gpu: where it has its buffers; fake: one of the tests' own."""
@@ -64,6 +65,12 @@ class Destination:
         self.process.start()
         theirs.close()
         self.token = str(self.hear())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def hear(self) -> object:
         """Its next word."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 import functools
 import os
 
+import numpy as np
 import pytest
 
 from kvmig.ground.errors import KernelUnavailable
 from kvmig.kernels import select
+from kvmig.kernels.copy import start_copy
 from kvmig.kernels.face import Kernels
 from kvmig.kernels.reference import Reference
+from tests.poisoned import Cache
 
 BACKENDS = ["cpu", "reference"]
 """Names of `kvmig.kernels.select.MODULES` that work on memory of the host."""
@@ -39,3 +42,23 @@ def _loaded(name: str) -> Kernels | str:
         return select.load(name, "cpu")
     except KernelUnavailable as error:
         return str(error)
+
+
+def check_copy(
+    by: Kernels, source: Cache, target: Cache, source_ids: list[int], target_ids: list[int],
+    **how: int,
+) -> None:  # fmt: skip
+    """A copy by these kernels: every byte of both memories, and the checksums. how: workers."""
+    expected, before = target.memory.copy(), source.memory.copy()
+    for source_id, target_id in zip(source_ids, target_ids, strict=True):
+        target.with_block(expected, target_id, source.block(source_id))
+    sums = start_copy(
+        by,
+        *(source.layout.regions, target.layout.regions, source_ids, target_ids),
+        *(source.layout.num_blocks, target.layout.num_blocks),
+        **how,
+    ).wait()
+    assert np.array_equal(target.memory, expected)
+    assert np.array_equal(source.memory, before)
+    ids = np.array(source_ids, np.int64)
+    assert sums == ORACLE.checksum(source.layout.regions, ids).wait()

@@ -16,8 +16,8 @@ from kvmig.engines.gate import Want
 class LocalUnit:
     """Answers at once, on the thread that asks, but while it is told to be silent."""
 
-    def __init__(self, policy: str = "adbs", job_s: float = 60.0) -> None:
-        self.turns = Turns(policy, job_s)
+    def __init__(self, policy: str = "adbs") -> None:
+        self.turns = Turns(policy, 60.0)
         self.silent = False
         self.gates: dict[str, UnitGate] = {}
         self.told: list[Answer] = []

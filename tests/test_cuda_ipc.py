@@ -42,6 +42,21 @@ def announced(payload: Sequence[Frame] = (), number: int = 0) -> None:
     assert not payload
 
 
+@pytest.fixture
+def staging(gpus: None) -> Iterator[Staging]:
+    made = staging_on(0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def inbox(staging: Staging) -> Iterator[Inbox]:
+    """Of the same GPU and process."""
+    made = inbox_on(0, staging)
+    yield made
+    made.close()
+
+
 def chunk(slot: int, nbytes: int = SIZE) -> Chunk:
     return Chunk("m", 0, 0, slot, nbytes, [])
 
@@ -53,10 +68,18 @@ async def pushed(staging: Staging, token: str, data: bytes, slot: int = 0) -> Ch
     return one
 
 
+async def crosses(staging: Staging, there: Destination, data: bytes, slot: int) -> None:
+    """To another process, which ends then."""
+    there.announce(await pushed(staging, there.token, data, slot))()
+    assert await asyncio.to_thread(there.hear) == digest(data)
+    there.end()
+
+
 @pytest.mark.parametrize("there", [0, 1])
-async def test_engines_of_one_process_push_into_each_others_memory(there: int) -> None:
+async def test_engines_of_one_process_push_into_each_others_memory(
+    staging: Staging, there: int
+) -> None:
     """A6: what a process exports it can't map itself."""
-    staging = staging_on(0)
     inbox = inbox_on(there, staging)
     for _ in range(SLOTS):
         slot = await staging.acquire(1)
@@ -64,9 +87,7 @@ async def test_engines_of_one_process_push_into_each_others_memory(there: int) -
         received = await inbox.receive(await pushed(staging, inbox.token, data, slot), None)
         assert (memory_of(received).device, received.readonly) == ("cuda", True)
         assert digest(received, there) == digest(data)
-        del received
     inbox.close()
-    staging.close()
 
 
 async def test_buffers_are_on_the_engines_gpu_whatever_thread_opens_them() -> None:
@@ -84,24 +105,14 @@ async def test_buffers_are_on_the_engines_gpu_whatever_thread_opens_them() -> No
     staging.close()
 
 
-async def test_two_processes_use_a_gpu_each() -> None:
-    staging = staging_on(0)
-    there = Destination(staging.offer(), gpu=1)
-    try:
-        slot, data = await staging.acquire(1), b"seven" * 1000
-        one = await pushed(staging, there.token, data, slot)
-        there.announce(one)()
-        assert await asyncio.to_thread(there.hear) == digest(data)
-        there.end()
-    finally:
-        there.close()
-    staging.close()
+async def test_two_processes_use_a_gpu_each(staging: Staging) -> None:
+    with Destination(staging.offer(), gpu=1) as there:
+        await crosses(staging, there, b"seven" * 1000, await staging.acquire(1))
 
 
 async def test_a_gpu_without_access_to_the_others_fails_the_push_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staging = staging_on(0)
     inbox = inbox_on(1, staging)
     slot = await staging.acquire(1)
     monkeypatch.setenv("KVMIG_FAKE_NO_PEERS", "1")
@@ -110,7 +121,6 @@ async def test_a_gpu_without_access_to_the_others_fails_the_push_and_nothing_els
     monkeypatch.delenv("KVMIG_FAKE_NO_PEERS")
     await pushed(staging, inbox.token, b"data", slot)
     inbox.close()
-    staging.close()
 
 
 # -- what `auto` takes
@@ -151,14 +161,12 @@ def test_auto_falls_back_where_they_do_not_and_says_so(
         one.close()
 
 
-def test_auto_falls_back_where_other_bytes_come() -> None:
-    staging = staging_on(0)
+def test_auto_falls_back_where_other_bytes_come(staging: Staging) -> None:
     offer = staging.offer()
     origin = msgspec.json.decode(offer.token, type=Origin)
     forged = msgspec.json.encode(replace(origin, nonce="00" * 16)).decode()
     with pytest.raises(TransportError, match="a test transfer failed: other bytes came"):
         open_offer([replace(offer, token=forged)], "auto", Site(gpu=0))
-    staging.close()
 
 
 def test_auto_without_room_on_the_gpu_goes_through_the_hosts_memory(
@@ -172,13 +180,10 @@ def test_auto_without_room_on_the_gpu_goes_through_the_hosts_memory(
         one.close()
 
 
-def test_an_inbox_whose_source_has_ended_is_stale() -> None:
-    staging = staging_on(0)
-    inbox = inbox_on(0, staging)
+def test_an_inbox_whose_source_has_ended_is_stale(staging: Staging, inbox: Inbox) -> None:
     assert not inbox.stale
     staging.close()
     assert inbox.stale
-    inbox.close()
 
 
 SOURCE = """
@@ -221,10 +226,10 @@ async def test_a_source_that_is_killed_leaves_its_inbox_whole_and_stale(
 
 
 @pytest.mark.parametrize("wrong", [{"size": SLOTS * SIZE - 1}, {"slot_bytes": SIZE - 1}])
-async def test_memory_that_is_too_small_for_the_slots_is_refused(wrong: dict[str, int]) -> None:
+async def test_memory_that_is_too_small_for_the_slots_is_refused(
+    staging: Staging, inbox: Inbox, wrong: dict[str, int]
+) -> None:
     """A3: a copy beyond a mapping ends the source's engine, not the migration."""
-    staging = staging_on(0)
-    inbox = inbox_on(0, staging)
     place = msgspec.json.decode(inbox.token, type=Place)
     if "size" in wrong:
         place = replace(place, exported=replace(place.exported, **wrong))
@@ -232,15 +237,11 @@ async def test_memory_that_is_too_small_for_the_slots_is_refused(wrong: dict[str
         place = replace(place, **wrong)
     with pytest.raises(PeerError, match="are too small for 3 slots of 1000000"):
         staging.channel(msgspec.json.encode(place).decode())
-    inbox.close()
-    staging.close()
 
 
-async def test_a_mapping_is_no_longer_than_its_memory() -> None:
+async def test_a_mapping_is_no_longer_than_its_memory(staging: Staging) -> None:
     """A3: what the token says of its size is the peer's word only."""
-    staging = staging_on(0)
-    there = Destination(staging.offer())
-    try:
+    with Destination(staging.offer()) as there:
         place = msgspec.json.decode(there.token, type=Place)
         longer = replace(place.exported, size=2 * place.exported.size)
         token = msgspec.json.encode(replace(place, exported=longer)).decode()
@@ -248,64 +249,49 @@ async def test_a_mapping_is_no_longer_than_its_memory() -> None:
         with pytest.raises(TransportError, match="cuMemMap: invalid argument"):
             await pushed(staging, token, b"data", slot)
         there.end()
-    finally:
-        there.close()
-    staging.close()
 
 
-async def test_the_last_byte_of_the_last_slot_arrives() -> None:
-    staging = staging_on(0)
-    there = Destination(staging.offer())
-    try:
+async def test_the_last_byte_of_the_last_slot_arrives(staging: Staging) -> None:
+    with Destination(staging.offer()) as there:
         slots = [await staging.acquire(1) for _ in range(SLOTS)]
-        data = bytes(SIZE - 1) + b"!"
-        one = await pushed(staging, there.token, data, slots[-1])
-        there.announce(one)()
-        assert await asyncio.to_thread(there.hear) == digest(data)
-        there.end()
-    finally:
-        there.close()
-    staging.close()
+        await crosses(staging, there, bytes(SIZE - 1) + b"!", slots[-1])
 
 
 async def test_a_test_transfer_that_never_ends_is_given_up_and_its_memory_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unmapped under a copy, it would end the engine."""
     monkeypatch.setattr(cuda_ipc, "TEST_TIMEOUT_S", 0.05)
-    staging, kept = staging_on(0), list[cuda_ipc.PeerMemory]()
+    kept: list[cuda_ipc.PeerMemory] = []
     monkeypatch.setattr(cuda_ipc, "_stuck", kept)
     FakeGpu().stick()
     with pytest.raises(TransportError, match=r"a test transfer failed: .* not done after 0\.05 s"):
         inbox_on(0, staging)
     FakeGpu().stick(False)
     assert len(kept) == 1
-    staging.close()
 
 
-async def test_a_chunk_that_is_larger_than_a_slot_is_refused() -> None:
-    staging = staging_on(0)
-    inbox = inbox_on(0, staging)
+async def test_a_chunk_that_is_larger_than_a_slot_is_refused(
+    staging: Staging, inbox: Inbox
+) -> None:
     with pytest.raises(PeerError, match="1000001 bytes for buffers of 1000000"):
         await staging.channel(inbox.token).push(chunk(0, SIZE + 1), announced)
-    inbox.close()
-    staging.close()
 
 
-async def test_an_inbox_that_was_given_up_takes_nothing_more() -> None:
-    staging = staging_on(0)
-    inbox = inbox_on(0, staging)
+async def test_an_inbox_that_was_given_up_takes_nothing_more(
+    staging: Staging, inbox: Inbox
+) -> None:
     slot = await staging.acquire(1)
     inbox.close()
     with pytest.raises(TransportError, match="given up"):
         await inbox.receive(chunk(slot), None)
     with pytest.raises(TransportError, match="no descriptor from"):
         await pushed(staging, inbox.token, b"data", slot)
-    staging.close()
 
 
-async def test_a_channel_that_was_closed_says_so_and_keeps_a_buffer_in_use() -> None:
-    staging = staging_on(0)
+async def test_a_channel_that_was_closed_says_so_and_keeps_a_buffer_in_use(
+    staging: Staging,
+) -> None:
     inbox = inbox_on(1, staging)
     slot, channel = await staging.acquire(1), staging.channel(inbox.token)
     buffer = await channel.buffer(slot)
@@ -314,15 +300,12 @@ async def test_a_channel_that_was_closed_says_so_and_keeps_a_buffer_in_use() -> 
         await channel.buffer(slot)
     write(buffer, b"late")
     inbox.close()
-    staging.close()
 
 
 @pytest.mark.parametrize("how", ["the next channel", "told"])
-async def test_memory_of_a_destination_that_has_ended_is_let_go(how: str) -> None:
+async def test_memory_of_a_destination_that_has_ended_is_let_go(staging: Staging, how: str) -> None:
     """It stays on the destination's GPU as long as anybody maps it, and the next one wants it."""
-    staging = staging_on(0)
-    there = Destination(staging.offer(), gpu=1)
-    try:
+    with Destination(staging.offer(), gpu=1) as there:
         slot = await staging.acquire(1)
         await pushed(staging, there.token, b"data", slot)
         mapped = len(fake_gpu.sizes())
@@ -335,18 +318,13 @@ async def test_memory_of_a_destination_that_has_ended_is_let_go(how: str) -> Non
             staging.channel(inbox.token)
             assert len(fake_gpu.sizes()) == mapped  # one less, and the inbox's
             inbox.close()
-    finally:
-        there.close()
-    staging.close()
 
 
-async def test_a_slot_that_nobody_has_acquired_has_no_buffer() -> None:
-    staging = staging_on(0)
-    inbox = inbox_on(0, staging)
+async def test_a_slot_that_nobody_has_acquired_has_no_buffer(
+    staging: Staging, inbox: Inbox
+) -> None:
     with pytest.raises(ValueError, match="staging slot 1 is not acquired"):
         await staging.channel(inbox.token).buffer(1)
-    inbox.close()
-    staging.close()
 
 
 async def test_a_gpu_without_room_is_named() -> None:

@@ -84,16 +84,13 @@ async def test_a_chunk_reaches_another_process_through_memory_that_both_map() ->
     """On the last GPU there is: across two where there are two."""
     source, target = Driver(0), torch.cuda.device_count() - 1
     staging = open_staging("cuda-ipc", "test", "a", 2, SIZE, Site(gpu=0))["cuda-ipc"]
-    there = Destination(staging.offer(), gpu=target, fake=False)
-    try:
+    with Destination(staging.offer(), gpu=target, fake=False) as there:
         slot, data = await staging.acquire(1), bytes(range(256)) * (SIZE // 256)
         channel, chunk = staging.channel(there.token), Chunk("m", 0, 0, slot, SIZE, [])
         source.write(memory_of(await channel.buffer(slot)).address, data)
         await channel.push(chunk, there.announce(chunk))
         assert await asyncio.to_thread(there.hear) == digest(data)
         there.end()
-    finally:
-        there.close()
     staging.close()
 
 

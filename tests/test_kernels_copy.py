@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmig.ground.layout import KVLayout, Region, fused
-from kvmig.kernels.copy import address_of, checksum_fused, copy_blocks, start_copy
+from kvmig.kernels import select
+from kvmig.kernels.copy import address_of, checksum_fused, copy_blocks
 from kvmig.kernels.select import VARIABLE
-from tests.kernel_backends import BACKENDS, ORACLE, WORKERS, loaded
+from tests.kernel_backends import BACKENDS, WORKERS, check_copy, loaded
 from tests.poisoned import Cache, caches, make_cache
 
 Case = tuple[Cache, Cache, list[int], list[int]]
@@ -41,21 +42,7 @@ def move(source: Cache, target: Cache, source_ids: list[int], target_ids: list[i
 def test_a_copy_writes_the_blocks_and_touches_nothing_else(
     backend_name: str, workers: int, case: Case
 ) -> None:
-    source, target, source_ids, target_ids = case
-    source_before = source.memory.copy()
-    expected = target.memory.copy()
-    for source_id, target_id in zip(source_ids, target_ids, strict=True):
-        target.with_block(expected, target_id, source.block(source_id))
-    sums = start_copy(
-        loaded(backend_name),
-        *(source.layout.regions, target.layout.regions, source_ids, target_ids),
-        *(source.layout.num_blocks, target.layout.num_blocks),
-        workers=workers,
-    ).wait()
-    assert np.array_equal(target.memory, expected)
-    assert np.array_equal(source.memory, source_before)
-    ids = np.array(source_ids, np.int64)
-    assert sums == ORACLE.checksum(source.layout.regions, ids).wait()
+    check_copy(loaded(backend_name), *case, workers=workers)
 
 
 @settings(deadline=None)
@@ -79,16 +66,8 @@ def test_copies_past_the_caches_are_the_same(workers: int, shift: int) -> None:
     """Ten megabytes, of runs that fill whole vectors, and of others; in and out of line."""
     runs = [65536, 18432 + 8, 30001]
     source, target = make_cache(1, runs, [shift] * 3, 100), make_cache(2, runs, [0] * 3, 101)
-    expected = target.memory.copy()
-    ids = np.random.default_rng(0).permutation(100)
-    for source_id, target_id in zip(ids, range(1, 101), strict=True):
-        target.with_block(expected, target_id, source.block(source_id))
-    sums = copy_blocks(
-        *(source.layout.regions, target.layout.regions, ids.tolist(), range(1, 101), 100, 101),
-        workers=workers,
-    )
-    assert np.array_equal(target.memory, expected)
-    assert sums == ORACLE.checksum(source.layout.regions, ids).wait()
+    ids = np.random.default_rng(0).permutation(100).tolist()
+    check_copy(select.kernels("cpu"), source, target, ids, [*range(1, 101)], workers=workers)
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0), st.integers(1, 255))

@@ -64,20 +64,32 @@ def gpu(gpus: None) -> Iterator[FakeGpu]:
     assert (fake_gpu.held(), len(os.listdir("/proc/self/fd"))) == before  # noqa: PTH208
 
 
+def lent(gpu: FakeGpu, device: int = 0) -> tuple[ipc.Mapping, Importer]:
+    """Memory that another process has read and written, too."""
+    mapping, descriptor = ipc.create(gpu, NBYTES)
+    assert mapping.size == SIZE
+    gpu.write(mapping.address + AT, b"here")
+    peer = Importer(descriptor, device)
+    os.close(descriptor)
+    assert (peer.hear(), peer.hear()) == (b"here", "written")
+    return mapping, peer
+
+
+def found(peer: Importer) -> object:
+    """What is in the memory when the other process closes it, and ends."""
+    peer.pipe.send("go on")
+    last = peer.hear()
+    assert peer.hear() == "closed"
+    peer.process.join(20)
+    return last
+
+
 @pytest.mark.parametrize("device", [0, 1])
 def test_another_process_reads_and_writes_the_same_memory(device: int) -> None:
     with fake_gpu.installed():
         gpu = FakeGpu()
-        mapping, descriptor = ipc.create(gpu, NBYTES)
-        assert mapping.size == SIZE
-        gpu.write(mapping.address + AT, b"here")
-        peer = Importer(descriptor, device)
-        assert (peer.hear(), peer.hear()) == (b"here", "written")
-        assert gpu.read(mapping.address + AT, 4) == b"back"
-        os.close(descriptor)
-        peer.pipe.send("go on")
-        assert (peer.hear(), peer.hear()) == (b"back", "closed")
-        peer.process.join(20)
+        mapping, peer = lent(gpu, device)
+        assert gpu.read(mapping.address + AT, 4) == found(peer) == b"back"
         ipc.close(gpu, mapping)
 
 
@@ -85,31 +97,21 @@ def test_memory_that_its_owner_closes_stays_a_peers_and_becomes_nobody_elses() -
     """A4: a late write of a peer meets no data of this process."""
     with fake_gpu.installed():
         gpu = FakeGpu()
-        mapping, descriptor = ipc.create(gpu, NBYTES)
-        gpu.write(mapping.address + AT, b"here")
-        peer = Importer(descriptor, 0)
-        assert (peer.hear(), peer.hear()) == (b"here", "written")
-        os.close(descriptor)
+        mapping, peer = lent(gpu)
         ipc.close(gpu, mapping)
         other = gpu.allocate(NBYTES)
         gpu.write(other, bytes(NBYTES))
-        peer.pipe.send("go on")
-        assert (peer.hear(), peer.hear()) == (b"back", "closed")
+        assert found(peer) == b"back"
         assert gpu.read(other, NBYTES) == bytes(NBYTES)
         gpu.free(other)
-        peer.process.join(20)
 
 
 def test_a_peer_that_is_killed_leaves_the_memory_as_it_is() -> None:
     with fake_gpu.installed():
         gpu = FakeGpu()
-        mapping, descriptor = ipc.create(gpu, NBYTES)
-        gpu.write(mapping.address + AT, b"here")
-        peer = Importer(descriptor, 0)
-        assert (peer.hear(), peer.hear()) == (b"here", "written")
+        mapping, peer = lent(gpu)
         peer.process.kill()
         peer.process.join(20)
-        os.close(descriptor)
         assert gpu.read(mapping.address + AT, 4) == b"back"
         ipc.close(gpu, mapping)
 

@@ -213,8 +213,7 @@ async def test_a_destination_that_is_killed_under_a_copy_costs_the_source_nothin
     source: End,
 ) -> None:
     staging = staging_of(source)
-    there = Destination(staging.offer(), gpu=1)
-    try:
+    with Destination(staging.offer(), gpu=1) as there:
         slot, channel = await staging.acquire(1), staging.channel(there.token)
         out = (await channel.buffer(slot))[: len(IDS) * source.size]
         source.gpu.stick()
@@ -229,23 +228,18 @@ async def test_a_destination_that_is_killed_under_a_copy_costs_the_source_nothin
         with pytest.raises(TransportError, match="the destination is gone"):
             await channel.push(chunk, there.announce(chunk))
         del out
-    finally:
-        there.close()
     staging.close()
 
 
 async def test_another_process_has_what_was_gathered(source: End) -> None:
     staging = staging_of(source)
-    there = Destination(staging.offer(), gpu=1)
-    try:
+    with Destination(staging.offer(), gpu=1) as there:
         slot, channel = await staging.acquire(1), staging.channel(there.token)
         sums = await gathered(source, channel, slot)
         chunk = Chunk("m", 0, 0, slot, len(IDS) * source.size, sums)
         await channel.push(chunk, there.announce(chunk))
         assert await asyncio.to_thread(there.hear) == digest(source.blocks(IDS))
         there.end()
-    finally:
-        there.close()
     staging.close()
 
 

@@ -30,8 +30,8 @@ BLOCK = 16
 WINDOW = 40
 
 
-def attention(kind: type[KVCacheSpec], block: int = BLOCK, **more: int) -> KVCacheSpec:
-    return kind(block_size=block, num_kv_heads=1, head_size=8, dtype=torch.float16, **more)
+def attention(kind: type[KVCacheSpec], **more: int) -> KVCacheSpec:
+    return kind(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float16, **more)
 
 
 FULL = attention(FullAttentionSpec)

@@ -80,13 +80,13 @@ class Bench:
                 assert len(engine._destination) == 0
 
     @asynccontextmanager
-    async def migrator(self, config: MigrationConfig = PATIENT) -> AsyncIterator[Migrator]:
+    async def migrator(self) -> AsyncIterator[Migrator]:
         """Whoever leaves it has left nothing."""
 
         def assign(request_id: str, name: str) -> None:
             self.engines[name].assign(request_id, 1)
 
-        async with Migrator(self.engines, config, on_commit=assign, close_timeout_s=1) as made:
+        async with Migrator(self.engines, PATIENT, on_commit=assign, close_timeout_s=1) as made:
             try:
                 yield made
             finally:
