@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from kvmig.controlplane.messages import LoadReport, Member
+from kvmig.controlplane.scheduler import Pairing
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.engines.base import ClassLoad, EngineLoad
 
@@ -48,3 +49,8 @@ def instance(
 def cluster(*instances: InstanceView) -> ClusterView:
     """Half a second later."""
     return ClusterView(0.5, instances)
+
+
+def short(pairings: list[Pairing]) -> list[tuple[str, str, str, float]]:
+    """Why, from where, to where, and how many blocks."""
+    return [(one.why, one.source, one.destination, one.budget_blocks) for one in pairings]

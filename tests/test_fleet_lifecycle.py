@@ -1,13 +1,13 @@
-"""A model's life: one start whoever asks, never cut, tried again, adopted."""
+"""A model's life: one start whoever asks, never cut, tried again, adopted.
+
+Every order of events: `kvmig_tools.check.life`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from kvmig.fleet.lifecycle import END_S, REST_S, STABLE_S, Action, Life, Seen, Wish, awake, turn
+from kvmig.fleet.lifecycle import END_S, REST_S, STABLE_S, Life, Seen, Wish, awake, turn
 
 WISH = Wish(zero_after_s=300, start_timeout_s=600)
 THERE = Seen(deployment=True)
@@ -199,125 +199,3 @@ def test_one_that_dies_starts_again_at_once_but_not_when_it_dies_soon_again() ->
     assert turn(life, WISH, died, 2 + STABLE_S - 1)[0].state == "failed"
     life, _ = turn(life, WISH, READY, 2 + STABLE_S)
     assert turn(life, WISH, died, 3 + STABLE_S)[0].state == "zero"
-
-
-@dataclass
-class World:
-    """One model with its deployment and a proxy that is told late."""
-
-    on: bool = True
-    life: Life = field(default_factory=Life)
-    now: float = 0.0
-    process: bool = False
-    ready: bool = False
-    ended: str = ""
-    stopping: bool = False
-    held: int = 0
-    running: int = 0
-    knows_routed: bool = False
-    """What the proxy was told last."""
-    starts: int = 0
-
-    def act(self, action: Action | None) -> None:
-        if action == "start":
-            assert not self.process, "two deployments at once"
-            self.process, self.ready, self.stopping = True, False, False
-            self.starts += 1
-        elif action == "stop":
-            assert not self.running, "requests were cut"
-            assert not self.knows_routed, "a request could be sent to one that stops"
-            self.stopping, self.ready = True, False
-        elif action == "kill":
-            self.die("killed by SIGKILL")
-
-    def die(self, how: str) -> None:
-        if self.process:
-            self.process = self.ready = False
-            self.ended, self.running = how, 0
-
-    def step(self) -> None:
-        unrouted = not self.knows_routed
-        seen = Seen(
-            deployment=self.process,
-            ready=self.ready,
-            ended=self.ended,
-            clean=self.ended == "exit code 0",
-            wanted=self.held > 0,
-            running=self.running,
-            idle_s=0.0 if self.held or self.running else 1e9,
-            unrouted=unrouted,
-        )
-        self.ended = ""
-        self.life, action = turn(self.life, replace(WISH, on=self.on), seen, self.now)
-        self.act(action)
-
-    def happen(self, what: str) -> None:
-        self.now += 1
-        getattr(self, what)()
-        self.step()
-
-    def arrive(self) -> None:
-        if self.knows_routed and self.process and self.ready:
-            self.running += 1
-        else:
-            self.held += 1
-
-    def tell(self) -> None:
-        self.knows_routed = self.life.routed and self.process and self.ready
-        if self.knows_routed:
-            self.running, self.held = self.running + self.held, 0
-
-    def finish(self) -> None:
-        self.running = max(0, self.running - 1)
-
-    def get_ready(self) -> None:
-        self.ready = self.process and not self.stopping
-
-    def end(self) -> None:
-        if self.stopping:
-            assert not self.running, "requests were cut"
-            self.die("exit code 0")
-
-    def crash(self) -> None:
-        self.stopping = False
-        self.die("killed by SIGSEGV")
-
-    def late(self) -> None:
-        self.now += 1000
-
-    def switch(self) -> None:
-        self.on = not self.on
-
-    def adopt(self) -> None:
-        """A new server, which knows nothing but what is seen."""
-        self.life = Life()
-
-    def nothing(self) -> None:
-        """Time goes by."""
-
-
-EVENTS = [
-    "arrive", "tell", "finish", "get_ready", "end", "crash", "late", "switch", "adopt", "nothing",
-]  # fmt: skip
-
-
-@given(st.lists(st.sampled_from(EVENTS), max_size=60))
-def test_whatever_happens_none_is_cut_and_never_are_there_two(events: list[str]) -> None:
-    world = World()
-    for one in events:
-        world.happen(one)
-
-
-@given(st.lists(st.sampled_from(EVENTS), max_size=60))
-def test_whatever_has_happened_who_waits_is_served_in_the_end(events: list[str]) -> None:
-    world = World()
-    for one in events:
-        world.happen(one)
-    world.on = True
-    world.happen("arrive")
-    for _ in range(20):
-        for one in ("late", "get_ready", "end", "tell"):
-            world.happen(one)
-            if not world.held:
-                return
-    raise AssertionError(world)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvmig.controlplane.rules import OPEN_BLOCKS, gather, make_room, move_queues
 from kvmig.controlplane.scheduler import Pairing, Rounds, rebalance
 from kvmig.controlplane.view import InstanceView
-from tests.made_up_instances import cluster, instance
+from tests.made_up_instances import cluster, instance, short
 
 GATHER = Rounds(rules=(gather,))
 BOTH = Rounds(rules=(move_queues, gather), destination_above=3.0)
@@ -16,10 +16,6 @@ BOTH = Rounds(rules=(move_queues, gather), destination_above=3.0)
 
 def decide(*instances: InstanceView, rounds: Rounds = GATHER) -> list[Pairing]:
     return rebalance(cluster(*instances), (), rounds)
-
-
-def short(pairings: list[Pairing]) -> list[tuple[str, str, str, float]]:
-    return [(one.why, one.source, one.destination, one.budget_blocks) for one in pairings]
 
 
 def stuck(name: str, free: int, *queue: int, state: str = "serving") -> InstanceView:

@@ -31,7 +31,7 @@ from kvmig.controlplane.scheduler import (
 )
 from kvmig.controlplane.view import InstanceView
 from kvmig.engines.base import ClassLoad
-from tests.made_up_instances import cluster, instance
+from tests.made_up_instances import cluster, instance, short
 
 
 def only(*rules: Callable[[Ledger], None]) -> Rounds:
@@ -45,10 +45,6 @@ PAPER = Rounds(rules=(pair_extremes,), queued="head", destination_above=3.0)
 
 def decide(*instances: InstanceView, rounds: Rounds = ALL) -> list[Pairing]:
     return rebalance(cluster(*instances), (), rounds)
-
-
-def short(pairings: list[Pairing]) -> list[tuple[str, str, str, float]]:
-    return [(one.why, one.source, one.destination, one.budget_blocks) for one in pairings]
 
 
 # -- drain

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmig.controlplane.scaling import In, Out, Scaler
-from kvmig.controlplane.view import ClusterView, InstanceView, usage
-from kvmig.engines.base import EngineLoad
+from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.ground.config import ClusterConfig, ScalingConfig, check
 from kvmig.ground.errors import ConfigError
+from tests import made_up_instances
 
 CONFIG = ScalingConfig(low=10, high=60, max_instances=8, stabilization_s=5, cooldown_s=30)
 
 
-def instance(name: str, used: int, running: int, state: str = "serving") -> InstanceView:
-    load = EngineLoad(851, used, running, 0, 0, 0)
-    return InstanceView(
-        instance=name,
-        endpoint="",
-        load=load,
-        virtual_blocks=usage(load).virtual,
-        state=state,
-        reported_at=1e9,
-    )
+instance = partial(made_up_instances.instance, total=851, reported_at=1e9)
 
 
 def starting(name: str) -> InstanceView:
