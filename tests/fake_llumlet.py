@@ -22,7 +22,7 @@ from kvmig.controlplane.messages import (
     Welcome,
 )
 from kvmig.engines.base import EngineLoad
-from kvmig.gateway.ports import Batch, Item
+from kvmig.gateway.ports import Batch, Item, Observer
 from kvmig.gateway.router import Router
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
@@ -234,6 +234,7 @@ class Cluster:
 async def cluster(
     config: ClusterConfig | None = None,
     *,
+    observer: Observer | None = None,
     clock: Clock = monotonic,
     lost_after_s: float = 10.0,
     fence_timeout_s: float = 0.1,
@@ -249,7 +250,8 @@ async def cluster(
     llumlets = [FakeLlumlet(str(number), one) for number, one in enumerate(each)]
     router = Router(
         "front", SECRET, config or ClusterConfig(), front, decode,
-        clock=clock, lost_after_s=lost_after_s, fence_timeout_s=fence_timeout_s,
+        observer=observer or Observer(), clock=clock, lost_after_s=lost_after_s,
+        fence_timeout_s=fence_timeout_s,
     )  # fmt: skip
     try:
         for llumlet in llumlets:

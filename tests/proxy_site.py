@@ -165,10 +165,15 @@ class Site:
         async with httpx.AsyncClient(base_url=base, headers=bearer, timeout=30) as client:
             yield client
 
-    async def ask(self, body: Any = None, path: str = "/v1/chat/completions", **more: Any) -> Any:
-        """One call, and its whole answer."""
-        async with self.client() as client:
-            return await client.post(path, json=body or {"model": "count"}, **more)
+    async def ask(
+        self, body: Any = None, path: str = "/v1/chat/completions", *, given: str | None = None,
+        **more: Any,
+    ) -> Any:  # fmt: skip
+        """One call, and its whole answer. body: as JSON, bytes as they are; given: another key."""
+        content = body if isinstance(body, bytes) else json.dumps(body or {"model": "count"})
+        headers = {"content-type": "application/json", **more.pop("headers", {})}
+        async with self.client(given) as client:
+            return await client.post(path, content=content, headers=headers, **more)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port)

@@ -19,10 +19,8 @@ from kvmig.gateway.metrics import (
     UnitCollector,
     with_instances,
 )
-from kvmig.gateway.router import Router
-from kvmig.ground.config import ClusterConfig
 from kvmig.ground.priorities import NORMAL, PriorityClass, with_normal
-from tests.fake_llumlet import SECRET, FakeLlumlet, Front, cluster, decode, report
+from tests.fake_llumlet import cluster, report
 from tests.waiting import until
 
 
@@ -173,29 +171,17 @@ class Hands:
 
 @pytest.mark.parametrize("moved", [False, True])
 async def test_a_requests_latencies_are_what_its_client_sees(moved: bool) -> None:
-    registry, front, clock = Registry(), Front(), Hands()
-    llumlets = [FakeLlumlet("0"), FakeLlumlet("1")]
-    router = Router(
-        "front", SECRET, ClusterConfig(), front, decode,
-        observer=Metrics(registry, CLASSES), clock=clock, lost_after_s=1e6,
-    )  # fmt: skip
-    try:
-        for llumlet in llumlets:
-            await router.add_instance(llumlet.instance, llumlet.endpoint)
-        await until(lambda: all(row.blocks_total for row in router.fleet.rows()))
-        owner = llumlets[int(await router.submit("r", "x", 20, -1, [b""]))]
+    registry, clock = Registry(), Hands()
+    async with cluster(observer=Metrics(registry, CLASSES), clock=clock, lost_after_s=1e6) as it:
+        owner = it.llumlets[int(await it.router.submit("r", "x", 20, -1, [b""]))]
         await owner.hear()
         clock.now += 2
         owner.step(("r", 0, 0, [1]))
-        await front.until(lambda: front.tokens.get("r") == [1])
+        await it.front.until(lambda: it.front.tokens.get("r") == [1])
         clock.now += 3
-        last = next(one for one in llumlets if one is not owner) if moved else owner
+        last = it.others(owner)[0] if moved else owner
         last.step(("r", int(moved), 1, [2, 3]), last=["r"])
-        await front.until(lambda: front.tokens["r"] == [1, 2, 3])
-    finally:
-        await router.close()
-        for llumlet in llumlets:
-            await llumlet.close()
+        await it.front.until(lambda: it.front.tokens["r"] == [1, 2, 3])
     assert registry.of("kvmig_request_ttft_seconds_sum", "high") == 2
     assert registry.of("kvmig_request_seconds_sum", "high") == 5
     assert registry.of("kvmig_request_tpot_seconds_sum", "high") == 1.5
@@ -206,20 +192,11 @@ async def test_a_requests_latencies_are_what_its_client_sees(moved: bool) -> Non
 async def test_a_stop_string_ends_a_request_and_a_client_that_leaves_does_not(
     complete: bool, ends: int
 ) -> None:
-    registry, front = Registry(), Front()
-    llumlet = FakeLlumlet("0")
-    router = Router(
-        "front", SECRET, ClusterConfig(), front, decode, observer=Metrics(registry, CLASSES)
-    )
-    try:
-        await router.add_instance("0", llumlet.endpoint)
-        await router.submit("r", "x", 20, 0, [b""])
-        await llumlet.hear()
+    registry = Registry()
+    async with cluster(observer=Metrics(registry, CLASSES), instances=1) as it:
+        llumlet = await it.submit()
         llumlet.step(("r", 0, 0, [1]))
-        await front.until(lambda: front.tokens.get("r") == [1])
-        await router.abort(["r"], complete=complete)
-        assert router.live() == []
-    finally:
-        await router.close()
-        await llumlet.close()
+        await it.front.until(lambda: it.front.tokens.get("r") == [1])
+        await it.router.abort(["r"], complete=complete)
+        assert it.router.live() == []
     assert registry.of("kvmig_request_seconds_count", "normal") == ends

@@ -41,7 +41,7 @@ from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports import shm
-from tests.test_unit_agent import agent
+from tests.unit_site import agent
 from tests.waiting import until
 
 SECRET = b"a secret of 16 b"

@@ -36,18 +36,26 @@ def held(door: Site) -> int:
     return door.door.counts.states().get("count", (0, 0))[1]
 
 
+async def one_waits(door: Site) -> asyncio.Task[Any]:
+    """A call, once the door holds it."""
+    call = ask(door)
+    await until(lambda: held(door) == 1)
+    return call
+
+
+async def has_heard(door: Site) -> None:
+    """Until a call that waits was given its first sign of life."""
+    await until(lambda: [one for one in door.door.hold.waiting("count") if one.beaten])
+
+
 async def test_many_calls_to_a_cold_model_want_it_once_and_are_answered(tmp_path: Path) -> None:
     async with site(tmp_path) as door:
         door.tell(cold(start_s=3.0))
-        async with door.client() as client:
-            calls = [
-                asyncio.create_task(client.post("/v1/completions", json={"model": "count"}))
-                for _ in range(20)
-            ]
-            await until(lambda: held(door) == 20)
-            assert door.wanted == ["count"]
-            async with door.deployment():
-                answers = await asyncio.gather(*calls)
+        calls = [ask(door) for _ in range(20)]
+        await until(lambda: held(door) == 20)
+        assert door.wanted == ["count"]
+        async with door.deployment():
+            answers = await asyncio.gather(*calls)
     assert {answer.status_code for answer in answers} == {200}
     assert all(int(answer.headers["x-kvmig-cold-start-ms"]) >= 0 for answer in answers)
 
@@ -80,8 +88,7 @@ async def test_a_call_that_does_not_wait_hears_so_at_once(tmp_path: Path) -> Non
 async def test_more_than_may_wait_hear_when_to_try_again(tmp_path: Path) -> None:
     async with site(tmp_path) as door:
         door.tell(cold(max_held=1, start_s=4.0))
-        first = ask(door)
-        await until(lambda: held(door) == 1)
+        first = await one_waits(door)
         answer = await door.ask()
         async with door.deployment():
             assert (await first).status_code == 200
@@ -114,8 +121,7 @@ async def test_a_start_that_takes_too_long_is_a_503_with_its_reason(tmp_path: Pa
 async def test_a_start_that_fails_is_a_503_in_the_childs_own_words(tmp_path: Path) -> None:
     async with site(tmp_path) as door:
         door.tell(cold())
-        call = ask(door)
-        await until(lambda: held(door) == 1)
+        call = await one_waits(door)
         door.tell(Route(name="count", state="failed", why="no such folder", retry_s=20.0))
         answer = await call
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "20")
@@ -125,8 +131,7 @@ async def test_a_start_that_fails_is_a_503_in_the_childs_own_words(tmp_path: Pat
 async def test_a_model_that_is_removed_while_calls_wait_is_not_found(tmp_path: Path) -> None:
     async with site(tmp_path) as door:
         door.tell(cold())
-        call = ask(door)
-        await until(lambda: held(door) == 1)
+        call = await one_waits(door)
         door.tell(removed=("count",))
         assert (await call).status_code == 404
 
@@ -135,8 +140,7 @@ async def test_a_route_that_is_no_longer_ready_gets_no_new_call(tmp_path: Path) 
     async with site(tmp_path) as door, door.deployment() as there:
         await door.ask()
         door.tell(cold())
-        call = ask(door)
-        await until(lambda: held(door) == 1)
+        call = await one_waits(door)
         assert len(there.got) == 1
         door.ready()
         assert (await call).status_code == 200
@@ -145,8 +149,7 @@ async def test_a_route_that_is_no_longer_ready_gets_no_new_call(tmp_path: Path) 
 async def test_a_deployment_that_is_not_there_is_tried_again(tmp_path: Path) -> None:
     async with site(tmp_path) as door:
         door.ready()
-        call = ask(door)
-        await until(lambda: held(door) == 1)
+        call = await one_waits(door)
         there = Deployment(f"{tmp_path}/count")
         await there.open()
         answer = await call
@@ -172,8 +175,7 @@ async def test_a_waiting_stream_hears_signs_of_life_of_its_apis_kind(
     async with site(tmp_path) as door:
         door.tell(cold(heartbeat_after_s=0.05, start_s=4.0))
         call = ask(door, BEATS, path)
-        await until(lambda: door.door.hold.waiting("count"))
-        await until(lambda: door.door.hold.waiting("count")[0].beaten)
+        await has_heard(door)
         async with door.deployment(events):
             answer = await call
     assert answer.status_code == 200
@@ -225,8 +227,7 @@ async def test_a_refusal_of_the_deployment_after_signs_of_life_is_the_streams_la
     async with site(tmp_path) as door:
         door.tell(cold(heartbeat_after_s=0.02))
         call = ask(door, BEATS)
-        await until(lambda: door.door.hold.waiting("count"))
-        await until(lambda: door.door.hold.waiting("count")[0].beaten)
+        await has_heard(door)
         async with door.deployment(refuses):
             text = (await call).text
     assert '"message":"max_tokens is too large"' in text
@@ -288,8 +289,7 @@ async def test_openais_client_takes_a_response_of_a_model_that_has_started_meanw
     async with site(tmp_path) as door:
         door.tell(cold(heartbeat_after_s=0.02))
         call = asyncio.create_task(ask_for_it(door))
-        await until(lambda: door.door.hold.waiting("count"))
-        await until(lambda: door.door.hold.waiting("count")[0].beaten)
+        await has_heard(door)
         async with door.deployment(answers):
             numbers, text = await call
     assert (numbers, text) == (list(range(7)), "12")
@@ -329,7 +329,6 @@ async def test_openais_client_raises_why_a_model_did_not_start(tmp_path: Path) -
 async def test_a_proxy_that_stops_holds_nobody(tmp_path: Path) -> None:
     async with site(tmp_path) as door:
         door.tell(cold())
-        call = ask(door)
-        await until(lambda: held(door) == 1)
+        call = await one_waits(door)
         door.door.close()
         assert (await call).status_code == 503

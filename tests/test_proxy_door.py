@@ -27,8 +27,8 @@ def error_of(answer: Any) -> Any:
 async def test_a_call_without_a_good_key_gets_401_as_openai_says_it(
     tmp_path: Path, given: str
 ) -> None:
-    async with site(tmp_path) as door, door.deployment(), door.client(given) as client:
-        answer = await client.post("/v1/chat/completions", json={"model": "count"})
+    async with site(tmp_path) as door, door.deployment():
+        answer = await door.ask(given=given)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     assert error_of(answer)["code"] == "invalid_api_key"
@@ -43,8 +43,8 @@ async def test_a_key_may_come_as_anthropics_clients_send_it(tmp_path: Path) -> N
 
 
 async def test_an_error_of_messages_is_in_anthropics_form(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.client("no") as client:
-        answer = await client.post("/v1/messages", json={"model": "count"})
+    async with site(tmp_path) as door:
+        answer = await door.ask(path="/v1/messages", given="no")
     assert answer.status_code == 401
     assert answer.json() == {
         "type": "error",
@@ -55,29 +55,26 @@ async def test_an_error_of_messages_is_in_anthropics_form(tmp_path: Path) -> Non
 async def test_an_expired_key_and_one_of_another_network_are_told_apart(tmp_path: Path) -> None:
     old, expired = key(expires=1.0)
     far, foreign = key(cidrs=("10.0.0.0/8",))
-    statuses = []
     async with site(tmp_path, expired, foreign) as door, door.deployment():
-        for given in (old, far):
-            async with door.client(given) as client:
-                statuses.append((await client.post("/v1/completions", json={})).status_code)
-    assert statuses == [401, 403]
+        answers = [await door.ask(given=given) for given in (old, far)]
+    assert [answer.status_code for answer in answers] == [401, 403]
 
 
 async def test_a_revoked_key_opens_nothing_from_the_next_call_on(tmp_path: Path) -> None:
     given, grant = key()
-    async with site(tmp_path, grant) as door, door.deployment(), door.client(given) as client:
-        before = await client.post("/v1/completions", json={"model": "count"})
+    async with site(tmp_path, grant) as door, door.deployment():
+        before = await door.ask(given=given)
         door.door.apply(Keys(version=9, removed=(grant.prefix,)))
-        after = await client.post("/v1/completions", json={"model": "count"})
+        after = await door.ask(given=given)
     assert (before.status_code, after.status_code) == (200, 401)
 
 
 async def test_a_model_that_is_not_for_the_key_is_as_one_that_is_not_there(tmp_path: Path) -> None:
     given, grant = key(models=("count",))
-    async with site(tmp_path, grant) as door, door.client(given) as client:
+    async with site(tmp_path, grant) as door:
         door.ready("secret")
-        real = await client.post("/v1/completions", json={"model": "secret"})
-        made_up = await client.post("/v1/completions", json={"model": "nonsense"})
+        real = await door.ask({"model": "secret"}, given=given)
+        made_up = await door.ask({"model": "nonsense"}, given=given)
     assert real.status_code == made_up.status_code == 404
     assert error_of(real)["code"] == error_of(made_up)["code"] == "model_not_found"
     assert error_of(real)["message"].replace("secret", "nonsense") == error_of(made_up)["message"]
@@ -88,8 +85,8 @@ async def test_a_model_that_is_not_for_the_key_is_as_one_that_is_not_there(tmp_p
 
 async def test_the_request_after_a_minutes_last_is_told_when_to_come_again(tmp_path: Path) -> None:
     given, grant = key(rpm=2)
-    async with site(tmp_path, grant) as door, door.deployment(), door.client(given) as client:
-        answers = [await client.post("/v1/completions", json={"model": "count"}) for _ in range(3)]
+    async with site(tmp_path, grant) as door, door.deployment():
+        answers = [await door.ask(given=given) for _ in range(3)]
 
     assert [one.status_code for one in answers] == [200, 200, 429]
     assert [one.headers["x-ratelimit-remaining-requests"] for one in answers] == ["1", "0", "0"]
@@ -101,13 +98,12 @@ async def test_the_request_after_a_minutes_last_is_told_when_to_come_again(tmp_p
 
 async def test_a_limit_that_is_raised_lets_the_next_request_in(tmp_path: Path) -> None:
     given, grant = key(rpm=1)
-    async with site(tmp_path, grant) as door, door.deployment(), door.client(given) as client:
+    async with site(tmp_path, grant) as door, door.deployment():
         statuses = []
         for rpm in (1, 1, 5):
             changed = msgspec.structs.replace(grant, rpm=rpm)
             door.door.apply(Keys(version=9, changed=(changed,)))
-            answer = await client.post("/v1/completions", json={"model": "count"})
-            statuses.append(answer.status_code)
+            statuses.append((await door.ask(given=given)).status_code)
     assert statuses == [200, 429, 200]
 
 
@@ -128,14 +124,14 @@ async def test_a_clock_that_jumps_by_an_hour_brings_no_new_minute(tmp_path: Path
 
 async def test_requests_at_once_are_counted_until_they_are_over(tmp_path: Path) -> None:
     given, grant = key(parallel=1)
-    async with site(tmp_path, grant) as door, door.client(given) as client:
+    async with site(tmp_path, grant) as door:
         door.tell(Route(name="count", state="cold"))
-        held = asyncio.create_task(client.post("/v1/completions", json={"model": "count"}))
+        held = asyncio.create_task(door.ask(given=given))
         await until(lambda: door.door.hold.waiting("count"))
-        refused = await client.post("/v1/completions", json={"model": "count"})
+        refused = await door.ask(given=given)
         async with door.deployment():
             first = await held
-            after = await client.post("/v1/completions", json={"model": "count"})
+            after = await door.ask(given=given)
     assert [refused.status_code, first.status_code, after.status_code] == [429, 200, 200]
     assert (
         "may have 1 requests at once, try again when one has ended" in error_of(refused)["message"]
@@ -146,9 +142,7 @@ async def test_a_key_that_owes_tokens_waits_and_another_does_not(tmp_path: Path)
     given, grant = key(tpm=60)
     async with site(tmp_path, grant) as door, door.deployment():
         door.door.apply(Spent(owed={grant.key_id: 90.0}))
-        async with door.client(given) as client:
-            refused = await client.post("/v1/completions", json={"model": "count"})
-        other = await door.ask({"model": "count"})
+        refused, other = await door.ask(given=given), await door.ask()
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) == 30
     assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
@@ -164,9 +158,9 @@ async def test_a_quota_that_is_used_up_is_said_as_openai_does_until_it_begins_an
     tmp_path: Path, left: QuotaLeft, status: int
 ) -> None:
     given, grant = key(quota=1000, period="day")
-    async with site(tmp_path, grant) as door, door.deployment(), door.client(given) as client:
+    async with site(tmp_path, grant) as door, door.deployment():
         door.door.apply(Spent(left={grant.key_id: left}))
-        answer = await client.post("/v1/completions", json={"model": "count"})
+        answer = await door.ask(given=given)
     assert answer.status_code == status
     if status == 429:
         assert (error_of(answer)["type"], error_of(answer)["code"]) == ("insufficient_quota",) * 2
@@ -176,10 +170,7 @@ async def test_a_quota_that_is_used_up_is_said_as_openai_does_until_it_begins_an
 async def test_a_users_limit_counts_the_requests_of_all_keys(tmp_path: Path) -> None:
     keys = [key(Limits(rpm=1)) for _ in range(2)]
     async with site(tmp_path, *(grant for _, grant in keys)) as door, door.deployment():
-        answers = []
-        for given, _ in keys:
-            async with door.client(given) as client:
-                answers.append(await client.post("/v1/completions", json={"model": "count"}))
+        answers = [await door.ask(given=given) for given, _ in keys]
     assert [answer.status_code for answer in answers] == [200, 429]
     assert error_of(answers[1])["message"].startswith("the user ann may send 1 requests a minute")
     assert answers[0].headers["x-ratelimit-remaining-requests"] == "0"
@@ -187,14 +178,10 @@ async def test_a_users_limit_counts_the_requests_of_all_keys(tmp_path: Path) -> 
 
 async def test_a_users_quota_is_passed_on_and_refused_when_it_is_used_up(tmp_path: Path) -> None:
     given, grant = key(Limits(quota=1000, period="day"))
-    async with (
-        site(tmp_path, grant) as door,
-        door.deployment() as there,
-        door.client(given) as client,
-    ):
-        before = await client.post("/v1/completions", json={"model": "count"})
+    async with site(tmp_path, grant) as door, door.deployment() as there:
+        before = await door.ask(given=given)
         door.door.apply(Spent(left={grant.user_id: QuotaLeft(0, None)}))
-        after = await client.post("/v1/completions", json={"model": "count"})
+        after = await door.ask(given=given)
     assert (before.status_code, there.got[0].headers["x-kvmig-quota"]) == (200, "1")
     assert after.status_code == 429
     assert error_of(after)["message"] == "the user ann's quota of 1000 tokens a day is used up"
@@ -235,9 +222,8 @@ async def test_a_body_that_names_the_deployments_own_name_goes_on_byte_by_byte(
     tmp_path: Path,
 ) -> None:
     body = b' {"model" : "count",  "prompt":"\\u00e9", "seed":1.50 } '
-    async with site(tmp_path) as door, door.deployment() as there, door.client() as client:
-        headers = {"content-type": "application/json"}
-        await client.post("/v1/completions", content=body, headers=headers)
+    async with site(tmp_path) as door, door.deployment() as there:
+        await door.ask(body)
     assert there.got[0].body == body
 
 
@@ -257,11 +243,8 @@ async def test_of_two_models_in_a_body_the_last_counts_for_the_key_and_for_the_e
     twice = b'{"model":"count","mod\\u0065l":"secret"}'
     async with site(tmp_path, grant) as door, door.deployment() as there:
         door.ready("secret")
-        async with door.client(given) as client:
-            headers = {"content-type": "application/json"}
-            denied = await client.post("/v1/completions", content=twice, headers=headers)
-            turned = b'{"model":"secret","model":"count"}'
-            await client.post("/v1/completions", content=turned, headers=headers)
+        denied = await door.ask(twice, given=given)
+        await door.ask(b'{"model":"secret","model":"count"}', given=given)
     assert denied.status_code == 404
     assert [one.fields["model"] for one in there.got] == ["count"]
 
@@ -331,9 +314,8 @@ async def test_a_form_with_two_models_is_refused(tmp_path: Path) -> None:
 async def test_a_body_without_a_model_to_read_is_refused_by_name(
     tmp_path: Path, body: bytes, sentence: str
 ) -> None:
-    async with site(tmp_path) as door, door.client() as client:
-        headers = {"content-type": "application/json"}
-        answer = await client.post("/v1/completions", content=body, headers=headers)
+    async with site(tmp_path) as door:
+        answer = await door.ask(body)
     assert answer.status_code == 400
     assert error_of(answer)["message"] == sentence
 
@@ -346,9 +328,8 @@ async def test_a_model_name_of_ten_megabytes_is_not_found_and_not_repeated(tmp_p
 
 
 async def test_a_compressed_body_is_refused(tmp_path: Path) -> None:
-    async with site(tmp_path) as door, door.client() as client:
-        headers = {"content-encoding": "gzip", "content-type": "application/json"}
-        answer = await client.post("/v1/completions", content=b"\x1f\x8b", headers=headers)
+    async with site(tmp_path) as door:
+        answer = await door.ask(b"\x1f\x8b", headers={"content-encoding": "gzip"})
     assert answer.status_code == 415
 
 

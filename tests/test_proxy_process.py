@@ -49,6 +49,15 @@ async def proxy(folder: Path) -> AsyncIterator[tuple[Child, httpx.AsyncClient]]:
         await child.stop()
 
 
+def knowing(folder: Path) -> str:
+    """What a proxy in the folder knows of a model that is ready; a key that opens it."""
+    given, grant = key()
+    route = Route(name="count", state="ready", socket=str(folder / "count"))
+    known = Snapshot(version=3, pepper=PEPPER, keys=(grant,), routes=(route,))
+    (folder / "snapshot").write_bytes(msgspec.msgpack.encode(known))
+    return f"Bearer {given}"
+
+
 async def until_refused(client: httpx.AsyncClient) -> None:
     """Until new connections aren't taken."""
     while True:
@@ -97,15 +106,11 @@ async def test_a_proxy_serves_what_the_server_tells_and_says_what_there_is_to_do
 
 
 async def test_a_proxy_without_the_server_goes_on_with_its_file(tmp_path: Path) -> None:
-    given, grant = key()
-    route = Route(name="count", state="ready", socket=str(tmp_path / "count"))
-    known = Snapshot(version=3, pepper=PEPPER, keys=(grant,), routes=(route,))
-    (tmp_path / "snapshot").write_bytes(msgspec.msgpack.encode(known))
-    there = Deployment(str(tmp_path / "count"))
+    bearer, there = knowing(tmp_path), Deployment(str(tmp_path / "count"))
     await there.open()
     try:
         async with proxy(tmp_path) as (_, client):
-            client.headers["authorization"] = f"Bearer {given}"
+            client.headers["authorization"] = bearer
             answer = await client.post("/v1/completions", json={"model": "count"})
     finally:
         await there.close()
@@ -132,11 +137,7 @@ async def test_a_proxy_keeps_what_it_was_told_for_its_own_user_only(tmp_path: Pa
 async def test_a_proxy_that_is_told_to_end_finishes_its_streams_and_takes_no_more(
     tmp_path: Path,
 ) -> None:
-    given, grant = key()
-    route = Route(name="count", state="ready", socket=str(tmp_path / "count"))
-    known = Snapshot(version=3, pepper=PEPPER, keys=(grant,), routes=(route,))
-    (tmp_path / "snapshot").write_bytes(msgspec.msgpack.encode(known))
-    go_on = asyncio.Event()
+    bearer, go_on = knowing(tmp_path), asyncio.Event()
 
     async def streams(got: Got) -> None:
         got.events()
@@ -149,7 +150,7 @@ async def test_a_proxy_that_is_told_to_end_finishes_its_streams_and_takes_no_mor
     await there.open()
     try:
         async with proxy(tmp_path) as (child, client):
-            client.headers["authorization"] = f"Bearer {given}"
+            client.headers["authorization"] = bearer
             body = {"model": "count", "stream": True}
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 parts = answer.aiter_bytes()

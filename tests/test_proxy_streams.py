@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvmig.proxy.messages import Keys, Route
 from kvmig.proxy.relay import Broken, Chunked, parse_head
-from tests.proxy_site import EVENT, Got, Site, key, site
+from tests.proxy_site import EVENT, Answer, Got, Site, key, site
 from tests.waiting import until
 
 STREAM = {"model": "count", "stream": True}
@@ -96,33 +96,28 @@ async def test_events_reach_the_client_while_the_stream_goes_on(tmp_path: Path) 
     assert again.status_code == 200
 
 
-async def test_a_client_that_leaves_takes_its_request_with_it(tmp_path: Path) -> None:
-    async def forever(got: Got) -> None:
-        got.events()
-        got.chunk()
-        await asyncio.Event().wait()
+async def begins(got: Got) -> None:
+    """A stream that never ends."""
+    got.events()
+    got.chunk()
+    await asyncio.Event().wait()
 
-    async with site(tmp_path) as door, door.deployment(forever) as there:
+
+async def never(got: Got) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("answer", [begins, never])
+async def test_a_client_that_leaves_takes_its_request_with_it(
+    tmp_path: Path, answer: Answer
+) -> None:
+    async with site(tmp_path) as door, door.deployment(answer) as there:
         _, writer = await door.connect()
         writer.write(door.call(STREAM))
         await until(lambda: there.got)
         writer.close()
         await until(lambda: there.left)
         await until(lambda: door.door.counts.states() == {"count": (0, 0)})
-
-
-async def test_a_client_that_leaves_before_the_answer_takes_its_request_with_it(
-    tmp_path: Path,
-) -> None:
-    async def never(got: Got) -> None:
-        await asyncio.Event().wait()
-
-    async with site(tmp_path) as door, door.deployment(never) as there:
-        _, writer = await door.connect()
-        writer.write(door.call(STREAM))
-        await until(lambda: there.got)
-        writer.close()
-        await until(lambda: there.left)
 
 
 async def test_a_client_that_does_not_read_stops_its_deployment(tmp_path: Path) -> None:
@@ -250,19 +245,8 @@ async def test_a_stream_of_a_key_that_is_revoked_ends_and_others_go_on(tmp_path:
 
 async def test_a_stream_ends_when_its_key_expires(tmp_path: Path) -> None:
     given, grant = key(expires=time.time() + 1.0)
-
-    async def goes_on(got: Got) -> None:
-        got.events()
-        got.chunk()
-        await asyncio.Event().wait()
-
-    async with (
-        site(tmp_path, grant) as door,
-        door.deployment(goes_on),
-        door.client(given) as client,
-        client.stream("POST", "/v1/completions", json=STREAM) as mine,
-    ):
-        said = b"".join([part async for part in mine.aiter_bytes()])
+    async with site(tmp_path, grant) as door, door.deployment(begins):
+        said = (await door.ask(STREAM, given=given)).content
     assert said.startswith(EVENT)
     assert b"the API key has expired" in said
 
@@ -293,9 +277,9 @@ async def test_a_stream_ends_when_its_key_expires_though_the_clock_goes_back_an_
 
 async def test_a_call_that_waits_ends_when_its_key_is_revoked(tmp_path: Path) -> None:
     given, grant = key()
-    async with site(tmp_path, grant) as door, door.client(given) as client:
+    async with site(tmp_path, grant) as door:
         door.tell(Route(name="count", state="cold"))
-        call = asyncio.create_task(client.post("/v1/completions", json={"model": "count"}))
+        call = asyncio.create_task(door.ask(given=given))
         await until(lambda: door.door.hold.waiting("count"))
         door.door.apply(Keys(version=9, removed=(grant.prefix,)))
         assert (await call).status_code == 401

@@ -27,17 +27,13 @@ from kvmig.engines.base import RequestState
 from kvmig.gateway import ownership, requests, router
 from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.ports import Observer
-from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig, FaultConfig
 from kvmig.ground.errors import NoInstance
 from tests.fake_llumlet import (
     LOAD,
-    SECRET,
     Cluster,
     FakeLlumlet,
-    Front,
     cluster,
-    decode,
     report,
 )
 from tests.waiting import PATIENCE_S, until
@@ -552,17 +548,11 @@ class Counted(Observer):
 
 
 async def test_what_happened_is_counted() -> None:
-    counted, front = Counted(), Front()
-    llumlets = [FakeLlumlet("0"), FakeLlumlet("1")]
-    it = Router("front", SECRET, ClusterConfig(), front, decode, observer=counted)
-    for llumlet in llumlets:
-        await it.add_instance(llumlet.instance, llumlet.endpoint)
-    place = await it.submit("r", "x", 20, 0, [b""])
-    await llumlets[int(place)].close()
-    await until(lambda: len(counted.heard) == 2)
-    assert counted.heard == [(place, "lost"), ("again", 20)]
-    await it.remove_instance(place, crashed=True)
-    assert len(counted.heard) == 2
-    await it.close()
-    for llumlet in llumlets:
-        await llumlet.close()
+    counted = Counted()
+    async with cluster(observer=counted) as it:
+        place = await it.router.submit("r", "x", 20, 0, [b""])
+        await it.llumlets[int(place)].close()
+        await until(lambda: len(counted.heard) == 2)
+        assert counted.heard == [(place, "lost"), ("again", 20)]
+        await it.router.remove_instance(place, crashed=True)
+        assert len(counted.heard) == 2

@@ -37,6 +37,9 @@ from kvmig.controlplane.unit_messages import (
 from kvmig.engines.base import KVUse
 from kvmig.ground.errors import ConfigError, StartupError, TransportError
 from kvmig.unit import main, shown
+from tests import unit_site
+from tests.unit_site import agent
+from tests.waiting import until
 
 PATIENCE_S = 20.0
 
@@ -78,35 +81,8 @@ def member(
 @contextlib.asynccontextmanager
 async def joined(path: Path, name: str) -> AsyncIterator[Engine]:
     engine = Engine()
-    one = member(path, name, engine)
-    await one.join()
-    running = asyncio.create_task(one.run())
-    try:
+    async with unit_site.joined(member(path, name, engine)):
         yield engine
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        one.close()
-
-
-@contextlib.asynccontextmanager
-async def agent(path: Path, settle_s: float = 0.0) -> AsyncIterator[Ledger]:
-    ledger = Ledger(64 * MIB)
-    with take_path(str(path), socket.SOCK_SEQPACKET) as sock:
-        running = asyncio.create_task(UnitAgent(sock, ledger, settle_s).run())
-        try:
-            yield ledger
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            path.unlink()  # noqa: ASYNC240
-
-
-async def until(wanted: object, look: object) -> None:
-    assert callable(look)
-    async with asyncio.timeout(PATIENCE_S):
-        while look() != wanted:  # noqa: ASYNC110 - it is seen from outside
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -116,16 +92,16 @@ def path(tmp_path: Path) -> Path:
 
 async def test_a_member_gets_what_another_has_no_use_for_and_gives_it_back(path: Path) -> None:
     async with agent(path) as ledger, joined(path, "a") as a, joined(path, "b") as b:
-        await until((32, 32), lambda: (a.quota, b.quota))
+        await until(lambda: (a.quota, b.quota) == (32, 32))
         assert a.limit == 60
         a.wanted = 100
-        await until((60, 4), lambda: (a.quota, b.quota))
+        await until(lambda: (a.quota, b.quota) == (60, 4))
         a.used = 60
         b.wanted = 20
-        await until((44, 4), lambda: (a.quota, b.quota))
+        await until(lambda: (a.quota, b.quota) == (44, 4))
         assert ledger.leased == 64 * MIB, "a holds it still"
         a.used = 40
-        await until((44, 20), lambda: (a.quota, b.quota))
+        await until(lambda: (a.quota, b.quota) == (44, 20))
 
 
 async def test_a_member_says_what_it_has_and_is_promised(path: Path) -> None:
@@ -149,7 +125,7 @@ async def test_a_guarantee_that_changes_is_told_to_the_next_agent_too(path: Path
         assert ledger.guarantees() == {"a": 16 * MIB}
         assert one.state.guarantee == 16 * MIB
     async with agent(path) as ledger:
-        await until(16 * MIB, lambda: ledger.guarantees().get("a"))
+        await until(lambda: ledger.guarantees().get("a") == 16 * MIB)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     one.close()
@@ -165,9 +141,9 @@ async def test_a_guarantee_that_cannot_be_is_refused_and_the_connection_goes_on(
             await one.guarantee(65 * MIB)
         assert ledger.guarantees() == {"a": 8 * MIB}
         engine.wanted = 3
-        await until(3 * MIB, lambda: ledger.members["a"].wanted)
+        await until(lambda: ledger.members["a"].wanted == 3 * MIB)
         assert one.state.guarantee == 8 * MIB
-    await until(False, lambda: one.connected)
+    await until(lambda: not one.connected)
     with pytest.raises(TransportError, match="isn't there"):
         await one.guarantee(9 * MIB)
     running.cancel()
@@ -196,13 +172,13 @@ async def test_who_waits_for_an_agent_that_dies_hears_of_it(path: Path) -> None:
 
 async def test_an_engine_that_does_nothing_is_not_looked_at(path: Path) -> None:
     async with agent(path), joined(path, "a") as a:
-        await until(64, lambda: a.quota)
+        await until(lambda: a.quota == 64)
         await asyncio.sleep(0.1)
         before = a.looks
         await asyncio.sleep(0.3)
         assert a.looks == before
         a.wanted = 1
-        await until(before + 1, lambda: a.looks)
+        await until(lambda: a.looks == before + 1)
 
 
 async def test_a_member_whose_process_lives_keeps_its_lease_without_a_connection(
@@ -210,7 +186,7 @@ async def test_a_member_whose_process_lives_keeps_its_lease_without_a_connection
 ) -> None:
     async with agent(path) as ledger:
         async with joined(path, "a") as a:
-            await until(64, lambda: a.quota)
+            await until(lambda: a.quota == 64)
         unit = await ask(str(path))
         assert [(one.lease, one.connected) for one in unit.shares] == [(64 * MIB, False)]
         assert ledger.leased == 64 * MIB
@@ -221,10 +197,10 @@ async def test_a_member_whose_process_is_gone_leaves_its_lease(path: Path) -> No
         other = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", JOINS, str(path)), stdin=subprocess.PIPE
         )
-        await until(32, lambda: a.quota)
+        await until(lambda: a.quota == 32)
         other.kill()
         await other.wait()
-        await until(64, lambda: a.quota)
+        await until(lambda: a.quota == 64)
 
 
 JOINS = """
@@ -240,28 +216,21 @@ sys.stdin.read()
 async def test_members_keep_their_leases_while_there_is_no_agent_and_tell_the_next(
     path: Path,
 ) -> None:
-    async with agent(path):
-        a, b = Engine(), Engine()
-        runs = []
-        for name, engine in (("a", a), ("b", b)):
-            one = member(path, name, engine)
-            await one.join()
-            runs.append(asyncio.create_task(one.run()))
-        a.wanted = 40
-        await until((40, 24), lambda: (a.quota, b.quota))
-        a.used = 40
-    assert (a.quota, b.quota) == (40, 24)
-    async with agent(path, settle_s=0.6) as ledger:
-        await until(2, lambda: len(ledger.members))
-        assert ledger.leased == 64 * MIB
-        await until(40, lambda: ledger.members["a"].used // MIB)
-        b.wanted = 100
-        await until(24, lambda: b.quota)
-        a.wanted = a.used = 0
-        await until(60, lambda: b.quota)
-    for run in runs:  # they try to join again
-        run.cancel()
-    await asyncio.gather(*runs, return_exceptions=True)
+    async with contextlib.AsyncExitStack() as members:
+        async with agent(path):
+            a, b = [await members.enter_async_context(joined(path, name)) for name in "ab"]
+            a.wanted = 40
+            await until(lambda: (a.quota, b.quota) == (40, 24))
+            a.used = 40
+        assert (a.quota, b.quota) == (40, 24)
+        async with agent(path, settle_s=0.6) as ledger:
+            await until(lambda: len(ledger.members) == 2)
+            assert ledger.leased == 64 * MIB
+            await until(lambda: ledger.members["a"].used // MIB == 40)
+            b.wanted = 100
+            await until(lambda: b.quota == 24)
+            a.wanted = a.used = 0
+            await until(lambda: b.quota == 60)
 
 
 async def test_what_does_not_fit_is_refused_at_the_door(path: Path) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from kvmig.cli.environment import take_path
 from kvmig.controlplane.adbs import Shares
-from kvmig.controlplane.leases import MIB, Claim, Ledger
+from kvmig.controlplane.leases import MIB, Claim
 from kvmig.controlplane.packets import Packets
 from kvmig.controlplane.turns import Turns
-from kvmig.controlplane.unit_agent import UnitAgent
 from kvmig.controlplane.unit_gate import UnitGate
 from kvmig.controlplane.unit_member import UnitMember
 from kvmig.controlplane.unit_messages import (
@@ -32,22 +29,13 @@ from kvmig.controlplane.unit_messages import (
 from kvmig.engines.base import KVUse
 from kvmig.engines.entrance import Entrance
 from kvmig.engines.gate import EVERYTHING, Grant, Want
+from tests import unit_site
+from tests.unit_site import agent
+from tests.waiting import until
 
 PROMPTS = Want(100, 0, oldest_prompt=1.0)
 DECODES = Want(0, 3, oldest_decode=1.0)
 PATIENCE_S = 20.0
-
-
-@contextlib.asynccontextmanager
-async def agent(path: Path, turns: Turns) -> AsyncIterator[None]:
-    with take_path(str(path), socket.SOCK_SEQPACKET) as sock:
-        running = asyncio.create_task(UnitAgent(sock, Ledger(64 * MIB), 0.0, turns).run())
-        try:
-            yield
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            path.unlink()  # noqa: ASYNC240
 
 
 async def resize(quota: int, limit: int) -> None:
@@ -61,20 +49,8 @@ async def joined(path: Path, name: str, decode: int = 6) -> AsyncIterator[UnitGa
     one = UnitMember(
         str(path), name, claim, lambda: KVUse(0, 0, 0, 0), lambda on_use: None, resize, shares
     )
-    await one.join()
-    running = asyncio.create_task(one.run())
-    try:
+    async with unit_site.joined(one):
         yield one.gate
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        one.close()
-
-
-async def until(look: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not look():  # noqa: ASYNC110 - it is seen from outside
-            await asyncio.sleep(0.002)
 
 
 async def grant_of(gate: UnitGate) -> Grant:
@@ -96,7 +72,7 @@ def path(tmp_path: Path) -> Path:
 
 async def test_members_take_turns_and_who_is_alone_asks_nobody(path: Path) -> None:
     turns = Turns()
-    async with agent(path, turns), joined(path, "a") as a:
+    async with agent(path, turns=turns), joined(path, "a") as a:
         assert a.alone
         async with joined(path, "b") as b:
             await until(lambda: not a.alone and not b.alone)
@@ -117,7 +93,7 @@ async def test_members_take_turns_and_who_is_alone_asks_nobody(path: Path) -> No
 
 
 async def test_decodes_go_on_without_asking_until_somebody_waits(path: Path) -> None:
-    async with agent(path, Turns()), joined(path, "a") as a, joined(path, "b") as b:
+    async with agent(path, turns=Turns()), joined(path, "a") as a, joined(path, "b") as b:
         for gate in (a, b):
             gate.ask(DECODES)
             assert (await grant_of(gate)).stands
@@ -132,7 +108,7 @@ async def test_decodes_go_on_without_asking_until_somebody_waits(path: Path) -> 
 
 
 async def test_a_member_whose_connection_ends_frees_its_parts(path: Path) -> None:
-    async with agent(path, Turns()), joined(path, "b") as b:
+    async with agent(path, turns=Turns()), joined(path, "b") as b:
         async with joined(path, "a") as a, joined(path, "c"):
             a.ask(PROMPTS)
             await grant_of(a)
@@ -146,7 +122,7 @@ async def test_a_member_that_is_stopped_in_a_step_frees_its_parts_after_a_while(
     path: Path,
 ) -> None:
     turns = Turns(job_s=0.2)
-    async with agent(path, turns), joined(path, "a") as a, joined(path, "b") as b:
+    async with agent(path, turns=turns), joined(path, "a") as a, joined(path, "b") as b:
         a.ask(PROMPTS)
         await grant_of(a)  # and never says that it is done
         b.ask(PROMPTS)
@@ -160,13 +136,13 @@ async def test_a_member_that_is_stopped_in_a_step_frees_its_parts_after_a_while(
 
 async def test_an_agent_that_dies_lets_everybody_step(path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        async with agent(path, Turns()):
+        async with agent(path, turns=Turns()):
             a = await stack.enter_async_context(joined(path, "a"))
             await stack.enter_async_context(joined(path, "b"))
             await until(lambda: not a.alone)
         await until(lambda: a.alone)
         assert Entrance(a, lambda left: None).enter(lambda: PROMPTS) is EVERYTHING
-        async with agent(path, Turns()):
+        async with agent(path, turns=Turns()):
             await until(lambda: not a.alone)
             a.ask(PROMPTS)
             await grant_of(a)
@@ -183,7 +159,7 @@ async def test_an_agent_that_dies_lets_everybody_step(path: Path) -> None:
 async def test_what_can_not_be_is_refused_in_one_sentence(
     path: Path, message: Gated | Done, why: str
 ) -> None:
-    async with agent(path, Turns()), joined(path, "a") as a:
+    async with agent(path, turns=Turns()), joined(path, "a") as a:
         packets = Packets.connect(str(path), MOST_BYTES)
         packets.send(encode(Hello(VERSION, "bad", "llama", 4 * MIB, 64 * MIB, MIB)))
         packets.send(encode(message))

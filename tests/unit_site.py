@@ -1,0 +1,44 @@
+"""An agent of a unit on a socket of a test's own, and members that join it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from kvmig.cli.environment import take_path
+from kvmig.controlplane.leases import MIB, Ledger
+from kvmig.controlplane.turns import Turns
+from kvmig.controlplane.unit_agent import UnitAgent
+from kvmig.controlplane.unit_member import UnitMember
+
+
+@contextlib.asynccontextmanager
+async def agent(
+    path: Path, *, settle_s: float = 0.0, turns: Turns | None = None
+) -> AsyncIterator[Ledger]:
+    """It has an arena of 64 MiB, and dies at the end of the block."""
+    ledger = Ledger(64 * MIB)
+    with take_path(str(path), socket.SOCK_SEQPACKET) as sock:
+        running = asyncio.create_task(UnitAgent(sock, ledger, settle_s, turns).run())
+        try:
+            yield ledger
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            path.unlink()  # noqa: ASYNC240
+
+
+@contextlib.asynccontextmanager
+async def joined(member: UnitMember) -> AsyncIterator[UnitMember]:
+    """It stays until the end of the block."""
+    await member.join()
+    running = asyncio.create_task(member.run())
+    try:
+        yield member
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        member.close()
