@@ -178,11 +178,6 @@ def test_the_interpreter_is_not_taken_for_a_gpu(monkeypatch: pytest.MonkeyPatch)
         TritonKernels("cuda")
 
 
-def test_choosing_kernels_loads_no_triton() -> None:
-    code = "import sys, kvmig.kernels.select; sys.exit('triton' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 @given(st.lists(st.integers(1, 1 << 48), max_size=5))
 def test_the_alignment_divides_everything_and_no_larger_one_does(numbers: list[int]) -> None:
     aligned = alignment(numbers)
