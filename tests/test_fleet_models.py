@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvmig.fleet.deployments import InstanceRow, Told
+from kvmig.fleet.deployments import InstanceRow, Told, Watched
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
 from kvmig.fleet.memory import Memory
 from kvmig.fleet.models import WANT_S, Models, Note, Wanted
@@ -59,11 +59,23 @@ class Bench:
 
     def serve(self, instances: int = 1, live: int = 0) -> None:
         """Its deployment tells that so many instances serve."""
+        rows = tuple(InstanceRow(f"i{one}", "serving", 1000) for one in range(instances))
+        self.watched.told = Told(live, data=rows)
+
+    @property
+    def watched(self) -> Watched:
+        """Its deployment."""
         model = self.models.shown("a")
         assert model is not None
         assert model.watched is not None
-        rows = tuple(InstanceRow(f"i{one}", "serving", 1000) for one in range(instances))
-        model.watched.told = Told(live, data=rows)
+        return model.watched
+
+    async def ordered_all(self) -> None:
+        """Until its deployment was asked for what was decided."""
+        model = self.models.shown("a")
+        assert model is not None
+        assert model.ordering is not None
+        await model.ordering
 
     @property
     def started(self) -> list[Start]:
@@ -300,21 +312,17 @@ async def test_more_instances_come_when_more_requests_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await serving(bench, instances=Instances(max=4, target=2))
-    model = bench.models.shown("a")
-    assert model is not None
-    assert model.watched is not None
     asked: list[int] = []
 
     async def add(count: int) -> None:
         asked.append(count)
 
-    monkeypatch.setattr(model.watched, "add", add)
+    monkeypatch.setattr(bench.watched, "add", add)
     for _ in range(12):
         bench.now += 0.5
         bench.demand(running=6)
     bench.turn()
-    assert model.ordering is not None
-    await model.ordering
+    await bench.ordered_all()
     assert asked == [2]
     assert bench.models.events[-1].what == "up to 3: 6.0 at 2 an instance"
 
@@ -324,10 +332,6 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
 ) -> None:
     monkeypatch.setattr("kvmig.fleet.models.PAUSE_S", 0.0)
     await serving(bench, instances=Instances(min=2, max=2))
-    model = bench.models.shown("a")
-    assert model is not None
-    watched = model.watched
-    assert watched is not None
     ordered: list[object] = []
 
     async def add(count: int) -> None:
@@ -337,14 +341,13 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
         ordered.append(instance)
         bench.serve(1)
 
-    monkeypatch.setattr(watched, "add", add)
-    monkeypatch.setattr(watched, "drain", drain)
-    assert model.ordering is not None
-    await model.ordering  # the second one was asked for
+    monkeypatch.setattr(bench.watched, "add", add)
+    monkeypatch.setattr(bench.watched, "drain", drain)
+    await bench.ordered_all()  # the second one was asked for
     assert ordered == [1]
     rows = (InstanceRow("i0", "serving", 1000), InstanceRow("i1", "failed"))
-    watched.told = Told(0, data=rows)
+    bench.watched.told = Told(0, data=rows)
     for _ in range(2):
         bench.turn(1)
-        await model.ordering
+        await bench.ordered_all()
     assert ordered == [1, "i1", 1]

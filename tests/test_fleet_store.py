@@ -17,7 +17,7 @@ from sqlalchemy import delete, text, update
 
 from kvmig.accounts.keys import Keys, KeyTerms
 from kvmig.fleet.spec import FleetFile
-from kvmig.fleet.store import Actor, NotThere, Store, Taken
+from kvmig.fleet.store import Actor, KeyRow, NotThere, Store, Taken
 from kvmig.fleet.tables import StoreError, audit
 from kvmig.ground.errors import ConfigError
 from tests.fleet_stores import ANNA, Place
@@ -171,6 +171,12 @@ def test_a_model_may_take_the_name_of_an_alias_that_goes(store: Store, place: Pl
 # -- users and keys
 
 
+def beas(store: Store, **terms: Any) -> tuple[KeyRow, str]:
+    """A key of a new user's, bea, and what she is shown."""
+    store.add_user("bea", "user", ANNA)
+    return store.create_key("bea", "laptop", KeyTerms(**terms), ANNA)
+
+
 def test_the_first_start_has_an_admin_key_once(store: Store) -> None:
     shown = store.first_admin_key()
     assert shown is not None
@@ -193,8 +199,7 @@ def test_a_key_is_granted_as_it_was_made(store: Store) -> None:
 
 
 def test_no_secret_is_kept(store: Store) -> None:
-    store.add_user("bea", "user", ANNA)
-    _, shown = store.create_key("bea", "laptop", KeyTerms(), ANNA)
+    _, shown = beas(store)
     secret = shown.split("-", 2)[2]  # which may hold dashes
     with store.database.transaction(reading=True) as connection:
         for table in ("api_keys", "audit", "users", "meta"):
@@ -204,8 +209,7 @@ def test_no_secret_is_kept(store: Store) -> None:
 
 
 def test_a_revoked_key_is_told_as_a_change(store: Store, place: Place) -> None:
-    store.add_user("bea", "user", ANNA)
-    row, _ = store.create_key("bea", "laptop", KeyTerms(), ANNA)
+    row, _ = beas(store)
     known = store.key_changes()
     assert [one.prefix for one in known.granted] == [row.prefix]
     place.now += 5
@@ -218,24 +222,21 @@ def test_a_revoked_key_is_told_as_a_change(store: Store, place: Place) -> None:
 
 
 def test_rotation_makes_a_new_key_and_ends_the_old(store: Store) -> None:
-    store.add_user("bea", "user", ANNA)
-    old, _ = store.create_key("bea", "laptop", KeyTerms(rpm=7), ANNA)
+    old, _ = beas(store, rpm=7)
     new, _ = store.rotate_key(old.prefix, ANNA)
     assert (new.terms, new.name, new.user) == (old.terms, "laptop", "bea")
     assert [one.prefix for one in store.key_changes().granted] == [new.prefix]
 
 
 def test_a_rotated_key_may_live_a_while(store: Store, place: Place) -> None:
-    store.add_user("bea", "user", ANNA)
-    old, _ = store.create_key("bea", "laptop", KeyTerms(), ANNA)
+    old, _ = beas(store)
     new, _ = store.rotate_key(old.prefix, ANNA, keep_s=60)
     ends = {one.prefix: one.expires for one in store.key_changes().granted}
     assert ends == {old.prefix: place.now + 60, new.prefix: None}
 
 
 def test_an_expired_key_is_not_rotated(store: Store, place: Place) -> None:
-    store.add_user("bea", "user", ANNA)
-    old, _ = store.create_key("bea", "laptop", KeyTerms(expires=place.now + 1), ANNA)
+    old, _ = beas(store, expires=place.now + 1)
     place.now += 2
     with pytest.raises(ConfigError, match="expires is 1000001, must be a Unix time to come"):
         store.rotate_key(old.prefix, ANNA)
@@ -244,8 +245,7 @@ def test_an_expired_key_is_not_rotated(store: Store, place: Place) -> None:
 
 def test_a_user_who_is_disabled_has_no_keys_until_enabled(store: Store) -> None:
     store.first_admin_key()
-    store.add_user("bea", "user", ANNA)
-    row, _ = store.create_key("bea", "laptop", KeyTerms(), ANNA)
+    row, _ = beas(store)
     version = store.key_changes().version
     store.set_user("bea", ANNA, disabled=True)
     assert store.key_changes(version).revoked == (row.prefix,)

@@ -101,24 +101,25 @@ async def test_who_sends_all_of_a_large_body_sees_the_413() -> None:
         assert (await one.echo(b"x" * 1_900_000)).status_code == 413
 
 
-async def test_a_length_of_many_digits_is_413() -> None:
+CHUNK = b"3e8\r\n" + b"x" * 1000 + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "status"),
+    [
+        ([head(f"content-length: {'9' * 18}")], 413),
+        ([head("transfer-encoding: chunked"), CHUNK, CHUNK, CHUNK], 413),
+        ([head("content-length: 100"), b"x"], 408),
+        ([b"\x16\x03\x01\r\n\r\n"], 400),
+    ],
+    ids=["a length of many digits", "no end", "too slow", "no HTTP"],
+)
+async def test_a_body_that_can_not_be_taken_is_refused_and_counted(
+    parts: list[bytes], status: int
+) -> None:
     async with front() as one:
-        answer = await one.say(head(f"content-length: {'9' * 18}"))
-        assert answer.startswith(b"HTTP/1.1 413 ")
-
-
-async def test_a_body_without_an_end_is_413_once_it_is_too_large() -> None:
-    async with front() as one:
-        chunk = b"3e8\r\n" + b"x" * 1000 + b"\r\n"
-        answer = await one.say(head("transfer-encoding: chunked"), chunk, chunk, chunk)
-        assert answer.startswith(b"HTTP/1.1 413 ")
-
-
-async def test_a_body_that_comes_too_slowly_is_408() -> None:
-    async with front() as one:
-        answer = await one.say(head("content-length: 100"), b"x")
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert one.refused(408) == 1
+        assert (await one.say(*parts)).startswith(b"HTTP/1.1 %d " % status)
+        assert one.refused(status) == 1
 
 
 async def test_a_client_that_leaves_in_the_midst_of_its_body_leaves_nothing() -> None:
@@ -198,12 +199,6 @@ async def test_an_idle_connection_is_kept_for_longer_than_clients_keep_theirs() 
             skip(10)
             assert await reader.read() == b""
             writer.close()
-
-
-async def test_what_is_no_http_is_400_and_counted() -> None:
-    async with front() as one:
-        assert (await one.say(b"\x16\x03\x01\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
-        assert one.refused(400) == 1
 
 
 @pytest.mark.parametrize(
