@@ -46,9 +46,9 @@ def _loaded(name: str) -> Kernels | str:
 
 def check_copy(
     by: Kernels, source: Cache, target: Cache, source_ids: list[int], target_ids: list[int],
-    **how: int,
+    *, workers: int,
 ) -> None:  # fmt: skip
-    """A copy by these kernels: every byte of both memories, and the checksums. how: workers."""
+    """A copy by these kernels: every byte of both memories, and the checksums."""
     expected, before = target.memory.copy(), source.memory.copy()
     for source_id, target_id in zip(source_ids, target_ids, strict=True):
         target.with_block(expected, target_id, source.block(source_id))
@@ -56,7 +56,7 @@ def check_copy(
         by,
         *(source.layout.regions, target.layout.regions, source_ids, target_ids),
         *(source.layout.num_blocks, target.layout.num_blocks),
-        **how,
+        workers=workers,
     ).wait()
     assert np.array_equal(target.memory, expected)
     assert np.array_equal(source.memory, before)

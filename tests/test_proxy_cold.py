@@ -28,7 +28,9 @@ async def events(got: Got) -> None:
     got.last()
 
 
-def ask(door: Site, body: Any = None, path: str = "/v1/completions", **more: Any) -> Any:
+def ask(
+    door: Site, body: Any = None, path: str = "/v1/completions", **more: Any
+) -> asyncio.Task[Any]:
     return asyncio.create_task(door.ask(body or {"model": "count"}, path, **more))
 
 
