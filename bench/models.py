@@ -18,12 +18,12 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from kvmig.models import BUNDLED
+
+if TYPE_CHECKING:
+    import torch
 
 SEED = 1
 PACED = re.compile(r"device(\d+)ms")
@@ -83,6 +83,9 @@ def model_flags(name: str) -> tuple[str, ...]:
 
 def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
     """Write a LLaMA or Qwen3 of this shape with seeded random weights; all of it or nothing."""
+    # Here and below: torch takes seconds to load, and most models of a benchmark are there already.
+    from safetensors.torch import save_file
+
     config = {**json.loads((BUNDLED / "config.json").read_text()), **shape}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -96,6 +99,8 @@ def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    import torch
+
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]

@@ -1,6 +1,6 @@
 """Faults inside a llumlet: at a state of the handshake, and on what it tells other llumlets.
 
-`--worker-cls=bench.chaos.hooks.ChaosWorker` brings them into the process; kvmig has none of it.
+`bench.chaos.worker.ChaosWorker` brings them into the process; kvmig has none of it.
 What shall happen is in files of a folder (`FOLDER`):
 
 - `armed/source.committing`, content `kill`, `stop` or `squeeze`: the first machine of the
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
-from bench.paced import PacedWorker
 from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.machine import Machine
 from kvmig.kvtransfer.messages import Chunk, Hello, Message, PeerMessage
@@ -33,15 +32,6 @@ ARMED, FIRED, NOW = "armed", "fired", "now"
 Receive = Callable[[Any, Chunk, Any], Awaitable[memoryview]]
 PEER_MESSAGES = tuple(one for one in get_args(PeerMessage) if one is not Hello)
 """Without Hello a connection would be of no use for ever, which no network does."""
-
-
-class ChaosWorker(PacedWorker):
-    """A paced worker in a process in which things go wrong."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if folder := os.environ.get(FOLDER):
-            install(Path(folder))
 
 
 def install(folder: Path) -> None:

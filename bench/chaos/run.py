@@ -53,7 +53,7 @@ class Load:
             "--max-restarts=100000", "--max-crashes=100000", "--shutdown-timeout=5",
             f"--start-timeout={START_TIMEOUT_S:g}",
         ]  # fmt: skip
-        return [one.replace("bench.paced.PacedWorker", "bench.chaos.hooks.ChaosWorker")
+        return [one.replace("bench.paced.PacedWorker", "bench.chaos.worker.ChaosWorker")
                 for one in words]  # fmt: skip
 
 
