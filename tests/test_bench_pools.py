@@ -9,6 +9,8 @@ import pytest
 
 from bench.pools import MIB, MODELS, Queue, caches, times, token_bytes, waste
 
+pytestmark = pytest.mark.engine
+
 PAIR = ("Qwen3-0.6B", "SmolLM2-135M")
 
 

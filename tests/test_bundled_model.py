@@ -14,6 +14,8 @@ from kvmig.models import BUNDLED
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.engine
+
 FILES = {
     "README.md",
     "config.json",

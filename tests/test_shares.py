@@ -154,6 +154,7 @@ def test_groups_of_different_splits_make_no_stream(gpu: FakeGpu) -> None:
         GreenStream(gpu, [smallest_groups(gpu)[0], smallest_groups(gpu)[1]])
 
 
+@pytest.mark.engine
 def test_model_runner_v2_computes_on_the_stream_that_it_is_told(gpu: FakeGpu) -> None:
     pytest.importorskip("vllm")
     from kvmig.engines.vllm.worker import compute_on

@@ -20,6 +20,8 @@ from kvmig.ground.errors import KvmigError
 from kvmig.ground.layout import KVLayout
 from tests.fake_gpu import FakeGpu
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.mark.parametrize(("overlap", "done"), [(False, [1, 2, 3]), (True, [1, 2])])
 def test_a_stream_follows_the_steps_whose_outputs_are_known(

@@ -153,6 +153,7 @@ def handled(monkeypatch: pytest.MonkeyPatch) -> Handled:
     return Handled(monkeypatch)
 
 
+@pytest.mark.engine
 def test_what_comes_while_a_step_waits_is_done_and_the_commit_ends_the_wait(
     handled: Handled,
 ) -> None:
@@ -164,6 +165,7 @@ def test_what_comes_while_a_step_waits_is_done_and_the_commit_ends_the_wait(
     assert handled.calls == ["other", "commit"]
 
 
+@pytest.mark.engine
 def test_a_step_begins_when_its_time_is_over_though_nothing_came(handled: Handled) -> None:
     handled.core.hold.expect("a", 0.001)
     handled.put("other", lambda: handled.passes(limit_s(STEP_S)))
@@ -174,6 +176,7 @@ def test_a_step_begins_when_its_time_is_over_though_nothing_came(handled: Handle
     assert handled.calls == ["other"]
 
 
+@pytest.mark.engine
 def test_a_step_without_anybody_to_wait_for_begins_at_once(handled: Handled) -> None:
     handled.put("other")
     handled.core._await_arrivals()

@@ -26,6 +26,8 @@ from kvmig.engines.vllm.tables import NULL_BLOCK, Sent, Tables
 from kvmig.engines.vllm.units import Page, Units, merged
 from kvmig.ground.errors import UnsupportedLayout
 
+pytestmark = pytest.mark.engine
+
 BLOCK = 16
 WINDOW = 40
 

@@ -24,6 +24,8 @@ from kvmig.ground.config import MigrationConfig
 from kvmig.ground.errors import ConfigError
 from tests.fake_gpu import FakeGpu, FakeKernels
 
+pytestmark = pytest.mark.engine
+
 PROMPT = list(b"101 102 103 104 105 106 107")
 TOKENS, FEW = 150, 70
 PACE_S = 0.02
@@ -85,7 +87,6 @@ class OnGpu:
         self.gpu.destroy_stream(self.stream)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("other", [0, 1])
 async def test_a_request_moves_between_engines_on_gpus_token_for_token(
     gpus: None, monkeypatch: pytest.MonkeyPatch, other: int
@@ -131,7 +132,6 @@ async def test_a_request_moves_between_engines_on_gpus_token_for_token(
             await end.close()
 
 
-@pytest.mark.engine
 async def test_a_copy_that_ends_after_its_migration_was_given_up_changes_no_request(
     gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,8 @@ from kvmig.engines.transformers.sampling import (
 )
 from kvmig.ground.errors import ConfigError, StartupError, UnsupportedLayout
 
+pytestmark = pytest.mark.engine
+
 SUBMITTED = Submitted(prompt_token_ids=[1, 2, 3], max_tokens=5, stop_token_ids=[9])
 
 

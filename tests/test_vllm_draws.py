@@ -16,6 +16,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from kvmig.engines.vllm.building import draw_times, generator_after
 from kvmig.engines.vllm.core import StepCore
 
+pytestmark = pytest.mark.engine
+
 ENTRIES = 1000
 Draw = Callable[[torch.Generator], object]
 

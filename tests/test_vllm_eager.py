@@ -10,6 +10,8 @@ from vllm.platforms import current_platform
 
 from kvmig.engines.vllm.config import compile_nothing
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture(autouse=True)
 def stance() -> Iterator[None]:

@@ -25,6 +25,8 @@ from kvmig.models import BUNDLED
 from tests.environment import environment
 from tests.vllm_side import ENVIRONMENT
 
+pytestmark = pytest.mark.engine
+
 LOCKS = Path(flags.__file__).parent / "locks"
 
 

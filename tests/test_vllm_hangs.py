@@ -14,6 +14,8 @@ from vllm.v1.engine.core import EngineCoreProc
 from kvmig.engines.vllm import core as core_module
 from kvmig.engines.vllm.core import StepCore
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture
 def core() -> StepCore:

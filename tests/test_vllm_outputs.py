@@ -39,6 +39,8 @@ from kvmig.models import BUNDLED
 from tests.environment import environment
 from tests.vllm_side import ENVIRONMENT
 
+pytestmark = pytest.mark.engine
+
 EACH = RequestOutputKind.DELTA
 
 

@@ -23,7 +23,7 @@ from tests.fake_gpu import FakeGpu, FakeKernels
 from tests.poisoned import make_cache
 from tests.rank_process import BLOCKS, Rank, cache_of
 
-pytestmark = pytest.mark.usefixtures("gpus")
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("gpus")]
 
 RUNS = (48, 4096, 56)
 IDS = [6, 0, 3, 7]

@@ -27,6 +27,8 @@ from kvmig.engines.vllm.sides import (
 from kvmig.engines.vllm.tables import Tables
 from kvmig.ground.errors import MigrationRefused
 
+pytestmark = pytest.mark.engine
+
 
 def request(name: str = "r", tokens: int = 64) -> Request:
     """One that comes."""

@@ -17,6 +17,8 @@ from kvmig.ground.errors import ConfigError, MigrationRefused, UnsupportedLayout
 from kvmig.kernels.driver import LIBRARY, _initialised
 from tests import fake_gpu
 
+pytestmark = pytest.mark.engine
+
 try:
     from vllm.v1.core.kv_cache_planning import _check_enough_kv_cache_memory
 except ImportError:  # before 0.33

@@ -23,6 +23,8 @@ from kvmig.engines.vllm.embedded import EmbeddedVllm
 from kvmig.engines.vllm.groups import one_device
 from kvmig.engines.vllm.serving import ServingVllm
 
+pytestmark = pytest.mark.engine
+
 WAIT_S = 20.0
 
 

@@ -27,6 +27,8 @@ from kvmig.ground.errors import MigrationRefused, UnsupportedLayout
 from tests.environment import environment
 from tests.vllm_side import ENVIRONMENT
 
+pytestmark = pytest.mark.engine
+
 WHYS: tuple[Why, ...] = ("balance", "queue", "defragment", "priority", "drain", "relieve")
 
 
@@ -214,7 +216,6 @@ LAYOUT = "7 kinds of cache"
 TOKENS = 60
 
 
-@pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
 async def test_an_engine_whose_layout_is_refused_answers_and_says_why_nothing_moves(
     monkeypatch: pytest.MonkeyPatch,

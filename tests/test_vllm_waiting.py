@@ -16,6 +16,8 @@ from bench import queues
 if TYPE_CHECKING:
     from kvmig.engines.vllm.load import Holdings
 
+pytestmark = pytest.mark.engine
+
 FEW, MANY = 10, 10_000
 
 

@@ -23,6 +23,8 @@ from kvmig.engines.vllm.units import Page
 from kvmig.engines.vllm.worker import describe_cache, repeat_for_drafts, share_cache
 from kvmig.ground.errors import UnsupportedLayout
 
+pytestmark = pytest.mark.engine
+
 NAMES = ["first", "second", "shares the first's"]
 
 
