@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from bench.replace import counted
+from bench.units import relieve
 from bench.units.gate import ratio
 from bench.units.shift import (
     MODELS,
@@ -25,7 +26,7 @@ from bench.units.shift import (
     summarise,
     wanted,
 )
-from bench.units.site import MIB
+from bench.units.site import BLOCK_BYTES, BLOCK_TOKENS, MIB
 
 ALONE = dict.fromkeys(SIZES, 2.0)
 SIZE = SIZES[0]
@@ -139,3 +140,27 @@ def test_the_gates_cost_is_the_median_ratio_of_bursts_in_a_row() -> None:
     rates = [(90, 100), (990, 1000), (9.8, 10)]
     rows = [{"gated": gated, "plain": plain} for gated, plain in rates]
     assert ratio(rows) == pytest.approx(0.98)
+
+
+def test_a_burst_wants_what_was_guaranteed_and_others_hold_more_than_the_rest() -> None:
+    wanted = relieve.CALLS * -(-sum(relieve.BURST) // BLOCK_TOKENS) * BLOCK_BYTES
+    begun = (relieve.HELD.prompt + relieve.BEGUN) // BLOCK_TOKENS * BLOCK_BYTES
+    held = relieve.STREAMS * begun
+    assert relieve.HERE - held < wanted <= relieve.GUARANTEE
+    ended = relieve.STREAMS * -(-sum(relieve.HELD) // BLOCK_TOKENS) * BLOCK_BYTES
+    assert ended < min(relieve.HERE, relieve.THERE)
+
+
+def test_who_is_relieved_is_compared_with_quotas_alone() -> None:
+    told = {
+        "relieve": [relieve.Told("a-relieve", 1.0, 0.1), relieve.Told("b-relieve", 9.0, 0.02),
+                    relieve.Told("a-relieve", 1.0, 0.1, "it failed")],
+        "quotas": [relieve.Told("a-quotas", 3.0, 0.1), relieve.Told("b-quotas", 9.0, 0.04),
+                   relieve.Told("b-quotas", 9.0, 0.04, wrong=True),
+                   relieve.Told("a-quotas", 3.0, 0.1)],
+    }  # fmt: skip
+    told["relieve"].append(relieve.Told("a-relieve", 1.0, 0.1))
+    figures = relieve.summarise(told, {"relieve": 5, "quotas": 0})
+    assert figures["P99 of the burst's TTFT, quotas alone / relieve"] == pytest.approx(3.0)
+    assert figures["TPOT of the others, relieve / quotas alone"] == pytest.approx(0.5)
+    assert (figures["relieve: failed"], figures["relieve: wrong"]) == (1, 1)

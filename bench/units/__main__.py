@@ -7,6 +7,8 @@ a core, how long a model waits for memory that others have.
 --shift: a load whose heavy model changes, beside the same on static thirds.
 --gate: throughput of engines that ask before each step, beside those that don't; what an engine
 takes of a core while its requests wait for memory.
+--relieve: a burst of a model that has lent its memory to another one, which moves requests away for
+it, or doesn't.
 
 Without any of them: all.
 """
@@ -21,7 +23,7 @@ import time
 from collections.abc import Iterator
 
 from bench import report
-from bench.units import gate, memory, shift
+from bench.units import gate, memory, relieve, shift
 from bench.units.site import MIB
 
 
@@ -38,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parts.add_argument("--memory", action="store_true", help="who has it, how soon it comes")
     parts.add_argument("--shift", action="store_true", help="a load that changes")
     parts.add_argument("--gate", action="store_true", help="what the step gate costs")
+    parts.add_argument("--relieve", action="store_true", help="requests that move away for others")
     root.add_argument("--mib", type=int, help="of the arena of --memory: 1024, or 128 with --quick")
     root.add_argument("--repeats", type=int, help="of --memory: 3, or 1 with --quick")
     root.add_argument("--phase-s", type=float, help="of --shift: 60, or 16 with --quick")
@@ -47,9 +50,11 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--model", default="device40ms", help="of --shift (bench/models.py)")
     root.add_argument("--bursts", type=int, help="pairs, of --gate: 10, or 3 with --quick")
     root.add_argument("--gate-model", default="device10ms", help="of --gate")
+    root.add_argument("--scenes", type=int, help="of --relieve: 6, or 2 with --quick")
+    root.add_argument("--relieve-model", default="device20ms", help="of --relieve")
     options = root.parse_args(argv)
     quick = options.quick
-    every = not (options.memory or options.shift or options.gate)
+    every = not (options.memory or options.shift or options.gate or options.relieve)
     # Else each server has threads for all cores, which wait for the other servers' turns.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     result = report.begin("units", {"quick": quick})
@@ -86,6 +91,14 @@ def main(argv: list[str] | None = None) -> int:
         result.summary |= figures
         result.samples += samples
         result.targets |= gate.TARGETS
+    if every or options.relieve:
+        scenes = options.scenes or (2 if quick else 6)
+        result.settings |= {"scenes": scenes, "relieve_model": options.relieve_model}
+        with said("relieve"):
+            figures, samples = relieve.relieve(scenes, options.relieve_model)
+        result.summary |= figures
+        result.samples += samples
+        result.targets |= relieve.TARGETS
     return report.finish(result, options)
 
 
