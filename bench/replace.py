@@ -8,7 +8,8 @@ Of each client in each leg: its longest wait between two tokens, over its median
 long window without a change just before. Then the same with faults, at each wave of the plan: the
 executor is killed and another one started; an instance is killed that requests leave, or to which
 they go, or that starts. Every answer must be right and whole, and the end the placement that was
-wanted.
+wanted. kvmig runs no request a third time that may have crashed two instances, so a fault waits
+until all answers have ended that the last one may have met.
 
 On a host without GPUs a unit is a name, and its memory what the placement's file says.
 """
@@ -146,6 +147,14 @@ class Client:
     def longest_ms(self, begin: float, end: float) -> float:
         """The longest wait that touches the window."""
         return max((longest_ms(each, begin, end) for each in self.arrivals), default=0.0)
+
+
+async def renewed(clients: Sequence[Client]) -> None:
+    """Wait until nobody has the answer any more that is under way now."""
+    now = [one.answers for one in clients]
+    async with asyncio.timeout(LEG_S):
+        while any(one.answers == at for one, at in zip(clients, now, strict=True)):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 # -- the site
@@ -388,6 +397,8 @@ async def measure(
                 words += ["--deployment", f"{model}={served.url}"]
                 words += ["--start", f"{model}={start_s:.2f}"]
             report.say(f"to {leg.to}" + (f", {fault} killed at wave {wave}" if fault else ""))
+            if fault:
+                await renewed(everybody)
             await run_leg(site, Executor(words), leg, everybody)
             legs.append(leg)
         for one in everybody:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from bench.replace import (
     Leg,
     counted,
     placement_text,
+    renewed,
     summarise,
     victim,
 )
@@ -73,3 +75,14 @@ def test_a_fault_meets_one_that_the_wave_is_about(
 ) -> None:
     places = {"a": {"left"}, "b": {"left", "right"}, "c": {"right"}}
     assert victim(fault, steps, places) == hit
+
+
+async def test_a_fault_waits_until_every_client_has_another_answer() -> None:
+    clients = [Client("a", "m", "u", random.Random(number), answers=3) for number in range(2)]
+    waiting = asyncio.create_task(renewed(clients))
+    await asyncio.sleep(0)
+    clients[0].answers += 1
+    await asyncio.sleep(0.25)
+    assert not waiting.done()
+    clients[1].answers += 1
+    await asyncio.wait_for(waiting, 5)
