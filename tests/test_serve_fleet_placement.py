@@ -23,7 +23,7 @@ AFTER = {"left": "a c", "right": "a b"}
 
 
 def body(units: dict[str, str], **more: bool) -> dict[str, Any]:
-    return {"placement": tomllib.loads(placement_text(**units)), **more}
+    return {"placement": tomllib.loads(placement_text(0, **units)), **more}
 
 
 @pytest.fixture

@@ -24,10 +24,11 @@ from bench.load.drive import Driver
 from bench.load.orders import SetRate
 from bench.load.rounds import BODY, IN_FLIGHT
 from bench.load.sites import Setup, Site
-from bench.proxy.__main__ import INSTANCES, KEY, STREAMS, direct, kvmig
+from bench.proxy.__main__ import INSTANCES, KEY, direct, kvmig
 from bench.proxy.others import Make, nginx, wait_for
 from kvmig_tools.served import free_port
 
+STREAMS = 1000
 PACE = 2_000
 """Tokens a second of all streams: so few that a front end keeps up beside all others here, and each
 comes in a read of its own."""
