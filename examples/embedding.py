@@ -10,7 +10,7 @@ import asyncio
 import kvmig
 from kvmig.engines.toy import factory
 
-PROMPT, LENGTH = list(range(100)), 40
+PROMPT, LENGTH = list(range(100)), 400
 
 
 async def main() -> None:
