@@ -77,9 +77,8 @@ class Api:
 
 
 @pytest.fixture
-async def api(sqlite_place: Place) -> AsyncIterator[Api]:
-    """Over one kind of database; test_fleet_store.py asks stores in all kinds."""
-    made = Api(sqlite_place)
+async def api(place: Place) -> AsyncIterator[Api]:
+    made = Api(place)
     await made.backend.stored(made.store.open)
     yield made
     await made.close()
