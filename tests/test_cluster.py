@@ -56,6 +56,7 @@ class Process:
     def __init__(self, launch: LlumletLaunch, broken: str, weights: str) -> None:
         self.launch = launch
         self.load = IDLE
+        self.untold = 0
         self.state = "serving"
         self.silent = False
         self.stopped = False
@@ -84,8 +85,9 @@ class Process:
             with suppress(TransportError):
                 name = self.launch.instance
                 report = LoadReport(
-                    name, seq, self.load, 0, 0, state=self.state, weights=self.weights
-                )
+                    name, seq, self.load, 0, 0, state=self.state, weights=self.weights,
+                    untold=self.untold,
+                )  # fmt: skip
                 self._server.send(listener, report)
 
     async def send(self, data: bytes) -> None:
@@ -311,6 +313,18 @@ async def test_one_that_is_to_leave_ends_when_it_is_empty() -> None:
         it.launcher.process("i0").load = IDLE
         await it.hears(i1="serving")
         await until(lambda: it.launcher.process("i0").stopped)
+
+
+async def test_one_leaves_only_once_front_ends_know_where_its_requests_went() -> None:
+    async with world() as it:
+        process = it.launcher.process("i0")
+        process.untold = 1
+        await it.link.order(drain("i0", leave=True))
+        await until(lambda: process.state == "draining")
+        await asyncio.sleep(0.3)
+        assert it.front.states() == {"i0": "draining", "i1": "serving"}
+        process.untold = 0
+        await it.hears(i1="serving")
 
 
 async def test_after_the_deadline_front_ends_are_told_to_go_on_elsewhere() -> None:

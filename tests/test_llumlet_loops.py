@@ -23,6 +23,7 @@ from kvmig.controlplane.messages import (
     ListRequests,
     LoadReport,
     Migrate,
+    Migrated,
     OrderDone,
     Overrun,
     Pair,
@@ -41,6 +42,7 @@ from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports import shm
+from tests.fake_llumlet import report
 from tests.unit_site import agent
 from tests.waiting import until
 
@@ -75,6 +77,15 @@ class FrontEnd:
             while not isinstance(message := (await self.client.recv())[0], kind):
                 pass
             return message
+
+    async def hears_untold(self, count: int) -> None:
+        """Until a report says so; nothing that comes before Migrated is passed over."""
+        async with asyncio.timeout(10):
+            while True:
+                message = (await self.client.recv())[0]
+                assert not isinstance(message, Migrated)
+                if isinstance(message, LoadReport) and message.untold == count:
+                    return
 
     async def requests(self) -> set[str]:
         self.client.send(ListRequests(1))
@@ -123,6 +134,24 @@ async def test_an_abort_of_many_ends_all_though_one_has_left_for_an_instance_tha
         monkeypatch.setattr(it._host, "send_to", gone)
         front.client.send(AbortRequests(["gone", "a", "b"]))
         assert await front.requests() == set()
+
+
+async def test_a_migration_is_reported_until_front_ends_were_told_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = asyncio.Event()
+
+    async def migrate(*_: Any, **__: Any) -> MigrationReport:
+        await over.wait()
+        return report()
+
+    async with llumlet(Toy()) as it, front_end(it) as front:
+        monkeypatch.setattr(it._migrations, "migrate", migrate)
+        front.client.send(Migrate(1, "r", "1", "tcp://127.0.0.1:1"))
+        await front.hears_untold(1)
+        over.set()
+        await front.hear(Migrated)
+        await front.hears_untold(0)
 
 
 async def test_a_front_end_that_connects_again_has_no_runs_of_before() -> None:

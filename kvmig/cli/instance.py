@@ -311,12 +311,16 @@ class Instance:
         return self._says("draining") and self._held() == 0 and self._cluster.others_serve(self)
 
     def _held(self) -> int | None:
-        """Requests and migrations on it, as last reported; None: nothing was."""
+        """Requests and migrations on it, as last reported; None: nothing was.
+
+        A migration counts until front ends know how it ended: they would take a request that has
+        gone, and has no token there yet, for lost with this instance, and run it again.
+        """
         report = None if self._link is None else self._link.report
         if report is None:
             return None
-        load = report.load
-        return load.running + load.waiting + report.migrations_in + report.migrations_out
+        load, moving = report.load, report.migrations_in + report.migrations_out
+        return load.running + load.waiting + moving + report.untold
 
     def _says(self, state: str) -> bool:
         """Whether the llumlet says so itself: until then dispatch still sends requests there."""

@@ -125,6 +125,8 @@ class Llumlet:
         self._tasks: set[asyncio.Task[object]] = set()
         self._headroom: dict[int, float] = {}
         self._told_weights = engine.layout.weights
+        self._untold = 0
+        """See `LoadReport`."""
         self._reporter = Reporter(
             config.heartbeat_interval_ms, config.faults.step_timeout_s, monotonic()
         )
@@ -330,19 +332,23 @@ class Llumlet:
         track = self._tracking.get(request_id)
         gateway = track.gateway if track else ""
         epoch = track.epoch if track else 0
-        report = await self._migrations.migrate(
-            request_id,
-            order.destination,
-            order.endpoint,
-            gateway=gateway,
-            epoch=epoch,
-            urgent=why in URGENT,
-            inexact=self._config.scheduler.inexact_moves or bool(by_hand and by_hand.inexact),
-        )
-        ended = Migrated(0, msgspec.structs.replace(report, why=why), gateway, epoch)
-        if by_hand:
-            self._send(asker, msgspec.structs.replace(ended, call_id=by_hand.call_id))
-        self._tell(ended, but=asker)
+        self._untold += 1
+        try:
+            report = await self._migrations.migrate(
+                request_id,
+                order.destination,
+                order.endpoint,
+                gateway=gateway,
+                epoch=epoch,
+                urgent=why in URGENT,
+                inexact=self._config.scheduler.inexact_moves or bool(by_hand and by_hand.inexact),
+            )
+            ended = Migrated(0, msgspec.structs.replace(report, why=why), gateway, epoch)
+            if by_hand:
+                self._send(asker, msgspec.structs.replace(ended, call_id=by_hand.call_id))
+            self._tell(ended, but=asker)
+        finally:
+            self._untold -= 1
         return ended.report
 
     # -- what the engine gives
@@ -421,7 +427,7 @@ class Llumlet:
         moving = (self._migrations.incoming, self._migrations.outgoing)
         shared = None if self._member is None else self._member.state
         promised = shared and shared.guarantee
-        if not self._reporter.due(now, state, load, *moving, weights, promised):
+        if not self._reporter.due(now, state, load, *moving, weights, promised, self._untold):
             return
         self._told_weights = weights
         report = LoadReport(
@@ -438,6 +444,7 @@ class Llumlet:
             weights=weights,
             numerics=self._engine.numerics,
             shared=shared,
+            untold=self._untold,
         )
         for sender in self._fronts.listeners():
             self._send(sender, report)

@@ -76,6 +76,9 @@ class LoadReport(Message, frozen=True, tag=True):
     """Numerics class: nothing moves to another one unless somebody has said so."""
     shared: InUnit | None = None
     """None: its KV cache is its own alone."""
+    untold: int = 0
+    """Migrations of which front ends weren't told yet how they ended. A request may have gone by
+    one, and nobody but this llumlet know where it is."""
 
 
 class Overrun(Message, frozen=True, tag=True):
