@@ -7,7 +7,7 @@ import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -102,13 +102,24 @@ class StreamFailed(Exception):
     """The server has ended the stream with an error object."""
 
 
+class Door(NamedTuple):
+    """Where a model of a fleet is reached."""
+
+    url: str
+    model: str
+    key: str
+
+
 class Stream:
     """One streaming call; `answer` grows while it runs."""
 
-    def __init__(self, served: Served, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, served: Served | Door, path: str, body: dict[str, Any]) -> None:
         self.answer = Answer(request_id=uuid.uuid4().hex)
         self._served = served
         self._path = path
+        self._headers = {"x-request-id": self.answer.request_id}
+        if isinstance(served, Door):
+            self._headers["authorization"] = f"Bearer {served.key}"
         options = {"include_usage": True, "continuous_usage_stats": True}
         self._body = {
             "model": served.model, "stream": True, "stream_options": options, **body
@@ -123,7 +134,7 @@ class Stream:
                 "POST",
                 f"{self._served.url}{self._path}",
                 json=self._body,
-                headers={"x-request-id": self.answer.request_id},
+                headers=self._headers,
             ) as response,
         ):
             assert response.headers["x-request-id"] == self.answer.request_id
@@ -131,7 +142,7 @@ class Stream:
                 raise AssertionError((await response.aread()).decode())
             async for line in response.aiter_lines():
                 data = line.removeprefix("data: ")
-                if not data or data == "[DONE]":
+                if data in (line, "[DONE]"):  # empty, or a comment while a model starts
                     continue
                 chunk = json.loads(data)
                 if "error" in chunk:
