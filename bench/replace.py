@@ -64,6 +64,8 @@ FLAGS = (
     "--shutdown-timeout=2",
 )
 TOKENS = (100, 400)
+"""Least and most of an answer."""
+QUICK_TOKENS = (50, 150)
 FAULTS = [
     *(("source", wave) for wave in (1, 2, 3, 4)),
     *(("start", wave) for wave in (2, 4)),
@@ -115,6 +117,7 @@ class Client:
     model: str
     url: str
     chance: random.Random
+    lengths: tuple[int, int] = TOKENS
     arrivals: list[list[Arrival]] = field(default_factory=list)
     """Of each answer."""
     answers: int = 0
@@ -124,7 +127,7 @@ class Client:
     async def run(self, http: aiohttp.ClientSession) -> None:
         """Until told to stop; then the present answer is the last."""
         while not self.stopping:
-            start, tokens = self.chance.randrange(8000), self.chance.randint(*TOKENS)
+            start, tokens = self.chance.randrange(8000), self.chance.randint(*self.lengths)
             prompt = list(f"Count: {start:04} {start + 1:04}".encode())
             stream = Stream(http, self.url, self.model, prompt, tokens)
             self.arrivals.append(stream.arrivals)
@@ -373,13 +376,13 @@ async def look(site: Site, leg: Leg) -> None:
 
 async def measure(
     servers: dict[str, Served], folder: Path, clients: int, faults: Sequence[tuple[str, int]],
-    trips: int,
+    trips: int, lengths: tuple[int, int],
 ) -> tuple[list[Leg], list[Client]]:  # fmt: skip
-    """trips: there and back without a fault."""
+    """trips: there and back without a fault. lengths: of answers."""
     async with session() as http:
         site = Site(servers, http)
         everybody = [
-            Client(model, servers[model].model, servers[model].url, random.Random(number))
+            Client(model, servers[model].model, servers[model].url, random.Random(number), lengths)
             for number, model in zip(range(clients), itertools.cycle(MODELS), strict=False)
         ]
         running = [asyncio.create_task(one.run(http)) for one in everybody]
@@ -471,7 +474,9 @@ def main(argv: list[str] | None = None) -> int:
             )
         report.say("starting three models")
         with all_up(list(servers.values())):
-            legs, clients = uvloop.run(measure(servers, Path(folder), streams, faults, trips))
+            lengths = QUICK_TOKENS if options.quick else TOKENS
+            seen = measure(servers, Path(folder), streams, faults, trips, lengths)
+            legs, clients = uvloop.run(seen)
     result.samples = [asdict(leg) for leg in legs]
     result.samples += [{"wrong": words} for one in clients for words in one.wrong]
     result.summary = summarise(legs, clients)
