@@ -91,13 +91,13 @@ ADAPTER = ("pytest", "-q", "tests/test_vllm_adapter.py")
 ENGINE = "engine and not long"
 SOME = "[async and (left_alone or behind_a_long or preempted_at_the_destination)"
 """What differs most between engines: a move there and back, in a prefill, to a full engine. Steps
-that don't overlap: of servers, in test_serve_upgrade.py."""
+that don't overlap: tests/test_zoo.py, and of servers tests/test_serve_upgrade.py."""
 ON_NEXT = Check(f"the adapter on vLLM {NEXT}", (*ADAPTER, "-k", SOME), marks=ENGINE, tree=NEXT)
 V2 = (*ADAPTER, "-p", "tests.runner_v2")
 ON_V2 = Check("the adapter on model runner V2", (*V2, "-k", SOME), marks=ENGINE)
 KINDS = ("tests/test_vllm_kinds.py", "tests/test_vllm_lora.py", "tests/test_vllm_offload.py")
-ALL_ON_V2 = Check("all of the adapter on model runner V2", (*V2, *KINDS), marks=ENGINE)
-NEXT_ON_V2 = Check(f"all of it on vLLM {NEXT}", (*V2, *KINDS), marks=ENGINE, tree=NEXT)
+ALL_ON_V2 = Check("all of the adapter on model runner V2", (*V2, *KINDS), marks="engine")
+NEXT_ON_V2 = Check(f"all of it on vLLM {NEXT}", (*V2, *KINDS), marks="engine", tree=NEXT)
 ALL_ON_NEXT = Check(
     f"all tests of the adapter on vLLM {NEXT}",
     ("pytest", "-q", *(str(path) for path in sorted((ROOT / "tests").glob("test_vllm_*.py")))),

@@ -100,7 +100,13 @@ def engines() -> Iterator[Engines]:
     engines.close()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="sync", marks=pytest.mark.long),  # test_zoo's always are
+        pytest.param(True, id="async"),
+    ],
+)
 def configurations(request: pytest.FixtureRequest) -> tuple[Configuration, Configuration]:
     """Of the engines in `pair`; a module that wants others has its own fixture of this name."""
     wanted = Configuration(async_scheduling=request.param)

@@ -255,6 +255,7 @@ def test_the_benchmark_for_a_gpu_moves_streams_by_cuda_ipc(
 # -- other ways to run an engine
 
 
+@pytest.mark.long
 async def test_steps_that_do_not_overlap_move_as_exactly(nursery: Nursery, tmp_path: Path) -> None:
     with machine(nursery, tmp_path) as at:
         are(at, "V1", False)

@@ -56,7 +56,13 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", CALLS)
+SELDOM = ("greedy", "seeded with top-k", "penalties", "log-probabilities")
+"""What other kinds hold too, or tests/test_vllm_adapter.py at the engine."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=pytest.mark.long if one in SELDOM else ()) for one in CALLS]
+)
 async def test_a_call_moved_twice_equals_the_one_left_alone(served: Served, kind: str) -> None:
     path, body = CALLS[kind]
     unmoved = await run_unmoved(served, path, body)

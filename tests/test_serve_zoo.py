@@ -70,7 +70,13 @@ def body(prompt: str, tokens: int, **fields: Any) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="greedy", marks=pytest.mark.long),
+        pytest.param({"temperature": 0.9, "seed": 7}, id="seeded"),
+    ],
+)
 async def test_a_stream_moved_there_and_back_equals_one_left_alone(
     served: Served, fields: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
