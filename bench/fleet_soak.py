@@ -91,25 +91,36 @@ def samples_of(fleet: FleetUp, at_s: float) -> list[Sample]:
 
 
 def grown(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """Of each part the medians of both ends in the process that grew most, and its growth."""
-    series: dict[tuple[str, int], list[Sample]] = {}
+    """Of each part the medians of both ends in the process that grew most, and its growth; of open
+    files those of all its processes together, for a connection comes to any of them."""
+    of_part: dict[str, dict[int, list[Sample]]] = {}
     for one in samples:
-        series.setdefault((one.part, one.pid), []).append(one)
-    found: dict[str, tuple[float, float]] = {}
-    for (part, _), rows in series.items():
-        first = [one for one in rows if one.at_s <= seconds / ENDS]
-        last = [one for one in rows if one.at_s >= seconds - seconds / ENDS]
-        if not (first and last):
-            continue
-        for figure in FLAT:
-            ends = tuple(median(getattr(one, figure) for one in end) for end in (first, last))
-            name = f"{part} {figure}"
-            found[name] = max(found.get(name, ends), ends, key=lambda pair: pair[1] - pair[0])
-    return {
-        f"{name} {word}": round(value, 2)
-        for name, (first, last) in sorted(found.items())
-        for word, value in (("first", first), ("last", last), ("growth", last - first))
-    }
+        of_part.setdefault(one.part, {}).setdefault(one.pid, []).append(one)
+    found: dict[str, float] = {}
+    for part, processes in sorted(of_part.items()):
+        ends = [(_early(rows, seconds), _late(rows, seconds)) for rows in processes.values()]
+        lasting = [(first, last) for first, last in ends if first and last]
+        for figure in FLAT if lasting else ():
+            pairs = [(_median(first, figure), _median(last, figure)) for first, last in lasting]
+            if figure == "fds":
+                first, last = (sum(values) for values in zip(*pairs, strict=True))
+            else:
+                first, last = max(pairs, key=lambda pair: pair[1] - pair[0])
+            for word, value in (("first", first), ("last", last), ("growth", last - first)):
+                found[f"{part} {figure} {word}"] = round(value, 2)
+    return found
+
+
+def _early(rows: Sequence[Sample], seconds: float) -> list[Sample]:
+    return [one for one in rows if one.at_s <= seconds / ENDS]
+
+
+def _late(rows: Sequence[Sample], seconds: float) -> list[Sample]:
+    return [one for one in rows if one.at_s >= seconds - seconds / ENDS]
+
+
+def _median(rows: Sequence[Sample], figure: str) -> float:
+    return float(median(getattr(one, figure) for one in rows))
 
 
 # -- the load
