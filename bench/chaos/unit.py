@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -44,12 +44,25 @@ TARGETS: dict[str, report.Target] = {
 @dataclass
 class Away:
     """One end of the agent. began: when it was seen, LOOK_S later at most, by a steady clock;
-    members: processes that it had; back_s: until all of them that still live were connected to
-    the next one; negative: they never were before that ended, too."""
+    members: processes that it had; back_s: until all of them that run were connected to the next
+    one; negative: they never were before that ended, too."""
 
     began: float
     members: list[int]
     back_s: float = -1.0
+
+
+def whole(members: Iterable[int], shares: Iterable[Share]) -> bool:
+    """Whether all members that run are connected. One that a fault has stopped can't be."""
+    connected = {one.process for one in shares if one.connected}
+    return all(pid in connected or not _runs(pid) for pid in members)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 @dataclass
@@ -115,12 +128,8 @@ class Unit:
         if leased > self.most_leased:
             self.most_leased, self.at_most = leased, shares
         self._members = [one.process for one in shares]
-        if self.ends and self.ends[-1].back_s < 0 and self._whole(shares):
+        if self.ends and self.ends[-1].back_s < 0 and whole(self.ends[-1].members, shares):
             self.ends[-1].back_s = time.monotonic() - self.ends[-1].began
-
-    def _whole(self, shares: list[Share]) -> bool:
-        connected = {one.process for one in shares if one.connected}
-        return all(pid in connected or not psutil.pid_exists(pid) for pid in self.ends[-1].members)
 
     def figures(self) -> dict[str, Any]:
         """Of the run."""
