@@ -117,7 +117,7 @@ def test_the_number_stays_within_bounds_and_a_round_does_one_thing(
 @given(requests=st.integers(0, 600), blocks=st.integers(1, 40), instances=st.integers(1, 8))
 def test_a_constant_load_settles(requests: int, blocks: int, instances: int) -> None:
     scaler, count, changes = Scaler(CONFIG), instances, list[int]()
-    for now in range(600):
+    for now in range(1000):
         share = -(-requests // count)
         used = min(share * blocks, 851)
         view = ClusterView(now, tuple(instance(str(at), used, share) for at in range(count)))

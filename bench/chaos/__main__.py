@@ -87,10 +87,11 @@ def main(argv: list[str] | None = None) -> int:
     with Place() as place:
         unit = Unit(place) if options.units else None
         faults = plan(options.seed, load.seconds, options.every, place.private, options.units)
+        flags = [*load.flags, *(unit.flags if unit else ())]
         settings = {
             "minutes": minutes, "seed": load.seed, "every_s": options.every,
             "clients": load.clients, "moves_per_s": load.moves_per_s,
-            "flags": [*load.flags, *(unit.flags if unit else ())],
+            "flags": [flag.replace(f"{place.folder}/", "") for flag in flags],
             "private_shm_and_log": place.private, "clock": place.faked,
         }  # fmt: skip
         result = report.begin("chaos-units" if unit else "chaos", settings)

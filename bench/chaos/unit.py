@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from msgspec.structs import replace
 
 from bench import report
 from bench.chaos.place import Place
@@ -126,7 +127,9 @@ class Unit:
         self.looks += 1
         leased = sum(one.lease for one in shares)
         if leased > self.most_leased:
-            self.most_leased, self.at_most = leased, shares
+            self.most_leased = leased
+            # A result names models, no folders.
+            self.at_most = [replace(one, model=Path(one.model).name) for one in shares]
         self._members = [one.process for one in shares]
         if self.ends and self.ends[-1].back_s < 0 and whole(self.ends[-1].members, shares):
             self.ends[-1].back_s = time.monotonic() - self.ends[-1].began
