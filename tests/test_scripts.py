@@ -289,7 +289,7 @@ def test_a_tree_whose_borrowed_kernels_have_gone_is_made_anew(
         fetched.append(version)
 
     monkeypatch.setattr(made, "_unpack", unpack)
-    monkeypatch.setattr(made, "pip", lambda what, *words: fetched.append(words[-1]))
+    monkeypatch.setattr(made, "install", lambda what, *words: fetched.append(words[-1]))
 
     tree = made.install_tree("1", tmp_path)
     assert made.install_tree("1", tmp_path) == tree
@@ -307,11 +307,11 @@ def test_on_a_gpu_a_tree_brings_all_that_its_kernels_need(
     made = setup_env.Setup(tmp_path / "venv", "cuda")
     asked: list[tuple[str, ...]] = []
 
-    def pip(what: str, *words: str) -> None:
+    def install(what: str, *words: str) -> None:
         asked.append(words)
         (tmp_path / "1" / "vllm").mkdir(parents=True)
 
-    monkeypatch.setattr(made, "pip", pip)
+    monkeypatch.setattr(made, "install", install)
     tree = made.install_tree("1", tmp_path)
 
     assert asked == [("--target", str(tree), "vllm==1")]
@@ -350,6 +350,7 @@ def test_a_full_disk_is_seen_before_anything_is_made(
         ("note\nERROR: No matching distribution found for x\nhint", "No matching distribution"),
         ("ERROR: Could not install\nOSError: [Errno 28] No space left on device", "no space left"),
         ("error: subprocess-exited-with-error\n  error: no compiler", "no compiler"),
+        ("error: No solution found\n  cause: Because x was not found", "Because x was not found"),
         ("", "no output"),
         ("killed", "killed"),
     ],
@@ -364,6 +365,24 @@ def test_a_failed_step_is_one_sentence_with_the_place_of_its_output(tmp_path: Pa
     with pytest.raises(setup_env.SetupError) as caught:
         steps.run("torch", command)
     assert str(caught.value) == f"torch failed: nothing fits (all of it in {steps.log})"
+
+
+def test_packages_come_from_where_pip_takes_them() -> None:
+    listing = "\n".join(
+        [
+            "global.index-url='https://mirror.example/simple'",
+            ":env:.extra-index-url='https://one.example https://two.example'",
+            "global.extra-index-url='https://other.example'",
+            "global.find-links='\\n/wheels\\n/more'",
+            "global.timeout='60'",
+        ]
+    )
+    assert setup_env.uv_environment(listing) == {
+        "UV_DEFAULT_INDEX": "https://mirror.example/simple",
+        "UV_INDEX": "https://one.example https://two.example",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_FIND_LINKS": "/wheels,/more",
+    }
 
 
 def fake_smi(folder: Path, script: str) -> str:
