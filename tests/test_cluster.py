@@ -23,6 +23,7 @@ from kvmig.controlplane.messages import (
     ClusterMessage,
     DrainInstance,
     Evacuate,
+    InUnit,
     LoadReport,
     Member,
     Members,
@@ -37,7 +38,7 @@ from kvmig.gateway.errors import LauncherGone, OrderFailed
 from kvmig.gateway.launcher import LauncherLink, Membership, News
 from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
-from kvmig.ground.config import ClusterConfig, LifecycleConfig
+from kvmig.ground.config import ClusterConfig, LifecycleConfig, UnitConfig
 from kvmig.ground.errors import ConfigError, StartupError, TransportError
 from kvmig.ground.priorities import NORMAL
 from kvmig.kvtransfer.link import Server
@@ -57,6 +58,7 @@ class Process:
         self.launch = launch
         self.load = IDLE
         self.untold = 0
+        self.shared: InUnit | None = None
         self.state = "serving"
         self.silent = False
         self.stopped = False
@@ -86,7 +88,7 @@ class Process:
                 name = self.launch.instance
                 report = LoadReport(
                     name, seq, self.load, 0, 0, state=self.state, weights=self.weights,
-                    untold=self.untold,
+                    untold=self.untold, shared=self.shared,
                 )  # fmt: skip
                 self._server.send(listener, report)
 
@@ -194,7 +196,8 @@ class World:
 
         self.launcher = FakeLauncher()
         self.said: list[str] = []
-        config = ClusterConfig(lifecycle=lifecycle)
+        unit = UnitConfig(path="unit", guarantee=400, model="m")
+        config = ClusterConfig(lifecycle=lifecycle, unit=unit)
 
         def check_tree(folder: str) -> str:
             if folder != "/new":
@@ -369,6 +372,36 @@ async def test_one_that_dies_is_started_again_under_its_name() -> None:
         await it.hears(i0="serving", i1="serving")
         assert it.front.members[0].endpoint != before
         assert "instance i0 is gone (killed by SIGKILL), again in 0.5 s" in it.said
+
+
+async def asks(it: World, name: str, size: int) -> None:
+    """It was told to ask for that guarantee, and its launcher has heard so."""
+    shared = InUnit(0, 0, 0, 0.0, connected=True, asked=size)
+    it.launcher.process(name).shared = shared
+
+    def heard() -> bool:
+        link = it.cluster._instances[name]._link
+        return link is not None and link.report is not None and link.report.shared == shared
+
+    await until(heard)
+
+
+def guarantee(process: Process) -> int:
+    unit = process.launch.config.unit
+    assert unit is not None
+    return unit.guarantee
+
+
+async def test_one_that_dies_is_started_again_with_the_guarantee_that_it_was_told() -> None:
+    async with world() as it:
+        assert guarantee(it.launcher.process("i0")) == 400
+        await asks(it, "i0", 700)
+        it.launcher.process("i0").die()
+        await until(lambda: len(it.launcher.starts) == 3)
+        assert guarantee(it.launcher.process("i0")) == 700
+        it.launcher.process("i0").die()
+        await until(lambda: len(it.launcher.starts) == 4)
+        assert guarantee(it.launcher.process("i0")) == 700, "though it hasn't said so since"
 
 
 async def test_one_that_is_silent_for_long_is_ended_and_started_again(

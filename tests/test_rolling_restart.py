@@ -6,7 +6,7 @@ import pytest
 
 from kvmig.controlplane.messages import AddInstances, RestartInstances, StopDrain
 from kvmig.gateway.errors import OrderFailed
-from tests.test_cluster import BUSY, IDLE, World, drain, world
+from tests.test_cluster import BUSY, IDLE, World, asks, drain, guarantee, world
 from tests.waiting import until
 
 
@@ -40,6 +40,24 @@ async def test_an_instance_goes_when_it_is_empty_and_the_next_when_it_serves() -
         it.launcher.process("i0").load = IDLE
         await until(lambda: starts(it) == ["i0", "i1", "i0", "i1"])
         await it.hears(i0="serving", i1="serving")
+
+
+async def test_one_starts_again_with_the_guarantee_that_it_was_told() -> None:
+    async with world() as it:
+        await asks(it, "i1", 0)
+        await restart(it)
+        await until(lambda: "rolling restart: done" in it.said)
+        assert [guarantee(one) for one in it.launcher.starts] == [400, 400, 400, 0]
+
+
+async def test_one_that_can_not_be_another_engine_is_the_old_one_with_its_new_guarantee() -> None:
+    async with world() as it:
+        await asks(it, "i0", 700)
+        it.launcher.bad_tree = "/new"
+        await restart(it, "i0", tree="/new")
+        await until(lambda: any("rolling restart: stopped" in said for said in it.said))
+        await until(lambda: len(it.launcher.starts) == 4)
+        assert [guarantee(one) for one in it.launcher.starts[2:]] == [700, 700]
 
 
 async def test_only_those_that_are_named_start_again() -> None:

@@ -110,7 +110,9 @@ async def test_a_member_says_what_it_has_and_is_promised(path: Path) -> None:
         one = member(path, "a", engine, guarantee=8)
         await one.join()
         engine.wanted = 9
-        assert one.state == InUnit(64 * MIB, 9 * MIB, 8 * MIB, 0.0, connected=True, used=0)
+        assert one.state == InUnit(
+            64 * MIB, 9 * MIB, 8 * MIB, 0.0, connected=True, used=0, asked=8 * MIB
+        )
         one.close()
         assert not one.state.connected
 
@@ -123,7 +125,11 @@ async def test_a_guarantee_that_changes_is_told_to_the_next_agent_too(path: Path
         running = asyncio.create_task(one.run())
         await one.guarantee(16 * MIB)
         assert ledger.guarantees() == {"a": 16 * MIB}
-        assert one.state.guarantee == 16 * MIB
+        assert (one.state.guarantee, one.state.asked) == (16 * MIB, 16 * MIB)
+        await one.guarantee(0)
+        await until(lambda: one.state.guarantee == 64 * MIB)
+        assert one.state.asked == 0, "a fair part, which others may make smaller"
+        await one.guarantee(16 * MIB)
     async with agent(path) as ledger:
         await until(lambda: ledger.guarantees().get("a") == 16 * MIB)
     running.cancel()

@@ -112,10 +112,14 @@ class Instance:
         await asyncio.wait([self._task])
 
     @property
+    def _report(self) -> LoadReport | None:
+        """The last one of its present process."""
+        return None if self._link is None else self._link.report
+
+    @property
     def weights(self) -> str:
         """The identity of its weights, once its process has reported it; empty before."""
-        report = None if self._link is None else self._link.report
-        return "" if report is None else report.weights
+        return "" if self._report is None else self._report.weights
 
     def drain(self, deadline: Deadline, leave: bool) -> None:
         """Let its requests go elsewhere; called again: with this deadline.
@@ -237,9 +241,18 @@ class Instance:
             self._served_s = _now() - ready
             return how
         finally:
+            self._keep_guarantee()
             self._link, self._endpoint = None, ""
             self._set("starting", "its process is gone")
             await self._end(link, handle)
+
+    def _keep_guarantee(self) -> None:
+        """What the process was told to ask of its unit, the next one asks, too."""
+        config, shared = self._launch.config, None if self._report is None else self._report.shared
+        if shared is None or shared.asked is None or config.unit is None:
+            return
+        unit = replace(config.unit, guarantee=shared.asked)
+        self._launch = replace(self._launch, config=replace(config, unit=unit))
 
     async def _end(self, link: LlumletLink | None, handle: Handle) -> None:
         """To the end, whatever comes meanwhile: a process that hangs would keep its memory."""
@@ -316,7 +329,7 @@ class Instance:
         A migration counts until front ends know how it ended: they would take a request that has
         gone, and has no token there yet, for lost with this instance, and run it again.
         """
-        report = None if self._link is None else self._link.report
+        report = self._report
         if report is None:
             return None
         load, moving = report.load, report.migrations_in + report.migrations_out
@@ -324,8 +337,7 @@ class Instance:
 
     def _says(self, state: str) -> bool:
         """Whether the llumlet says so itself: until then dispatch still sends requests there."""
-        report = None if self._link is None else self._link.report
-        return report is not None and report.state == state
+        return self._report is not None and self._report.state == state
 
     def _want(self, state: Literal["serving", "draining"], detail: str) -> None:
         self._wanted = SetState(state)

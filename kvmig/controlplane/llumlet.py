@@ -426,7 +426,7 @@ class Llumlet:
         load, weights = self._engine.load(), self._engine.layout.weights
         moving = (self._migrations.incoming, self._migrations.outgoing)
         shared = None if self._member is None else self._member.state
-        promised = shared and shared.guarantee
+        promised = shared and (shared.guarantee, shared.asked)
         if not self._reporter.due(now, state, load, *moving, weights, promised, self._untold):
             return
         self._told_weights = weights

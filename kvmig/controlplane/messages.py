@@ -45,6 +45,8 @@ class InUnit(msgspec.Struct, frozen=True):
     """Whether the unit's agent is there."""
     used: int = 0
     """By requests that run."""
+    asked: int | None = None
+    """The guarantee that it was told to ask for; 0: a fair part. None: an older llumlet's."""
 
 
 class LoadReport(Message, frozen=True, tag=True):

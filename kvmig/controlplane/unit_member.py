@@ -156,6 +156,7 @@ class UnitMember:
             waited_s=self.gate.waited_s,
             connected=self.connected,
             used=use.used,
+            asked=self._claim.guarantee,
         )
 
     def close(self) -> None:

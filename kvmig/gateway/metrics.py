@@ -219,7 +219,7 @@ _OF_UNIT = {
     "used": ("kvmig_unit_used_bytes", "KV cache of its unit that running requests hold."),
     "connected": ("kvmig_unit_connected", "1 while its unit's agent is there, else 0."),
 }
-assert set(_OF_UNIT) == set(InUnit.__struct_fields__)
+assert {*_OF_UNIT, "asked"} == set(InUnit.__struct_fields__)
 assert _GAUGES.keys() <= {field.name for field in fields(InstanceRow)}
 
 
