@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvmig.gateway.meter import Meter
 
 REMEMBERED = 4096
-"""Ended requests that are still told apart from unknown ones."""
+"""Names of ended requests, up to three of each, that are still told apart from unknown ones."""
 PATIENCE_S = 12.0
 """Longest wait for news of missing instances: a launcher ends a silent one after 10 s."""
 
