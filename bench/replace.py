@@ -11,7 +11,10 @@ they go, or that starts. Every answer must be right and whole, and the end the p
 wanted. kvmig runs no request a third time that may have crashed two instances, so a fault waits
 until all answers have ended that the last one may have met.
 
-On a host without GPUs a unit is a name, and its memory what the placement's file says.
+On a host without GPUs a unit is a name, and its memory what the placement's file says. With
+--agents each unit has an agent (`kvmig.unit`) that leases KV cache. Then the placements have
+quotas, too, which change on the way, and what is killed at each wave is the agent of the unit
+that the wave is about; another one is started soon after.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ import psutil
 import uvloop
 
 from bench import report
+from bench.agents import Agents
 from bench.arrivals import Arrival, intervals_ms, longest_ms
 from bench.client import Stream, StreamFailed, session
 from bench.models import NAMES, model_flags, model_folder
@@ -46,23 +50,33 @@ from kvmig_tools.served import Served
 KV = 128 << 20
 HELD = 700 << 20
 UNIT = 2 * (KV + HELD)
+FLOOR = KV // 16
+"""KV cache of a request of 4,096 tokens."""
+ARENA = 48 << 20
+"""Of an agent."""
+BLOCK = 64 << 10
+"""That an engine has before its first lease."""
 MODELS = ("a", "b", "c")
 UNITS = ("left", "right")
 PLACEMENTS = {
     "A": {"left": ("a", "b"), "right": ("b", "c")},
     "B": {"left": ("a", "c"), "right": ("a", "b")},
 }
+QUOTAS = {"A": (32 << 20, 16 << 20), "B": (16 << 20, 32 << 20)}
+"""Of the first and the second model of each unit, where units have agents."""
 FLAGS = (
     "--enforce-eager",
     "--block-size=32",
     "--max-num-seqs=32",
-    f"--kv-cache-memory-bytes={KV}",
     "--max-instances=4",
     "--scheduler-interval-ms=50",
     # Nothing moves but by the drains.
     "--migrate-below=-1000000",
     "--shutdown-timeout=2",
 )
+ALONE = (f"--kv-cache-memory-bytes={KV}",)
+SHARED = ("--max-model-len=4096",)
+"""The size of KV caches without and with agents."""
 TOKENS = (100, 400)
 """Least and most of an answer."""
 QUICK_TOKENS = (50, 150)
@@ -73,6 +87,10 @@ FAULTS = [
     *(("executor", wave) for wave in (1, 2, 3, 4)),
 ]
 """Who is killed at which wave: drains and starts take turns."""
+AGENT_FAULTS = [("agent", wave) for wave in range(1, 10)]
+"""Of quotas, too; there and back the waves are of the same kinds."""
+QUICK_AGENT_FAULTS = [("agent", 1), ("agent", 5)]
+"""Quotas, and a start."""
 FAULT_AFTER_S = 0.4
 """From the beginning of a wave."""
 TRIAL_S = 4.0
@@ -87,15 +105,27 @@ WAVE = re.compile(r"wave (\d+), ([\d.]+) s: (.*)")
 PLAN = re.compile(r"(\d+) waves?, ([\d.]+) s: ")
 
 
-def placement_text(name: str) -> str:
+def quotas(name: str) -> dict[tuple[str, str], int]:
+    """Of a placement with agents, by model and unit."""
+    return {
+        (model, unit): quota
+        for unit, models in PLACEMENTS[name].items()
+        for model, quota in zip(models, QUOTAS[name], strict=True)
+    }
+
+
+def placement_text(name: str, *, agents: bool = False) -> str:
     """The file; no two units are alike, or nothing would have to move."""
     lines: list[str] = []
     for at, unit in enumerate(UNITS):
-        lines += ["[[units]]", f'name = "{unit}"', f"memory_bytes = {UNIT + at}"]
+        memory = 2 * HELD + ARENA if agents else UNIT
+        lines += ["[[units]]", f'name = "{unit}"', f"memory_bytes = {memory + at}"]
+        lines += [f"arena_bytes = {ARENA}"] if agents else []
         for model in PLACEMENTS[name][unit]:
+            kv = quotas(name)[model, unit] if agents else KV
             lines += [
                 "[[units.models]]", f'name = "{model}"', f"held_bytes = {HELD}",
-                f"floor_bytes = {KV // 16}", f"kv_bytes = {KV}",
+                f"floor_bytes = {FLOOR}", f"kv_bytes = {kv}",
             ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -166,8 +196,11 @@ async def renewed(clients: Sequence[Client]) -> None:
 class Site:
     """The deployments."""
 
-    def __init__(self, servers: dict[str, Served], http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, servers: dict[str, Served], http: aiohttp.ClientSession, agents: Agents | None
+    ) -> None:
         self.servers = servers
+        self.agents = agents
         self._http = http
 
     async def rows(self, model: str) -> list[dict[str, Any]]:
@@ -181,6 +214,15 @@ class Site:
             model: {row["unit"] for row in await self.rows(model) if row["state"] == "serving"}
             for model in self.servers
         }
+
+    async def reached(self, to: str) -> bool:
+        """Whether everybody is where the placement has them, with the quotas that it says."""
+        there = {
+            (model, row["unit"]): row["shared"] and row["shared"]["guarantee_bytes"]
+            for model in self.servers for row in await self.rows(model) if row["state"] == "serving"
+        }  # fmt: skip
+        wanted = quotas(to)
+        return there == wanted if self.agents else there.keys() == wanted.keys()
 
     async def trial(self, model: str) -> float:
         """Seconds of a start under the present load; the instance leaves again."""
@@ -293,9 +335,7 @@ async def run_leg(site: Site, executor: Executor, leg: Leg, clients: Sequence[Cl
         ended = time.monotonic()
         looking.cancel()
     leg.took_s = ended - began
-    wanted = PLACEMENTS[leg.to]
-    places = {model: {unit for unit in UNITS if model in wanted[unit]} for model in MODELS}
-    leg.reached = await site.places() == places
+    leg.reached = await site.reached(leg.to)
     for one in clients:
         usual = one.waits_ms(quiet, began)
         if usual:
@@ -321,6 +361,11 @@ async def carried_out(site: Site, executor: Executor, leg: Leg) -> bool:
 
 async def hit(site: Site, executor: Executor, leg: Leg, steps: str) -> None:
     """The fault: `steps` is what the wave does, in words."""
+    if leg.fault == "agent":  # at once: a wave of quotas is over soon
+        assert site.agents is not None
+        leg.hit = f"the agent of {unit_of(steps)}"
+        await site.agents.kill(unit_of(steps))
+        return
     await asyncio.sleep(FAULT_AFTER_S)
     if leg.fault == "executor":
         assert executor.process is not None
@@ -335,6 +380,13 @@ async def hit(site: Site, executor: Executor, leg: Leg, steps: str) -> None:
             psutil.Process(pid).send_signal(signal.SIGKILL)
             leg.hit = f"{model} in {unit or 'its start'}"
     leg.hit = leg.hit or f"{model} in {unit or 'its start'}: too late"
+
+
+def unit_of(steps: str) -> str:
+    """The unit that a wave is about; of several the first."""
+    found = re.search(rf" (?:in|from|leave) ({'|'.join(UNITS)})\b", steps)
+    assert found is not None
+    return found[1]
 
 
 def victim(fault: str, steps: str, places: dict[str, set[str]]) -> tuple[str, str | None]:
@@ -367,6 +419,8 @@ async def look(site: Site, leg: Leg) -> None:
         ]  # fmt: skip
         for unit in UNITS:
             leg.legal &= sum(at == unit for _, at in there) * (KV + HELD) <= UNIT + 1
+            if site.agents is not None:
+                leg.legal &= await site.agents.leased(unit) <= ARENA + BLOCK
         leg.legal &= {model for model, _ in there} == set(MODELS)
         await asyncio.sleep(0.1)
 
@@ -376,11 +430,11 @@ async def look(site: Site, leg: Leg) -> None:
 
 async def measure(
     servers: dict[str, Served], folder: Path, clients: int, faults: Sequence[tuple[str, int]],
-    trips: int, lengths: tuple[int, int],
+    trips: int, lengths: tuple[int, int], agents: Agents | None = None,
 ) -> tuple[list[Leg], list[Client]]:  # fmt: skip
     """trips: there and back without a fault. lengths: of answers."""
     async with session() as http:
-        site = Site(servers, http)
+        site = Site(servers, http, agents)
         everybody = [
             Client(model, servers[model].model, servers[model].url, random.Random(number), lengths)
             for number, model in zip(range(clients), itertools.cycle(MODELS), strict=False)
@@ -394,7 +448,7 @@ async def measure(
         for number, (fault, wave) in enumerate(kinds):
             leg = Leg("AB"[(number + 1) % 2], fault, wave)
             file = folder / f"{leg.to}.toml"
-            file.write_text(placement_text(leg.to))
+            file.write_text(placement_text(leg.to, agents=agents is not None))
             words = ["--to", str(file)]
             for model, served in servers.items():
                 words += ["--deployment", f"{model}={served.url}"]
@@ -448,34 +502,47 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--model", default="device100ms", help=f"{', '.join(NAMES)}")
     root.add_argument("--streams", type=int, help="on all models: 60, or 30 with --quick")
     root.add_argument("--trips", type=int, help="there and back: 3, or 1 with --quick")
-    root.add_argument("--faults", type=int, help="legs with one: 14, or none with --quick")
+    root.add_argument("--faults", type=int, help="legs with one: all, or none with --quick")
+    root.add_argument(
+        "--agents",
+        action="store_true",
+        help="units have agents, which are killed; --faults: 2 of them with --quick",
+    )
     options = root.parse_args(argv)
     streams = options.streams or (30 if options.quick else 60)
     trips = options.trips or (1 if options.quick else 3)
-    most = options.faults if options.faults is not None else (0 if options.quick else len(FAULTS))
-    faults = FAULTS[:most]
+    faults = AGENT_FAULTS if options.agents else FAULTS
+    if options.faults is not None:
+        faults = faults[: options.faults]
+    elif options.quick:
+        faults = QUICK_AGENT_FAULTS if options.agents else []
+    flags = [*FLAGS, *(SHARED if options.agents else ALONE)]
     settings = {
         "model": options.model, "streams": streams, "trips": trips, "faults": len(faults),
-        "flags": FLAGS,
+        "agents": options.agents, "flags": flags,
     }  # fmt: skip
     # Else each server has threads for all cores, which wait for the other servers' turns.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    result = report.begin("replace", settings)
-    with tempfile.TemporaryDirectory() as folder:
+    result = report.begin("replace-agents" if options.agents else "replace", settings)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        agents: Agents | None = None
+        if options.agents:
+            agents = stack.enter_context(Agents(Path(folder), UNITS, ARENA))
+            flags = [*flags, *agents.flags]
         servers: dict[str, Served] = {}
         for name in MODELS:
             there = [unit for unit in UNITS if name in PLACEMENTS["A"][unit]]
             own = [f"--instances={len(there)}"]
             own += [f"--instance-unit=i{at}: {unit}" for at, unit in enumerate(there)]
             servers[name] = Served(
-                [*FLAGS, *model_flags(options.model), *own],
+                [*flags, *model_flags(options.model), *own],
                 model=model_folder(options.model),
                 log=Path(folder) / f"{name}.log",
             )
         report.say("starting three models")
         with all_up(list(servers.values())):
             lengths = QUICK_TOKENS if options.quick else TOKENS
-            seen = measure(servers, Path(folder), streams, faults, trips, lengths)
+            seen = measure(servers, Path(folder), streams, faults, trips, lengths, agents)
             legs, clients = uvloop.run(seen)
     result.samples = [asdict(leg) for leg in legs]
     result.samples += [{"wrong": words} for one in clients for words in one.wrong]

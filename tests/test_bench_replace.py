@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 
+from bench.agents import Agents
 from bench.arrivals import Arrival
 from bench.replace import (
+    AGENT_FAULTS,
     MODELS,
     PLACEMENTS,
     UNITS,
@@ -18,6 +21,7 @@ from bench.replace import (
     placement_text,
     renewed,
     summarise,
+    unit_of,
     victim,
 )
 from kvmig.placement.file import read
@@ -34,6 +38,20 @@ def test_there_is_a_way_between_its_placements_and_each_wave_moves_one(
     assert not isinstance(waves, Refused)
     assert [one.steps[0].kind for one in waves] == ["drain", "start", "drain", "start"]
     assert all(len(PLACEMENTS[here][unit]) == 2 for unit in UNITS)
+
+
+@pytest.mark.parametrize(("here", "there"), [("A", "B"), ("B", "A")])
+def test_with_agents_quotas_change_before_between_and_after_what_moves(
+    here: str, there: str
+) -> None:
+    before, after = (read(placement_text(one, agents=True), one) for one in (here, there))
+    now = {slot: lease._replace(used=1) for slot, lease in before.leases().items()}
+    waves = plan(after.site(dict.fromkeys(MODELS, 5.0)), now, after.leases())
+    assert not isinstance(waves, Refused)
+    kinds = [one.steps[0].kind for one in waves]
+    assert [one for one in kinds if one != "quota"] == ["drain", "start", "drain", "start"]
+    assert (kinds[0], kinds[3], kinds[-1]) == ("quota", "quota", "quota")
+    assert {wave for _, wave in AGENT_FAULTS} == set(range(1, len(waves) + 1))
 
 
 def test_it_counts_on_as_the_model_does() -> None:
@@ -75,6 +93,47 @@ def test_a_fault_meets_one_that_the_wave_is_about(
 ) -> None:
     places = {"a": {"left"}, "b": {"left", "right"}, "c": {"right"}}
     assert victim(fault, steps, places) == hit
+
+
+@pytest.mark.parametrize(
+    ("steps", "unit"),
+    [
+        ("b has 0.02 GiB for KV in right; c has 0.02 GiB for KV in left", "right"),
+        ("b drains from left (0.1 GiB to right)", "left"),
+        ("c starts in left (0.6 GiB of weights)", "left"),
+        ("requests of a leave right (0.1 GiB to left)", "right"),
+    ],
+)
+def test_the_agent_that_is_killed_is_that_of_the_unit_whose_turn_it_is(
+    steps: str, unit: str
+) -> None:
+    assert unit_of(steps) == unit
+
+
+async def test_an_agent_that_was_killed_comes_back_and_the_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.agents.AWAY_S", 0.0)
+    started: list[Path] = []
+    closed: list[Path] = []
+
+    class Agent:
+        def __init__(self, path: Path, arena: int) -> None:
+            assert arena == 4096
+            self.path = path
+            started.append(path)
+
+        def close(self) -> None:
+            closed.append(self.path)
+
+    monkeypatch.setattr("bench.agents.Agent", Agent)
+    left, right = tmp_path / "left", tmp_path / "right"
+    with Agents(tmp_path, ("left", "right"), 4096) as agents:
+        assert agents.flags == [f"--unit=left: {left}", f"--unit=right: {right}", f"--unit={left}"]
+        await agents.kill("right")
+        assert (started, closed) == ([left, right, right], [right])
+        assert await agents.leased("right") == 0, "nobody listens there"
+    assert closed == [right, left, right]
 
 
 async def test_a_fault_waits_until_every_client_has_another_answer() -> None:

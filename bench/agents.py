@@ -1,0 +1,62 @@
+"""Agents of several units of this host, one of which is killed now and then, and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from bench.units.site import Agent
+from kvmig.controlplane.unit_member import ask
+from kvmig.ground.errors import TransportError
+
+AWAY_S = 2.0
+"""Between an agent's end and the start of the next one."""
+ANSWER_S = 0.5
+
+
+class Agents:
+    """Use it as a context: each has an arena of so many bytes, and listens in the folder."""
+
+    def __init__(self, folder: Path, units: Sequence[str], arena: int) -> None:
+        self.arena = arena
+        self._paths = {unit: folder / unit for unit in units}
+        self._agents: dict[str, Agent] = {}
+
+    @property
+    def flags(self) -> list[str]:
+        """kvmig.serve's; instances that are in none of the units join the first one."""
+        named = [f"--unit={unit}: {path}" for unit, path in self._paths.items()]
+        return [*named, f"--unit={next(iter(self._paths.values()))}"]
+
+    async def kill(self, unit: str) -> None:
+        """With SIGKILL; returns once the next one answers."""
+        self._agents[unit].close()
+        await asyncio.sleep(AWAY_S)
+        await asyncio.to_thread(self._start, unit)
+
+    async def leased(self, unit: str) -> int:
+        """Bytes that its members may have, all together; 0 while it doesn't answer."""
+        try:
+            shares = (await ask(str(self._paths[unit]), ANSWER_S)).shares
+        except TransportError:
+            return 0
+        return sum(one.lease for one in shares)
+
+    def _start(self, unit: str) -> None:
+        self._agents[unit] = Agent(self._paths[unit], self.arena)
+
+    def __enter__(self) -> Agents:
+        for unit in self._paths:
+            self._start(unit)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for one in self._agents.values():
+            one.close()
