@@ -26,7 +26,7 @@ from kvmig.ground.config import MigrationConfig
 from kvmig.ground.discreet import ADMIN_KEY
 from kvmig.ground.errors import ConfigError, KvmigError
 from kvmig.placement.file import Placement, read
-from kvmig.placement.learned import Moved, drains, mean, requests_s, step_s
+from kvmig.placement.learned import Moved, as_many_as, drains, mean, requests_s, step_s
 from kvmig.placement.moves import Leases, Refused, Slot, Step, Wave, placed, plan
 from kvmig.placement.observed import (
     Observed,
@@ -258,7 +258,7 @@ class Replacing:
         used, requests = Counter[str](), Counter[str]()
         for slot, lease in seen.leases.items():
             used[slot[0]] += lease.used
-            requests[slot[0]] += seen.requests[slot]
+            requests[slot[0]] += as_many_as([seen.requests[slot]], at_once)
         return {name: each_s[name] * requests[name] / max(1, used[name]) for name in each_s}
 
     async def _settled(self) -> Observed:

@@ -12,6 +12,7 @@ from kvmig.placement.learned import (
     APART_S,
     LAST,
     Moved,
+    as_many_as,
     drains,
     handshake_s,
     mean,
@@ -29,8 +30,13 @@ def moved(began: float, seconds: float, source: str = "i0", **more: str) -> Move
 def test_requests_that_move_at_once_share_the_time() -> None:
     one_by_one = [moved(at, 2.0) for at in (0.0, 2.0, 4.0, 6.0)]
     at_once = [moved(0.0, 2.0) for _ in range(4)]
-    assert request_s(drains(one_by_one)) == pytest.approx(2.0)
-    assert request_s(drains(at_once)) == pytest.approx(0.5)
+    assert request_s(drains(one_by_one), 1) == pytest.approx(2.0)
+    assert request_s(drains(at_once), 4) == pytest.approx(0.5)
+
+
+def test_a_drain_of_one_request_says_how_long_as_many_take_as_move_at_once() -> None:
+    assert request_s(drains([moved(0.0, 2.0)]), 4) == pytest.approx(0.5)
+    assert as_many_as([1, 0, 3, 9], 4) == 4 + 0 + 4 + 9
 
 
 def test_each_instance_and_each_time_is_a_drain_of_its_own() -> None:
@@ -67,12 +73,12 @@ def test_a_request_takes_no_more_than_alone_and_the_breaks_and_order_is_nothing(
 
 def test_old_drains_are_forgotten() -> None:
     reports = [moved(100.0 * at, 9.0 if at == 0 else 1.0) for at in range(LAST + 1)]
-    assert request_s(drains(reports)) == pytest.approx(1.0)
+    assert request_s(drains(reports), 1) == pytest.approx(1.0)
 
 
 def test_a_model_is_judged_by_its_own_drains_then_others_then_steps() -> None:
     one, two = drains([moved(0.0, 1.0)]), drains([moved(0.0, 3.0)])
-    assert requests_s({"a": one, "b": [], "c": two}, {}, 4, 9.0) == {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert requests_s({"a": one, "b": [], "c": two}, {}, 1, 9.0) == {"a": 1.0, "b": 2.0, "c": 3.0}
     known = requests_s({"a": [], "b": []}, {"a": 0.1, "b": None}, 4, 9.0)
     assert known == {"a": handshake_s(0.1, 4), "b": 9.0}
 

@@ -67,12 +67,18 @@ def _began(one: Moved) -> float:
     return one.ended_at - one.total_ms / 1e3
 
 
-def request_s(known: Sequence[Drain]) -> float | None:
-    """Seconds of a drain for each of its requests, by the last ones; None: there was none."""
+def as_many_as(requests: Iterable[int], at_once: int) -> int:
+    """The requests of some drains, where `at_once` move at once: a drain of fewer takes as long as
+    one of so many."""
+    return sum(max(one, at_once) for one in requests if one)
+
+
+def request_s(known: Sequence[Drain], at_once: int) -> float | None:
+    """Seconds of a drain for each request, by the last ones; None: there was none."""
     last = known[-LAST:]
     if not last:
         return None
-    return sum(one.seconds for one in last) / sum(one.requests for one in last)
+    return sum(one.seconds for one in last) / as_many_as((one.requests for one in last), at_once)
 
 
 def handshake_s(step_s: float, at_once: int) -> float:
@@ -92,10 +98,10 @@ def requests_s(
     """Seconds of a drain for each request of each model: by its own drains, or else by those of
     the others, or else by the steps of its engines (`steps_s`, if they are known), or else
     `usual_s`."""
-    every = request_s(sorted((one for of in known.values() for one in of), key=_ended))
+    every = request_s(sorted((one for of in known.values() for one in of), key=_ended), at_once)
     found: dict[str, float] = {}
     for name, of in known.items():
-        measured = request_s(of) or every
+        measured = request_s(of, at_once) or every
         if measured is None and (step_s := steps_s.get(name)):
             measured = handshake_s(step_s, at_once)
         found[name] = usual_s if measured is None else measured
