@@ -506,7 +506,8 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument(
         "--agents",
         action="store_true",
-        help="units have agents, which are killed; --faults: 2 of them with --quick",
+        help="units have agents, which are killed at each wave; at two with --quick, which takes "
+        "3.5 minutes then",
     )
     options = root.parse_args(argv)
     streams = options.streams or (30 if options.quick else 60)
