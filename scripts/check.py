@@ -1,4 +1,4 @@
-"""Run every check of the house in two lanes beside each other, and say how each went.
+"""Run every check of the house in three lanes beside each other, and say how each went.
 
 `--lint` stops before the tests, `--long` adds what is worth its minutes only now and then. A
 failed check doesn't keep the next from running. What a check prints comes whole, when it ends.
@@ -89,7 +89,7 @@ COMPILE = Check(
 """Before servers, which would be given up for the time that it takes."""
 ADAPTER = ("pytest", "-q", "tests/test_vllm_adapter.py")
 ENGINE = "engine and not long"
-SOME = "[async and (left_alone or behind_a_long or preempted_at_the_destination)"
+SOME = "[async and (seeded and left_alone or behind_a_long or preempted_at_the_destination)"
 """What differs most between engines: a move there and back, in a prefill, to a full engine. Steps
 that don't overlap: tests/test_zoo.py, and of servers tests/test_serve_upgrade.py."""
 ON_NEXT = Check(f"the adapter on vLLM {NEXT}", (*ADAPTER, "-k", SOME), marks=ENGINE, tree=NEXT)
@@ -125,18 +125,10 @@ LATER = ("long", "alone")
 KINDS_OF_TESTS = ("engine", "server")
 NEITHER = "not engine and not server"
 SERVERS = (Check("tests on servers", marks=f"server and {SHORT}", naming="server", sparing=LATER),)
-ENGINES = (
-    Check(
-        "tests on engines", marks=f"engine and {SHORT}", naming="engine", sparing=LATER, at_once=2
-    ),
-)
-# They mostly wait.
+ENGINES = (Check("tests on engines", marks=f"engine and {SHORT}", naming="engine", sparing=LATER),)
 LIGHT = (
     Check(
-        "tests without engines",
-        marks=f"{NEITHER} and {SHORT}",
-        sparing=(*KINDS_OF_TESTS, *LATER),
-        at_once=2,
+        "tests without engines", marks=f"{NEITHER} and {SHORT}", sparing=(*KINDS_OF_TESTS, *LATER)
     ),
 )
 LONG_AGAIN = (ALL_ON_NEXT, CONFORMS_ON_NEXT, CONFORMS_ON_V2, ALL_ON_V2, NEXT_ON_V2)
@@ -367,9 +359,10 @@ def main() -> int:
             outcomes = runner.lane(LINT)
         else:
             orders = ALL_ORDERS if options.long else ORDERS
-            lanes = [  # as long as each other, about
-                (COMPILE, *SERVERS, ON_V2),
-                (FETCH, *LINT, *DRIFT, orders, *LIGHT, *ENGINES, ON_NEXT),
+            lanes = [  # one process each: a second one would import and collect the same again
+                (COMPILE, *SERVERS),
+                (FETCH, *DRIFT, *ENGINES, ON_NEXT, ON_V2),
+                (*LINT, orders, *LIGHT),
             ]
             with ThreadPoolExecutor(len(lanes)) as pool:
                 beside = [outcome for lane in pool.map(runner.lane, lanes) for outcome in lane]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
@@ -26,10 +28,62 @@ settings.register_profile("patient", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile(os.environ.get("KVMIG_HYPOTHESIS", "patient"))
 
+Running = TypeVar("Running", bound=Served)
+
+SHARED = ("two_instances", "two_toys")
+"""Servers that many files' tests share. Idle ones take a tenth of a core each."""
+KEPT = pytest.StashKey[dict[str, ExitStack]]()
+"""Those that run, by name."""
+LAST = pytest.StashKey[dict[str, pytest.Item]]()
+"""The last test that uses one, by its name."""
+
 NEVER_BY_ITSELF = "--policy=freeness"
 """The scheduler moves nothing, so that a test decides what moves."""
 PATIENT = ("--reply-timeout-ms=20000", "--lease-ms=60000")
 """On a busy machine a migration takes its time, and a test is about how it ends."""
+TWO = (*PATIENT, "--instances=2", NEVER_BY_ITSELF, "--shutdown-timeout=5")
+
+
+@pytest.hookimpl(trylast=True)  # what was left out isn't looked at
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    """Files whose tests share a server run first, so that it ends before the others begin."""
+    ranks: dict[Path, int] = {}
+    for item in items:
+        used = [at for at, name in enumerate(SHARED) if name in fixtures_of(item)]
+        ranks[item.path] = min([*used, ranks.get(item.path, len(SHARED))])
+    items.sort(key=lambda item: ranks[item.path])
+    session.stash[LAST] = {
+        name: item for item in items for name in SHARED if name in fixtures_of(item)
+    }
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    for name, last in item.session.stash[LAST].items():
+        if last is item and name in item.session.stash.get(KEPT, {}):
+            item.session.stash[KEPT].pop(name).close()
+
+
+def fixtures_of(item: pytest.Item) -> list[str]:
+    """All that it uses, by whatever way."""
+    return getattr(item, "fixturenames", [])
+
+
+def shared(request: pytest.FixtureRequest, server: Running) -> Running:
+    """Start the server of a fixture in `SHARED`; after its last test nothing is left of it."""
+    stack = request.session.stash.setdefault(KEPT, {})[str(request.fixturename)] = ExitStack()
+    request.addfinalizer(stack.close)
+    stack.enter_context(leaving_nothing(server))
+    return server
+
+
+@contextmanager
+def leaving_nothing(server: Served) -> Iterator[None]:
+    """A server that is stopped after the block leaves no process and no memory."""
+    with server:
+        yield
+        footprint = Footprint.of(server)
+    footprint.assert_gone()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -58,14 +112,13 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def two_instances(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def two_instances(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Served:
     """kvmig.serve with two instances of the bundled model."""
     log = tmp_path_factory.mktemp("served") / "log"
-    flags = [*SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, "--shutdown-timeout=5"]
-    with Served(flags, nursery=nursery, log=log) as served:
-        yield served
-        footprint = Footprint.of(served)
-    footprint.assert_gone()
+    served = Served([*SMALL, *TWO], nursery=nursery, log=log)
+    return shared(request, served)
 
 
 @pytest.fixture
@@ -76,13 +129,9 @@ def served(two_instances: Served) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def two_toys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+def two_toys(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Toys:
     """The same with engines that compute nothing."""
-    flags = [*PATIENT, "--instances=2", NEVER_BY_ITSELF, "--shutdown-timeout=5"]
-    with Toys(flags, tmp_path_factory.mktemp("toys")) as served:
-        yield served
-        footprint = Footprint.of(served)
-    footprint.assert_gone()
+    return shared(request, Toys(TWO, tmp_path_factory.mktemp("toys")))
 
 
 @pytest.fixture

@@ -243,6 +243,7 @@ def test_a_background_that_fails_says_so() -> None:
 # -- requests that move
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_requests_that_move_between_two_processes_get_the_tokens_of_those_that_stay(
     tmp_path: Path,

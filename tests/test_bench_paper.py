@@ -20,6 +20,7 @@ def runs_of(scope: Scope) -> list[Run]:
     return list(dict.fromkeys(runs))
 
 
+@pytest.mark.long
 def test_the_report_has_every_section_and_its_pictures(tmp_path: Path) -> None:
     scope = Scope(seeds=(1,), one_load=True)
     small = Run(trace="S-S", policy="llumnix", rate=34.0, requests=60, high_share=0.3)

@@ -39,6 +39,7 @@ def test_the_figures_are_of_the_slowest_and_the_spread_over_requests() -> None:
     assert len(report.missed(slow, targets)) == 2
 
 
+@pytest.mark.long
 def test_a_queue_is_looked_at_at_each_length() -> None:
     looks = queues.measure((1, 50), repeats=2)
     assert len(looks) == 8
@@ -66,6 +67,7 @@ def test_policies_are_compared_by_means_over_seeds_and_workloads() -> None:
     assert found[policies.LOSS] == pytest.approx(0.5)
 
 
+@pytest.mark.long
 def test_every_variant_of_the_policy_runs() -> None:
     run = Run(trace="L-L", policy="llumnix", rate=3.0, requests=30)
     for name in policies.variants():

@@ -34,6 +34,7 @@ def run_suite(*arguments: str, **env: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_the_transformers_engine_conforms() -> None:
     code, output = run_suite("--engine", "kvmig.engines.transformers:factory")

@@ -172,6 +172,37 @@ def test_the_host_cannot_touch_the_devices_memory() -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGSEGV, b""), done.stderr
 
 
+TAKEN_AWAY = """
+import signal
+import pytest
+import numpy as np
+from kvmig.ground.errors import KvmigError
+from tests import fake_gpu
+from tests.fake_gpu import DeviceCache, FakeGpu, FakeKernels
+from tests.poisoned import make_cache
+with fake_gpu.installed():
+    device = FakeGpu()
+    kernels = FakeKernels(device)
+    cache = DeviceCache(device, make_cache(1, [64], [0], 2))
+    kernels.checksum(cache.layout.regions, np.array([1], np.int64)).wait()
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    with pytest.raises(KvmigError, match="CUDA error 700"):
+        kernels.checksum(cache.layout.regions, np.array([100], np.int64)).wait()
+    fake_gpu.library().fakegpu_mend()
+    cache.free()
+    kernels.close()
+"""
+
+
+def test_a_library_that_takes_the_signal_of_faults_hides_no_illegal_access() -> None:
+    fake_gpu.path()
+    done = subprocess.run(
+        [sys.executable, "-c", TAKEN_AWAY], check=False, capture_output=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_end_of_a_call_may_be_awaited_by_another_thread() -> None:
     device = FakeGpu()
     stream, event = device.new_stream(), device.new_event()

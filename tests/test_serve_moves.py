@@ -56,7 +56,7 @@ CALLS = {
 }  # fmt: skip
 
 
-SELDOM = ("greedy", "seeded with top-k", "penalties", "log-probabilities")
+SELDOM = ("greedy", "seeded with top-p", "seeded with top-k", "penalties", "log-probabilities")
 """What other kinds hold too, or tests/test_vllm_adapter.py at the engine."""
 
 
@@ -74,7 +74,13 @@ async def test_a_call_moved_twice_equals_the_one_left_alone(served: Served, kind
     moved.same_as(unmoved)
 
 
-@pytest.mark.parametrize("kind", ["n = 2", "chat with usage and log-probabilities"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("n = 2", marks=pytest.mark.long),
+        "chat with usage and log-probabilities",
+    ],
+)
 async def test_a_moved_call_answered_as_a_whole_equals_the_one_left_alone(
     served: Served, kind: str
 ) -> None:

@@ -92,6 +92,7 @@ async def test_a_stream_moved_there_and_back_equals_one_left_alone(
     assert unmoved.choices[0].text
 
 
+@pytest.mark.long
 async def test_an_instance_that_is_drained_hands_over_its_eight_streams(served: Served) -> None:
     """What they say depends on their batches; that nothing is lost doesn't."""
     async with httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1/", verify=False) as http:

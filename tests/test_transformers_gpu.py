@@ -158,7 +158,7 @@ async def test_a_copy_that_ends_after_its_migration_was_given_up_changes_no_requ
     gate = Event()
     try:
         moved, other = await run(a, "moved", 3), await run(a, "other", 4)
-        config = MigrationConfig(transport="cuda-ipc", reply_timeout_ms=400, lease_ms=1000)
+        config = MigrationConfig(transport="cuda-ipc", reply_timeout_ms=2000, lease_ms=4000)
         engines = {name: end.engine for name, end in ends.items()}
         async with Migrator(engines, config) as migrator:
             a.pace_s = PACE_S
@@ -168,11 +168,12 @@ async def test_a_copy_that_ends_after_its_migration_was_given_up_changes_no_requ
             for stream in copies._streams:
                 a.gpu.queue(stream.handle, lambda: gate.wait(30))
             migration = asyncio.create_task(migrator.migrate("moves", "a", "b"))
-            while not b.engine.load().used_blocks:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
-            while b.engine.load().used_blocks:
-                await b.engine.requests()
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while not b.engine.load().used_blocks:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+                while b.engine.load().used_blocks:
+                    await b.engine.requests()
+                    await asyncio.sleep(0.01)
             b.pace_s = PACE_S
             running = asyncio.create_task(run(b, "other", 4))
             await until(b, 5)

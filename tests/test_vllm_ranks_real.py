@@ -76,6 +76,7 @@ async def test_a_request_moved_there_and_back_equals_one_left_alone(pair: Pair) 
     assert_same(await pair.there_and_back(PROMPT, **SEEDED), unmoved)
 
 
+@pytest.mark.long
 async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
     unmoved = await pair.unmoved(LONG)
     assert_same(await pair.moved_in_prefill(LONG), unmoved)

@@ -137,8 +137,11 @@ void fault(int, siginfo_t *, void *) {
     sigaction(SIGSEGV, &before, nullptr);
 }
 
+// A library that came since the last launch may have taken the signal.
 void watch_faults() {
-    struct sigaction action = {};
+    struct sigaction now = {}, action = {};
+    sigaction(SIGSEGV, nullptr, &now);
+    if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == fault) return;
     action.sa_sigaction = fault;
     action.sa_flags = SA_SIGINFO | SA_NODEFER;
     sigaction(SIGSEGV, &action, &before);
@@ -165,8 +168,7 @@ uint64_t exchange(uint64_t value, int source) {
 bool run(unsigned ctas, unsigned threads, size_t shared_bytes,
          const std::function<void()> &kernel) {
     const std::lock_guard lock(one_launch);
-    static const int watched = (watch_faults(), 0);
-    (void)watched;
+    watch_faults();
     if (threads > 1024 || threads % 32 || !ctas) fail("a launch that no GPU takes");
     if (shared_bytes > kvmig::kSharedBytes) fail("more shared memory than there is");
     if (fibres.size() < threads) fibres = std::vector<Fibre>(threads);
