@@ -88,7 +88,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--long",
         action="store_true",
-        help="two requests of three stages, and more clients of a model, too",
+        help="what takes minutes, too: two requests of three stages, more clients of a model",
     )
     return parser.parse_args(arguments)
 

@@ -57,7 +57,7 @@ SCENARIOS = (
     Scenario("tail in Commit", Shape(tokens=2, stages=1, together=True)),
     Scenario("one that waits", Shape(tokens=1, stages=1, waits=True)),
     Scenario("two faults", SHORT, faults=2),
-    Scenario("a single question", replace(SHORT, questions=1), faults=2),
+    Scenario("a single question", replace(SHORT, questions=1), faults=2, long=True),
     Scenario("on to a third", SHORT, ("abc",), (("ab", "bc"),)),
     Scenario("there and back", SHORT, ("ab",), (("ab", "ba"),)),
     Scenario("two, one way", SHORT, ("ab", "ab"), (("ab",), ("ab",)), long=True),
