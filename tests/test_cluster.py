@@ -62,7 +62,8 @@ class Process:
         self.state = "serving"
         self.silent = False
         self.stopped = False
-        self.stop_s = 0.0
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
         self.weights = weights
         self._broken = broken
         self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -108,7 +109,7 @@ class Process:
         return await asyncio.shield(self._died)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        await asyncio.sleep(self.stop_s)
+        await self.may_stop.wait()
         self.stopped = True
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -454,7 +455,8 @@ async def test_an_added_one_that_cannot_start_is_not_tried_again() -> None:
         it.launcher.broken = "can't serve MODEL: no memory"
         await it.link.order(AddInstances)
         await it.hears(i0="serving", i1="serving", i2="failed")
-        assert "instance i2: can't serve MODEL: no memory; it is given up" in it.said
+        given_up = "instance i2: can't serve MODEL: no memory; it is given up"
+        await until(lambda: given_up in it.said)
         assert len(it.launcher.starts) == 3
 
 
@@ -493,12 +495,14 @@ async def test_one_that_hangs_is_ended_though_it_is_taken_out_meanwhile(
     monkeypatch.setattr(instance, "TICK_S", 0.1)
     async with world() as it:
         hung = it.launcher.process("i0")
-        hung.stop_s = 0.5
+        hung.may_stop.clear()
         hung.silent = True
         await it.hears(i0="starting", i1="serving")
         assert not hung.stopped
         await it.link.order(drain("i0", leave=True, now=True))
         await it.hears(i1="serving")
+        assert not hung.stopped
+        hung.may_stop.set()
         await it.cluster.stop()
         assert hung.stopped
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 import kvmig
@@ -16,7 +17,7 @@ from kvmig.ground.layout import KVLayout
 from kvmig.testing.interposed import failing
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
 
-CONFIG = MigrationConfig(transport="tcp", reply_timeout_ms=2000)
+CONFIG = MigrationConfig(transport="tcp", reply_timeout_ms=20_000, lease_ms=60_000)
 
 
 @pytest.mark.parametrize("method", ["reserve", "grow", "scatter"])
@@ -41,7 +42,7 @@ async def test_a_request_that_ends_while_it_moves_is_given_up_at_once(method: st
 async def test_blocks_larger_than_chunk_bytes_move(transport: Transport) -> None:
     engines = {name: FakeEngine() for name in "ab"}
     engines["a"].start("r")
-    config = MigrationConfig(transport=transport, chunk_bytes=BLOCK_BYTES // 2)
+    config = msgspec.structs.replace(CONFIG, transport=transport, chunk_bytes=BLOCK_BYTES // 2)
     async with kvmig.Migrator(engines, config) as migrator:
         report = await migrator.migrate("r", "a", "b")
     assert (report.state, report.reason) == ("committed", "")
@@ -73,7 +74,7 @@ async def test_a_gpu_gets_ready_for_memory_before_a_request_waits_for_that(
     for engine in engines.values():
         engine.layout = replace(engine.layout, gpu=0)
     engines["a"].start("r")
-    config = MigrationConfig(transport=transport)
+    config = msgspec.structs.replace(CONFIG, transport=transport)
     async with kvmig.Migrator(engines, config) as migrator:
         assert [engine.calls for engine in engines.values()] == [["gather"], ["gather"]]
         assert (await migrator.migrate("r", "a", "b")).state == "committed"
@@ -85,7 +86,7 @@ async def test_a_gpu_that_can_not_get_ready_leaves_nothing_of_a_migrator() -> No
     engines = {name: FakeEngine() for name in "ab"}
     engines["b"].layout = replace(engines["b"].layout, gpu=0)
     engines["b"].before = failing("gather", KvmigError("cuMemHostRegister: unknown error"))
-    migrator = kvmig.Migrator(engines, MigrationConfig(transport="shm"))
+    migrator = kvmig.Migrator(engines, msgspec.structs.replace(CONFIG, transport="shm"))
     with pytest.raises(KvmigError, match="cuMemHostRegister"):
         await migrator.__aenter__()
     assert not migrator.held()
