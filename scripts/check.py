@@ -58,6 +58,10 @@ class Check:
     """A mark; files of tests that don't name it aren't even imported, which takes seconds."""
     sparing: tuple[str, ...] = ()
     """Marks; neither are files whose tests all have one of these."""
+    files: str = "test_*.py"
+    """Which of the files of tests."""
+    but: str = "-"
+    """Which of them not."""
     at_once: int = 1
     must_pass: bool = True
     """Otherwise it only reports."""
@@ -124,7 +128,25 @@ SHORT = "not long and not alone"
 LATER = ("long", "alone")
 KINDS_OF_TESTS = ("engine", "server")
 NEITHER = "not engine and not server"
-SERVERS = (Check("tests on servers", marks=f"server and {SHORT}", naming="server", sparing=LATER),)
+FLEET_FILES = "test_serve_fleet*.py"
+SERVERS = (
+    Check(
+        "tests on servers",
+        marks=f"server and {SHORT}",
+        naming="server",
+        sparing=LATER,
+        but=FLEET_FILES,
+    ),
+)
+FLEETS = (
+    Check(
+        "tests on fleets",
+        marks=f"server and {SHORT}",
+        naming="server",
+        sparing=LATER,
+        files=FLEET_FILES,
+    ),
+)
 ENGINES = (Check("tests on engines", marks=f"engine and {SHORT}", naming="engine", sparing=LATER),)
 LIGHT = (
     Check(
@@ -193,8 +215,12 @@ def files_of(check: Check) -> list[str]:
     """All files of tests that may hold some of the check's; none: pytest is to look by itself."""
     if not check.naming and not check.sparing:
         return []
-    files = sorted((ROOT / "tests").glob("test_*.py"))
-    return [str(file) for file in files if _may_hold(file.read_text(), check)]
+    files = sorted((ROOT / "tests").glob(check.files))
+    return [
+        str(file)
+        for file in files
+        if not file.match(check.but) and _may_hold(file.read_text(), check)
+    ]
 
 
 def _may_hold(text: str, check: Check) -> bool:
@@ -362,7 +388,7 @@ def main() -> int:
             lanes = [  # one process each: a second one would import and collect the same again
                 (COMPILE, *SERVERS),
                 (FETCH, *DRIFT, *ENGINES, ON_NEXT, ON_V2),
-                (*LINT, orders, *LIGHT),
+                (*LINT, orders, *LIGHT, *FLEETS),
             ]
             with ThreadPoolExecutor(len(lanes)) as pool:
                 beside = [outcome for lane in pool.map(runner.lane, lanes) for outcome in lane]

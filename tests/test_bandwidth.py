@@ -133,14 +133,14 @@ async def test_without_caps_a_turn_is_had_at_once() -> None:
 
 
 async def test_those_who_wait_get_their_turns_in_order() -> None:
-    throttle = Throttle(1e7, 0.0, timeout_s=10.0)
+    throttle = Throttle(1e6, 0.0, timeout_s=10.0)
     order: list[str] = []
 
     async def send(name: str) -> None:
         line = throttle.line(name, "x")
         for _ in range(3):
-            await line.reserve(250_000)  # more than the burst
-            line.commit(250_000)
+            await line.reserve(70_000)  # more than the burst
+            line.commit(70_000)
             order.append(name)
         line.release()
 
