@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
+from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from kvmig.controlplane.messages import InUnit
 from kvmig.engines.base import EngineLoad, Preempted
 from kvmig.gateway.inventory import InstanceRow
 from kvmig.gateway.metrics import (
     ClassCollector,
+    Exposition,
     InstanceCollector,
     Metrics,
     UnitCollector,
@@ -200,3 +206,42 @@ async def test_a_stop_string_ends_a_request_and_a_client_that_leaves_does_not(
         await it.router.abort(["r"], complete=complete)
         assert it.router.live() == []
     assert registry.of("kvmig_request_seconds_count", "normal") == ends
+
+
+class Slow(Collector):
+    """Takes half a second to tell; a number a text."""
+
+    def __init__(self) -> None:
+        self.texts = 0
+
+    def collect(self) -> Iterable[Metric]:
+        time.sleep(0.5)
+        self.texts += 1
+        return ()
+
+
+def slow() -> tuple[Slow, Exposition]:
+    registry = CollectorRegistry(auto_describe=False)
+    collector = Slow()
+    exposition = Exposition(registry, CLASSES, lambda: (), dict)
+    registry.register(collector)
+    collector.texts = 0  # a registry looks at what it gets
+    return collector, exposition
+
+
+async def test_streams_go_on_while_metrics_are_told() -> None:
+    _, exposition = slow()
+    told, ticks = asyncio.create_task(exposition.text()), 0
+    while not told.done():
+        await asyncio.sleep(0.01)
+        ticks += 1
+    assert b"kvmig_instance" in await told
+    assert ticks > 5
+
+
+async def test_whoever_asks_while_metrics_are_told_shares_the_next_text() -> None:
+    collector, exposition = slow()
+    first = asyncio.create_task(exposition.text())
+    await until(lambda: exposition._making.locked() and exposition._next is None)
+    await asyncio.gather(first, *(exposition.text() for _ in range(20)))
+    assert collector.texts == 2

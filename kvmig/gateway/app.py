@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI, Request, Response
-from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
@@ -12,13 +13,7 @@ from kvmig.gateway.events import events_api
 from kvmig.gateway.http import Connection, HttpState
 from kvmig.gateway.inventory import InstanceRow, cluster_rows
 from kvmig.gateway.launcher import LauncherLink, Membership
-from kvmig.gateway.metrics import (
-    ClassCollector,
-    InstanceCollector,
-    UnitCollector,
-    of_all_front_ends,
-    with_instances,
-)
+from kvmig.gateway.metrics import Exposition
 from kvmig.gateway.router import Router
 
 
@@ -44,15 +39,33 @@ def extend(
     app.include_router(
         events_api(router, rows, model, http.access.admin, closed=lambda: http.closed)
     )
-    source = of_all_front_ends(http.registry)
-    source.register(InstanceCollector(rows_of_router))
-    source.register(UnitCollector(rows_of_router))
-    source.register(ClassCollector(rows_of_router, http.priorities))
-    exposed = with_instances(source, router.fleet.engine_indexes)
+    exposition = Exposition(
+        http.registry, http.priorities, rows_of_router, router.fleet.engine_indexes
+    )
 
     async def metrics(_: Request) -> Response:
-        return Response(generate_latest(exposed), media_type=CONTENT_TYPE_LATEST)
+        return Response(await exposition.text(), media_type=CONTENT_TYPE_LATEST)
 
     app.router.routes.insert(0, Route("/metrics", metrics))
+    describe_beside_streams(app)
     app.state.kvmig = http
     app.state.connection = Connection.limited(http.config.send_timeout_s, http.count)
+
+
+def describe_beside_streams(app: FastAPI) -> None:
+    """Let a thread make the description of the API, once: that of vLLM's takes a second or two."""
+    original = next(
+        (one for one in app.routes if isinstance(one, Route) and one.path == app.openapi_url), None
+    )
+    if original is None:  # the server doesn't describe itself
+        return
+    content = b""
+
+    async def description(request: Request) -> Response:
+        nonlocal content
+        if not content:
+            await asyncio.to_thread(app.openapi)  # which keeps it
+            content = bytes((await original.endpoint(request)).body)
+        return Response(content, media_type="application/json")
+
+    app.router.routes.insert(0, Route(original.path, description))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -29,6 +36,8 @@ TPOT_BUCKETS_S = (
 )  # fmt: skip
 REQUEST_BUCKETS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 LABEL = "priority_class"
+SCRAPED = 0.1
+"""Of the time, at most so much goes into the text of /metrics, however many ask for it."""
 
 
 def downtime_s(downtime: Downtime) -> float:
@@ -281,6 +290,53 @@ class _Labelled(Collector):
                     if sample.labels.get("engine") in (None, *names)
                 ]
             yield metric
+
+
+class Exposition:
+    """The text of /metrics, made on a thread: it takes as long as several steps, and streams go on.
+
+    Anybody may ask: who asks while one is made shares the next one, which is as new as the call.
+    """
+
+    def __init__(
+        self,
+        own: CollectorRegistry,
+        classes: Sequence[PriorityClass],
+        rows: Callable[[], Iterable[InstanceRow]],
+        instances: Callable[[], Mapping[int, str]],
+    ) -> None:
+        """own: the front end's. instances: as for `with_instances`."""
+        self._read_rows = rows
+        self._read_instances = instances
+        self._rows: Sequence[InstanceRow] = ()
+        self._instances: Mapping[int, str] = {}
+        source = of_all_front_ends(own)
+        source.register(InstanceCollector(lambda: self._rows))
+        source.register(UnitCollector(lambda: self._rows))
+        source.register(ClassCollector(lambda: self._rows, classes))
+        self._registry = with_instances(source, lambda: self._instances)
+        self._making = asyncio.Lock()
+        self._next: asyncio.Task[bytes] | None = None
+        self._rests_until = 0.0
+
+    async def text(self) -> bytes:
+        """As it is now, or soon."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._make(), name="metrics")
+        return await asyncio.shield(self._next)
+
+    async def _make(self) -> bytes:
+        now = asyncio.get_running_loop().time
+        async with self._making:
+            await asyncio.sleep(self._rests_until - now())
+            self._next = None
+            # The thread reads copies: the event loop changes what they are made of.
+            self._rows, self._instances = tuple(self._read_rows()), self._read_instances()
+            began = now()
+            try:
+                return await asyncio.to_thread(generate_latest, self._registry)
+            finally:
+                self._rests_until = now() + (now() - began) * (1 / SCRAPED - 1)
 
 
 def of_all_front_ends(own: CollectorRegistry) -> CollectorRegistry:
