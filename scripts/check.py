@@ -33,6 +33,8 @@ NO_TESTS = 5
 """pytest's exit statuses: tests failed; it found nothing to run."""
 TESTS_PER_FLAKY = 50
 SLOWEST = 30
+LANES = 3
+"""On two cores: there are always two that don't wait."""
 OF_ALL = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | re.DOTALL)
 """The marks that all tests of a file have."""
 MARK = re.compile(r"\bmark\.(\w+)")
@@ -98,7 +100,9 @@ SOME = "[async and (seeded and left_alone or behind_a_long or preempted_at_the_d
 that don't overlap: tests/test_zoo.py, and of servers tests/test_serve_upgrade.py."""
 ON_NEXT = Check(f"the adapter on vLLM {NEXT}", (*ADAPTER, "-k", SOME), marks=ENGINE, tree=NEXT)
 V2 = (*ADAPTER, "-p", "tests.runner_v2")
-ON_V2 = Check("the adapter on model runner V2", (*V2, "-k", SOME), marks=ENGINE)
+ON_V2 = Check(
+    "the adapter on model runner V2", (*V2, "-k", "[async-seeded and left_alone"), marks=ENGINE
+)
 KINDS = ("tests/test_vllm_kinds.py", "tests/test_vllm_lora.py", "tests/test_vllm_offload.py")
 ALL_ON_V2 = Check("all of the adapter on model runner V2", (*V2, *KINDS), marks="engine")
 NEXT_ON_V2 = Check(f"all of it on vLLM {NEXT}", (*V2, *KINDS), marks="engine", tree=NEXT)
@@ -148,11 +152,12 @@ FLEETS = (
     ),
 )
 ENGINES = (Check("tests on engines", marks=f"engine and {SHORT}", naming="engine", sparing=LATER),)
-LIGHT = (
-    Check(
-        "tests without engines", marks=f"{NEITHER} and {SHORT}", sparing=(*KINDS_OF_TESTS, *LATER)
-    ),
+FIRST_FILES = "test_[a-k]*.py"
+LIGHT = Check(
+    "tests without engines", marks=f"{NEITHER} and {SHORT}", sparing=(*KINDS_OF_TESTS, *LATER)
 )
+LIGHT_FIRST = replace(LIGHT, name=f"{LIGHT.name}, a to k", files=FIRST_FILES)
+LIGHT_LAST = replace(LIGHT, name=f"{LIGHT.name}, l to z", but=FIRST_FILES)
 LONG_AGAIN = (ALL_ON_NEXT, CONFORMS_ON_NEXT, CONFORMS_ON_V2, ALL_ON_V2, NEXT_ON_V2)
 """Tests that run on the installed vLLM, and its model runner V1, too."""
 ALONE = (Check("tests that measure", marks="alone and not long", naming="alone"),)
@@ -385,13 +390,17 @@ def main() -> int:
             outcomes = runner.lane(LINT)
         else:
             orders = ALL_ORDERS if options.long else ORDERS
-            lanes = [  # one process each: a second one would import and collect the same again
+            parts = [  # one process each: a second one would import and collect the same again
                 (COMPILE, *SERVERS),
-                (FETCH, *DRIFT, *ENGINES, ON_NEXT, ON_V2),
-                (*LINT, orders, *LIGHT, *FLEETS),
+                (FETCH, *DRIFT, *ENGINES),
+                (*LINT, orders),
+                (LIGHT_LAST,),
+                (LIGHT_FIRST,),
+                FLEETS,
+                (ON_NEXT, ON_V2),
             ]
-            with ThreadPoolExecutor(len(lanes)) as pool:
-                beside = [outcome for lane in pool.map(runner.lane, lanes) for outcome in lane]
+            with ThreadPoolExecutor(LANES) as pool:
+                beside = [outcome for part in pool.map(runner.lane, parts) for outcome in part]
             last = (*ALONE, *LONG, *LONG_AGAIN) if options.long else ALONE
             outcomes = [*beside, *runner.lane(last)]
     print(closing(outcomes, time.monotonic() - began), flush=True)

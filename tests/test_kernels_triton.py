@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler")
 # -- interpreted
 
 
+@pytest.mark.long
 def test_the_interpreted_kernels_pass_the_tests_of_every_implementation() -> None:
     """In a process of its own: Triton decides on import whether it interprets."""
     folder = Path(__file__).parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -221,10 +222,16 @@ def test_every_test_is_picked_by_one_check() -> None:
         for long in (True, False)
         for alone in (True, False)
     ]
-    for marks in kinds:
-        every = (*check.SERVERS, *check.ENGINES, *check.LIGHT, *check.ALONE, *check.LONG)
-        picking = [one.name for one in every if picks(one, marks)]
-        assert len(picking) == 1, (marks, picking)
+    usual = (*check.SERVERS, *check.FLEETS, *check.ENGINES, check.LIGHT_FIRST, check.LIGHT_LAST)
+    every = (*usual, *check.ALONE, *check.LONG)
+    files = sorted((check.ROOT / "tests").glob("test_*.py"))
+    for marks, file in itertools.product(kinds, files):
+        picking = [
+            one.name
+            for one in every
+            if picks(one, marks) and file.match(one.files) and not file.match(one.but)
+        ]
+        assert len(picking) == 1, (marks, file, picking)
         assert (picking[0] in {one.name for one in check.LONG}) == marks["long"]
 
 

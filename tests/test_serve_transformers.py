@@ -47,6 +47,8 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
             "min_p": 0.01, "logprobs": True, "top_logprobs": 1},
     ),
 }  # fmt: skip
+SELDOM = ("greedy", "seeded")
+"""What others hold, too: the chat is seeded, the one with a stop string greedy."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,10 @@ async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
         yield one
 
 
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(one, marks=pytest.mark.long if one in SELDOM else ()) for one in CALLS],
+)
 async def test_a_stream_moved_twice_equals_the_one_left_alone(served: Served, kind: str) -> None:
     path, body = CALLS[kind]
     unmoved = await run_unmoved(served, path, body)

@@ -115,6 +115,7 @@ def guarantee_changes(agent: Agent, a: Served) -> None:
     agent.until(lambda unit: all(abs(one.guarantee - ARENA / 2) < MIB for one in unit.shares))
 
 
+@pytest.mark.long
 def test_a_guarantee_that_was_changed_outlives_a_crash_and_a_rolling_restart(
     agent: Agent, nursery: Nursery, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from tests import fake_gpu, gpu_worker
 from tests.vllm_pair import LONG, PROMPT, SEEDED, Engines, Pair, assert_same
 from tests.vllm_side import Configuration, Side
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 TWO = ("--tensor-parallel-size=2",)
@@ -30,8 +30,8 @@ TWO_ON_GPUS = TWO, True
     scope="module",
     params=[
         pytest.param(ONE_ON_A_GPU, id="one on a GPU"),
-        pytest.param(ONE_ON_A_CPU, id="one on a CPU", marks=pytest.mark.long),
-        pytest.param(TWO_ON_GPUS, id="two on GPUs", marks=pytest.mark.long),
+        pytest.param(ONE_ON_A_CPU, id="one on a CPU"),
+        pytest.param(TWO_ON_GPUS, id="two on GPUs"),
     ],
 )
 def both(
@@ -76,7 +76,6 @@ async def test_a_request_moved_there_and_back_equals_one_left_alone(pair: Pair) 
     assert_same(await pair.there_and_back(PROMPT, **SEEDED), unmoved)
 
 
-@pytest.mark.long
 async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
     unmoved = await pair.unmoved(LONG)
     assert_same(await pair.moved_in_prefill(LONG), unmoved)
