@@ -113,7 +113,7 @@ def test_the_number_stays_within_bounds_and_a_round_does_one_thing(
             assert what.instance in {one.instance for one in instances}
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(requests=st.integers(0, 600), blocks=st.integers(1, 40), instances=st.integers(1, 8))
 def test_a_constant_load_settles(requests: int, blocks: int, instances: int) -> None:
     scaler, count, changes = Scaler(CONFIG), instances, list[int]()

@@ -81,8 +81,8 @@ async def test_a_request_that_waits_moves_to_where_it_can_run(bench: TightBench)
         expected = await bench.finish(bench.submit("a", 60))
         with bench.slow("a"):
             big = [bench.submit("a", 60) for _ in range(3)]
-            await bench.reach(big[0], 20)
-            with bench.slow("a", step_s=0.2):  # none of these ends before it has moved
+            await bench.reach(big[0], 5)
+            with bench.slow("a", step_s=1.0):  # none of these ends before it has moved
                 waits = bench.submit("a", 60)
                 states = {one.request_id: one for one in await bench.engines["a"].requests()}
                 assert states[waits].state == "waiting"

@@ -196,6 +196,7 @@ async def test_a_request_preempted_while_it_moves_stays_and_moves_later(pair: Pa
     assert_same(await pair.finish("moved"), unmoved)
 
 
+@pytest.mark.long
 async def test_an_id_that_has_left_may_come_again(pair: Pair, case: Case) -> None:
     """As of a request that is run again where it was before."""
     unmoved = await pair.unmoved(SHORT, max_tokens=5)
@@ -210,6 +211,7 @@ async def test_an_id_that_has_left_may_come_again(pair: Pair, case: Case) -> Non
     assert_same(await pair.finish("again"), unmoved)
 
 
+@pytest.mark.long
 async def test_eight_requests_leave_at_once(pair: Pair) -> None:
     names = [f"r{number}" for number in range(8)]
 
