@@ -48,9 +48,11 @@ async def test_many_clients_of_a_parked_model_wake_it_once_and_all_are_answered(
 ) -> None:
     add(fleet)
     await parked(fleet)
-    async with fleet.client() as client:
-        asked = [answer(client, ask("a", 20, start)) for start in range(50)]
-        answers = await asyncio.gather(*asked)
+    fleet.hold(8)  # it isn't idle until the last one has come
+    streams = [Streamed(fleet, ask("a", 20, start)) for start in range(50)]
+    await asyncio.gather(*(stream.reach(8) for stream in streams))
+    fleet.hold(None)
+    answers = await asyncio.gather(*(stream.task for stream in streams))
     assert answers == [counted(20, start) for start in range(50)]
     assert happened(fleet).count("parked -> waking") == 1
 
