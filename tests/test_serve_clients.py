@@ -211,7 +211,7 @@ async def test_vllms_bench_serve_fails_no_request_while_they_move(
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/version", "/ping", "/openapi.json"])
 async def test_vllms_routes_are_there(served: Served, path: str) -> None:
-    answer = await asyncio.to_thread(httpx.get, f"{served.url}{path}", verify=False)
+    answer = await asyncio.to_thread(httpx.get, f"{served.url}{path}", verify=False, timeout=60)
 
     assert answer.status_code == 200
 
