@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from bench.units.site import Agent
 from kvmig.controlplane.unit_member import ask
@@ -17,7 +17,7 @@ ANSWER_S = 0.5
 
 
 class Agents:
-    """Use it as a context: each has an arena of so many bytes, and listens in the folder."""
+    """Made by `agents_of`."""
 
     def __init__(self, folder: Path, units: Sequence[str], arena: int) -> None:
         self.arena = arena
@@ -34,7 +34,7 @@ class Agents:
         """With SIGKILL; returns once the next one answers."""
         self._agents[unit].close()
         await asyncio.sleep(AWAY_S)
-        await asyncio.to_thread(self._start, unit)
+        await asyncio.to_thread(self.start, unit)
 
     async def leased(self, unit: str) -> int:
         """Bytes that its members may have, all together; 0 while it doesn't answer."""
@@ -44,19 +44,23 @@ class Agents:
             return 0
         return sum(one.lease for one in shares)
 
-    def _start(self, unit: str) -> None:
+    def start(self, unit: str) -> None:
+        """Return once it answers."""
         self._agents[unit] = Agent(self._paths[unit], self.arena)
 
-    def __enter__(self) -> Agents:
-        for unit in self._paths:
-            self._start(unit)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End them all."""
         for one in self._agents.values():
             one.close()
+
+
+@contextmanager
+def agents_of(folder: Path, units: Sequence[str], arena: int) -> Iterator[Agents]:
+    """One a unit, which listens in the folder and has an arena of so many bytes."""
+    agents = Agents(folder, units, arena)
+    try:
+        for unit in units:
+            agents.start(unit)
+        yield agents
+    finally:
+        agents.close()

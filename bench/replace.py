@@ -40,7 +40,7 @@ import psutil
 import uvloop
 
 from bench import report
-from bench.agents import Agents
+from bench.agents import Agents, agents_of
 from bench.arrivals import Arrival, intervals_ms, longest_ms
 from bench.client import Stream, StreamFailed, session
 from bench.models import NAMES, model_flags, model_folder
@@ -528,7 +528,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         agents: Agents | None = None
         if options.agents:
-            agents = stack.enter_context(Agents(Path(folder), UNITS, ARENA))
+            agents = stack.enter_context(agents_of(Path(folder), UNITS, ARENA))
             flags = [*flags, *agents.flags]
         servers: dict[str, Served] = {}
         for name in MODELS:

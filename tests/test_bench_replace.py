@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.agents import Agents
+from bench.agents import agents_of
 from bench.arrivals import Arrival
 from bench.replace import (
     AGENT_FAULTS,
@@ -128,7 +128,7 @@ async def test_an_agent_that_was_killed_comes_back_and_the_others_stay(
 
     monkeypatch.setattr("bench.agents.Agent", Agent)
     left, right = tmp_path / "left", tmp_path / "right"
-    with Agents(tmp_path, ("left", "right"), 4096) as agents:
+    with agents_of(tmp_path, ("left", "right"), 4096) as agents:
         assert agents.flags == [f"--unit=left: {left}", f"--unit=right: {right}", f"--unit={left}"]
         await agents.kill("right")
         assert (started, closed) == ([left, right, right], [right])
