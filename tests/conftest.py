@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import settings
 
+from kvmig.cli.processes import begin_loading, end_loading
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests import fake_gpu, postgres
@@ -42,6 +43,13 @@ NEVER_BY_ITSELF = "--policy=freeness"
 PATIENT = ("--reply-timeout-ms=20000", "--lease-ms=60000")
 """On a busy machine a migration takes its time, and a test is about how it ends."""
 TWO = (*PATIENT, "--instances=2", NEVER_BY_ITSELF, "--shutdown-timeout=5")
+
+
+begin_loading()  # a lane that imports vLLM would walk all of it again and again
+
+
+def pytest_collection_finish() -> None:
+    end_loading()
 
 
 @pytest.hookimpl(trylast=True)  # what was left out isn't looked at

@@ -271,7 +271,7 @@ async def run_unmoved(served: Served, path: str, body: dict[str, Any]) -> Answer
 
 
 async def run_moved(
-    served: Served, path: str, body: dict[str, Any], at: tuple[int, ...] = (40, 120)
+    served: Served, path: str, body: dict[str, Any], at: tuple[int, ...] = (30, 80)
 ) -> tuple[Answer, list[dict[str, Any]]]:
     """The call, moved to the other instance whenever it has grown to `at` tokens."""
     return await until_moved(lambda: _moved(served, path, body, at), SESSION)
@@ -302,7 +302,7 @@ async def run_whole(
 
 
 async def run_whole_moved(
-    served: Served, path: str, body: dict[str, Any], at: tuple[int, ...] = (40, 120)
+    served: Served, path: str, body: dict[str, Any], at: tuple[int, ...] = (30, 80)
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The call without streaming; all its sequences are moved at `at` output tokens."""
     return await until_moved(lambda: _whole_moved(served, path, body, at), SESSION)

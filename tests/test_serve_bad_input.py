@@ -21,6 +21,7 @@ import pytest
 
 from kvmig.engines.toy.script import Script, ScriptFile
 from kvmig.models import BUNDLED
+from kvmig_tools.nursery import ForkedServer, Nursery, forked_for
 from kvmig_tools.served import free_port
 from tests.leaks import orphans
 
@@ -252,18 +253,30 @@ def test_a_port_in_use_is_named() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_model_that_does_not_load_ends_the_start(tmp_path: Path) -> None:
+def test_a_model_that_does_not_load_ends_the_start(nursery: Nursery, tmp_path: Path) -> None:
     model = tmp_path / "broken"
     shutil.copytree(BUNDLED, model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
 
-    code, said = Start(str(model), *QUICK).end()
+    log, flags = tmp_path / "log", [str(model), *QUICK, f"--port={free_port()}"]
+    with log.open("wb") as output:
+        start = ForkedServer(flags, nursery.environment, output.fileno())
+    instances: set[int] = set()
+    deadline = time.monotonic() + TIMEOUT_S
+    while (code := start.poll()) is None:
+        assert time.monotonic() < deadline, log.read_text()
+        instances |= set(forked_for(start.pid))
+        time.sleep(0.05)
 
+    said = [line for line in log.read_text().splitlines() if line.startswith("kvmig: ")]
     assert code == 2
     assert f"can't serve {model}: " in said[-1]
     assert said[-1].startswith("kvmig: instance i")
     assert len(said) == 3, "two instances start, and one sentence"
+    assert len(instances) == 2
+    assert not any(map(psutil.pid_exists, instances))
+    assert "Traceback" not in log.read_text()
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from bench import real
 from bench.models import QWEN3, make_checkpoint
-from bench.real import FLAGS
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.leaks import Footprint, assert_server_is_empty
@@ -20,6 +20,8 @@ from tests.streams import Stream, row_of, run_moved, run_unmoved
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
+FLAGS = (*real.FLAGS, "--kv-cache-memory-bytes=512m")
+"""A CPU takes three seconds to make a GiB."""
 BLOCK = 128
 """Tokens: vLLM's own on a CPU."""
 TOKEN_BYTES = 2 * 2 * QWEN3["num_hidden_layers"] * QWEN3["num_key_value_heads"] * QWEN3["head_dim"]
@@ -45,10 +47,10 @@ def body(prompt: list[int], tokens: int, **fields: Any) -> dict[str, Any]:
 
 async def test_a_stream_of_a_real_models_shape_moves_there_and_back(served: Served) -> None:
     # A prefix that is found in the cache would leave another prefill, which rounds otherwise.
-    unmoved = await run_unmoved(served, PATH, body(PROMPT, 80, logprobs=1, cache_salt="stays"))
+    unmoved = await run_unmoved(served, PATH, body(PROMPT, 40, logprobs=1, cache_salt="stays"))
 
-    wanted = body(PROMPT, 80, logprobs=1, cache_salt="moves")
-    moved, reports = await run_moved(served, PATH, wanted, at=(5, 30))
+    wanted = body(PROMPT, 40, logprobs=1, cache_salt="moves")
+    moved, reports = await run_moved(served, PATH, wanted, at=(5, 20))
 
     assert [report["state"] for report in reports] == ["committed"] * 2, reports
     assert reports[0]["bytes"] == (3 - reports[0]["hit_blocks"]) * BLOCK * TOKEN_BYTES

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.server
 
 VLLMS = (
     "--enforce-eager",
-    "--kv-cache-memory-bytes=1g",
+    "--kv-cache-memory-bytes=512m",
     "--max-model-len=1216",
     "--max-num-seqs=8",
 )
