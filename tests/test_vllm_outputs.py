@@ -1,11 +1,12 @@
-"""A front end's AsyncLLM, and what one request's output does to others. No engine is started."""
+"""A front end's AsyncLLM, and what one request's output does to others."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,9 +35,13 @@ from kvmig.engines.vllm.outputs import (
     check_failure,
     failure,
 )
+from kvmig.gateway.errors import InstanceLost
+from kvmig.gateway.router import Router
 from kvmig.ground.errors import NoInstance
 from kvmig.models import BUNDLED
+from kvmig.openai_server.vllm import VllmServer
 from tests.environment import environment
+from tests.vllm_pair import Pair
 from tests.vllm_side import ENVIRONMENT
 
 pytestmark = pytest.mark.engine
@@ -164,7 +169,7 @@ class Cluster:
         raise RuntimeError("a bug")
 
     async def call(self, method: str, payload: Sequence[Frame]) -> Mapping[str, Sequence[Frame]]:
-        raise NotImplementedError
+        raise InstanceLost("no instance is connected")
 
 
 @asynccontextmanager
@@ -172,8 +177,7 @@ async def front(cluster: Cluster, outlet: OutputQueue) -> AsyncIterator[RoutedLL
     with environment(ENVIRONMENT):
         flags.set_environment()
         config = engine_config(flags.parse([str(BUNDLED), "--enforce-eager"]))
-    llm = RoutedLLM(config, cluster, outlet, 1, log_stats=True, log_requests=False)
-    llm._supported_tasks = ("generate",)
+    llm = RoutedLLM(config, cluster, outlet, 1, ("generate",), log_stats=True, log_requests=False)
     try:
         yield llm
     finally:
@@ -186,6 +190,21 @@ async def test_a_request_that_no_instance_takes_leaves_nothing_behind() -> None:
         with pytest.raises(GracefulHTTPError, match="no instance serves"):
             await anext(outputs)
         assert llm.get_num_unfinished_requests() == 0
+
+
+async def test_a_front_end_comes_up_though_the_instance_that_it_heard_of_is_gone(
+    pair: Pair,
+) -> None:
+    argv = [str(BUNDLED), "--enforce-eager"]
+    with environment(ENVIRONMENT), socket.socket() as sock:
+        server = VllmServer(argv, flags.parse(argv), sock, 2)
+        await server.load()
+    server.learn([pair.a.engine.describe()])
+
+    app = await server.make_app(cast("Router", Cluster()))
+
+    assert "/v1/completions" in {getattr(route, "path", "") for route in app.routes}
+    await server.stop(0.0)
 
 
 async def test_an_error_in_what_hands_out_outputs_ends_no_stream() -> None:

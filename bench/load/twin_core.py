@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import uvloop
 import zmq
 import zmq.asyncio
@@ -61,7 +62,7 @@ class Core:
             step = _step(self, group)
             tasks.append(asyncio.create_task(self._metronome.run(phase, step)))
         for client, socket in enumerate(self._inputs):
-            await socket.send(self._words.describe())
+            await socket.send(msgspec.msgpack.encode(self._words.ready()))
             tasks.append(asyncio.create_task(self._listen(client, socket)))
         stopped = asyncio.create_task(until_stopped())
         done, _ = await asyncio.wait((*tasks, stopped), return_when=asyncio.FIRST_COMPLETED)

@@ -13,6 +13,8 @@ from kvmig.engines.base import Frame
 MAX_TOKENS = 8192
 """Of a request."""
 BLOCK_TOKENS = 32
+TASKS = ("generate",)
+"""What the engine can do, in vLLM's words."""
 
 
 class Words(Protocol):
@@ -69,35 +71,37 @@ class VllmWords:
         from vllm.v1.engine import UtilityOutput
         from vllm.v1.serial_utils import UtilityResult
 
-        result = ("generate",) if method == "get_supported_tasks" else None
+        result = TASKS if method == "get_supported_tasks" else None
         return UtilityOutput(call_id, result=UtilityResult(result))
 
     def answer(self, call_id: int, method: str) -> list[Frame]:
         return list(self._encoder.encode(self.utility(call_id, method)))
 
     def describe(self) -> bytes:
+        return msgspec.msgpack.encode((self.ready(), TASKS))
+
+    def ready(self) -> Any:
+        """What vLLM's engine core tells vLLM's front end: an EngineCoreReadyResponse."""
         from vllm.v1.engine import EngineCoreReadyResponse
 
-        return msgspec.msgpack.encode(
-            EngineCoreReadyResponse(
-                max_model_len=MAX_TOKENS,
-                num_gpu_blocks=1 << 20,
-                block_size=BLOCK_TOKENS,
-                dp_stats_address=None,
-                dtype="bfloat16",
-                vllm_version="stub",
-                world_size=1,
-                data_parallel_size=1,
-                tensor_parallel_size=1,
-                pipeline_parallel_size=1,
-                decode_context_parallel_size=1,
-                data_parallel_rank=0,
-                max_num_seqs=1 << 14,
-                max_num_batched_tokens=1 << 14,
-                instance_id="stub",
-                supports_lora=False,
-                max_loras=0,
-            )
+        return EngineCoreReadyResponse(
+            max_model_len=MAX_TOKENS,
+            num_gpu_blocks=1 << 20,
+            block_size=BLOCK_TOKENS,
+            dp_stats_address=None,
+            dtype="bfloat16",
+            vllm_version="stub",
+            world_size=1,
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_rank=0,
+            max_num_seqs=1 << 14,
+            max_num_batched_tokens=1 << 14,
+            instance_id="stub",
+            supports_lora=False,
+            max_loras=0,
         )
 
 

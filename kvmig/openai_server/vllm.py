@@ -17,13 +17,14 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import serve_http
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.tasks import SupportedTask
 
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.front import (
     OutputQueue,
     RoutedLLM,
-    apply_ready,
+    apply_described,
     cached_tokens,
     cut_output,
     decode_outputs,
@@ -47,6 +48,7 @@ class VllmServer(HttpTask):
         self._args = args
         self._max_instances = max_instances
         self._config: VllmConfig | None = None
+        self._tasks: tuple[SupportedTask, ...] = ()
         self._llm: RoutedLLM | None = None
         self._app: FastAPI | None = None
 
@@ -66,7 +68,7 @@ class VllmServer(HttpTask):
         assert self._config is not None
         cache = self._config.cache_config
         cache.num_gpu_blocks = 0
-        apply_ready(self._config, ready)
+        self._tasks = apply_described(self._config, ready)
         tokens: int = cache.block_size
         return tokens
 
@@ -77,14 +79,14 @@ class VllmServer(HttpTask):
             router,
             self.sink,
             self._max_instances,
+            self._tasks,
             log_requests=args.enable_log_requests,
             log_stats=not args.disable_log_stats,
         )
         ours = f"{HttpMiddleware.__module__}.{HttpMiddleware.__name__}"
         args.middleware = [*args.middleware, ours]  # the last one is the outermost
-        tasks = await llm.get_supported_tasks()
-        app: FastAPI = build_app(args, tasks, llm.model_config)
-        await init_app_state(llm, app.state, args, tasks)
+        app: FastAPI = build_app(args, self._tasks, llm.model_config)
+        await init_app_state(llm, app.state, args, self._tasks)
         return app
 
     async def serve(self, app: FastAPI) -> None:

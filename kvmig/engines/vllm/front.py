@@ -21,6 +21,7 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
+from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import (
     EngineCoreOutput,
@@ -99,10 +100,15 @@ def cut_output(output: EngineCoreOutput, tokens: int) -> None:
     output.finish_reason = output.stop_reason = None
 
 
-def apply_ready(config: VllmConfig, ready: Sequence[bytes]) -> None:
-    """Take over what the engines found out at start (as AsyncMPClient does for its one)."""
-    for payload in ready:
-        response = msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse)
+def apply_described(config: VllmConfig, described: Sequence[bytes]) -> tuple[SupportedTask, ...]:
+    """Take over what the engines found out at their start (as AsyncMPClient does for its one).
+
+    described: by `ServingVllm.describe`, one or more. Returns what the engines can do, all the
+    same.
+    """
+    tasks: tuple[SupportedTask, ...] = ()
+    for payload in described:
+        response, tasks = msgspec.msgpack.decode(payload, type=Described)
         cache = config.cache_config
         config.model_config.max_model_len = min(
             config.model_config.max_model_len, response.max_model_len
@@ -113,6 +119,10 @@ def apply_ready(config: VllmConfig, ready: Sequence[bytes]) -> None:
         cache.effective_attention_block_size = response.effective_attention_block_size
         cache.kv_cache_size_tokens = response.kv_cache_size_tokens
         cache.kv_cache_max_concurrency = response.kv_cache_max_concurrency
+    return tasks
+
+
+Described = tuple[EngineCoreReadyResponse, tuple[SupportedTask, ...]]
 
 
 @dataclass
@@ -250,8 +260,11 @@ class RoutedLLM(AsyncLLM):
         requests: RequestRouter,
         outputs: OutputQueue,
         num_instances: int,
+        tasks: tuple[SupportedTask, ...],
         **options: Any,
     ) -> None:
+        """tasks: what the engines can do."""
+        self._tasks = tasks
         client = RoutingClient(config, requests, outputs, num_instances)
         with (
             patch.object(
@@ -267,6 +280,9 @@ class RoutedLLM(AsyncLLM):
                 usage_context=UsageContext.OPENAI_API_SERVER,
                 **options,
             )
+
+    async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return self._tasks  # vLLM asks the engine, which may be gone again while we start
 
     def _run_output_handler(self) -> None:
         if self.output_handler is None:

@@ -268,7 +268,8 @@ class ServingVllm:
         self._core.utility(client, call_id, method, tuple(args))
 
     def describe(self) -> bytes:
-        return msgspec.msgpack.encode(self._core._make_ready_response())
+        core = self._core
+        return msgspec.msgpack.encode((core._make_ready_response(), core.get_supported_tasks()))
 
     async def warm_up(self) -> None:
         config = self._core.vllm_config
