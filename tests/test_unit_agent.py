@@ -187,6 +187,77 @@ async def test_an_engine_that_does_nothing_is_not_looked_at(path: Path) -> None:
         await until(lambda: a.looks == before + 1)
 
 
+MEMBER = """
+import asyncio, sys
+from pathlib import Path
+from tests.test_unit_agent import Engine, member
+from tests.unit_site import joined
+
+async def main():
+    async with joined(member(Path(sys.argv[1]), "a", Engine(), guarantee=40)):
+        print(flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def stopped_without_an_agent(path: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that has leased all, and can't speak; its agent is dead."""
+    async with agent(path) as ledger:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", MEMBER, str(path)), stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readline(), "it has joined"
+        assert ledger.leased == 64 * MIB
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+async def test_a_member_that_is_stopped_while_its_agent_dies_keeps_its_lease(path: Path) -> None:
+    async with stopped_without_an_agent(path) as process, agent(path) as ledger:
+        engine = Engine()
+        other = member(path, "b", engine)
+        coming = asyncio.create_task(other.join())
+        await asyncio.sleep(0.5)
+        assert ledger.leased == 0, "it may have all"
+        process.send_signal(signal.SIGCONT)
+        await coming
+        assert engine.quota >= 4
+        assert ledger.leased == 64 * MIB
+        other.close()
+
+
+async def test_what_a_stopped_member_had_is_leased_when_it_is_killed(path: Path) -> None:
+    async with stopped_without_an_agent(path) as process, agent(path):
+        engine = Engine()
+        other = member(path, "b", engine)
+        coming = asyncio.create_task(other.join())
+        process.kill()
+        await coming
+        assert engine.quota == 64
+        other.close()
+
+
+async def test_a_member_that_may_not_come_back_keeps_nobody_from_growing(path: Path) -> None:
+    async with stopped_without_an_agent(path) as process, agent(path):
+        engine = Engine()
+        other = member(path, "b", engine, guarantee=40)
+        coming = asyncio.create_task(other.join())
+        await asyncio.sleep(0.2)
+        process.send_signal(signal.SIGCONT)
+        await coming
+        assert engine.quota == 64
+        other.close()
+
+
 async def test_a_member_whose_process_lives_keeps_its_lease_without_a_connection(
     path: Path,
 ) -> None:

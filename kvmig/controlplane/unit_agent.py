@@ -3,7 +3,8 @@ and who of them computes next.
 
 It decides nothing: `kvmig.controlplane.leases` does, and `kvmig.controlplane.turns`. It holds no
 memory of theirs, so its end stops nobody: members keep what they have, connect again, and tell the
-next agent. A member that is connected no more keeps its lease until its process is gone.
+next agent, which leases nothing more until all whose processes live have. A member that is
+connected no more keeps its lease until its process is gone.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ from kvmig.controlplane.unit_messages import (
     encode,
     to_agent,
 )
+from kvmig.controlplane.unit_roll import Roll
 from kvmig.controlplane.unit_turns import UnitTurns
 from kvmig.ground.errors import ConfigError, PeerError, TransportError
 
 log = logging.getLogger(__name__)
 
 SETTLE_S = 1.0
-"""From its start until it leases what nobody has claimed: members of an agent that has died are
-back by then (`kvmig.controlplane.unit_member.RETRY_S`)."""
+"""From its start until it leases what nobody has claimed, at least: members of an agent that has
+died are back by then (`kvmig.controlplane.unit_member.RETRY_S`), but for one that is stopped."""
 TICK_S = 0.5
 """Between two looks at the rule while nobody tells anything."""
 
@@ -79,6 +81,11 @@ class UnitAgent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._settled_at = self._loop.time() + settle_s
+        self._settled = False
+        """Whether all that may hold memory have said how much."""
+        self._roll = Roll(sock.getsockname())
+        self._refused: set[int] = set()
+        """Processes of members that may not join; they have what they have."""
 
     async def run(self) -> None:
         """Serve until it is cancelled."""
@@ -86,6 +93,8 @@ class UnitAgent:
         self._loop.add_reader(self._sock.fileno(), self._accept)
         try:
             while True:
+                if not self._settled:
+                    self._settled = self._all_known()
                 self._tell()
                 await asyncio.sleep(TICK_S if self._settled else SETTLE_S / 20)
         finally:
@@ -96,6 +105,7 @@ class UnitAgent:
             for name in list(self._tenants):
                 self._forget(name)
             self._turns.close()
+            self._roll.close()
 
     @property
     def unit(self) -> Unit:
@@ -142,6 +152,7 @@ class UnitAgent:
             while packet := await packets.recv():
                 name = self._handle(packets, name, _decoded(packet)) or name
         except (ConfigError, PeerError) as error:
+            self._refused.add(packets.process)
             with contextlib.suppress(TransportError):  # it has gone
                 packets.send(encode(Refused(str(error))))
         except TransportError as error:
@@ -227,9 +238,9 @@ class UnitAgent:
             tenant.packets.close()
         self._ledger.leave(name, self._loop.time())
 
-    @property
-    def _settled(self) -> bool:
-        return self._loop.time() >= self._settled_at
+    def _all_known(self) -> bool:
+        known = {one.process for one in self._tenants.values()} | self._refused
+        return self._loop.time() >= self._settled_at and self._roll.processes() <= known
 
     def _tell(self) -> None:
         """Let the rule look, and send what follows. Who isn't connected hears of it when it is."""

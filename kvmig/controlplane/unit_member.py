@@ -39,6 +39,7 @@ from kvmig.controlplane.unit_messages import (
     encode,
     to_member,
 )
+from kvmig.controlplane.unit_roll import Roll
 from kvmig.engines.base import KVUse
 from kvmig.engines.gate import Grant
 from kvmig.engines.gate import Want as Wanted
@@ -104,6 +105,7 @@ class UnitMember:
     async def join(self) -> None:
         """Wait for the first lease. Raises StartupError: refused, or no agent there."""
         try:
+            Roll(self._path).enter()
             async with asyncio.timeout(JOIN_S):
                 self._packets = packets = self._hello()
                 while not self._leased.is_set():

@@ -1,0 +1,55 @@
+"""The roll of a unit: which processes may hold memory of it, whether an agent knows them or not.
+
+A file beside the unit's socket, of which each member locks the byte of its process number for as
+long as it lives. The kernel keeps the locks: a new agent learns from it who was a member of the one
+before, also of a process that is stopped and can't say so, and never of one that has ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+
+from kvmig.ground.errors import TransportError
+
+_LOCK = struct.Struct("hhqqi4x")
+"""struct flock of Linux on 64 bits: kind, whence, start, length, process."""
+_MOST = 1 << 22
+"""Process numbers are below."""
+
+
+class Roll:
+    """Of the unit at a path. To be closed by the agent; a member's ends with its process, since to
+    close the file gives up the lock."""
+
+    def __init__(self, path: str) -> None:
+        """path: of the unit's socket. Raises TransportError."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            self._file = os.open(f"{path}.roll", flags, 0o600)
+        except OSError as error:
+            raise TransportError(f"the roll of unit {path} can't be opened: {error}") from error
+
+    def enter(self) -> None:
+        """This process may hold memory from now on, until it ends."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, os.getpid())
+
+    def processes(self) -> set[int]:
+        """All that have entered and live, but for this one."""
+        found: set[int] = set()
+        left = [(0, _MOST)]
+        while left:
+            start, end = left.pop()
+            if start == end:
+                continue
+            wanted = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, end - start, 0)
+            kind, _, at, _, process = _LOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, wanted))
+            if kind != fcntl.F_UNLCK:
+                found.add(process)
+                left += [(start, at), (at + 1, end)]
+        return found
+
+    def close(self) -> None:
+        """Once."""
+        os.close(self._file)
