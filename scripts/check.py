@@ -83,7 +83,9 @@ DRIFT = (
     Check("drift of the newest vLLM", ("python", "-m", "kvmig.drift", "--newest"), must_pass=False),
 )
 NEXT = "0.33.0"
-"""The other vLLM that is supported; its Python runs on the installed one's kernels."""
+"""The other vLLM that is supported; its Python runs on the installed one's kernels. Each check
+moves streams to it and back (tests/test_serve_upgrade.py), a long one runs all that its adapter
+has."""
 FETCH = Check(
     f"vLLM {NEXT}, beside the installed one",
     ("python", "scripts/setup_env.py", "--dev", "--vllm", NEXT),
@@ -95,10 +97,6 @@ COMPILE = Check(
 """Before servers, which would be given up for the time that it takes."""
 ADAPTER = ("pytest", "-q", "tests/test_vllm_adapter.py")
 ENGINE = "engine and not long"
-SOME = "[async and (seeded and left_alone or behind_a_long or preempted_at_the_destination)"
-"""What differs most between engines: a move there and back, in a prefill, to a full engine. Steps
-that don't overlap: tests/test_zoo.py, and of servers tests/test_serve_upgrade.py."""
-ON_NEXT = Check(f"the adapter on vLLM {NEXT}", (*ADAPTER, "-k", SOME), marks=ENGINE, tree=NEXT)
 V2 = (*ADAPTER, "-p", "tests.runner_v2")
 ON_V2 = Check(
     "the adapter on model runner V2", (*V2, "-k", "[async-seeded and left_alone"), marks=ENGINE
@@ -394,11 +392,10 @@ def main() -> int:
                 (COMPILE, *SERVERS),
                 (FETCH, *DRIFT, *ENGINES),
                 (*LINT, orders),
-                (LIGHT_FIRST,),
                 FLEETS,
-                (ON_NEXT,),
-                (ON_V2,),
+                (LIGHT_FIRST,),
                 (LIGHT_LAST,),
+                (ON_V2,),
             ]
             with ThreadPoolExecutor(LANES) as pool:
                 beside = [outcome for part in pool.map(runner.lane, parts) for outcome in part]

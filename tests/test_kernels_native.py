@@ -221,9 +221,8 @@ def sanitized(kind: str, folder: Path) -> Path | str:
 
 
 @pytest.mark.parametrize("driver", DRIVERS, ids=lambda path: path.stem)
-@pytest.mark.parametrize(
-    "kind", ["address,undefined", pytest.param("thread", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("kind", ["address,undefined", "thread"])
+@pytest.mark.long
 def test_the_library_is_clean_under_the_sanitizers(
     driver: Path, kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -30,7 +30,7 @@ from ray.cluster_utils import Cluster
 
 from tests.ray_nodes import RAYS_OWN
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 PATH = "/v1/completions"
 PATIENCE_S = 120.0

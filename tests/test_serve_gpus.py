@@ -224,9 +224,10 @@ async def test_an_instance_that_is_killed_in_a_state_leaves_nothing_and_no_clien
     ("what", "fails"),
     [
         ("KVMIG_FAKE_NO_PEERS", "cuMemSetAccess"),
-        pytest.param("KVMIG_FAKE_MIG", "cuMemImportFromShareableH", marks=pytest.mark.long),
+        ("KVMIG_FAKE_MIG", "cuMemImportFromShareableH"),
     ],
 )
+@pytest.mark.long
 async def test_auto_goes_through_the_hosts_memory_where_gpus_do_not_reach_each_other_and_says_so(
     nursery: Nursery, tmp_path: Path, what: str, fails: str
 ) -> None:

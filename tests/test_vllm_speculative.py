@@ -24,7 +24,13 @@ DRAFT_MODEL = {"method": "draft_model", "model": str(BUNDLED)}
 PROMPT = list(b"Count on from 0017: " + b" ".join(b"%04d" % number for number in range(18)))
 
 
-@pytest.fixture(scope="module", params=[NGRAM, DRAFT_MODEL], ids=["ngram", "draft model"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(NGRAM, id="ngram", marks=pytest.mark.long),  # found in the tokens: no state
+        pytest.param(DRAFT_MODEL, id="draft model"),
+    ],
+)
 def configurations(request: pytest.FixtureRequest) -> tuple[Configuration, Configuration]:
     config = json.dumps({**request.param, "num_speculative_tokens": 3})
     wanted = Configuration(flags=(f"--speculative-config={config}",))

@@ -247,6 +247,7 @@ async def proposals(pair: Pair, side: Side, name: str, until: int) -> list[tuple
     return seen
 
 
+@pytest.mark.long
 async def test_the_head_proposes_after_a_move_what_it_would_have_proposed(
     engines: Engines, tmp_path: Path
 ) -> None:
