@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvmig_tools.check.arrival import LEASE_S
@@ -18,6 +21,17 @@ Node = tuple[int, int]
 def bound_s(faults: int) -> float:
     """How long nobody may decode: a lease, and a reply's time-out for each further fault."""
     return LEASE_S + max(0, faults - 1) * REPLY_S
+
+
+@contextmanager
+def all_kept() -> Iterator[None]:
+    """What is made inside the block stays to its end: to look for garbage among it is a quarter of
+    the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass

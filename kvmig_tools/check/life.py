@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvmig.fleet.lifecycle import Life, Seen, Wish, turn
+from kvmig_tools.check.explore import all_kept
 
 FAILURES = 4
 LATE_S = 1e6
@@ -251,6 +252,7 @@ class Lives:
     trace: list[str] = field(default_factory=list)
 
 
+@all_kept()
 def explore(most: int, *, parks: bool = False) -> Lives:
     """Every state that can be reached, and whether who waits can be served from each.
 

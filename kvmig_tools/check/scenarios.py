@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from kvmig_tools.check.explore import Explorer, Result
+from kvmig_tools.check.explore import Explorer, Result, all_kept
 from kvmig_tools.check.request import Request
 from kvmig_tools.check.site import Shape
 from kvmig_tools.check.two import Two
@@ -67,6 +67,7 @@ SCENARIOS = (
 )
 
 
+@all_kept()
 def explore(scenario: Scenario) -> Result:
     """Visit all of it. What the parts log is of no interest here."""
     logging.disable(logging.CRITICAL)
