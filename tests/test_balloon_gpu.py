@@ -191,6 +191,7 @@ async def test_after_its_patience_requests_are_preempted_until_its_pages_can_go(
         assert (await pair.finish(name)).tokens == alone[name].tokens
 
 
+@pytest.mark.long
 async def test_the_last_request_is_preempted_too_where_it_holds_blocks_of_too_many_pages(
     pair: Pair,
 ) -> None:

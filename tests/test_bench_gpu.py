@@ -423,6 +423,7 @@ def test_one_part_alone_can_be_run(tmp_path: Path, programs: tuple[run_all.Part,
     assert (sample["part"], sample["status"]) == ("good", "passed")
 
 
+@pytest.mark.long
 def test_the_script_runs_a_part_from_anywhere(tmp_path: Path) -> None:
     if not shutil.which("bash"):
         pytest.skip("bash is not installed")

@@ -194,6 +194,7 @@ def test_ties_go_to_fewer_gpus() -> None:
     assert used(plan(best_of_groups(it, [Member(0, 0.1)]))) == 1
 
 
+@pytest.mark.long
 def test_32_gpus_are_placed_in_10_seconds_of_a_core() -> None:
     models = power_law(0.7, 50)
     began = time.process_time()

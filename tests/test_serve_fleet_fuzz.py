@@ -11,7 +11,7 @@ import pytest
 
 from tests.fleets import ToyFleet
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 FUZZ_S = 5
 MOST_S = 120

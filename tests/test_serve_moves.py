@@ -75,13 +75,8 @@ async def test_a_call_moved_twice_equals_the_one_left_alone(served: Served, kind
     moved.same_as(unmoved)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("n = 2", marks=pytest.mark.long),
-        "chat with usage and log-probabilities",
-    ],
-)
+@pytest.mark.parametrize("kind", ["n = 2", "chat with usage and log-probabilities"])
+@pytest.mark.long
 async def test_a_moved_call_answered_as_a_whole_equals_the_one_left_alone(
     served: Served, kind: str
 ) -> None:

@@ -16,7 +16,10 @@ from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, place, run_moved, run_unmoved
 from tests.zoo import FAMILIES, make
 
-pytestmark = pytest.mark.server
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.long,
+]  # tests/test_zoo.py moves three of them in each check
 
 VLLMS = (
     "--enforce-eager",
@@ -32,7 +35,6 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "nemotron-h": (SMALL_STEPS,),
     "paddleocr-vl": ('--limit-mm-per-prompt={"image": 0}',),
 }
-ALWAYS = ("qwen3-next",)
 TOKENS = {"mamba2": 1000}
 """Of a stream that moves there and back, where 150 are over before."""
 PATH = "/v1/completions"
@@ -41,9 +43,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES
-    ],
+    params=FAMILIES,
 )
 def family(
     request: pytest.FixtureRequest,
@@ -73,7 +73,7 @@ def body(prompt: str, tokens: int, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({}, id="greedy", marks=pytest.mark.long),
+        pytest.param({}, id="greedy"),
         pytest.param({"temperature": 0.9, "seed": 7}, id="seeded"),
     ],
 )
@@ -92,7 +92,6 @@ async def test_a_stream_moved_there_and_back_equals_one_left_alone(
     assert unmoved.choices[0].text
 
 
-@pytest.mark.long
 async def test_an_instance_that_is_drained_hands_over_its_eight_streams(served: Served) -> None:
     """What they say depends on their batches; that nothing is lost doesn't."""
     async with httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1/", verify=False) as http:

@@ -61,7 +61,7 @@ SCENARIOS = (
     Scenario("on to a third", SHORT, ("abc",), (("ab", "bc"),)),
     Scenario("there and back", SHORT, ("ab",), (("ab", "ba"),)),
     Scenario("two, one way", SHORT, ("ab", "ab"), (("ab",), ("ab",)), long=True),
-    Scenario("two, both ways", SHORT, ("ab", "ba"), (("ab",), ("ba",))),
+    Scenario("two, both ways", SHORT, ("ab", "ba"), (("ab",), ("ba",)), long=True),
     Scenario("two long, one way", LONG, ("ab", "ab"), (("ab",), ("ab",)), compared=0, long=True),
     Scenario("two long, both ways", LONG, ("ab", "ba"), (("ab",), ("ba",)), compared=0, long=True),
 )
