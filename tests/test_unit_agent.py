@@ -34,6 +34,7 @@ from kvmig.controlplane.unit_messages import (
     encode,
     to_member,
 )
+from kvmig.controlplane.unit_roll import Roll
 from kvmig.engines.base import KVUse
 from kvmig.ground.errors import ConfigError, StartupError, TransportError
 from kvmig.unit import main, shown
@@ -256,6 +257,36 @@ async def test_a_member_that_may_not_come_back_keeps_nobody_from_growing(path: P
         await coming
         assert engine.quota == 64
         other.close()
+
+
+def test_two_processes_of_one_number_are_both_in_the_roll(tmp_path: Path) -> None:
+    """As of two containers."""
+    enters = (
+        "import os, sys; from kvmig.controlplane.unit_roll import Roll; os.getpid = lambda: 7;"
+        " Roll(sys.argv[1]).enter(); print(flush=True); sys.stdin.read()"
+    )
+    path = str(tmp_path / "unit")
+    with contextlib.ExitStack() as stack:
+        both = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", enters, path],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
+            for _ in range(2)
+        ]
+        for one in both:
+            assert one.stdout is not None
+            assert one.stdout.readline()
+        roll = Roll(path)
+        assert roll.processes() == {one.pid for one in both}
+        for one in both:
+            one.kill()
+            one.wait()
+        assert roll.processes() == set()
+        roll.close()
 
 
 async def test_a_member_whose_process_lives_keeps_its_lease_without_a_connection(

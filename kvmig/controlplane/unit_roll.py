@@ -1,7 +1,7 @@
 """The roll of a unit: which processes may hold memory of it, whether an agent knows them or not.
 
-A file beside the unit's socket, of which each member locks the byte of its process number for as
-long as it lives. The kernel keeps the locks: a new agent learns from it who was a member of the one
+A file beside the unit's socket, of which each member locks a byte for as long as it lives. The
+kernel keeps the locks: a new agent learns from it who was a member of the one
 before, also of a process that is stopped and can't say so, and never of one that has ended.
 """
 
@@ -15,8 +15,8 @@ from kvmig.ground.errors import TransportError
 
 _LOCK = struct.Struct("hhqqi4x")
 """struct flock of Linux on 64 bits: kind, whence, start, length, process."""
-_MOST = 1 << 22
-"""Process numbers are below."""
+_MOST = 1 << 23
+"""Bytes. Process numbers are below half of it."""
 
 
 class Roll:
@@ -32,8 +32,16 @@ class Roll:
             raise TransportError(f"the roll of unit {path} can't be opened: {error}") from error
 
     def enter(self) -> None:
-        """This process may hold memory from now on, until it ends."""
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, os.getpid())
+        """This process may hold memory from now on, until it ends. Raises TransportError."""
+        # Of its process number, which one of another namespace may have, too.
+        for at in range(os.getpid(), _MOST):
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, at)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise TransportError(f"the roll of the unit can't be locked: {error}") from error
+            return
 
     def processes(self) -> set[int]:
         """All that have entered and live, but for this one."""
