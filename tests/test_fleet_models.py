@@ -209,6 +209,42 @@ async def test_an_idle_one_stops_only_after_every_proxy_has_heard_of_it(bench: B
     assert bench.stopped == [Stop(bench.started[0].deployment)]
 
 
+async def test_one_that_has_woken_is_idle_only_after_its_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def done(_: Watched) -> None: ...
+
+    monkeypatch.setattr(Watched, "park", done)
+    monkeypatch.setattr(Watched, "unpark", done)
+    await serving(bench, warm="parked", instances=Instances(zero_after_s=60))
+    bench.turn(60)
+    bench.demand()
+    bench.turn()
+    bench.watched.told = Told(parked=True)
+    bench.turn()
+    bench.turn(600)
+    bench.models.take_want(Want("a"))
+    bench.turn()
+    bench.serve()
+    bench.turn()
+    states = [bench.route.state]
+    for seconds in (59, 1):
+        bench.turn(seconds)
+        states.append(bench.route.state)
+    assert states == ["ready", "ready", "cold"]
+
+
+async def test_a_request_that_came_and_went_between_two_looks_keeps_it(bench: Bench) -> None:
+    await serving(bench, instances=Instances(zero_after_s=60))
+    bench.turn(59)
+    bench.models.take_demand("p0", Demand(len(bench.told), 0.5, (ModelDemand("a", 0, 0, 1, 0.1),)))
+    states = []
+    for seconds in (59, 1):
+        bench.turn(seconds)
+        states.append(bench.route.state)
+    assert states == ["ready", "cold"]
+
+
 async def test_without_its_proxy_it_does_not_stop(bench: Bench) -> None:
     await serving(bench, instances=Instances(zero_after_s=60))
     bench.models.forget_proxy("p0")

@@ -259,6 +259,8 @@ class Models:
         for one in demand.models:
             if (model := self._models.get(one.model)) is not None:
                 model.window.add(Sample(now, demand.seconds, one.request_s, one.arrivals))
+                if one.arrivals or one.request_s:  # also what came and went between two looks
+                    model.busy_at = now
         self._changed.set()
 
     def forget_proxy(self, proxy: str) -> None:
@@ -438,9 +440,10 @@ class Models:
         life, model.refused = model.life, ""
         model.entered[life.state] += 1
         model.evicted += bool(cause)
-        if life.state == "serving" and before.state == "starting":
-            model.starts.append(now - before.since)
+        if life.state == "serving":
             model.busy_at = now
+            if before.state == "starting":
+                model.starts.append(now - before.since)
         if life.state in ("serving", "failed"):
             model.asked_until = -math.inf
         if life.state in ("zero", "failed") and model.watched is not None:
