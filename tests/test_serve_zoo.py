@@ -16,14 +16,12 @@ from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, place, run_moved, run_unmoved
 from tests.zoo import FAMILIES, make
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.long,
-]  # tests/test_zoo.py moves three of them in each check
+# In each check tests/test_zoo.py moves requests of three of them.
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 VLLMS = (
     "--enforce-eager",
-    "--kv-cache-memory-bytes=512m",
+    "--kv-cache-memory-bytes=1g",
     "--max-model-len=1216",
     "--max-num-seqs=8",
 )
@@ -36,15 +34,12 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "paddleocr-vl": ('--limit-mm-per-prompt={"image": 0}',),
 }
 TOKENS = {"mamba2": 1000}
-"""Of a stream that moves there and back, where 150 are over before."""
+"""Of a stream that moves there and back, where 200 are over before."""
 PATH = "/v1/completions"
 PATIENCE_S = 120.0
 
 
-@pytest.fixture(
-    scope="module",
-    params=FAMILIES,
-)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(
     request: pytest.FixtureRequest,
     nursery: Nursery,
@@ -81,7 +76,7 @@ async def test_a_stream_moved_there_and_back_equals_one_left_alone(
     served: Served, fields: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     family = request.node.callspec.params["family"]
-    wanted = body("There was once", TOKENS.get(family, 150), logprobs=1, **fields)
+    wanted = body("There was once", TOKENS.get(family, 200), logprobs=1, **fields)
     unmoved = await run_unmoved(served, PATH, wanted)
 
     moved, reports = await run_moved(served, PATH, wanted)

@@ -1,8 +1,8 @@
 """The roll of a unit: which processes may hold memory of it, whether an agent knows them or not.
 
 A file beside the unit's socket, of which each member locks a byte for as long as it lives. The
-kernel keeps the locks: a new agent learns from it who was a member of the one
-before, also of a process that is stopped and can't say so, and never of one that has ended.
+kernel keeps the locks: a new agent learns from it who was a member of the one before, also of a
+process that is stopped and can't say so, and never of one that has ended.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Roll:
             except OSError as error:
                 raise TransportError(f"the roll of the unit can't be locked: {error}") from error
             return
+        raise TransportError("the roll of the unit has no byte left")
 
     def processes(self) -> set[int]:
         """All that have entered and live, but for this one."""
