@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import random
 import sqlite3
 import sys
@@ -55,7 +56,8 @@ LONG = 1800
 PAUSE_S = (0.2, 3.0)
 """Between two faults."""
 APART_S = 65.0
-"""Between two kills of the front end: a model that fails twice within a minute waits longer."""
+"""Between the first answer after a kill of the front end and the next kill: a model that fails
+again within a minute of its start waits longer."""
 LOCK_S = 7.0
 """The server waits 5 s for the database."""
 AGAIN_S = 60.0
@@ -353,7 +355,7 @@ class Nemesis:
         while time.monotonic() < until:
             await asyncio.sleep(self._chance.uniform(*PAUSE_S))
             fault = self._chance.choice(FAULTS)
-            if fault == "front end" and self._last("front end") > time.monotonic() - APART_S:
+            if fault == "front end" and self._served_since() > time.monotonic() - APART_S:
                 continue
             await self._do(fault)
 
@@ -372,8 +374,11 @@ class Nemesis:
             case "revoke":
                 await self.revoke()
 
-    def _last(self, fault: Fault) -> float:
-        return max((one.at for one in self.done if one.fault == fault), default=-APART_S)
+    def _served_since(self) -> float:
+        """When the first call was answered that began after the front end's last kill."""
+        killed = max((one.at for one in self.done if one.fault == "front end"), default=-math.inf)
+        firsts = (one.got[0][0] for one in self._clients.asked if one.began > killed and one.got)
+        return min(firsts, default=math.inf)
 
     def _note(self, fault: Fault) -> None:
         self.done.append(Done(fault, time.monotonic()))
