@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.models import registry
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvmig.engines.vllm import flags
@@ -120,6 +121,17 @@ def test_vllms_own_offload_is_taken() -> None:
         config = engine_config(flags.parse([str(BUNDLED), "--kv-offloading-size=1"]))
         assert config.kv_transfer_config is not None
         assert config.kv_transfer_config.kv_connector == "OffloadingConnector"
+
+
+def test_on_a_cpu_no_process_is_started_to_look_at_a_models_class(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(registry, "_SUBPROCESS_COMMAND", ["false"])
+    registry._try_inspect_model_cls.cache_clear()
+    with environment({**ENVIRONMENT, "VLLM_CACHE_ROOT": str(tmp_path)}):
+        flags.set_environment()
+        engine_config(flags.parse([str(BUNDLED)]))
+    assert [one.name for one in tmp_path.glob("modelinfos/*")] != []
 
 
 def test_engines_in_ones_own_process_have_no_offload() -> None:

@@ -15,6 +15,7 @@ from vllm import __version__
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
@@ -33,6 +34,7 @@ def engine_config(args: Namespace) -> VllmConfig:
     # With it the front end sends an image once, and later its name: to whichever instance.
     args.mm_processor_cache_gb = 0
     args.use_tqdm_on_load = False  # the bars of several instances would overwrite each other
+    inspect_here()
     try:
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
@@ -48,6 +50,17 @@ def engine_config(args: Namespace) -> VllmConfig:
         config.model_config.enable_cumem_allocator,
     )
     return config
+
+
+def inspect_here() -> None:
+    """On a CPU vLLM looks at a model's class in this process.
+
+    It starts another one for that, lest a module of a model initialise CUDA here. Such a process
+    imports all of vLLM: where a model starts for the first time, the launcher's and each
+    instance's take ten seconds of a core each.
+    """
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda look: look()
 
 
 NATIVE_OFFLOAD = "OffloadingConnector"
