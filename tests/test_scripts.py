@@ -222,7 +222,7 @@ def test_every_test_is_picked_by_one_check() -> None:
         for long in (True, False)
         for alone in (True, False)
     ]
-    usual = (*check.SERVERS, *check.FLEETS, *check.ENGINES, check.LIGHT_FIRST, check.LIGHT_LAST)
+    usual = (*check.SERVERS, *check.FLEETS, *check.ENGINES, *check.LIGHTS)
     every = (*usual, *check.ALONE, *check.LONG)
     files = sorted((check.ROOT / "tests").glob("test_*.py"))
     for marks, file in itertools.product(kinds, files):
