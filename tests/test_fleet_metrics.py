@@ -69,7 +69,7 @@ class Ready(Model):
 
 def made(name: str, socket: str) -> Model:
     spec = Spec(name=name, source="path:/toy", engine="toy")
-    model = Ready(Wanted(name, 1, True, spec), note=Note(name, 1, socket))
+    model = Ready(Wanted(name, name, 1, True, spec), note=Note(name, name, 1, socket))
     model.scaled["up", "load"] += 2
     return model
 

@@ -26,6 +26,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
+        self.model_id = "m1"
         self.ordered: list[Order] = []
         self.told: list[tuple[Sequence[Route], Sequence[str]]] = []
         self.folder = folder
@@ -43,7 +44,7 @@ class Bench:
         return len(self.told)
 
     def catalogue(self, *specs: Spec, on: bool = True) -> None:
-        self.models.take_catalogue(Wanted(one.name, 1, on, one) for one in specs)
+        self.models.take_catalogue(Wanted(self.model_id, one.name, 1, on, one) for one in specs)
         self.turn()
 
     def turn(self, seconds: float = 0.0) -> None:
@@ -281,7 +282,7 @@ async def test_a_failed_start_is_told_with_the_childs_own_sentence(bench: Bench)
 
 
 async def test_a_server_takes_over_what_another_one_has_started(bench: Bench) -> None:
-    note = Note("a", 1, str(bench.folder / "d.sock"))
+    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec())
     bench.models.take_news(Running((deployed("d1", note),)))
     bench.turn()
@@ -296,7 +297,7 @@ def deployed(name: str, note: Note) -> Deployed:
 
 
 async def test_of_two_deployments_of_a_model_one_is_ended(bench: Bench) -> None:
-    note = Note("a", 1, str(bench.folder / "d.sock"))
+    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec())
     bench.models.take_news(Running((deployed("d1", note), deployed("d2", note))))
     bench.turn()
@@ -306,7 +307,7 @@ async def test_of_two_deployments_of_a_model_one_is_ended(bench: Bench) -> None:
 async def test_one_that_was_removed_while_no_server_was_there_ends_when_it_is_empty(
     bench: Bench,
 ) -> None:
-    note = Note("a", 1, str(bench.folder / "d.sock"))
+    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.models.take_news(Running((deployed("d1", note),)))
     bench.turn()
     bench.serve(live=1)
@@ -334,6 +335,43 @@ async def test_one_that_is_removed_is_not_there_for_clients_at_once(bench: Bench
     bench.demand()
     bench.turn()
     assert bench.stopped == [Stop(bench.started[0].deployment)]
+
+
+async def test_one_that_has_a_removed_ones_name_starts_when_that_has_ended(bench: Bench) -> None:
+    await serving(bench)
+    bench.demand(running=1)
+    bench.catalogue()
+    bench.model_id = "m2"
+    bench.catalogue(spec(flags=("--seed=7",)))
+    assert (bench.route.state, bench.route.socket) == ("cold", "")
+    bench.demand(running=1, held=1)
+    bench.turn()
+    assert bench.stopped == []
+    bench.demand(held=1)
+    bench.turn()
+    former = bench.started[0].deployment
+    assert bench.stopped == [Stop(former)]
+    bench.models.take_news(Ended(former, "exit code 0"))
+    bench.turn()
+    bench.turn()
+    assert len(bench.started) == 2
+    assert "--seed=7" in bench.started[1].words
+
+
+async def test_a_deployment_of_a_removed_model_is_not_taken_over_by_one_of_its_name(
+    bench: Bench,
+) -> None:
+    bench.model_id = "m2"
+    bench.catalogue(spec())
+    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.turn()
+    bench.serve()
+    bench.turn()
+    bench.demand()
+    bench.turn()
+    assert bench.route.state == "cold"
+    assert bench.stopped == [Stop("d1")]
 
 
 async def test_one_that_is_switched_off_says_so(bench: Bench) -> None:

@@ -73,6 +73,23 @@ async def test_a_model_that_is_removed_under_forty_streams_ends_after_them(fleet
     await asyncio.to_thread(until_no, fleet, "kvmig.serve")
 
 
+async def test_a_model_that_has_a_removed_ones_name_is_another_one(fleet: ToyFleet) -> None:
+    fleet.add_toy("a")
+    fleet.hold(8)
+    stream = Streamed(fleet, ask("a", 40))
+    await stream.reach(8)
+    starts = fleet.get("status")["starts"]
+    assert fleet.ask("DELETE", "models/a").status_code == 200
+    fleet.add_toy("a", flags=["--max-model-len=64"])
+    async with fleet.client() as client:
+        later = asyncio.create_task(client.post(PATH, json=ask("a", 80)))
+        await asyncio.to_thread(fleet.until, "models/a", held=1)
+        fleet.hold(None)
+        assert await stream.task == counted(40)
+        assert (await later).status_code == 400, "it allows 64 tokens, as the removed one did not"
+    assert fleet.get("status")["starts"] == starts + 1
+
+
 def until_no(fleet: ToyFleet, words: str) -> None:
     deadline = time.monotonic() + 60
     while fleet.processes(words):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.models import registry
@@ -128,7 +129,9 @@ def test_on_a_cpu_no_process_is_started_to_look_at_a_models_class(
 ) -> None:
     monkeypatch.setattr(registry, "_SUBPROCESS_COMMAND", ["false"])
     registry._try_inspect_model_cls.cache_clear()
-    with environment({**ENVIRONMENT, "VLLM_CACHE_ROOT": str(tmp_path)}):
+    # An engine that has run in this process lets vLLM read its environment no more.
+    monkeypatch.setitem(vars(envs), "VLLM_CACHE_ROOT", str(tmp_path))
+    with environment(ENVIRONMENT):
         flags.set_environment()
         engine_config(flags.parse([str(BUNDLED)]))
     assert [one.name for one in tmp_path.glob("modelinfos/*")] != []

@@ -528,7 +528,7 @@ def model_json(row: ModelRow, model: Model | None, models: Models) -> Body:
         "spec": msgspec.to_builtins(row.spec),
         "stale": model is not None
         and model.note is not None
-        and model.note.revision != row.revision,
+        and (model.former or model.note.revision != row.revision),
         **now,
     }
 

@@ -63,6 +63,8 @@ log = logging.getLogger(__name__)
 class Wanted(msgspec.Struct, frozen=True):
     """A model of the catalogue."""
 
+    model_id: str
+    """Another model that has the name later has another one."""
     name: str
     revision: int
     on: bool
@@ -72,6 +74,7 @@ class Wanted(msgspec.Struct, frozen=True):
 class Note(msgspec.Struct, frozen=True):
     """What init keeps of a deployment for the next server."""
 
+    model_id: str
     model: str
     revision: int
     socket: str
@@ -130,6 +133,11 @@ class Model:
     def serving(self) -> int:
         """Instances that serve."""
         return 0 if self.watched is None else self.watched.serving
+
+    @property
+    def former(self) -> bool:
+        """Whether what runs is of a removed model that had this name; it ends first."""
+        return self.note is not None and self.note.model_id != self.wanted.model_id
 
     @property
     def planned(self) -> int:
@@ -425,7 +433,7 @@ class Models:
     def _wish(self, model: Model) -> Wish:
         spec = model.wanted.spec
         return Wish(
-            on=model.wanted.on,
+            on=model.wanted.on and not model.former,
             least=max(spec.least, self._floor(spec), len(self._placed.get(spec.name, ()))),
             parks=spec.warm == "parked",
             zero_after_s=spec.instances.zero_after_s,
@@ -456,7 +464,8 @@ class Models:
 
     def _start(self, model: Model) -> None:
         wanted, deployment = model.wanted, secrets.token_hex(4)
-        note = Note(wanted.name, wanted.revision, str(self._settings.deployment(deployment)))
+        socket = str(self._settings.deployment(deployment))
+        note = Note(wanted.model_id, wanted.name, wanted.revision, socket)
         self._keep(model, deployment, note)
         units = self._placed.get(wanted.name, ())
         model.scaling = Scaling(len(units) or max(1, wanted.spec.least))
@@ -476,7 +485,7 @@ class Models:
         model = self._models.get(note.model)
         if model is None:  # it was removed, and its requests end first
             spec = Spec(name=note.model, source=PATH)
-            gone = Wanted(note.model, note.revision, on=False, spec=spec)
+            gone = Wanted(note.model_id, note.model, note.revision, on=False, spec=spec)
             model = self._models[note.model] = Model(gone, removed=True)
         if model.deployment:  # two of one model: only one can have been ordered on purpose
             self._order(Stop(one.deployment))
@@ -579,7 +588,8 @@ class Models:
 
     def _route(self, model: Model) -> Route:
         spec, life = model.wanted.spec, model.life
-        state = route_state(model.wanted.on, life, model.serving > 0, self._clock())
+        ready = model.serving > 0 and not model.former
+        state = route_state(model.wanted.on, life, ready, self._clock())
         return Route(
             name=model.wanted.name,
             state=state,

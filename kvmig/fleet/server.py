@@ -290,7 +290,7 @@ class FleetServer:
             self._aliases = every
             self._links.tell(Aliases(version=self._next(), aliases=every))
         self._models.take_catalogue(
-            Wanted(row.name, row.revision, row.on, row.spec) for row in rows
+            Wanted(row.model_id, row.name, row.revision, row.on, row.spec) for row in rows
         )
 
     async def _reload_keys(self) -> None:
@@ -348,7 +348,7 @@ class FleetServer:
         """Let the engine's own parser read a model's flags. Raises ConfigError, StoreError."""
         name = secrets.token_hex(4)
         checking = self._checks[name] = asyncio.get_running_loop().create_future()
-        wanted = Wanted(spec.name, 0, True, spec)
+        wanted = Wanted("", spec.name, 0, True, spec)
         self._order(Check(name, spec.engine, words(wanted, name, self._settings)))
         try:
             async with asyncio.timeout(CHECK_S):

@@ -81,6 +81,7 @@ class Actor(NamedTuple):
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the catalogue, at its newest revision."""
 
+    model_id: str
     name: str
     revision: int
     on: bool
@@ -631,6 +632,7 @@ def _version(connection: Connection) -> int:
 
 def _with_specs() -> Select[Any]:
     return select(
+        models.c.id,
         models.c.name,
         models.c.enabled,
         models.c.created,
@@ -652,6 +654,7 @@ def _model_row(row: RowMapping) -> ModelRow:
     except msgspec.ValidationError as error:
         raise StoreError(f"the fleet's database has a model {row['name']} with {error}") from error
     return ModelRow(
+        model_id=row["id"],
         name=row["name"],
         revision=row["n"],
         on=row["enabled"],
