@@ -595,7 +595,6 @@ class Models:
             state=state,
             socket=model.note.socket if state == "ready" and model.note is not None else "",
             served=model.wanted.name,
-            revision=model.wanted.revision,
             why=life.why,
             retry_s=life.retry_at - life.since if state == "failed" else None,
             start_s=model.start_s,

@@ -45,7 +45,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Path of its deployment's; empty unless it is ready."""
     served: str = ""
     """What the deployment calls it."""
-    revision: int = 0
     why: str = ""
     """Why it has failed; empty otherwise."""
     start_s: float | None = None
