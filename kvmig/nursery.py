@@ -73,7 +73,7 @@ def start_again(engine: str) -> NoReturn:
     threads = worker_threads([1] * ClusterConfig().instances)
     environment = llumlet_environment(engine, gpus(), threads, os.environ)
     command = [sys.executable, *sys.orig_argv[1:], digest(os.environ)]
-    os.execve(sys.executable, command, environment)  # nosec B606
+    os.execve(sys.executable, command, environment)  # noqa: S606
 
 
 @contextlib.contextmanager

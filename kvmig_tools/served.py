@@ -90,10 +90,10 @@ class Served:
         self._log_path = log
         # Without certificates, which take 30 ms to load: it is plain HTTP.
         headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
-        self._http = httpx.Client(  # nosec B501
+        self._http = httpx.Client(
             base_url=self.url,
             headers=headers,
-            verify=False,
+            verify=False,  # noqa: S501
             limits=httpx.Limits(keepalive_expiry=KEEP_S),
         )
         self.process: subprocess.Popen[bytes] | ForkedServer | None = None

@@ -181,7 +181,7 @@ def build_model(seed: int) -> LlamaForCausalLM:
 
 def train(model: LlamaForCausalLM, phases: tuple[Phase, ...], seed: int) -> None:
     """AdamW, a short warm-up, then a cosine down to a twentieth of the peak."""
-    rng, peak = random.Random(seed), 3e-3  # nosec B311
+    rng, peak = random.Random(seed), 3e-3  # noqa: S311
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
     plan = [phase for phase in phases for _ in range(phase.steps)]
     warm_up = min(50, len(plan))

@@ -75,7 +75,6 @@ LINT = (
     Check("ruff check", ("ruff", "check", ".")),
     Check("ruff format", ("ruff", "format", "--check", ".")),
     Check("mypy", ("mypy",)),
-    Check("bandit", ("bandit", "-q", "-r", "-c", "pyproject.toml", "kvmig", "kvmig_tools")),
     Check("import floors", ("lint-imports", "--no-logo")),
 )
 DRIFT = (

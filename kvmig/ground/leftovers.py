@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-FOLDER = Path("/dev/shm")  # nosec B108
+FOLDER = Path("/dev/shm")  # noqa: S108
 PREFIXES = ("psm_", "vllm_", "sem.mp-")
 """Prefixes of vLLM's and Python's files. Instances share kvmig's own: see `shm.sweep`."""
 

@@ -156,7 +156,7 @@ def test_requests_that_move_all_the_time_get_their_tokens(suite: Suite, seed: in
     """Any order: some of the moves are refused, and some requests have ended."""
 
     async def scenario(suite: Suite) -> None:
-        draw = random.Random(seed)  # nosec B311
+        draw = random.Random(seed)  # noqa: S311
         prompts = [suite.prompt(draw.randint(1, suite.blocks(6))) for _ in range(8)]
         lengths = [draw.randint(1, suite.blocks(4)) for _ in prompts]
         requests = list(zip(prompts, lengths, strict=True))

@@ -8,7 +8,7 @@ puts numbers together.
 
 from __future__ import annotations
 
-import pickle  # nosec B403
+import pickle
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -147,8 +147,8 @@ class Library:
         return at
 
     def part(self, number: int) -> Part:
-        """A copy: our own bytes of a moment ago, whence the marks for bandit."""
-        part: Part = pickle.loads(self._parts[number])  # nosec B301
+        """A copy: our own bytes of a moment ago, whence the mark for ruff."""
+        part: Part = pickle.loads(self._parts[number])  # noqa: S301
         return part
 
     def step(self, part: int, event: Event, message: int = -1) -> tuple[Outcome, ...]:

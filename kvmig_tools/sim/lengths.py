@@ -39,7 +39,7 @@ class Zipf:
     def draw(self, random: RandomState, count: int) -> Tokens:
         ranks = np.arange(1, 2 * self.mean)
         weights = ranks.astype(np.float64) ** -self.alpha
-        drawn = random.choice(ranks, size=count, p=weights / weights.sum())  # nosec B311
+        drawn = random.choice(ranks, size=count, p=weights / weights.sum())
         stretched = np.ceil(drawn * (self.mean / drawn.mean()))
         capped: Tokens = np.minimum(stretched, MOST).astype(np.int64)
         return capped

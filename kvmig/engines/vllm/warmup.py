@@ -177,7 +177,7 @@ class StepTimes:
         self.ended = asyncio.Event()
         self._vocabulary = config.model_config.get_vocab_size()
         self._submit = submit
-        self._random = random.Random(1)  # nosec B311
+        self._random = random.Random(1)  # noqa: S311
         self._outputs: Counter[str] = Counter()
         self._last = 0.0
         self._steps: list[float] = []

@@ -34,7 +34,7 @@ from kvmig.kvtransfer.transports.base import (
 )
 
 NAME = "shm"
-FOLDER = Path("/dev/shm")  # nosec B108
+FOLDER = Path("/dev/shm")  # noqa: S108
 PREFIX = "kvmig"
 NONCE_BYTES = 16
 FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
