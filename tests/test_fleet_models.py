@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -294,6 +296,67 @@ async def test_a_server_takes_over_what_another_one_has_started(bench: Bench) ->
 
 def deployed(name: str, note: Note) -> Deployed:
     return Deployed(name, "toy", msgspec.json.encode(note).decode(), 7)
+
+
+async def test_nothing_is_started_before_it_is_known_what_runs(bench: Bench) -> None:
+    bench.models.take_catalogue([Wanted("m1", "a", 1, True, spec(instances=Instances(min=1)))])
+    running = asyncio.create_task(bench.models.run())
+    await asyncio.sleep(0)
+    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+    bench.models.take_news(Running((deployed("d1", note),)))
+    await asyncio.sleep(0.01)
+    running.cancel()
+    assert (bench.started, bench.stopped) == ([], [])
+
+
+async def test_the_first_thing_that_is_told_of_one_that_serves_is_that_it_does(
+    bench: Bench,
+) -> None:
+    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.2)
+        told = msgspec.json.encode(Told(data=(InstanceRow("i0", "serving", 1000),)))
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nevent: instances\ndata: " + told + b"\n\n")
+        await reader.read()
+        writer.close()
+
+    bench.models.take_catalogue([Wanted("m1", "a", 1, True, spec())])
+    async with await asyncio.start_unix_server(answer, note.socket):
+        bench.models.take_news(Running((deployed("d1", note),)))
+        await bench.models.look(60)
+        assert [route.state for route in bench.told[0][0]] == ["ready"]
+        await bench.models.close()
+
+
+async def test_one_that_tells_nothing_is_waited_for_no_longer(bench: Bench) -> None:
+    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+    bench.models.take_catalogue([Wanted("m1", "a", 1, True, spec())])
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(note.socket)
+        mute.listen()
+        bench.models.take_news(Running((deployed("d1", note),)))
+        await bench.models.look(0.05)
+        assert bench.route.state == "starting"
+        await bench.models.close()
+
+
+async def test_one_that_dies_before_the_next_server_has_heard_of_it_starts_again_at_once(
+    bench: Bench,
+) -> None:
+    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+    bench.catalogue(spec())
+    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.turn()
+    bench.models.take_news(Ended("d1", "killed by SIGKILL"))
+    bench.demand(held=1)
+    bench.turn()
+    bench.turn()
+    assert len(bench.started) == 1
+    bench.models.take_news(Ended(bench.started[0].deployment, "killed by SIGKILL"))
+    bench.turn()
+    assert (bench.route.state, bench.route.why) == ("failed", "killed by SIGKILL")
 
 
 async def test_of_two_deployments_of_a_model_one_is_ended(bench: Bench) -> None:

@@ -123,7 +123,8 @@ def test_flags_that_the_engine_does_not_know_are_refused_at_the_door(fleet: ToyF
 async def test_streams_and_warm_models_go_on_without_the_server_and_the_next_one_takes_over(
     fleet: ToyFleet,
 ) -> None:
-    fleet.add_toy("a")
+    fleet.add_toy("a", instances={"min": 1})
+    await asyncio.to_thread(fleet.until, "models/a", state="serving")
     fleet.hold(8)
     stream = Streamed(fleet, ask("a", 60))
     await stream.reach(8)

@@ -55,6 +55,8 @@ class Watched:
         self.told = Told()
         self.migrations = 0
         """Committed ones, that were told."""
+        self.looked = asyncio.Event()
+        """Set once it has told something, or isn't there."""
         self._changed = changed
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=socket, verify=False),
@@ -109,6 +111,7 @@ class Watched:
                     if answer.is_success:
                         await self._hear(answer)
             self._take(Told())
+            self.looked.set()
             await asyncio.sleep(RETRY_S)
 
     async def _hear(self, answer: httpx.Response) -> None:
@@ -119,6 +122,7 @@ class Watched:
                 event = value
             elif field == "data" and event == "instances":
                 self._take(msgspec.json.decode(value, type=Told))
+                self.looked.set()
             elif field == "data" and event == "migration":
                 self.migrations += '"state":"committed"' in value
             elif event == "closed":

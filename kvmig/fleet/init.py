@@ -288,10 +288,12 @@ class Init:
             Running(
                 tuple(
                     Deployed(
-                        one.start.deployment, one.start.engine, one.start.note, one.process.pid
+                        one.start.deployment,
+                        one.start.engine,
+                        one.start.note,
+                        0 if one.process is None else one.process.pid,
                     )
                     for one in self._deployments.values()
-                    if one.process is not None
                 )
             )
         )

@@ -89,6 +89,8 @@ class Life:
     retry_at: float = 0.0
     why: str = ""
     """Why it failed, or waits; empty otherwise."""
+    adopted: bool = False
+    """Whether a server before this one has started it, and this one hasn't seen it serve yet."""
 
     @property
     def routed(self) -> bool:
@@ -136,7 +138,8 @@ def _wanted(wish: Wish, seen: Seen) -> bool:
 
 def _down(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
     if seen.deployment:  # of a server before this one
-        return _to(life, _up(seen) if wish.on else "emptying", now), None
+        state = _up(seen) if wish.on else "emptying"
+        return replace(_to(life, state, now), adopted=state == "starting"), None
     if life.state == "failed" and not wish.on:
         return Life(since=now), None
     if not asks(life, wish, seen, now):
@@ -155,11 +158,13 @@ def _starting(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Act
     if seen.clean:  # by a server before this one
         return Life(since=now), None
     if seen.ended or not seen.deployment:
+        if life.adopted:  # it may have served for long
+            return Life(since=now, failures=1), None
         return _failed(life, seen.ended or "it has ended", now), None
     if not wish.on:
         return _to(life, "emptying", now), None
     if seen.ready or seen.parked:  # parked: by a server before this one
-        return replace(_to(life, _up(seen), now), why=""), None
+        return replace(_to(life, _up(seen), now), why="", adopted=False), None
     if now - life.since > wish.start_timeout_s:
         why = f"it was not ready within {wish.start_timeout_s:g} s"
         return replace(_to(life, "stopping", now), why=why), "kill"

@@ -8,6 +8,7 @@ stored: a new server hears from init what runs, and from each deployment what it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
@@ -320,10 +321,25 @@ class Models:
 
     # -- rounds
 
+    async def look(self, timeout_s: float) -> None:
+        """Return after the first round, for which it is known what runs and what each deployment
+        does; after so long at most. Before it is known what runs there is no round."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._told:
+                    self._changed.clear()
+                    await self._changed.wait()
+                for model in list(self._models.values()):
+                    if model.watched is not None:
+                        await model.watched.looked.wait()
+        if self._told:
+            self.turn()
+
     async def run(self) -> None:
         """A round at each change, and every ROUND_S, until cancelled."""
         while True:
-            self.turn()
+            if self._told:  # or it would start what runs
+                self.turn()
             try:
                 async with asyncio.timeout(ROUND_S):
                     await self._changed.wait()

@@ -52,6 +52,7 @@ class Deployed(msgspec.Struct, frozen=True):
     engine: str
     note: str
     pid: int
+    """0: it is just being started."""
 
 
 class Running(msgspec.Struct, frozen=True, tag=True):

@@ -64,6 +64,8 @@ from kvmig.proxy.messages import (
 
 CHECK_S = 180.0
 """For flags to be checked: their engine's libraries may have to be loaded first."""
+LOOK_S = 1.0
+"""For deployments of a server before this one to tell what they do."""
 MERGE_S = 1.0
 """Between two looks at what front ends have counted."""
 
@@ -188,9 +190,10 @@ class FleetServer:
         await self.reload()
         if (wanted := await stored(self._store.placement)) is not None:
             await self._backend.replacer.take(msgspec.convert(wanted, Placed))
-        await self._links.open()
         await self._quotas.open()
         self._init.listen()  # what runs is judged by the catalogue
+        await self._models.look(LOOK_S)  # until then proxies go on with what they know
+        await self._links.open()
         self._turning = asyncio.create_task(self._models.run(), name="models")
         self._counting = asyncio.create_task(self._count(), name="usage")
         await self._serve(take_path(str(self._settings.api)))
