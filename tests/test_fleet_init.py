@@ -11,7 +11,7 @@ import pytest
 
 from kvmig.fleet import init
 from kvmig.fleet.init import last_sentence, size_of, turn_log
-from kvmig.fleet.orders import Check
+from kvmig.fleet.orders import Check, Deployed, Running, Start
 from kvmig.fleet.settings import FleetSettings
 from tests.waiting import until
 
@@ -53,6 +53,11 @@ async def test_a_check_of_flags_that_does_not_end_is_ended(
         await asyncio.wait([checking])
         async with asyncio.timeout(10):
             assert await hangs[0].wait() == -signal.SIGKILL
+
+
+def test_the_next_server_hears_of_a_deployment_that_is_just_being_forked() -> None:
+    start = Start("d1", "toy", (), "a note", "/log")
+    assert init.running([init.Deployment(start)]) == Running((Deployed("d1", "toy", "a note", 0),))
 
 
 def test_without_a_log_there_is_none(tmp_path: Path) -> None:

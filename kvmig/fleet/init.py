@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -134,6 +134,21 @@ def kill_group(process: Process | None) -> None:
     if process is not None and process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def running(deployments: Iterable[Deployment]) -> Running:
+    """What the next server is told: also of one that is just being forked."""
+    return Running(
+        tuple(
+            Deployed(
+                one.start.deployment,
+                one.start.engine,
+                one.start.note,
+                0 if one.process is None else one.process.pid,
+            )
+            for one in deployments
+        )
+    )
 
 
 class Nurseries:
@@ -284,19 +299,7 @@ class Init:
             child = await Child.start("the server", spawn, ServerLaunch(self._settings))
         self._server = ours
         asyncio.get_running_loop().add_reader(ours, self._hear)
-        self._tell(
-            Running(
-                tuple(
-                    Deployed(
-                        one.start.deployment,
-                        one.start.engine,
-                        one.start.note,
-                        0 if one.process is None else one.process.pid,
-                    )
-                    for one in self._deployments.values()
-                )
-            )
-        )
+        self._tell(running(self._deployments.values()))
         return child
 
     async def _begin_proxy(self, number: int, heartbeat: int) -> Child:
