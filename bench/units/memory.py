@@ -51,7 +51,8 @@ class Bursts(Site):
         def work() -> None:
             try:
                 url = f"{self.served[model].url}/v1/completions"
-                answer = httpx.post(url, json=body, timeout=PATIENCE_S)
+                # Without certificates, which take 30 ms to load: hundreds come at once.
+                answer = httpx.post(url, json=body, timeout=PATIENCE_S, verify=False)
                 if answer.status_code != 200:
                     self.failed.append(answer.text[:200])
             except httpx.HTTPError as error:
