@@ -70,7 +70,10 @@ def test_the_papers_spatial_baseline_fills_the_cluster() -> None:
     assert sum(sizes) == 32
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "system",
+    [pytest.param(one, marks=[pytest.mark.long] if one == "kvmig" else []) for one in SYSTEMS],
+)
 def test_every_system_finds_a_placement_for_figure_5(system: str) -> None:
     estimator, plan = planned(system, power_law(1.3, 20), cluster_of(figure5.CLUSTER))
     assert {one.llm for unit in plan for one in unit.members} == set(range(19))

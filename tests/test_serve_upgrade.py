@@ -107,6 +107,7 @@ async def test_a_folder_without_a_vllm_is_refused_and_nothing_is_drained(
     assert {row["state"] for row in mixed.get("instances")} == {"serving"}
 
 
+@pytest.mark.long  # tests/test_rolling_restart.py has it without vLLM
 async def test_a_vllm_that_does_not_start_leaves_the_cluster_as_it_was(
     mixed: Served, tmp_path: Path
 ) -> None:
