@@ -44,7 +44,7 @@ def moves_of(cluster: SimCluster) -> Moves:
     return moves
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     trace=st.sampled_from(["ShareGPT", "L-L", "S-L", "M-M"]),
     load=st.floats(0.3, 1.5),
