@@ -5,8 +5,10 @@ what it shows than they ever will with a real model. `step10ms` has random weigh
 shape of Llama 3.2 1B at half the width and 6 layers of 16: about 10 ms a token with one
 thread, and a KV cache as large beside its weights as that model's (6 % at 3,500 tokens).
 Its text means nothing; the bundled tokenizer makes it. `qwen3-0.6b` has random weights in just
-that model's shape: 28 layers, 8 KV heads of 128, a vocabulary of 151,936. `device10ms` (or another
-number) is the bundled one on a worker that waits as for a GPU: see bench/paced.py.
+that model's shape: 28 layers, 8 KV heads of 128, a vocabulary of 151,936. `llama-1b-kv` has the KV
+cache of Llama 3.2 1B, 32 KiB a token, and hardly anything else, so that a CPU fills it in seconds.
+`device10ms` (or another number) is the bundled one on a worker that waits as for a GPU: see
+bench/paced.py.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 SEED = 1
 PACED = re.compile(r"device(\d+)ms")
-NAMES = ("count", "step10ms", "qwen3-0.6b", "device10ms")
+NAMES = ("count", "step10ms", "qwen3-0.6b", "llama-1b-kv", "device10ms")
 HEAVY: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -51,7 +53,15 @@ QWEN3: dict[str, Any] = {
     "vocab_size": 151_936,
     "tie_word_embeddings": True,
 }
-MADE = {"step10ms": HEAVY, "qwen3-0.6b": QWEN3}
+LLAMA_KV: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+MADE = {"step10ms": HEAVY, "qwen3-0.6b": QWEN3, "llama-1b-kv": LLAMA_KV}
 
 
 def model_folder(name: str) -> Path:
@@ -79,6 +89,13 @@ def model_flags(name: str) -> tuple[str, ...]:
         "--worker-cls=bench.paced.PacedWorker",
         f'--additional-config={{"step_ms": {paced[1]}}}',
     )
+
+
+def kv_bytes(folder: Path) -> int:
+    """A token's KV cache, as a LLaMA's or Qwen3's config.json has it; 16 bits a number."""
+    config = json.loads((folder / "config.json").read_text())
+    heads = int(config["num_hidden_layers"] * config["num_key_value_heads"])
+    return 2 * heads * int(config["head_dim"]) * 2
 
 
 def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:

@@ -42,11 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     parts.add_argument("--gate", action="store_true", help="what the step gate costs")
     parts.add_argument("--relieve", action="store_true", help="requests that move away for others")
     root.add_argument("--mib", type=int, help="of the arena of --memory: 1024, or 128 with --quick")
+    root.add_argument("--memory-model", help="of --memory: llama-1b-kv, or count with --quick")
     root.add_argument("--repeats", type=int, help="of --memory: 3, or 1 with --quick")
     root.add_argument("--phase-s", type=float, help="of --shift: 60, or 16 with --quick")
     root.add_argument("--phases", type=int, help="of --shift: 3, or 2 with --quick")
     root.add_argument("--rounds", type=int, help="of --shift: 2, or 1 with --quick")
-    root.add_argument("--shift-mib", type=int, default=8, help="of the arena of --shift")
+    root.add_argument("--shift-mib", type=int, default=16, help="of the arena of --shift")
     root.add_argument("--model", default="device40ms", help="of --shift (bench/models.py)")
     root.add_argument("--bursts", type=int, help="pairs, of --gate: 10, or 3 with --quick")
     root.add_argument("--gate-model", default="device10ms", help="of --gate")
@@ -61,9 +62,10 @@ def main(argv: list[str] | None = None) -> int:
     if every or options.memory:
         arena = (options.mib or (128 if quick else 1024)) * MIB
         repeats = options.repeats or (1 if quick else 3)
-        result.settings |= {"arena_mib": arena / MIB, "repeats": repeats}
+        model = options.memory_model or ("count" if quick else "llama-1b-kv")
+        result.settings |= {"arena_mib": arena / MIB, "repeats": repeats, "memory_model": model}
         with said("memory"):
-            figures, samples = memory.memory(arena, repeats)
+            figures, samples = memory.memory(arena, repeats, model)
         result.summary |= figures
         result.samples += samples
         result.targets |= memory.TARGETS

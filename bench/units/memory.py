@@ -20,7 +20,8 @@ import httpx
 import psutil
 
 from bench import report
-from bench.units.site import BLOCK_BYTES, BLOCK_TOKENS, MIB, PATIENCE_S, Agent, Site, cores, share
+from bench.models import kv_bytes, model_folder
+from bench.units.site import BLOCK_TOKENS, MIB, PATIENCE_S, Agent, Site, cores, share
 from kvmig.controlplane.unit_messages import Unit
 
 SAMPLE_S = 0.1
@@ -32,8 +33,8 @@ PROMPT = 1600
 class Bursts(Site):
     """With clients in threads."""
 
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
-        super().__init__(stack, folder)
+    def __init__(self, stack: ExitStack, folder: Path, checkpoint: Path) -> None:
+        super().__init__(stack, folder, checkpoint)
         self._clients: list[threading.Thread] = []
         self.failed: list[str] = []
         self._number = 0
@@ -73,7 +74,7 @@ class Bursts(Site):
         self._clients.clear()
 
 
-def kv_bytes(pid: int) -> int | None:
+def resident_kv(pid: int) -> int | None:
     """Of a process's KV cache in memory: its mapping without reserve, in small pages."""
     resident: int | None = None
     kept = 0
@@ -106,20 +107,20 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_S):
-            sizes = [round((kv_bytes(pid) or 0) / MIB, 2) for pid in self._pids]
+            sizes = [round((resident_kv(pid) or 0) / MIB, 2) for pid in self._pids]
             at = round(time.monotonic() - self._began, 2)
             self.rows.append({"what": "rss", "at_s": at, "mib": sizes})
 
 
-def waited(site: Bursts, agent: Agent, model: str, calls: int, tokens: int) -> float:
+def waited(site: Bursts, agent: Agent, model: str, calls: int, tokens: int, block: int) -> float:
     """Let so many requests come at once; seconds from the first one that waits for memory until
-    the model has what it was guaranteed, or wants."""
+    the model has what it was guaranteed, or wants. block: its bytes."""
     site.burst(model, calls, PROMPT, tokens)
     began = agent.until(lambda unit: share(unit, model).wanted > share(unit, model).lease)
 
     def has(unit: Unit) -> bool:
         one = share(unit, model)
-        return one.lease >= min(one.wanted, one.guarantee) - BLOCK_BYTES
+        return one.lease >= min(one.wanted, one.guarantee) - block
 
     return agent.until(has) - began
 
@@ -130,13 +131,15 @@ def fill(site: Bursts, agent: Agent, model: str, calls: int, tokens: int, most: 
     agent.until(lambda unit: share(unit, model).lease >= most * unit.arena)
 
 
-def memory(arena: int, repeats: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def memory(arena: int, repeats: int, model: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """U1: figures and samples."""
     rows: list[dict[str, Any]] = []
-    per_request = -(-PROMPT // BLOCK_TOKENS) * BLOCK_BYTES
+    checkpoint = model_folder(model)
+    block = kv_bytes(checkpoint) * BLOCK_TOKENS
+    per_request = -(-PROMPT // BLOCK_TOKENS) * block
     all_of_it = arena // per_request + 2
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        site = Bursts(stack, Path(folder))
+        site = Bursts(stack, Path(folder), checkpoint)
         here, there = site.agent("here", arena), site.agent("there", arena)
         own = f"--max-num-seqs={all_of_it + 8}", f"--max-model-len={LONGEST}"
         site.serve("idle", here, "--instances=1", *own)
@@ -152,19 +155,19 @@ def memory(arena: int, repeats: int) -> tuple[dict[str, float], list[dict[str, A
             for _ in range(repeats):
                 fill(site, here, "c", all_of_it, 1, 0.7)
                 site.quiet()
-                rows.append({"what": "cached", "s": waited(site, here, "a", quarter, 1)})
+                rows.append({"what": "cached", "s": waited(site, here, "a", quarter, 1, block)})
                 site.quiet()
                 site.order("POST", "b", "instances/i1/drain")
                 site.burst("b", all_of_it - 4, PROMPT, 400)
                 here.until(lambda unit: share(unit, "b").used >= 0.7 * unit.arena)
                 site.order("DELETE", "b", "instances/i1/drain")
-                rows.append({"what": "migration", "s": waited(site, here, "a", quarter, 1)})
+                rows.append({"what": "migration", "s": waited(site, here, "a", quarter, 1, block)})
                 site.quiet()
                 site.burst("c", all_of_it - 4, PROMPT, 400)
                 here.until(lambda unit: share(unit, "c").used >= 0.7 * unit.arena)
-                rows.append({"what": "preemption", "s": waited(site, here, "a", quarter, 1)})
+                rows.append({"what": "preemption", "s": waited(site, here, "a", quarter, 1, block)})
                 site.quiet()
-        last = {pid: (kv_bytes(pid) or 0) / MIB for pid in inside}
+        last = {pid: (resident_kv(pid) or 0) / MIB for pid in inside}
     rows += sampler.rows
     most = max(sum(row["mib"]) for row in sampler.rows)
 

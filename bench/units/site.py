@@ -18,6 +18,7 @@ from bench.site import all_up
 from kvmig.controlplane.unit_member import ask
 from kvmig.controlplane.unit_messages import Share, Unit
 from kvmig.ground.errors import TransportError
+from kvmig.models import BUNDLED
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 
@@ -73,9 +74,10 @@ def share(unit: Unit, name: str) -> Share:
 class Site:
     """Servers of one model each, in units."""
 
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, checkpoint: Path = BUNDLED) -> None:
         self._stack = stack
         self._folder = folder
+        self._checkpoint = checkpoint
         self._nursery = stack.enter_context(Nursery("vllm"))
         self.served: dict[str, Served] = {}
 
@@ -94,6 +96,7 @@ class Site:
         made = {
             model: Served(
                 [*FLAGS, f"--served-model-name={model}", *own],
+                model=self._checkpoint,
                 nursery=self._nursery,
                 log=self._folder / f"{model}.log",
             )
