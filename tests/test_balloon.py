@@ -16,7 +16,7 @@ from kvmig.engines.vllm.balloon import RETRY_S, STARVED_S, Balloon, hold, unshar
 from kvmig.ground.errors import MigrationRefused, RequestGone, StartupError
 from tests.test_vllm_park import resident
 from tests.vllm_pair import LONG, PROMPT, SAMPLING, Pair, assert_same
-from tests.vllm_side import Configuration, Side
+from tests.vllm_side import AS_SERVED, Configuration, Side
 
 pytestmark = pytest.mark.engine
 
@@ -59,7 +59,7 @@ async def settled(side: Side) -> None:
     ],
 )
 def configurations(request: pytest.FixtureRequest) -> tuple[Configuration, Configuration]:
-    wanted = Configuration(async_scheduling=request.param, shared=True)
+    wanted = Configuration(request.param, (AS_SERVED,), shared=True)
     return wanted, wanted
 
 

@@ -19,7 +19,7 @@ from kvmig.kernels.driver import Driver
 from kvmig.kernels.vmm import Addresses
 from tests import fake_gpu
 from tests.vllm_pair import LONG, PROMPT, SEEDED, Engines, Pair, assert_same
-from tests.vllm_side import Configuration, Output, Side
+from tests.vllm_side import AS_SERVED, Configuration, Output, Side
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +27,7 @@ LAYERS, PAGE = 4, 2 << 20
 GROUP = LAYERS * PAGE
 """Bytes of a group: 128 blocks, of 16 KiB a layer."""
 GROUPS = 4
-FLAGS = ("--num-gpu-blocks-override=544",)
+FLAGS = ("--num-gpu-blocks-override=544", AS_SERVED)
 """32 blocks more than fill pages."""
 
 

@@ -11,12 +11,12 @@ import pytest
 from kvmig.engines.base import Sharing
 from tests.test_vllm_park import resident
 from tests.vllm_pair import PROMPT, SAMPLING, Engines, assert_same
-from tests.vllm_side import Configuration, Side
+from tests.vllm_side import AS_SERVED, Configuration, Side
 from tests.zoo import make
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-FLAGS = ("--max-num-seqs=8", "--num-gpu-blocks-override=128")
+FLAGS = ("--max-num-seqs=8", "--num-gpu-blocks-override=128", AS_SERVED)
 LONG = [40 + number * number % 97 for number in range(200)]
 
 

@@ -26,10 +26,10 @@ from kvmig_tools.served import Served
 
 pytestmark = pytest.mark.server
 
-ARENA = 40 * MIB
-BLOCK = MIB // 16
+ARENA = 80 * MIB
+BLOCK = MIB // 8
 FLAGS = ("--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model-len=2048",
-         "--instances=1", "--shutdown-timeout=2", "--reclaim-patience=0.5")  # fmt: skip
+         "--dtype=float32", "--instances=1", "--shutdown-timeout=2", "--reclaim-patience=0.5")  # fmt: skip
 PATIENCE_S = 60.0
 
 
@@ -102,15 +102,15 @@ def guarantee_changes(agent: Agent, a: Served) -> None:
         answer = httpx.patch(url, json={"guarantee_bytes": size}, timeout=30)
         return answer.status_code, answer.json()
 
-    status, rows = order(30 * MIB)
-    assert (status, rows["data"][0]["shared"]["guarantee_bytes"]) == (200, 30 * MIB)
+    status, rows = order(60 * MIB)
+    assert (status, rows["data"][0]["shared"]["guarantee_bytes"]) == (200, 60 * MIB)
     unit = agent.unit()
-    assert (share(unit, "a").guarantee, share(unit, "b").guarantee) == (30 * MIB, 10 * MIB)
-    for size, words in ((39 * MIB, "MiB are missing"), (MIB, "one request of the greatest length")):
+    assert (share(unit, "a").guarantee, share(unit, "b").guarantee) == (60 * MIB, 20 * MIB)
+    for size, words in ((78 * MIB, "MiB are missing"), (MIB, "one request of the greatest length")):
         status, refused = order(size)
         assert (status, refused["error"]["type"]) == (409, "ConflictError")
         assert words in refused["error"]["message"]
-        assert share(agent.unit(), "a").guarantee == 30 * MIB
+        assert share(agent.unit(), "a").guarantee == 60 * MIB
     assert order(0)[0] == 200
     agent.until(lambda unit: all(abs(one.guarantee - ARENA / 2) < MIB for one in unit.shares))
 
@@ -141,22 +141,22 @@ def test_a_guarantee_that_was_changed_outlives_a_crash_and_a_rolling_restart(
             agent.until(lambda unit: states() == {"serving"}, starts=True)
 
         agent.until(lambda _: "kvmig: serving" in a.output())  # both front ends
-        for name, size in (("i0", 24), ("i1", 11)):
+        for name, size in (("i0", 48), ("i1", 22)):
             body = {"guarantee_bytes": size * MIB}
             assert httpx.patch(f"{url}/{name}", json=body, timeout=30).status_code == 200
         before = guarantees(agent.unit())
-        assert {name: size for name, (_, size) in before.items()} == {"i0": 24, "i1": 11}
+        assert {name: size for name, (_, size) in before.items()} == {"i0": 48, "i1": 22}
 
         psutil.Process(before["i0"][0]).kill()
         until_again("i0")
         crashed = guarantees(agent.unit())
-        assert (crashed["i0"][1], crashed["i1"]) == (24, before["i1"])
+        assert (crashed["i0"][1], crashed["i1"]) == (48, before["i1"])
 
         answer = httpx.post(f"{url}/restart", json={"instances": ["i1"]}, timeout=30)
         assert answer.status_code == 202
         until_again("i1")
         renewed = guarantees(agent.unit())
-        assert (renewed["i0"], renewed["i1"][1]) == (crashed["i0"], 11)
+        assert (renewed["i0"], renewed["i1"][1]) == (crashed["i0"], 22)
 
 
 def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_the_agent(
@@ -174,7 +174,7 @@ def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_th
         for one in agent.unit().shares:
             assert one.lease == pytest.approx(ARENA / 2, abs=MIB)
         told = httpx.get(f"{a.url}/metrics", timeout=30).text
-        assert re.search(r'^kvmig_unit_lease_bytes\{instance="i0"\} 2', told, re.MULTILINE)
+        assert re.search(r'^kvmig_unit_lease_bytes\{instance="i0"\} 4', told, re.MULTILINE)
         assert 'kvmig_unit_connected{instance="i0"} 1.0' in told
         guarantee_changes(agent, a)
         calls = [clients.submit(counted, a, "a", 100 + one, 500) for one in range(12)]
@@ -199,6 +199,6 @@ def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_th
             )
         a.stop()
         agent.until(lambda unit: len(unit.shares) == 1 and unit.shares[0].lease == ARENA)
-        late = [*FLAGS, f"--unit={agent.path}", "--unit-guarantee=39MiB"]
-        with pytest.raises(Exception, match=r"its guarantee takes 39.0 MiB, .* MiB are missing"):
+        late = [*FLAGS, f"--unit={agent.path}", "--unit-guarantee=78MiB"]
+        with pytest.raises(Exception, match=r"its guarantee takes 78.0 MiB, .* MiB are missing"):
             Served(late, nursery=nursery, log=tmp_path / "c").start()

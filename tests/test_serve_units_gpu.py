@@ -23,7 +23,7 @@ from tests.test_serve_units import FLAGS, PATIENCE_S, Agent, counted, share
 pytestmark = pytest.mark.server
 
 PAGE, GROUP = 2 * MIB, 8 * MIB
-ARENA = 5 * GROUP
+ARENA = 10 * GROUP
 
 
 def pieces(served: Served) -> int:
@@ -68,7 +68,7 @@ def memory_follows_the_load(nursery: Nursery, folder: Path, runner: str) -> None
         calls = [clients.submit(counted, a, "a", 100 + one, 500) for one in range(12)]
         once(agent, lambda unit: share(unit, "a").lease > ARENA / 2, at, beside)
         calls += [clients.submit(counted, b, "b", 300 + one, 500) for one in range(12)]
-        once(agent, lambda unit: share(unit, "b").lease >= 2 * GROUP, at, beside)
+        once(agent, lambda unit: share(unit, "b").lease >= 4 * GROUP, at, beside)
         for call in calls:
             call.result(PATIENCE_S * 3)
         a.stop()

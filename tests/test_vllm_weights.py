@@ -79,7 +79,7 @@ async def test_engines_of_one_checkpoint_agree_and_say_what_they_round_by(pair: 
     assert a.numerics == b.numerics
     words = dict(word.split("=") for word in a.numerics.split())
     assert words["engine"] == "vllm-" + ".".join(vllm.__version__.split(".")[:2])
-    assert words["dtype"] == "bfloat16"
+    assert words["dtype"] == "float32"
     assert (words["threads"], words["workers"]) == (str(torch.get_num_threads()), "1")
     assert words.keys() >= {"attention", "device", "runner", "kv", "compiled"}
 

@@ -16,12 +16,12 @@ import torch
 
 from kvmig.ground.errors import RequestGone
 from tests.vllm_pair import PROMPT, SAMPLING, Engines, Pair, assert_same, preempt
-from tests.vllm_side import Configuration, Side
+from tests.vllm_side import AS_SERVED, Configuration, Side
 from tests.zoo import eagle, make
 
 pytestmark = pytest.mark.engine
 
-FLAGS = ("--max-num-seqs=8", "--num-gpu-blocks-override=128")
+FLAGS = ("--max-num-seqs=8", "--num-gpu-blocks-override=128", AS_SERVED)
 SHORT = PROMPT[:40]
 SEEDED = SAMPLING["penalties"]
 TOKENS = 30
@@ -51,7 +51,7 @@ class Case:
 # tokens that one fits in.
 BLOCKS_OF_128: dict[str, Any] = {"flags": ("--block-size=128",), "cached": 128}
 CASES = {
-    "gemma3": Case("gemma3", tokens=600, cached=576),
+    "gemma3": Case("gemma3", tokens=600, cached=576, flags=("--dtype=float32",)),
     "deepseek-v2": Case("deepseek-v2", cached=192 if torch.cpu._is_amx_tile_supported() else 0),
     "qwen3-next": Case("qwen3-next", tokens=60, cached=0),
 }
