@@ -91,11 +91,11 @@ def model_flags(name: str) -> tuple[str, ...]:
     )
 
 
-def kv_bytes(folder: Path) -> int:
-    """A token's KV cache, as a LLaMA's or Qwen3's config.json has it; 16 bits a number."""
+def kv_numbers(folder: Path) -> int:
+    """How many are in a token's KV cache, as a LLaMA's or Qwen3's config.json has it."""
     config = json.loads((folder / "config.json").read_text())
     heads = int(config["num_hidden_layers"] * config["num_key_value_heads"])
-    return 2 * heads * int(config["head_dim"]) * 2
+    return 2 * heads * int(config["head_dim"])
 
 
 def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from kvmig.cli.environment import take_path
 from kvmig.controlplane.leases import Ledger
 from kvmig.controlplane.unit_agent import UnitAgent
 
-ARENA = 64 * MIB
+ARENA = 128 * MIB
 CALLS = 4
 """At once, on each engine."""
 TOKENS = 300

@@ -20,8 +20,17 @@ import httpx
 import psutil
 
 from bench import report
-from bench.models import kv_bytes, model_folder
-from bench.units.site import BLOCK_TOKENS, MIB, PATIENCE_S, Agent, Site, cores, share
+from bench.models import model_folder
+from bench.units.site import (
+    BLOCK_TOKENS,
+    MIB,
+    PATIENCE_S,
+    Agent,
+    Site,
+    block_bytes,
+    cores,
+    share,
+)
 from kvmig.controlplane.unit_messages import Unit
 
 SAMPLE_S = 0.1
@@ -135,7 +144,7 @@ def memory(arena: int, repeats: int, model: str) -> tuple[dict[str, float], list
     """U1: figures and samples."""
     rows: list[dict[str, Any]] = []
     checkpoint = model_folder(model)
-    block = kv_bytes(checkpoint) * BLOCK_TOKENS
+    block = block_bytes(checkpoint)
     per_request = -(-PROMPT // BLOCK_TOKENS) * block
     all_of_it = arena // per_request + 2
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

@@ -30,7 +30,7 @@ from bench.replace import counted
 from bench.units.shift import Call, Size, preemptions, prompt_of
 from bench.units.site import BLOCK_BYTES, MIB, Site
 
-HERE, THERE = 8 * MIB, 8 * MIB
+HERE, THERE = 16 * MIB, 16 * MIB
 GUARANTEE = 80 * BLOCK_BYTES
 """Of `a`."""
 HELD = Size(100, 220)

@@ -33,16 +33,10 @@ from bench import report
 from bench.client import session
 from bench.models import model_flags
 from bench.replace import counted
-from bench.units.site import BLOCK_BYTES as BYTES_OF_16_BITS
-from bench.units.site import BLOCK_TOKENS, Agent, Site
+from bench.units.site import BLOCK_BYTES, BLOCK_TOKENS, Agent, Site
 from kvmig.controlplane.unit_member import ask
 from kvmig.controlplane.unit_messages import Unit
 
-DTYPE = "--dtype=float32"
-"""A CPU without bfloat16 takes half a millisecond for each token of a step in it, ten times as long
-as in 32 bits: a batch of 28 would compute for 30 ms, and be limited by that."""
-BLOCK_BYTES = 2 * BYTES_OF_16_BITS
-"""In 32 bits."""
 MODELS = ("a", "b", "c")
 ARMS = ("kvmig", "fixed")
 """Rules of quotas (`--quotas`)."""
@@ -311,8 +305,7 @@ def shift(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """U2: figures and samples."""
     own = (
-        "--instances=1", "--max-num-seqs=256", f"--max-model-len={LONGEST}", DTYPE,
-        *model_flags(model),
+        "--instances=1", "--max-num-seqs=256", f"--max-model-len={LONGEST}", *model_flags(model)
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         site = Site(stack, Path(folder))
