@@ -28,8 +28,10 @@ pytestmark = pytest.mark.server
 
 ARENA = 80 * MIB
 BLOCK = MIB // 8
-FLAGS = ("--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model-len=2048",
-         "--dtype=float32", "--instances=1", "--shutdown-timeout=2", "--reclaim-patience=0.5")  # fmt: skip
+FLAGS = (
+    "--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model-len=2048",
+    "--dtype=float32", "--instances=1", "--shutdown-timeout=2", "--reclaim-patience=0.5",
+)  # fmt: skip
 PATIENCE_S = 60.0
 
 
