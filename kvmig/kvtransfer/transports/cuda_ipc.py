@@ -282,7 +282,7 @@ def _test(memory: GpuMemory, origin: Origin, refusals: RefusalCounter) -> None:
         driver.move(here, peer.address, NONCE_BYTES, stream.handle)
         stream.settle(TEST_TIMEOUT_S)
     except TimeoutError:
-        _stuck.append(peer)
+        _stuck.append((memory, peer))
         raise
     finally:
         stream.close()
@@ -290,5 +290,5 @@ def _test(memory: GpuMemory, origin: Origin, refusals: RefusalCounter) -> None:
         raise TransportError("other bytes came")
 
 
-_stuck: list[PeerMemory] = []
-"""Never unmapped: the device may still be at it."""
+_stuck: list[tuple[GpuMemory, PeerMemory]] = []
+"""Both ends of copies that didn't end. Never unmapped: the device may still be at it."""
