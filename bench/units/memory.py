@@ -34,9 +34,9 @@ from bench.units.site import (
 from kvmig.controlplane.unit_messages import Unit
 
 SAMPLE_S = 0.1
-LONGEST = 2048
+LONGEST = 1216
 """Tokens of a request at most."""
-PROMPT = 1600
+PROMPT = 800
 
 
 class Bursts(Site):

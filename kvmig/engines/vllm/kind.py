@@ -62,7 +62,7 @@ class VllmKind:
             from vllm.platforms import current_platform
 
             if current_platform.is_cpu():
-                importlib.import_module("vllm.v1.worker.cpu_worker")
+                load_for_cpu()
         check_names()
 
     def parse(self, argv: list[str]) -> Namespace:
@@ -115,6 +115,22 @@ class VllmKind:
         except Exception as error:
             # Whatever vLLM says about the model or the machine: the launcher prints it.
             raise StartupError(f"can't serve {args.model}: {why_not(error, args)}") from error
+
+
+def load_for_cpu() -> None:
+    """What each worker on a CPU does for itself at its start, once for all that are forked: a
+    second of a core for the loggers, Triton's kernels, which C++ replaces, and libraries."""
+    importlib.import_module("vllm.v1.worker.cpu_worker")
+    importlib.import_module("vllm.model_executor.layers.quantization.online.base")
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
+    config = LoggingConfig()
+    if config.pylogging_config_file is None:  # its handlers may belong to one process each
+        configure_logging_if_needed(config)
 
 
 SUPPORTED = ("0.32.", "0.33.")
