@@ -92,7 +92,7 @@ class Pair:
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.serial_utils import MsgpackEncoder
 
-        wanted = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, "logprobs": 1, **params}
+        wanted = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True, "logprobs": 1, **params}
         request = EngineCoreRequest(
             request_id, list(prompt), images, SamplingParams(**wanted), None, time.time(), lora,
             None, None, priority=priority, resumable=resumable,
