@@ -20,12 +20,14 @@ from tests.streams import Stream, row_of, run_moved, run_unmoved
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
-FLAGS = (*real.FLAGS, "--kv-cache-memory-bytes=512m")
+FLAGS = (
+    *real.FLAGS, "--kv-cache-memory-bytes=512m", "--max-model-len=2048", "--dtype=float32",
+)  # fmt: skip
 """A CPU takes three seconds to make a GiB."""
 BLOCK = 128
 """Tokens: vLLM's own on a CPU."""
-TOKEN_BYTES = 2 * 2 * QWEN3["num_hidden_layers"] * QWEN3["num_key_value_heads"] * QWEN3["head_dim"]
-"""Keys and values in bfloat16."""
+TOKEN_BYTES = 2 * 4 * QWEN3["num_hidden_layers"] * QWEN3["num_key_value_heads"] * QWEN3["head_dim"]
+"""Keys and values in float32."""
 PROMPT = [number * number % 5000 for number in range(2 * BLOCK + 20)]
 
 

@@ -12,7 +12,7 @@ from kvmig.engines import base
 from kvmig.engines.base import CameBlocks
 from kvmig.engines.vllm.runner import uses_v2
 from kvmig.ground.errors import MigrationRefused, RequestGone
-from tests.vllm_pair import LONG, PROMPT, SAMPLING, SEEDED, Pair, assert_same, preempt
+from tests.vllm_pair import LONG, PROMPT, SAMPLING, SEEDED, TOKENS, Pair, assert_same, preempt
 from tests.vllm_side import Output
 
 pytestmark = pytest.mark.engine
@@ -354,7 +354,7 @@ async def test_a_request_preempted_at_the_source_is_told_so_and_goes_on(pair: Pa
         await pair.done(pair.a.engine.stage("kept", 0))
 
     assert pair.a.engine.load().preempted_waiting == 1
-    assert len((await pair.finish("kept")).tokens) == 60
+    assert len((await pair.finish("kept")).tokens) == TOKENS
 
 
 async def test_a_request_preempted_at_the_destination_ends_with_the_same_tokens(

@@ -84,9 +84,9 @@ async def test_one_that_moves_in_preempts_those_of_a_class_below(pair: Pair) -> 
 async def test_a_moved_request_is_preempted_at_its_destination_and_ends_exactly(
     pair: Pair,
 ) -> None:
-    unmoved = await pair.unmoved(LONG, **SEEDED)
-    pair.submit(pair.b, "high", OTHER, priority=HIGH)
-    pair.submit(pair.a, "moved", LONG, **SEEDED)
+    unmoved = await pair.unmoved(LONG, max_tokens=60, **SEEDED)
+    pair.submit(pair.b, "high", OTHER, max_tokens=60, priority=HIGH)
+    pair.submit(pair.a, "moved", LONG, max_tokens=60, **SEEDED)
     await pair.step(pair.a, pair.b, until=("moved", 3))
 
     await pair.move(pair.a, pair.b, "moved")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvmig.models import BUNDLED
-from tests.vllm_pair import SEEDED, Engines, Pair, assert_same
+from tests.vllm_pair import SEEDED, TOKENS, Engines, Pair, assert_same
 from tests.vllm_side import Configuration
 
 pytestmark = [
@@ -85,7 +85,7 @@ async def test_a_sampled_request_moves(pair: Pair) -> None:
 
     await pair.move(pair.a, pair.b, "moved")
 
-    assert len((await pair.finish("moved")).tokens) == 60
+    assert len((await pair.finish("moved")).tokens) == TOKENS
 
 
 async def test_an_engine_without_drafts_takes_the_request_and_leaves_them(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TOKENS = 48
+"""Of an answer, where a test doesn't say."""
 PROMPT = [40 + number * number % 90 for number in range(100)]
 LONG = [40 + number * number % 90 for number in range(600)]
 
@@ -92,7 +94,13 @@ class Pair:
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.serial_utils import MsgpackEncoder
 
-        wanted = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True, "logprobs": 1, **params}
+        wanted = {
+            "temperature": 0.0,
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "logprobs": 1,
+            **params,
+        }
         request = EngineCoreRequest(
             request_id, list(prompt), images, SamplingParams(**wanted), None, time.time(), lora,
             None, None, priority=priority, resumable=resumable,
