@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Tail
@@ -23,6 +23,7 @@ from kvmig_tools.check.freeze import freeze
 from kvmig_tools.check.request import Request
 from kvmig_tools.check.scenarios import SCENARIOS, SHORT, Scenario, explore
 from kvmig_tools.check.site import Shape
+from tests.examples import examples
 
 ONE = Scenario("one", SHORT)
 PLANT = pytest.MonkeyPatch
@@ -231,7 +232,7 @@ def test_a_bad_option_is_one_clear_error(
 WALKED = Request("ab", Shape(tokens=3, stages=2), {"a": "b", "b": "a"})
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.data())
 def test_with_many_faults_too(data: st.DataObject) -> None:
     at, left = 0, 6

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvmig.accounts.allowances import Ask, Granted
@@ -18,6 +18,7 @@ from kvmig.fleet.ledger import merge
 from kvmig.fleet.quotas import begins_anew, grant, left, period_of
 from kvmig.fleet.store import Store
 from kvmig.ground.errors import ConfigError
+from tests.examples import examples
 from tests.fleet_stores import ANNA, Place
 
 NOON = datetime(2026, 12, 31, 12, tzinfo=UTC).timestamp()
@@ -282,7 +283,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS, quota=st.integers(1, 300), of_user=st.integers(1, 300))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_however_calls_of_two_keys_ask_use_end_and_die_they_never_get_more_than_the_quotas(
     sqlite_place: Place, tmp_path_factory: pytest.TempPathFactory,
     steps: list[tuple[str, int, int]], quota: int, of_user: int,

@@ -7,7 +7,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.placement.matching import matched
@@ -27,6 +27,7 @@ from kvmig.placement.moves import (
     plan,
 )
 from scripts import draw_moves
+from tests.examples import examples
 from tests.moves_oracle import Oracle
 
 
@@ -322,7 +323,7 @@ def apply(
     return after
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(cases())
 def test_every_state_between_is_legal(
     one: tuple[Site, dict[Slot, Lease], dict[Slot, Lease]],
@@ -369,7 +370,7 @@ def check_beside_the_oracle(where: Site, now: dict[Slot, Lease], then: dict[Slot
         assert cost(where, now, found, then) <= 1.3 * best
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(cases().filter(lambda one: len(one[0].models) * len(one[0].units) <= 9))
 def test_a_plan_takes_little_longer_than_the_quickest_and_is_refused_only_if_there_is_none(
     one: tuple[Site, dict[Slot, Lease], dict[Slot, Lease]],

@@ -6,7 +6,7 @@ import time
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.mux.systems import power_law
@@ -17,6 +17,7 @@ from kvmig.placement.greedy import Stuck, best_of_groups, place, used
 from kvmig.placement.meshes import groups, neighbours, packs
 from kvmig.placement.problem import Llm, Member, Objective, Plan, Unit, check, cluster_of, models_of
 from kvmig.placement.search import search
+from tests.examples import examples
 from tests.placement_cases import best_value, small_case
 
 
@@ -65,7 +66,7 @@ loads = st.lists(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(loads=loads, gpus=st.sampled_from([1, 2, 4, 8]))
 def test_what_is_expected_satisfies_equation_3(loads: list[tuple[str, float]], gpus: int) -> None:
     """A request takes its decode steps and all members' prompts that come meanwhile."""
@@ -157,7 +158,7 @@ def test_the_search_comes_within_1_percent_of_the_best_with_and_without_replicas
     assert found >= 0.99 * best_value(it, halves)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     rates=st.lists(st.floats(0.01, 40), min_size=1, max_size=5),
     objective=st.sampled_from(["paper", "requests", "slo"]),

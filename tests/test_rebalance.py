@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.freeness import batch_size, free_blocks, slack
@@ -14,6 +14,7 @@ from kvmig.controlplane.rules import balance
 from kvmig.controlplane.scheduler import UNPAIR, Pairing, Rounds, Scheduler, rebalance
 from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.ground.config import SchedulerConfig
+from tests.examples import examples
 from tests.made_up_instances import cluster, instance
 
 CONFIG = Rounds(rules=(balance,), source_below=3, destination_above=6, min_gain=1)
@@ -191,7 +192,7 @@ def test_an_instance_gives_or_takes_and_never_both(
     assert len(pairs) == len(set(pairs))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(INSTANCES, CONFIGS)
 def test_a_round_never_calls_for_the_way_back(
     instances: list[InstanceView], config: Rounds
@@ -206,7 +207,7 @@ def test_a_round_never_calls_for_the_way_back(
         view = after(view, pairings)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(INSTANCES, CONFIGS)
 def test_a_pair_helps_and_leaves_the_destination_above_its_threshold(
     instances: list[InstanceView], config: Rounds

@@ -6,7 +6,7 @@ from functools import partial
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.scaling import In, Out, Scaler
@@ -14,6 +14,7 @@ from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.ground.config import ClusterConfig, ScalingConfig, check
 from kvmig.ground.errors import ConfigError
 from tests import made_up_instances
+from tests.examples import examples
 
 CONFIG = ScalingConfig(low=10, high=60, max_instances=8, stabilization_s=5, cooldown_s=30)
 
@@ -95,7 +96,7 @@ def test_what_was_asked_for_is_not_asked_for_again_before_it_can_be_seen() -> No
 LOADS = st.lists(st.tuples(st.integers(0, 851), st.integers(0, 80)), min_size=1, max_size=6)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(LOADS, min_size=1, max_size=30))
 def test_the_number_stays_within_bounds_and_a_round_does_one_thing(
     rounds: list[list[tuple[int, int]]],
@@ -113,7 +114,7 @@ def test_the_number_stays_within_bounds_and_a_round_does_one_thing(
             assert what.instance in {one.instance for one in instances}
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(requests=st.integers(0, 600), blocks=st.integers(1, 40), instances=st.integers(1, 8))
 def test_a_constant_load_settles(requests: int, blocks: int, instances: int) -> None:
     scaler, count, changes = Scaler(CONFIG), instances, list[int]()

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig_tools.sim.batch import DecodeBatch
 from kvmig_tools.sim.request import SimRequest
 from kvmig_tools.sim.steps import Steps
+from tests.examples import examples
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(2, 40)), min_size=1, max_size=6)
 
@@ -26,7 +27,7 @@ def held(batch: DecodeBatch, ahead: int = 0) -> int:
 
 
 @given(LENGTHS, st.integers(0, 30), st.integers(0, 20))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_blocks_of_many_steps_are_those_of_each_step_together(
     lengths: list[tuple[int, int]], begin: int, steps: int
 ) -> None:
@@ -36,7 +37,7 @@ def test_blocks_of_many_steps_are_those_of_each_step_together(
 
 
 @given(LENGTHS, st.integers(0, 40), st.integers(1, 50))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_steps_within_is_the_last_count_that_fits(
     lengths: list[tuple[int, int]], free: int, most: int
 ) -> None:
@@ -48,7 +49,7 @@ def test_steps_within_is_the_last_count_that_fits(
 
 
 @given(LENGTHS)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_each_request_ends_with_its_last_token(lengths: list[tuple[int, int]]) -> None:
     batch = decoding(lengths)
     ended: dict[int, int] = {}
@@ -71,7 +72,7 @@ def test_a_request_that_comes_back_ends_once() -> None:
 
 
 @given(st.floats(0.001, 0.2), st.floats(0, 0.002), st.integers(1, 500), st.floats(0, 1, width=32))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_steps_done_are_those_that_have_ended(
     first: float, growth: float, count: int, share: float
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Pair
@@ -19,6 +19,7 @@ from kvmig_tools.sim.policies import NAMES, SETTINGS, policy, setting
 from kvmig_tools.sim.request import SimRequest
 from kvmig_tools.sim.run import Result, Run, simulate
 from kvmig_tools.simulate import main, parser, runs_of
+from tests.examples import examples
 
 
 def small(prefill: str = "first", blocks: int = 24, cache: bool = False) -> CostModel:
@@ -64,7 +65,7 @@ REQUESTS = st.lists(
     st.sampled_from([*SETTINGS]),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=80)
+@examples(80)
 def test_every_request_ends_whole_and_every_block_is_free_again(
     rows: list[tuple[float, int, int, int]], name: str, prefill: str, around: str, cache: bool
 ) -> None:

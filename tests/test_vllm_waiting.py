@@ -8,10 +8,11 @@ from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import queues
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from kvmig.engines.vllm.load import Holdings
@@ -101,7 +102,7 @@ def test_a_list_of_all_keeps_the_engine_for_a_millisecond_at_most(queue: Queue) 
 ENTERS, STARTS, RETURNS, LEAVES = range(4)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(moves=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(-1, 2))))
 def test_what_is_told_of_a_queue_is_what_a_walk_through_it_finds(
     one_of_each: Queue, moves: list[tuple[int, int, int]]
