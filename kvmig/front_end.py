@@ -14,6 +14,7 @@ import socket
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,8 +69,17 @@ class FrontLaunch(Discreet, frozen=True, kw_only=True):
 class FrontEnd:
     """One front end, made inside a running event loop: `start`, maybe `drain`, then `close`."""
 
-    def __init__(self, launch: FrontLaunch, args: Namespace, sock: socket.socket) -> None:
-        """args: `launch.engine_argv`, parsed. sock: listening; closed with the front end."""
+    def __init__(
+        self,
+        launch: FrontLaunch,
+        args: Namespace,
+        sock: socket.socket,
+        own_signals: Callable[[], None],
+    ) -> None:
+        """args: `launch.engine_argv`, parsed. sock: listening; closed with the front end.
+
+        own_signals: puts the process's signal handlers in place.
+        """
         from prometheus_client import REGISTRY
 
         from kvmig.gateway.http import HttpState
@@ -84,6 +94,7 @@ class FrontEnd:
         self._launch = launch
         self._args = args
         self._sock = sock
+        self._own_signals = own_signals
         config = launch.config
         self._server = openai_server(config, launch.engine_argv, args, sock)
         metrics = Metrics(REGISTRY, config.priorities)
@@ -143,10 +154,10 @@ class FrontEnd:
         self._started = True
         app = await self._server.make_app(self._router)
         extend(app, self._http, self._router, self._membership, self._launcher, self._model)
-        await self._server.serve(app)
         gc.collect()
         gc.freeze()  # what is there by now stays
         gc.set_threshold(*COLLECT)
+        await self._server.serve(app, self._own_signals)
 
     async def ended(self) -> None:
         """Wait until the HTTP server has stopped by itself."""

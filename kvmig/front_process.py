@@ -21,7 +21,7 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
     signals = StopSignals()
     signals.listen()
     args = kind_of(launch.config.engine).parse(launch.engine_argv)
-    front = FrontEnd(launch, args, socket.socket(fileno=launch.listening))
+    front = FrontEnd(launch, args, socket.socket(fileno=launch.listening), signals.listen)
     stopped = asyncio.create_task(signals.stop.wait())
     try:
         starting = asyncio.create_task(front.start())
@@ -31,7 +31,6 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
             await asyncio.wait([starting])
             return
         await starting
-        signals.listen()  # an HTTP server may have put its own in place
         beating = asyncio.create_task(send_heartbeats(launch.heartbeat), name="heartbeats")
         try:
             announce(descriptor, Announcement(endpoint="shared"))

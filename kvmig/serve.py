@@ -302,7 +302,6 @@ class Server:
                 task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
             raise
-        self._take_signals()  # an HTTP server may have put its own in place
         self._cluster.on_change.append(self._stop_without_instances)
         self._cluster.on_change.append(self._schedule)
         self._schedule(self._cluster.members())
@@ -314,7 +313,7 @@ class Server:
     async def _start_front(self, launcher: str) -> None:
         launch = msgspec.structs.replace(self._launch, launcher=launcher)
         if self._config.lifecycle.front_ends == 1:
-            self._front = FrontEnd(launch, self._args, self._sock)
+            self._front = FrontEnd(launch, self._args, self._sock, self._take_signals)
         else:
             self._front = FrontEnds(launch, self._sock)
         await self._front.start()

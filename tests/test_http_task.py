@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
+from functools import partial
 
 import pytest
 
@@ -49,6 +52,29 @@ async def test_a_server_that_fails_is_told_with_the_reason_and_its_port_is_close
         await task.run(serve())
     await task.stop(1)
     assert sock.fileno() == -1
+
+
+async def test_a_signal_while_it_starts_is_the_processs_own() -> None:
+    loop, heard, server = asyncio.get_running_loop(), list[str](), Server()
+
+    def listens(who: str) -> None:
+        loop.add_signal_handler(signal.SIGUSR1, heard.append, who)
+
+    async def serve() -> None:
+        listens("theirs")
+        await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.sleep(0.01)
+        await server.serve()
+
+    listens("ours")
+    task = HttpTask(socket.socket(), lambda: server)
+    try:
+        await task.run(serve(), partial(listens, "ours"))
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
+        await task.stop(1)
+    assert heard == ["ours"]
 
 
 async def test_one_that_was_never_run_gives_its_port_back() -> None:

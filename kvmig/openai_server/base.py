@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -48,8 +48,11 @@ class OpenAIServer(Protocol):
         """The OpenAI API's application, to be extended before it serves."""
         ...
 
-    async def serve(self, app: FastAPI) -> None:
-        """Serve with `app.state.connection`; return once calls are taken. Raises StartupError."""
+    async def serve(self, app: FastAPI, own_signals: Callable[[], None]) -> None:
+        """Serve with `app.state.connection`; return once calls are taken. Raises StartupError.
+
+        own_signals: puts the process's signal handlers in place.
+        """
         ...
 
     async def ended(self) -> None:

@@ -35,9 +35,16 @@ class HttpTask:
         self._server = server
         self._serving: asyncio.Task[object] | None = None
 
-    async def run(self, serve: Coroutine[Any, Any, object]) -> None:
-        """Start `serve`; return once the server takes requests. Raises StartupError."""
+    async def run(
+        self, serve: Coroutine[Any, Any, object], own_signals: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start `serve`; return once the server takes requests. Raises StartupError.
+
+        own_signals: puts the process's signal handlers in place again, where `serve` begins with
+        its own: a signal that comes before this returns would end the server under its requests.
+        """
         self._serving = asyncio.create_task(serve, name="http")
+        asyncio.get_running_loop().call_soon(own_signals)  # after the first step of `serve`
         deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
         while (server := self._server()) is None or not server.started:
             if self._serving.done():

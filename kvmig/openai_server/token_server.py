@@ -88,7 +88,7 @@ class TokenServer(HttpTask):
         app.include_router(openai_api(backend, names, self._max_tokens, bearer(args.api_key)))
         return app
 
-    async def serve(self, app: FastAPI) -> None:
+    async def serve(self, app: FastAPI, own_signals: Callable[[], None]) -> None:
         access_log = not self._args.disable_uvicorn_access_log
         self._uvicorn = uvicorn_server(app, app.state.connection, access_log=access_log)
         await self.run(self._uvicorn.serve([self.sock]))

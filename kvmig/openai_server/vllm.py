@@ -6,7 +6,7 @@ import asyncio
 import copy
 import socket
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -89,9 +89,9 @@ class VllmServer(HttpTask):
         await init_app_state(llm, app.state, args, self._tasks)
         return app
 
-    async def serve(self, app: FastAPI) -> None:
+    async def serve(self, app: FastAPI, own_signals: Callable[[], None]) -> None:
         self._app = app
-        await self.run(self._serve(app))
+        await self.run(self._serve(app), own_signals)
 
     async def stop(self, grace_s: float) -> None:
         await super().stop(grace_s)
