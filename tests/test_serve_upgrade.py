@@ -136,7 +136,7 @@ async def test_a_rolling_upgrade_under_streams_loses_none(mixed: Served, tree: s
     async def client(number: int) -> None:
         """One stream after the other, each counted to its end."""
         while not upgraded.is_set() or not ended[number]:
-            stream = Stream(mixed, PATH, count_from(100 * number, 400))
+            stream = Stream(mixed, PATH, count_from(100 * number, 1000))
             counted(await stream.end(), 100 * number)
             ended[number] += 1
 
