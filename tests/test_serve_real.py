@@ -1,5 +1,5 @@
 """A model with Qwen3-0.6B's KV cache and vocabulary as users have it: `python -m bench.real`,
-shortened. What lies between the layers' caches is thin."""
+shortened, and in 32 bits. What lies between the layers' caches is thin."""
 
 from __future__ import annotations
 
