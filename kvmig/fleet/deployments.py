@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import httpx
@@ -19,6 +19,8 @@ SILENT_S = 20.0
 """A deployment says something at least every 5 s."""
 ORDER_S = 40.0
 """For an order: its launcher may read an engine's flags first."""
+TOLD_S = 10.0
+"""For the event that says what an order has done; it comes within moments of the answer."""
 ADMIN = "/kvmig/v1"
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ class Watched:
         self.looked = asyncio.Event()
         """Set once it has told something, or isn't there."""
         self._changed = changed
+        self._heard = asyncio.Event()
+        """Wakes who waits for something to be told."""
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=socket, verify=False),
             base_url="http://deployment",
@@ -79,12 +83,25 @@ class Watched:
         await self._http.aclose()
 
     async def add(self, count: int) -> None:
-        """Start so many instances more. Raises StartupError with its own sentence."""
-        await self._order("POST", f"{ADMIN}/instances", json={"count": count})
+        """Start so many instances more; `told` has them then.
+
+        Raises StartupError with its own sentence.
+        """
+        answer = await self._order("POST", f"{ADMIN}/instances", json={"count": count})
+        added = {one.id for one in msgspec.json.decode(answer, type=Told).data}
+        await self._until(added, lambda: added <= {one.id for one in self.told.data})
 
     async def drain(self, instance: str) -> None:
-        """Let an instance's requests go elsewhere, then end it. Raises StartupError."""
+        """Let an instance's requests go elsewhere, then end it; `told` says so then.
+
+        Raises StartupError with its own sentence.
+        """
+        before = self._state_of(instance)
         await self._order("DELETE", f"{ADMIN}/instances/{instance}")
+        await self._until({instance}, lambda: self._state_of(instance) != before)
+
+    def _state_of(self, instance: str) -> str | None:
+        return next((one.state for one in self.told.data if one.id == instance), None)
 
     async def park(self) -> None:
         """Let it give the memory of its KV caches back. Raises StartupError."""
@@ -96,13 +113,25 @@ class Watched:
         await self._order("POST", f"{ADMIN}/unpark")
         self._take(msgspec.structs.replace(self.told, parked=False))
 
-    async def _order(self, method: str, path: str, **more: Any) -> None:
+    async def _until(self, names: Set[str], done: Callable[[], bool]) -> None:
+        """Its answer comes before its event: who looked at `told` now would order again."""
+        try:
+            async with asyncio.timeout(TOLD_S):
+                while not done():
+                    await self._heard.wait()
+        except TimeoutError as error:
+            every = ", ".join(sorted(names))
+            raise StartupError(f"it does not tell of {every} within {TOLD_S:g} s") from error
+
+    async def _order(self, method: str, path: str, **more: Any) -> bytes:
+        """Returns the answer's body."""
         try:
             answer = await self._http.request(method, path, timeout=ORDER_S, **more)
         except httpx.HTTPError as error:
             raise StartupError(f"it doesn't answer: {error!r}") from error
         if answer.is_error:
             raise StartupError(sentence_of(answer))
+        return answer.content
 
     async def _follow(self) -> None:
         while True:
@@ -131,6 +160,8 @@ class Watched:
     def _take(self, told: Told) -> None:
         if told != self.told:
             self.told = told
+            self._heard.set()
+            self._heard.clear()
             self._changed()
 
 
