@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import partial
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.policy import POLICIES
@@ -17,6 +17,7 @@ from kvmig_tools.sim.outcomes import Outcomes
 from kvmig_tools.sim.policies import setting
 from kvmig_tools.sim.request import SimRequest
 from kvmig_tools.sim.workloads import generate
+from tests.examples import examples
 
 KVMIG = POLICIES["kvmig"]
 Moves = dict[str, list[tuple[float, bool]]]
@@ -44,7 +45,7 @@ def moves_of(cluster: SimCluster) -> Moves:
     return moves
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     trace=st.sampled_from(["ShareGPT", "L-L", "S-L", "M-M"]),
     load=st.floats(0.3, 1.5),

@@ -45,7 +45,7 @@ FLAGS = (
 )
 OVERLAPPING = "--async-scheduling"
 PATIENCE_S = 30.0
-TOKENS, MOVED_AT = 300, (10, 40)
+TOKENS, MOVED_AT = 200, (10, 40)
 
 
 def nursery_in(folder: Path, **variables: str) -> Nursery:

@@ -41,9 +41,9 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "seeded": (
         COMPLETIONS, count_from(17, 300, temperature=1.8, seed=7, top_p=0.9, top_k=50, logprobs=2),
     ),
-    "stop string": (COMPLETIONS, count_from(17, 1500, stop=["0080", "0075"])),
+    "stop string": (COMPLETIONS, count_from(17, 1500, stop=["0060", "0055"])),
     "chat": (
-        CHAT, {"messages": MESSAGES, "max_tokens": 300, "temperature": 1.5, "seed": 6,
+        CHAT, {"messages": MESSAGES, "max_tokens": 200, "temperature": 1.5, "seed": 6,
             "min_p": 0.01, "logprobs": True, "top_logprobs": 1},
     ),
 }  # fmt: skip
