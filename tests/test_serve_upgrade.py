@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,31 @@ def tree() -> str:
     return str(TREE)
 
 
+@contextmanager
+def two(nursery: Nursery, folder: Path, *flags: str) -> Iterator[Served]:
+    own = (*SMALL, *PATIENT, NEVER_BY_ITSELF, "--instances=2", "--max-num-seqs=24", *flags)
+    with Served(own, nursery=nursery, log=folder / "log") as served:
+        yield served
+        footprint = Footprint.of(served)
+    footprint.assert_gone()
+    assert "Traceback" not in served.output()
+
+
 @pytest.fixture(scope="module")
 def mixed(
     tree: str, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     """i0 is the installed vLLM, i1 the next minor."""
-    log = tmp_path_factory.mktemp("mixed") / "log"
-    flags = [*SMALL, *PATIENT, NEVER_BY_ITSELF, "--instances=2", f"--instance-vllm=i1: {tree}"]
-    with Served([*flags, "--max-num-seqs=24"], nursery=nursery, log=log) as served:
+    folder = tmp_path_factory.mktemp("mixed")
+    with two(nursery, folder, f"--instance-vllm=i1: {tree}") as served:
         yield served
-        footprint = Footprint.of(served)
-    footprint.assert_gone()
-    assert "Traceback" not in served.output()
+
+
+@pytest.fixture(scope="module")
+def installed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Both are the installed vLLM, until they are upgraded."""
+    with two(nursery, tmp_path_factory.mktemp("installed")) as served:
+        yield served
 
 
 def builds(served: Served) -> dict[str, str]:
@@ -73,7 +87,7 @@ async def until(served: Served, words: str, times: int = 1) -> None:
         await asyncio.sleep(0.1)
 
 
-@pytest.mark.long  # the rolling upgrade below moves streams both ways, too
+@pytest.mark.long  # the rolling upgrade below moves streams, too
 @pytest.mark.parametrize("kind", CALLS)
 async def test_a_call_moved_to_the_other_minor_and_back_equals_the_one_left_alone(
     mixed: Served, tree: str, kind: str
@@ -87,20 +101,6 @@ async def test_a_call_moved_to_the_other_minor_and_back_equals_the_one_left_alon
     assert [(one["state"], one["exact"]) for one in reports] == [("committed", True)] * len(reports)
     assert len(reports) == 2 * len(moved.choices)
     moved.same_as(unmoved)
-
-
-@pytest.mark.parametrize(
-    ("folder", "why"),
-    [("/nowhere", "holds no vLLM, must be a folder with the package vllm"), (".", "holds no vLLM")],
-)
-async def test_a_folder_without_a_vllm_is_refused_and_nothing_is_drained(
-    mixed: Served, folder: str, why: str
-) -> None:
-    answer = await restart(mixed, vllm=folder)
-
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(f"vllm is '{folder}' {why}")
-    assert {row["state"] for row in mixed.get("instances")} == {"serving"}
 
 
 @pytest.mark.long  # tests/test_rolling_restart.py has it without vLLM
@@ -125,28 +125,42 @@ async def test_a_vllm_that_does_not_start_leaves_the_cluster_as_it_was(
     counted(await stream.end(), 0)
 
 
-async def test_a_rolling_upgrade_under_streams_loses_none(mixed: Served, tree: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [("/nowhere", "holds no vLLM, must be a folder with the package vllm"), (".", "holds no vLLM")],
+)
+async def test_a_folder_without_a_vllm_is_refused_and_nothing_is_drained(
+    installed: Served, folder: str, why: str
+) -> None:
+    answer = await restart(installed, vllm=folder)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"vllm is '{folder}' {why}")
+    assert {row["state"] for row in installed.get("instances")} == {"serving"}
+
+
+async def test_a_rolling_upgrade_under_streams_loses_none(installed: Served, tree: str) -> None:
     upgraded = asyncio.Event()
     ended: Counter[int] = Counter()
 
     async def client(number: int) -> None:
         """One stream after the other, each counted to its end."""
         while not upgraded.is_set() or not ended[number]:
-            stream = Stream(mixed, PATH, count_from(100 * number, 1000))
+            stream = Stream(installed, PATH, count_from(100 * number, 1000))
             counted(await stream.end(), 100 * number)
             ended[number] += 1
 
     async with asyncio.TaskGroup() as clients:
         for number in range(STREAMS):
             clients.create_task(client(number))
-        answer = await restart(mixed, vllm=tree)
+        answer = await restart(installed, vllm=tree)
         assert answer.status_code == 202, answer.text
-        await until(mixed, "rolling restart: done")
+        await until(installed, "rolling restart: done")
         upgraded.set()
 
-    assert builds(mixed) == {"i0": tree, "i1": tree}
+    assert builds(installed) == {"i0": tree, "i1": tree}
     assert len(ended) == STREAMS
-    moves = mixed.get("migrations?limit=1000")
-    away = [one for one in moves if one["why"] == "drain"]
+    moves = installed.get("migrations?limit=1000")
+    away = [one for one in moves if one["why"] == "drain" and one["source"] == "i1"]
     assert any(one["state"] == "committed" and one["exact"] for one in away), moves
-    await asyncio.to_thread(assert_server_is_empty, mixed)
+    await asyncio.to_thread(assert_server_is_empty, installed)
