@@ -170,10 +170,10 @@ BEFORE: dict[State, dict[State, Blow]] = {
 }
 """What leads to a state that a migration that goes well hasn't."""
 OFTEN: dict[str, set[str]] = {
-    "source": {"copying", "resolving"},
+    "source": {"copying"},
     "destination": {"scattering"},
 }
-"""States in which one holds what the other has mapped, and one in which both know the request."""
+"""States in which one holds what the other has mapped."""
 
 
 def kill_of(state: State, delay_s: float) -> Any:

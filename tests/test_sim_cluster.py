@@ -298,7 +298,7 @@ def test_infaas_is_least_loaded_by_the_papers_name() -> None:
 
 
 def test_two_calls_write_equal_bytes(tmp_path: Path) -> None:
-    flags = ["--trace=M-M", "--requests=100", "--policy=kvmig", "--policy=llumnix-artifact"]
+    flags = ["--trace=M-M", "--requests=40", "--policy=kvmig", "--policy=llumnix-artifact"]
     for name, workers in (("a", 1), ("b", 2)):
         assert main([*flags, f"--workers={workers}", f"--out={tmp_path / name}"]) == 0
     assert (tmp_path / "a/results.json").read_bytes() == (tmp_path / "b/results.json").read_bytes()
