@@ -83,8 +83,8 @@ DRIFT = (
 )
 NEXT = "0.33.0"
 """The other vLLM that is supported; its Python runs on the installed one's kernels. Each check
-moves streams to it and back (tests/test_serve_upgrade.py), a long one runs all that its adapter
-has."""
+upgrades to it under streams (tests/test_serve_upgrade.py), a long one moves all kinds of calls
+there and back, and runs all that its adapter has."""
 FETCH = Check(
     f"vLLM {NEXT}, beside the installed one",
     ("python", "scripts/setup_env.py", "--dev", "--vllm", NEXT),
