@@ -41,7 +41,8 @@ def mixed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         footprint = Footprint.of(served)
     footprint.assert_gone()
     assert names() <= before
-    assert "Traceback" not in served.output()
+    ours = [line for line in served.output().splitlines() if "(Worker_TP" not in line]
+    assert not [line for line in ours if "Traceback" in line]  # a killed worker's peer has one
 
 
 def names() -> set[Path]:
