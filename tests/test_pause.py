@@ -22,7 +22,6 @@ from kvmig.kvtransfer.pause import (
     MOST_STEPS,
     NEAR,
     PUT_OFF_STEPS,
-    URGENT_STEPS,
     Spread,
     due_ms,
     put_off_ms,
@@ -91,15 +90,6 @@ async def test_a_suspension_is_put_off_for_so_many_steps_at_most() -> None:
         assert (report.state, them.owners()) == ("committed", "b")
         assert report.total_ms >= PUT_OFF_STEPS * 10.0
         assert them.b.engine.calls.count("grow") > 4  # asked how far it is, and again
-
-
-async def test_who_is_waited_for_is_suspended_after_a_few_steps() -> None:
-    source, destination = far_apart()
-    async with cluster(source=source, destination=destination) as them:
-        report = await them.move(urgent=True)
-        assert report.state == "committed"
-        assert report.total_ms >= URGENT_STEPS * 10.0
-        assert them.b.engine.calls.count("grow") <= 2 + URGENT_STEPS  # two of its stages
 
 
 def decoding_on(them: Cluster, tokens: int) -> list[tuple[str, str]]:

@@ -37,10 +37,8 @@ LATER = 0.1
 """Part of a step after its expected end: by then the next one surely runs."""
 PUT_OFF_STEPS = 16
 """Own steps after which the request is suspended, come what may."""
-URGENT_STEPS = 4
-"""The same where somebody waits for the end of the migration."""
 ANSWER_STEPS = 4
-"""Own steps beyond those for which the last answers are awaited."""
+"""Own steps that the last answers are awaited beyond PUT_OFF_STEPS."""
 
 
 class Spread(NamedTuple):
@@ -166,7 +164,7 @@ class Pause:
         """
         clock, engine = self._context.clock, self._context.engine
         step_s = engine.cadence().step_ms / 1e3
-        until = clock() + (URGENT_STEPS if self._move.urgent else PUT_OFF_STEPS) * step_s
+        until = clock() + PUT_OFF_STEPS * step_s
         at_last = until + ANSWER_STEPS * step_s
         while True:
             here, now = engine.cadence(), clock()
