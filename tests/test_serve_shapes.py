@@ -75,6 +75,7 @@ async def test_a_killed_worker_ends_its_instance_whose_stream_goes_on(mixed: Ser
         await place(mixed, stream, instance)
     workers = [one for one in Footprint.of(mixed).processes if is_worker(one)]
     assert len(workers) == 2
+    assert "Traceback" not in mixed.output()
 
     workers[1].kill()
 
