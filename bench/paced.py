@@ -2,8 +2,7 @@
 
 Engines that share two cores also share their steps: each is slower while another one computes,
 and both while a migration runs. Engines with a GPU each share nothing but the host. Here a step
-computes the bundled model (1.5 ms for a token, but in bfloat16 half a millisecond for each further
-one where the CPU has none: `--dtype=float32` then), and sleeps until its time is up.
+computes the bundled model (about 1.5 ms for a token), and sleeps until its time is up.
 
 Use: `--model device10ms` of a benchmark (any other number, too), which adds vLLM's own flags
 `--worker-cls=bench.paced.PacedWorker` and `--additional-config={"step_ms": 10}`: of a decode step,

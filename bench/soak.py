@@ -51,7 +51,7 @@ MOVES_PER_S = 4.0
 ORDER_TIMEOUT_S = 30.0
 MODEL = "device20ms"
 FLAGS = (
-    *SMALL, "--dtype=float32", "--instances=2", "--min-instances=2", "--max-instances=4",
+    *SMALL, "--instances=2", "--min-instances=2", "--max-instances=4",
     "--autoscale=45,150", "--scale-stabilization=3", "--scale-cooldown=10", "--front-ends=2",
     "--shutdown-timeout=5",
 )  # fmt: skip

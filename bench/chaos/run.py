@@ -47,8 +47,7 @@ class Load:
         """kvmig.serve's. Whoever breaks everything on purpose wants nobody to give up; float32:
         what is computed in another order then differs too little for another token."""
         words = [
-            *SMALL, *model_flags(self.model), "--dtype=float32",
-            f"--transport={self.transport}",
+            *SMALL, *model_flags(self.model), f"--transport={self.transport}",
             f"--instances={self.instances}", f"--front-ends={self.front_ends}",
             "--max-restarts=100000", "--max-crashes=100000", "--shutdown-timeout=5",
             f"--start-timeout={START_TIMEOUT_S:g}",
