@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from kvmig.fleet.lifecycle import Action, Life, Seen, Wish, turn
 from kvmig_tools.check import life

@@ -5,7 +5,7 @@ Every order of events: `kvmig_tools.check.life`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from kvmig.fleet.lifecycle import END_S, REST_S, STABLE_S, Life, Seen, Wish, awake, turn
 

@@ -13,8 +13,10 @@ which has just been started goes on where another one was.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 State = Literal[
     "zero", "waiting", "starting", "serving", "emptying", "parking", "parked", "waking", "stopping",
@@ -32,8 +34,7 @@ END_S = 60.0
 """For a deployment to end that was told to, beyond its requests' own time; then it is killed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(Struct, frozen=True):
     """What the catalogue says of the model."""
 
     on: bool = True
@@ -46,8 +47,7 @@ class Wish:
     """Whether it is parked where it would end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(Struct, frozen=True):
     """What is seen of it now."""
 
     deployment: bool = False
@@ -78,8 +78,7 @@ class Seen:
     """Whether it is to end, if it is idle, for one that waits for room."""
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(Struct, frozen=True):
     """Where it stands."""
 
     state: State = "zero"

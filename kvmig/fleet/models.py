@@ -15,7 +15,7 @@ import secrets
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
 
@@ -439,7 +439,7 @@ class Models:
 
     def _with_room(self, name: str, seen: Seen) -> Seen:
         made = self._plan
-        return replace(
+        return msgspec.structs.replace(
             seen,
             no_room=made.refused.get(name, ""),
             never=made.never.get(name, ""),

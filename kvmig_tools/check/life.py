@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvmig.fleet.lifecycle import Life, Seen, Wish, turn
 from kvmig_tools.check.explore import all_kept
@@ -22,7 +24,7 @@ LATE_S = 1e6
 WISHES = {(on, parks): Wish(on=on, parks=parks) for on in (True, False) for parks in (True, False)}
 
 
-class World(NamedTuple):
+class World(Struct, frozen=True):
     """All that counts of one model. Times are relative to now."""
 
     most: int = 1
@@ -79,16 +81,16 @@ def arrives(now: World) -> World | None:
     """A request comes to the proxy."""
     if not now.up or now.held >= now.most or now.running >= now.most:
         return None
-    busy = now._replace(idle=False)
+    busy = replace(now, idle=False)
     if not now.routed or not now.process:
-        return busy._replace(held=now.held + 1)
+        return replace(busy, held=now.held + 1)
     require(not now.stopping, "a request is sent to a deployment that stops")
-    return busy._replace(running=now.running + 1)
+    return replace(busy, running=now.running + 1)
 
 
 def wants(now: World) -> World | None:
     """The proxy says that a request waits."""
-    return now._replace(asked=True) if now.up and now.held and not now.asked else None
+    return replace(now, asked=True) if now.up and now.held and not now.asked else None
 
 
 def hears(now: World) -> World | None:
@@ -96,11 +98,11 @@ def hears(now: World) -> World | None:
     if not now.up or not now.news:
         return None
     routed, *rest = now.news
-    heard = now._replace(routed=routed, news=tuple(rest))
+    heard = replace(now, routed=routed, news=tuple(rest))
     if routed and now.held and now.process:
         require(not now.stopping, "who waits is sent to a deployment that stops")
         running = min(now.most, now.running + now.held)
-        return heard._replace(running=running, held=0)
+        return replace(heard, running=running, held=0)
     return heard
 
 
@@ -109,29 +111,29 @@ def says(now: World) -> World | None:
     if not now.up:
         return None
     unrouted = not now.news and not now.routed
-    return now._replace(said_held=now.held, said_running=now.running, said_unrouted=unrouted)
+    return replace(now, said_held=now.held, said_running=now.running, said_unrouted=unrouted)
 
 
 def finishes(now: World) -> World | None:
     """A request ends."""
-    return now._replace(running=now.running - 1) if now.running and now.process else None
+    return replace(now, running=now.running - 1) if now.running and now.process else None
 
 
 def gets_ready(now: World) -> World | None:
     """The deployment serves."""
-    return now._replace(ready=True) if now.process and not now.ready and not now.stopping else None
+    return replace(now, ready=True) if now.process and not now.ready and not now.stopping else None
 
 
 def obeys(now: World) -> World | None:
     """The deployment is parked, or wakes."""
     if not now.order or not now.process or (now.order == "park" and now.running):
         return None
-    return now._replace(parked=now.order == "park", order="")
+    return replace(now, parked=now.order == "park", order="")
 
 
 def refuses(now: World) -> World | None:
     """It isn't; or an order is late."""
-    return now._replace(order="", refused=True) if now.order and now.process else None
+    return replace(now, order="", refused=True) if now.order and now.process else None
 
 
 def ends(now: World) -> World | None:
@@ -149,8 +151,8 @@ def crashes(now: World) -> World | None:
 
 def gone(now: World, how: str) -> World:
     """Without its process; its streams have ended with an error."""
-    return now._replace(
-        process=False, ready=False, parked=False, order="", refused=False, stopping=False,
+    return replace(
+        now, process=False, ready=False, parked=False, order="", refused=False, stopping=False,
         ended=how, running=0,
     )  # fmt: skip
 
@@ -158,31 +160,31 @@ def gone(now: World, how: str) -> World:
 def is_late(now: World) -> World | None:
     """All time-outs are over."""
     life = replace(now.life, since=-LATE_S, retry_at=0.0)
-    late = now._replace(life=life, idle=not now.held and not now.running)
+    late = replace(now, life=life, idle=not now.held and not now.running)
     return late if late != now else None
 
 
 def switched(now: World) -> World | None:
     """Somebody switches the model off, or on."""
-    return now._replace(on=not now.on)
+    return replace(now, on=not now.on)
 
 
 def room_changes(now: World) -> World | None:
     """Others start, wait, or end."""
-    return now._replace(scarce=not now.scarce)
+    return replace(now, scarce=not now.scarce)
 
 
 def another_server(now: World) -> World | None:
     """The server is killed; the next one hears what runs, and tells what it knows: nothing."""
-    fresh = now._replace(life=Life(), asked=False, told=False, ended="", idle=False, refused=False)
+    fresh = replace(now, life=Life(), asked=False, told=False, ended="", idle=False, refused=False)
     news = (False,) if now.up else ()
-    return fresh._replace(news=news, said_held=0, said_running=0, said_unrouted=False)
+    return replace(fresh, news=news, said_held=0, said_running=0, said_unrouted=False)
 
 
 def another_proxy(now: World) -> World | None:
     """The proxy is killed with its connections, and the next one knows what the server tells."""
-    fresh = now._replace(routed=False, news=(now.told,), held=0, running=0)
-    return fresh._replace(said_held=0, said_running=0, said_unrouted=False)
+    fresh = replace(now, routed=False, news=(now.told,), held=0, running=0)
+    return replace(fresh, said_held=0, said_running=0, said_unrouted=False)
 
 
 def decides(now: World) -> World | None:
@@ -204,30 +206,30 @@ def decides(now: World) -> World | None:
     )
     life, action = turn(now.life, WISHES[now.on, now.parks], seen, 0.0)
     life = replace(life, failures=min(life.failures, FAILURES))
-    after = now._replace(life=life, ended="")
+    after = replace(now, life=life, ended="")
     if life.state != now.life.state:
-        after = after._replace(refused=False)
+        after = replace(after, refused=False)
     if life.state in ("serving", "failed") and now.life.state != life.state:
-        after = after._replace(asked=False)
+        after = replace(after, asked=False)
     if action == "start":
         require(not now.process, "two deployments at once")
         require(not now.scarce, "one starts without room")
-        after = after._replace(process=True, ready=False)
+        after = replace(after, process=True, ready=False)
     elif action == "stop":
         require(not now.running, "a deployment is told to end while it answers")
         require(not now.routed and True not in now.news, "one that is told to end has its route")
-        after = after._replace(stopping=True, ready=False)
+        after = replace(after, stopping=True, ready=False)
     elif action in ("park", "unpark"):
         require(not now.running or now.parked, "a deployment is parked while it answers")
-        after = after._replace(order=action)
+        after = replace(after, order=action)
     elif action == "kill":
         after = gone(after, "killed")
     told = life.state == "serving" and after.ready and not after.parked and after.on
     if told != now.told:
         news = (*now.news, told) if now.up else now.news
-        after = after._replace(told=told, news=news[-3:])
+        after = replace(after, told=told, news=news[-3:])
         if not told:
-            after = after._replace(said_unrouted=False)
+            after = replace(after, said_unrouted=False)
     return after if after != now else None
 
 
