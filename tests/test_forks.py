@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -147,10 +147,35 @@ async def test_without_its_launcher_a_fork_server_ends(forks: Forks, waiting: Wa
     until_gone(server)
 
 
-async def test_a_renewed_one_loads_again_and_the_old_ends_with_its_last_fork(
-    forks: Forks, waiting: Waiting
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That fork servers load, written a while ago."""
+    file = tmp_path / "sitecustomize.py"
+    file.write_text("")
+    os.utime(file, (1e9, 1e9))
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{tmp_path}{os.pathsep}{Path.cwd()}")
+    return file
+
+
+async def test_a_fork_server_stays_whose_libraries_are_on_disk_as_it_has_loaded_them(
+    library: Path, forks: Forks, waiting: Waiting
 ) -> None:
     old = await waiting.begin(forks)
+    forks.renew("")
+    new = await waiting.begin(forks)
+
+    assert psutil.Process(old.pid).parent() == psutil.Process(new.pid).parent()
+    for one in (old, new):
+        one.kill()
+        assert await code(one) == -9
+
+
+@pytest.mark.parametrize("change", [Path.touch, Path.unlink])
+async def test_one_whose_libraries_have_changed_gives_way_and_ends_with_its_last_fork(
+    library: Path, forks: Forks, waiting: Waiting, change: Callable[[Path], None]
+) -> None:
+    old = await waiting.begin(forks)
+    change(library)
     forks.renew("")
     new = await waiting.begin(forks)
 
@@ -165,10 +190,11 @@ async def test_a_renewed_one_loads_again_and_the_old_ends_with_its_last_fork(
 
 
 async def test_what_is_being_forked_when_it_is_renewed_comes_from_the_old_one(
-    forks: Forks, waiting: Waiting
+    library: Path, forks: Forks, waiting: Waiting
 ) -> None:
     coming = asyncio.create_task(waiting.begin(forks))
     await asyncio.sleep(0)  # it is ordered, and the fork server still loads
+    os.utime(library, (4e9, 4e9))  # so it may have loaded either
     forks.renew("")
 
     old = await coming
@@ -177,7 +203,7 @@ async def test_what_is_being_forked_when_it_is_renewed_comes_from_the_old_one(
     assert server is not None
     old.kill()
     assert await code(old) == -9
-    until_gone(server)
+    await asyncio.to_thread(until_gone, server)  # the renewal goes on meanwhile
 
 
 def test_only_what_libraries_read_late_may_differ(forks: Forks) -> None:

@@ -24,6 +24,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,11 +33,14 @@ import msgspec
 import setproctitle
 
 from kvmig.cli.environment import with_tree
+from kvmig.cli.loaded import note
 from kvmig.cli.processes import UNSEEN, begin_loading, end_loading, leave, quiet, say
 from kvmig.controlplane.child import lead_group
 from kvmig.engines.kind import kind_of
 from kvmig.ground.discreet import ADMIN_KEY, SECRET
 from kvmig.ground.errors import StartupError
+
+log = logging.getLogger(__name__)
 
 HANDED = "KVMIG_FORK_SERVER"
 """Environment variable: the socket of a fork server that a launcher shares with others."""
@@ -53,6 +57,7 @@ INSTANCES, SERVERS = "the environment of instances", "the environment of servers
 """What a `Loaded` names besides `likeness`; environments by their `digest`."""
 LLUMLET = "kvmig.cli.llumlet"
 ENGINES = "kvmig.cli.forks"
+LOADED = "kvmig.cli.loaded"
 DESCRIPTORS = Path("/proc/self/fd")
 GPUS = "/dev/nvidia"
 """Files of NVIDIA's driver, opened by cuInit: it fails in a fork of who has called it."""
@@ -204,6 +209,9 @@ class Forks:
         self._base = dict(environment)
         self._environment = self._base
         self._servers: list[ForkServer] = []
+        self._renewing: asyncio.Task[None] | None = None
+        self._stale = False
+        """Whether the last one has loaded what isn't on disk any more."""
         if handed:
             try:
                 wanted = {**likeness(), ENGINE: engine, INSTANCES: digest(environment)}
@@ -232,22 +240,40 @@ class Forks:
         Raises StartupError if the fork server is gone or too slow; the next call starts another,
         if this one had ever worked.
         """
-        if self._servers[-1].gone:
+        if self._renewing is not None:
+            await asyncio.shield(self._renewing)
+        if self._servers[-1].gone or self._stale:
             self._begin()
         return await self._servers[-1].fork(environment, stdin, announced)
 
     def renew(self, tree: str) -> None:
         """Fork from what is on disk now: kvmig, libraries; the engine in `tree`, if one is given.
 
-        Raises StartupError.
+        The fork server stays if it has loaded just that. Raises StartupError.
         """
-        self._environment = with_tree(self._engine, self._base, tree)
+        environment = with_tree(self._engine, self._base, tree)
+        if environment == self._environment:
+            self._renewing = asyncio.create_task(self._renew(), name="renewal of the fork server")
+            return
+        self._environment = environment
         self._servers[-1].retire()
         self._begin()
+
+    async def _renew(self) -> None:
+        server = self._servers[-1]
+        if await server.is_current(self._environment) or server is not self._servers[-1]:
+            return
+        server.retire()
+        self._stale = True
+        try:
+            self._begin()
+        except StartupError as error:  # the next fork tries again
+            log.warning("%s", error)
 
     def _begin(self) -> None:
         self._servers = [one for one in self._servers if not one.gone]
         self._servers.append(ForkServer.begin(ENGINES, self._environment, self._engine))
+        self._stale = False
 
 
 class ForkServer:
@@ -303,6 +329,19 @@ class ForkServer:
     async def fork(self, environment: Mapping[str, str], stdin: int, announced: int) -> Fork:
         """One more llumlet. See `Forks.fork`."""
         return await self.carry_out(ForkOrder(LLUMLET, (), environment), (stdin, 1, 2, announced))
+
+    async def is_current(self, environment: Mapping[str, str]) -> bool:
+        """Whether what it has loaded is on disk still, as far as can be told."""
+        stdin = os.open(os.devnull, os.O_RDONLY)
+        try:
+            fork = await self.carry_out(ForkOrder(LOADED, (), environment), (stdin, 1, 2))
+            async with asyncio.timeout(FORK_S):
+                return await fork.wait() == 0
+        except (StartupError, TimeoutError) as error:
+            log.info("the fork server: %s", error)
+            return False
+        finally:
+            os.close(stdin)
 
     async def carry_out(self, order: ForkOrder, descriptors: Sequence[int]) -> Fork:
         """Fork as ordered. Raises StartupError; the fork server is given up then."""
@@ -440,10 +479,12 @@ def make_forkable(*loads: Callable[[], object]) -> str:
     """Load, in this order, as one to be forked; why it can't be, or nothing."""
     lead_group()
     quiet("fork server")
+    began_ns = time.time_ns()
     begin_loading()
     for one in loads:
         one()
     end_loading()
+    note(began_ns)
     return unsafe()
 
 
