@@ -84,7 +84,7 @@ def model_folder(name: str) -> Path:
 def model_flags(name: str) -> tuple[str, ...]:
     """What `--model name` means for vLLM beside its checkpoint.
 
-    Those of NAMES compute in 32 bits: a CPU without bfloat16 takes four to nine times as long for it.
+    Those of NAMES compute in 32 bits: a CPU without bfloat16 takes many times as long for it.
     """
     if paced := PACED.fullmatch(name):
         return (

@@ -31,7 +31,8 @@ from kvmig.cli.forks import (
 from kvmig.cli.processes import UNSEEN, how_it_ended
 from kvmig.ground.errors import StartupError
 
-LOAD_S = 120.0
+LOAD_S = 300.0
+"""Where nothing is compiled yet it takes a minute, beside others more."""
 END_S = 10.0
 
 

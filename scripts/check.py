@@ -33,7 +33,7 @@ NO_TESTS = 5
 """pytest's exit statuses: tests failed; it found nothing to run."""
 TESTS_PER_FLAKY = 50
 SLOWEST = 30
-LANES = 3
+LANES = 4
 """On two cores: there are always two that don't wait."""
 OF_ALL = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | re.DOTALL)
 """The marks that all tests of a file have."""
@@ -89,11 +89,6 @@ FETCH = Check(
     f"vLLM {NEXT}, beside the installed one",
     ("python", "scripts/setup_env.py", "--dev", "--vllm", NEXT),
 )
-COMPILE = Check(
-    "compiling what a server imports",
-    ("python", "-c", "import kvmig.engines.vllm.serving, kvmig.openai_server.vllm"),
-)
-"""Before servers, which would be given up for the time that it takes."""
 ADAPTER = ("pytest", "-q", "tests/test_vllm_adapter.py")
 ENGINE = "engine and not long"
 V2 = (*ADAPTER, "-p", "tests.runner_v2")
@@ -389,7 +384,7 @@ def main() -> int:
         else:
             orders = ALL_ORDERS if options.long else ORDERS
             parts = [  # one process each: a second one would import and collect the same again
-                (COMPILE, *SERVERS),
+                SERVERS,
                 (FETCH, *DRIFT, *ENGINES),
                 (*LINT, orders),
                 FLEETS,

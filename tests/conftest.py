@@ -26,7 +26,7 @@ from tests.vllm_side import Configuration
 # On a busy machine an example takes its time, too.
 settings.register_profile("patient", deadline=None)
 # The same examples each time, and fewer.
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=15)
 settings.load_profile(os.environ.get("KVMIG_HYPOTHESIS", "patient"))
 
 Running = TypeVar("Running", bound=Served)

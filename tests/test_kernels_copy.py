@@ -9,6 +9,7 @@ from kvmig.ground.layout import KVLayout, Region, fused
 from kvmig.kernels import select
 from kvmig.kernels.copy import address_of, checksum_fused, copy_blocks
 from kvmig.kernels.select import VARIABLE
+from tests.examples import examples
 from tests.kernel_backends import BACKENDS, WORKERS, check_copy, loaded
 from tests.poisoned import Cache, caches, make_cache
 
@@ -37,7 +38,7 @@ def move(source: Cache, target: Cache, source_ids: list[int], target_ids: list[i
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@settings(deadline=None, max_examples=50)  # torch starts slowly on a busy machine
+@examples(50, deadline=None)  # torch starts slowly on a busy machine
 @given(case=caches())
 def test_a_copy_writes_the_blocks_and_touches_nothing_else(
     backend_name: str, workers: int, case: Case

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.ground.layout import Region
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.gpu import GpuKernels
 from tests import fake_gpu
+from tests.examples import examples
 from tests.fake_gpu import FakeGpu, FakeKernels
 from tests.kernel_backends import ORACLE, check_copy
 from tests.poisoned import Cache, caches, make_cache
@@ -28,7 +29,7 @@ def emulated() -> Iterator[GpuKernels]:
         kernels.close()
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40, deadline=None)
 @given(case=caches(), workers=WORKERS)
 def test_a_copy_writes_the_blocks_and_touches_nothing_else(
     emulated: GpuKernels, case: tuple[Cache, Cache, list[int], list[int]], workers: int
@@ -56,7 +57,7 @@ def test_a_copy_without_checksums_copies(emulated: GpuKernels) -> None:
     assert target.block(1) == source.block(2)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20, deadline=None)
 @given(case=caches(), workers=WORKERS)
 def test_checksums_are_those_of_the_reference(
     emulated: GpuKernels, case: tuple[Cache, Cache, list[int], list[int]], workers: int
@@ -73,7 +74,7 @@ def aligned(cache: Cache) -> tuple[Region, ...]:
     return cache.layout.regions
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25, deadline=None)
 @given(
     runs=st.lists(st.sampled_from([0, 16, 48, 18432, 32768, 65536 + 16]), max_size=5),
     n=st.integers(0, 6),

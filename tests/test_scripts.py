@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
-import itertools
 import json
 import os
 import subprocess
@@ -225,14 +224,16 @@ def test_every_test_is_picked_by_one_check() -> None:
     usual = (*check.SERVERS, *check.FLEETS, *check.ENGINES, *check.LIGHTS)
     every = (*usual, *check.ALONE, *check.LONG)
     files = sorted((check.ROOT / "tests").glob("test_*.py"))
-    for marks, file in itertools.product(kinds, files):
-        picking = [
-            one.name
-            for one in every
-            if picks(one, marks) and file.match(one.files) and not file.match(one.but)
-        ]
-        assert len(picking) == 1, (marks, file, picking)
-        assert (picking[0] in {one.name for one in check.LONG}) == marks["long"]
+    of_file = {
+        file: [one for one in every if file.match(one.files) and not file.match(one.but)]
+        for file in files
+    }
+    for marks in kinds:
+        of_marks = [one for one in every if picks(one, marks)]
+        for file in files:
+            picking = [one for one in of_marks if one in of_file[file]]
+            assert len(picking) == 1, (marks, file, picking)
+            assert (picking[0] in check.LONG) == marks["long"]
 
 
 def test_the_closing_line_names_what_failed() -> None:

@@ -33,6 +33,8 @@ FLAGS = (
     "--dtype=float32", "--instances=1", "--shutdown-timeout=2", "--reclaim-patience=0.5",
 )  # fmt: skip
 PATIENCE_S = 60.0
+PROMPT = 220
+"""Numbers of five tokens each."""
 
 
 class Agent:
@@ -89,10 +91,10 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 def counted(served: Served, model: str, start: int, tokens: int) -> None:
     """One call, whose every token is looked at."""
-    before = " ".join(f"{number:04}" for number in range(start, start + 150))
+    before = " ".join(f"{number:04}" for number in range(start, start + PROMPT))
     body = {"model": model, "prompt": before, "max_tokens": tokens, "temperature": 0}
     answer: Any = httpx.post(f"{served.url}/v1/completions", json=body, timeout=300).json()
-    after = "".join(f" {number:04}" for number in range(start + 150, start + 150 + tokens))
+    after = "".join(f" {number:04}" for number in range(start + PROMPT, start + PROMPT + tokens))
     assert answer["choices"][0]["text"] == after[:tokens], answer
 
 
@@ -179,10 +181,10 @@ def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_th
         assert re.search(r'^kvmig_unit_lease_bytes\{instance="i0"\} 4', told, re.MULTILINE)
         assert 'kvmig_unit_connected{instance="i0"} 1.0' in told
         guarantee_changes(agent, a)
-        calls = [clients.submit(counted, a, "a", 100 + one, 500) for one in range(12)]
+        calls = [clients.submit(counted, a, "a", 100 + one, 250) for one in range(12)]
         agent.until(lambda unit: share(unit, "a").lease > 0.6 * ARENA)
         agent.kill()
-        calls += [clients.submit(counted, b, "b", 300 + one, 200) for one in range(10)]
+        calls += [clients.submit(counted, b, "b", 300 + one, 150) for one in range(10)]
         time.sleep(0.5)
         assert not all(call.done() for call in calls)
         agent.start()
