@@ -27,7 +27,7 @@ import httpx
 import psutil
 
 from bench import report
-from bench.models import model_folder
+from bench.models import model_flags, model_folder
 from bench.overhead import PLAIN_VLLM, plain_environment
 from bench.site import ENGINE_FLAGS
 from kvmig_tools.fleet import FleetUp
@@ -38,6 +38,11 @@ TOKENS = 20
 FILL, FILL_TOKENS = 144, 1900
 """Prompts that together fill a KV cache of `bench.site.ENGINE_FLAGS`, and the tokens of each."""
 PATH = "/v1/completions"
+
+
+def flags_of(model: str) -> list[str]:
+    """Of the engine."""
+    return [*ENGINE_FLAGS, "--max-model-len=2048", *model_flags(model)]
 
 
 def body_of(model: str, start: int) -> dict[str, Any]:
@@ -118,8 +123,8 @@ def of_fleet(model: str, folder: Path, proxies: int, repeats: int) -> list[dict[
         tempfile.TemporaryDirectory() as data,
         FleetUp(Path(data), f"--proxies={proxies}") as fleet,
     ):
-        flags = [*ENGINE_FLAGS, "--max-model-len=2048"]
-        fleet.add({"name": "m", "source": f"path:{folder.absolute()}", "flags": flags})
+        source = f"path:{folder.absolute()}"
+        fleet.add({"name": "m", "source": source, "flags": flags_of(model)})
         first = asyncio.run(once(fleet, "m"))
         rows.append({**first, "what": "first of the fleet, its nursery loads"})
         for _ in range(repeats if proxies == 1 else 0):
@@ -175,10 +180,10 @@ async def woken(fleet: FleetUp, model: str) -> dict[str, Any]:
     }
 
 
-def of_parked(folder: Path, repeats: int) -> list[dict[str, Any]]:
+def of_parked(model: str, folder: Path, repeats: int) -> list[dict[str, Any]]:
     """All samples of a model that is parked again and again."""
-    flags = [*ENGINE_FLAGS, "--max-model-len=2048"]
-    spec = {"name": "m", "source": f"path:{folder.absolute()}", "flags": flags, "warm": "parked"}
+    source = f"path:{folder.absolute()}"
+    spec = {"name": "m", "source": source, "flags": flags_of(model), "warm": "parked"}
     with tempfile.TemporaryDirectory() as data, FleetUp(Path(data)) as fleet:
         fleet.add({**spec, "instances": {"zero_after_s": 1.0}})
         asyncio.run(once(fleet, "m"))
@@ -187,12 +192,13 @@ def of_parked(folder: Path, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def plain(folder: Path) -> dict[str, Any]:
+def plain(model: str, folder: Path) -> dict[str, Any]:
     """vLLM's own server from nothing to the first token."""
     began = time.monotonic()
-    flags = [*ENGINE_FLAGS, "--max-model-len=2048"]
     environment = plain_environment()
-    with Served(flags, model=folder, command=PLAIN_VLLM, environment=environment) as served:
+    with Served(
+        flags_of(model), model=folder, command=PLAIN_VLLM, environment=environment
+    ) as served:
 
         async def first() -> float:
             async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
@@ -211,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         return parked(folder, options)
     repeats = 2 if options.quick else 10
     result = report.begin("cold", {"model": options.model, "repeats": repeats, "clients": CLIENTS})
-    result.samples.append(plain(folder))
+    result.samples.append(plain(options.model, folder))
     for proxies in (1, 2):
         result.samples += of_fleet(options.model, folder, proxies, repeats)
         report.say(f"{proxies} proxies")
@@ -240,7 +246,7 @@ def parked(folder: Path, options: argparse.Namespace) -> int:
     """The verdict on one that is parked."""
     repeats = 5 if options.quick else 12
     result = report.begin("cold_parked", {"model": options.model, "repeats": repeats})
-    result.samples = of_parked(folder, repeats)
+    result.samples = of_parked(options.model, folder, repeats)
     times = sorted(one["ttft_s"] for one in result.samples)
     result.summary = {
         "parked ttft_s median": median(times),
