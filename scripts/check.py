@@ -33,7 +33,7 @@ NO_TESTS = 5
 """pytest's exit statuses: tests failed; it found nothing to run."""
 TESTS_PER_FLAKY = 50
 SLOWEST = 30
-LANES = 4
+LANES = 3
 """On two cores: there are always two that don't wait."""
 OF_ALL = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | re.DOTALL)
 """The marks that all tests of a file have."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import msgspec
 import pytest
@@ -118,11 +118,15 @@ def test_the_number_stays_within_bounds_and_a_round_does_one_thing(
 @given(requests=st.integers(0, 600), blocks=st.integers(1, 40), instances=st.integers(1, 8))
 def test_a_constant_load_settles(requests: int, blocks: int, instances: int) -> None:
     scaler, count, changes = Scaler(CONFIG), instances, list[int]()
-    for now in range(1000):
+
+    @cache
+    def cluster(count: int) -> tuple[InstanceView, ...]:
         share = -(-requests // count)
         used = min(share * blocks, 851)
-        view = ClusterView(now, tuple(instance(str(at), used, share) for at in range(count)))
-        match scaler.decide(view):
+        return tuple(instance(str(at), used, share) for at in range(count))
+
+    for now in range(1000):
+        match scaler.decide(ClusterView(now, cluster(count))):
             case Out(more):
                 count += more
                 changes.append(now)
