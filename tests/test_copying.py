@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
@@ -11,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import MigrationRefused
+from kvmig.ground.errors import MigrationRefused, TransportError
 from kvmig.kvtransfer.context import Host, SourceContext
 from kvmig.kvtransfer.copying import ChunkBatcher, QueuedChunk, SharedSlot
 from kvmig.kvtransfer.messages import Bundle, Chunk, Message
-from kvmig.kvtransfer.transports.base import Staging
+from kvmig.kvtransfer.transports.base import Announce, Channel, Staging
 from kvmig.kvtransfer.transports.tcp import TcpStaging
 from tests.fake_cluster import cluster
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
@@ -116,6 +118,41 @@ async def test_a_copy_that_fails_ends_those_in_it_and_no_others() -> None:
     line.engine.before = line.engine._nothing
     await line.add("c", [0]).sent
     assert line.names() == [["c"]]
+
+
+class Mapped(bytearray):
+    """A buffer of which one can tell whether anybody has it."""
+
+
+@pytest.mark.parametrize("why", [TransportError("it is gone"), None], ids=["gone", "too late"])
+async def test_nobody_has_the_buffer_of_a_transfer_that_failed(
+    monkeypatch: pytest.MonkeyPatch, why: Exception | None
+) -> None:
+    """Else memory of a GPU whose process has ended stays, as long as no garbage is collected."""
+    line = Line(timeout_s=0.05)
+    buffers = list[weakref.ref[Mapped]]()
+
+    async def buffer(self: Channel, slot: int) -> memoryview:
+        mapped = Mapped(MOST * BLOCK_BYTES)
+        buffers.append(weakref.ref(mapped))
+        return memoryview(mapped)
+
+    async def push(self: Channel, chunk: Chunk, announce: Announce) -> None:
+        if why is not None:
+            raise why
+        await asyncio.Event().wait()
+
+    channel = type(line.staging.channel(""))
+    monkeypatch.setattr(channel, "buffer", buffer)
+    monkeypatch.setattr(channel, "push", push)
+    gc.disable()
+    try:
+        part = line.add("a", [0])
+        with pytest.raises((TransportError, TimeoutError)):
+            await part.sent
+        assert [one() for one in buffers] == [None]
+    finally:
+        gc.enable()
 
 
 async def test_what_is_withdrawn_is_not_sent() -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from traceback import clear_frames
 from typing import Any
 
 from msgspec.structs import replace
@@ -298,6 +299,7 @@ class ChunkBatcher:
             try:
                 times = await self._transfer(batch, staging, slot)
             except BaseException as error:
+                _clear(error)
                 _fail(batch, error)
                 if not isinstance(error, Exception):
                     raise
@@ -369,6 +371,15 @@ def _chunks(
         )
         for queued, (begin, end) in zip(batch, pairwise(ends), strict=True)
     ]  # fmt: skip
+
+
+def _clear(error: BaseException | None) -> None:
+    """Clear the frames that the error has left: a transfer's buffer is there, and the batch, which
+    leads to the error again. A dead destination's memory would stay until garbage is collected.
+    """
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _fail(batch: Sequence[QueuedChunk], error: BaseException) -> None:
