@@ -189,6 +189,22 @@ async def test_one_whose_libraries_have_changed_gives_way_and_ends_with_its_last
     assert await code(new) == -9
 
 
+async def test_one_that_can_not_tell_gives_way(
+    library: Path, forks: Forks, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = await waiting.begin(forks)
+    server = psutil.Process(old.pid).parent()
+    assert server is not None
+    monkeypatch.setattr("kvmig.cli.forks.LOADED", "time")  # a module without main
+    forks.renew("")
+    new = await waiting.begin(forks)
+
+    assert psutil.Process(new.pid).parent() != server
+    for one in (old, new):
+        one.kill()
+        assert await code(one) == -9
+
+
 async def test_what_is_being_forked_when_it_is_renewed_comes_from_the_old_one(
     library: Path, forks: Forks, waiting: Waiting
 ) -> None:

@@ -332,16 +332,21 @@ class ForkServer:
 
     async def is_current(self, environment: Mapping[str, str]) -> bool:
         """Whether what it has loaded is on disk still, as far as can be told."""
-        stdin = os.open(os.devnull, os.O_RDONLY)
         try:
-            fork = await self.carry_out(ForkOrder(LOADED, (), environment), (stdin, 1, 2))
-            async with asyncio.timeout(FORK_S):
-                return await fork.wait() == 0
-        except (StartupError, TimeoutError) as error:
-            log.info("the fork server: %s", error)
+            stdin = os.open(os.devnull, os.O_RDONLY)
+            try:
+                order = ForkOrder(LOADED, (), environment)
+                fork = await self.carry_out(order, (stdin, 1, 2))
+            finally:
+                os.close(stdin)
+            try:
+                async with asyncio.timeout(FORK_S):
+                    return await fork.wait() == 0
+            finally:
+                fork.kill()  # if it hangs
+        except (StartupError, OSError) as error:
+            log.warning("whether the fork server is of what is on disk can't be told: %s", error)
             return False
-        finally:
-            os.close(stdin)
 
     async def carry_out(self, order: ForkOrder, descriptors: Sequence[int]) -> Fork:
         """Fork as ordered. Raises StartupError; the fork server is given up then."""
