@@ -7,6 +7,8 @@ import asyncio
 import gc
 import logging
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from threading import Thread
@@ -40,6 +42,26 @@ async def linked(secret: bytes = SECRET, name: str = "b") -> AsyncIterator[tuple
     finally:
         client.close()
         server.close()
+
+
+CLOSED_AT_ONCE = """
+import asyncio, uvloop
+from kvmig.kvtransfer.link import Server
+from kvmig.kvtransfer.messages import PeerMessage
+
+async def main():
+    server = Server(b"a secret of the cluster", "peer", "a", PeerMessage)
+    asyncio.get_running_loop().call_soon(server.close)
+    await asyncio.sleep(0.1)
+
+uvloop.run(main())
+"""
+
+
+def test_a_server_closed_before_its_loop_has_polled_does_not_end_the_process() -> None:
+    """libuv aborts where a descriptor is closed that it is about to watch."""
+    ended = subprocess.run([sys.executable, "-c", CLOSED_AT_ONCE], check=False, timeout=60)
+    assert ended.returncode == 0
 
 
 async def test_hello_comes_first_then_messages_go_both_ways_with_their_payload() -> None:

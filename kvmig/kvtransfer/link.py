@@ -19,7 +19,7 @@ from types import UnionType
 
 import zmq
 import zmq.asyncio
-from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.auth import Authenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
@@ -132,6 +132,36 @@ class _Admission:
         return key == self._key
 
 
+class _Authenticator(Authenticator):
+    """Answers libzmq who may come in. Make and start it inside a running event loop.
+
+    pyzmq's own for asyncio closes its descriptor while the loop watches it still, and takes it off
+    a turn later. libuv ends the process (uv__epoll_ctl_flush) that hasn't polled in between.
+    """
+
+    context: zmq.asyncio.Context
+    _requests: zmq.asyncio.Socket | None = None
+    _task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._requests = requests = self.context.socket(zmq.REP)
+        requests.linger = 1
+        requests.bind("inproc://zeromq.zap.01")
+        self.zap_socket = zmq.Socket(requests)  # where it sends its answers, at once
+        self._task = asyncio.create_task(self._answer(requests), name="authenticator")
+
+    def stop(self) -> None:
+        """May be called twice, and where it never started."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._requests is not None:
+            self._requests.close()
+
+    async def _answer(self, requests: zmq.asyncio.Socket) -> None:
+        while True:
+            await self.handle_zap_message(await requests.recv_multipart())
+
+
 class Server:
     """One bound ROUTER socket; must be made inside a running event loop."""
 
@@ -158,7 +188,7 @@ class Server:
         self._greeted: set[bytes] = set()
         # A context of its own: the authenticator's address is one a context.
         self._context = zmq.asyncio.Context()
-        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator = _Authenticator(self._context)
         self._authenticator.configure_curve_callback(credentials_provider=_Admission(keys))
         self._socket = self._context.socket(zmq.ROUTER)
         self._handshakes = HandshakeCounter(self._socket, self.refusals)
