@@ -149,7 +149,7 @@ LIGHT = Check(
 )
 LIGHTS = tuple(
     replace(LIGHT, name=f"{LIGHT.name}, {names}", files=f"test_[{names}]*.py")
-    for names in ("a-e", "p-r", "g-o", "f", "s-z")  # the longest first: lanes end together
+    for names in ("a-e", "fp-r", "g-os-z")  # the longest first: lanes end together
 )
 LONG_AGAIN = (ALL_ON_NEXT, CONFORMS_ON_NEXT, CONFORMS_ON_V2, ALL_ON_V2, NEXT_ON_V2)
 """Tests that run on the installed vLLM, and its model runner V1, too."""

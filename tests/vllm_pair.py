@@ -170,13 +170,23 @@ class Pair:
         raise AssertionError(f"{request_id} does not end")
 
     async def unmoved(self, prompt: Sequence[int], **params: Any) -> Output:
-        """The same request, left alone on engine `a`; its prefix cache is empty afterwards."""
+        """The same request, left alone on engine `a`; its prefix cache is empty afterwards.
+
+        Asked for again, with plain `params`, it is the first answer: an engine gives no other.
+        """
+        plain = not params.keys() & {"lora", "images"}
+        key = repr((list(prompt), sorted(params.items())))
+        if plain and key in self.a.unmoved:
+            self.a.engine._scheduler.reset_prefix_cache()
+            return self.a.unmoved[key]
         self.submit(self.a, "unmoved", prompt, **params)
         await self.finish("unmoved")
         await self.idle()
         output = self.outputs.pop("unmoved")
         assert str(output.finish_reason) != "error", "there is nothing to compare with"
         self.a.engine._scheduler.reset_prefix_cache()
+        if plain:
+            self.a.unmoved[key] = output
         return output
 
     async def copy_stage(self, source: Side, to: Side, request_id: str, sent: int) -> int:

@@ -138,6 +138,8 @@ class Side:
             self.engine = start(wanted)
         self.core = self.engine._core
         self.core.process_input_queue_block = False
+        self.unmoved: dict[str, Output] = {}
+        """What requests gave that were left alone here; see `Pair.unmoved`."""
 
     def listen(self, outputs: dict[str, Output]) -> None:
         from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStateStats
