@@ -80,15 +80,16 @@ async def test_a_request_that_waits_moves_to_where_it_can_run(bench: TightBench)
     async with bench.migrator() as move:
         expected = await bench.finish(bench.submit("a", 60))
         with bench.slow("a"):
-            big = [bench.submit("a", 60) for _ in range(3)]
-            await bench.reach(big[0], 5)
-            with bench.slow("a", step_s=1.0):  # none of these ends before it has moved
+            big = [bench.submit("a", 60) for _ in range(4)]  # as many as run at once
+            await bench.reach(big[3], 1)
+            with bench.slow("a", step_s=0.5):  # none of these ends before it has moved
                 waits = bench.submit("a", 60)
                 states = {one.request_id: one for one in await bench.engines["a"].requests()}
                 assert states[waits].state == "waiting"
                 assert states[waits].wanted_blocks == 2
                 report = await move.migrate(waits, "a", "b")
             assert report.state == "committed", (report.reason, report.detail)
+            assert (report.stages, report.output_tokens) == ([], 0), "it had begun to run"
         for request_id in (*big, waits):
             assert await bench.finish(request_id) == expected
 
