@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -38,11 +38,18 @@ PROMPT = 220
 
 
 class Agent:
-    """`python -m kvmig.unit`, which may die."""
+    """`python -m kvmig.unit`, which may die; ended at the end of the block."""
 
     def __init__(self, path: Path, arena: int = ARENA) -> None:
         self.path, self.arena = path, arena
         self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def start(self) -> None:
         words = (str(self.path), f"--memory={self.arena}B", "--end-with-stdin")
@@ -83,10 +90,8 @@ def share(unit: Unit, model: str) -> Share:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
-    made = Agent(tmp_path / "unit")
-    made.start()
-    yield made
-    made.kill()
+    with Agent(tmp_path / "unit") as made:
+        yield made
 
 
 def counted(served: Served, model: str, start: int, tokens: int) -> None:

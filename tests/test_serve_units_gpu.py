@@ -49,16 +49,20 @@ def once(agent: Agent, holds: Callable[[Unit], bool], at: dict[str, Served], bes
 
 
 def memory_follows_the_load(nursery: Nursery, folder: Path, runner: str) -> None:
-    orders, agent = Orders(folder), Agent(folder / "unit", ARENA)
+    orders, path = Orders(folder), folder / "unit"
     orders.environment({})
-    agent.start()
 
     def server(name: str) -> Served:
-        flags = [*FLAGS, f"--unit={agent.path}", f"--served-model-name={name}"]
+        flags = [*FLAGS, f"--unit={path}", f"--served-model-name={name}"]
         sees = {"CUDA_VISIBLE_DEVICES": "0"}
         return Served(flags, nursery=nursery, environment=sees, log=folder / name)
 
-    with ThreadPoolExecutor(24) as clients, server("a") as a, server("b") as b:
+    with (
+        Agent(path, ARENA) as agent,
+        ThreadPoolExecutor(24) as clients,
+        server("a") as a,
+        server("b") as b,
+    ):
         at = {"a": a, "b": b}
         for one in agent.unit().shares:
             assert one.lease <= ARENA / 2
@@ -74,7 +78,6 @@ def memory_follows_the_load(nursery: Nursery, folder: Path, runner: str) -> None
         a.stop()
         once(agent, lambda unit: share(unit, "b").lease == ARENA, {"b": b}, beside)
         assert "alone" not in b.output()
-    agent.kill()
 
 
 @pytest.mark.long
