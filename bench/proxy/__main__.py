@@ -6,7 +6,8 @@ client has read, at a pace that all of them keep. `most`: tokens a second when u
 fast as it can, which is bounded by this machine's cores: upstream, proxy and client share them.
 `first`: milliseconds to the first token of a call beside 100 streams, over a new connection.
 `KiB`: memory of the proxy for each of 1,000 open streams (`--streams`: of any other number, which
-have the same tokens a second together).
+have the same tokens a second together; `--proxies`: kvmig's proxies on one port, and nginx's
+worker processes, since each may open so many files only).
 
 `front` and `front + kvmig` are kvmig's front end on engines that compute nothing, alone and behind
 the proxy, with tokens for 1,000 streams at more than it can do: what the proxy takes from a server.
@@ -104,30 +105,51 @@ def direct(port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
     yield []
 
 
-@contextmanager
-def kvmig(port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
+def kvmig(proxies: int) -> Make:
+    """So many processes, which listen on one port."""
+
+    @contextmanager
+    def make(port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
+        keep_snapshot(upstream, folder)
+        with ExitStack() as stack:
+            with socket.create_server(("127.0.0.1", port), backlog=4096) as listening:
+                began = [
+                    stack.enter_context(kvmig_proxy(listening, number, proxies, folder))
+                    for number in range(proxies)
+                ]
+            yield [one.pid for one in began]
+
+    return make
+
+
+def keep_snapshot(upstream: str, folder: Path) -> None:
+    """What a proxy knows that has never met its server."""
     grant = KeyGrant(
         key_id="k1", origin="k1", user_id="u1", user="bench", prefix=KEY.prefix, hash=KEY.hash
     )
     route = Route(name="count", state="ready", socket=upstream, served="count")
     known = Snapshot(version=1, pepper=PEPPER, keys=(grant,), routes=(route,))
     (folder / "snapshot").write_bytes(msgspec.msgpack.encode(known))
-    with socket.create_server(("127.0.0.1", port), backlog=4096) as listening:
-        descriptor = listening.fileno()
-        launch = ProxyLaunch(
-            name="proxy", links=str(folder / "links"), api=str(folder / "api"),
-            snapshot=str(folder / "snapshot"), shutdown_timeout_s=0.0,
-        )  # fmt: skip
-        heard, told = os.pipe()
-        with (folder / "log").open("ab") as log:
-            passed = [told, descriptor, told]
-            one = process.start("kvmig.proxy", *passed, log=log, descriptors=passed)
-        os.close(told)
+
+
+@contextmanager
+def kvmig_proxy(
+    listening: socket.socket, number: int, proxies: int, folder: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    launch = ProxyLaunch(
+        name=f"proxy-{number}", number=number, proxies=proxies, links=str(folder / "links"),
+        api=str(folder / "api"), snapshot=str(folder / "snapshot"), shutdown_timeout_s=0.0,
+    )  # fmt: skip
+    heard, told = os.pipe()
+    with (folder / "log").open("ab") as log:
+        passed = [told, listening.fileno(), told]
+        one = process.start("kvmig.proxy", *passed, log=log, descriptors=passed)
+    os.close(told)
     assert one.stdin is not None
     one.stdin.write(msgspec.json.encode(launch) + b"\n")
     one.stdin.flush()
     try:
-        yield [one.pid]
+        yield one
     finally:
         process.end(one)
         os.close(heard)
@@ -234,7 +256,8 @@ class Bench:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._logs)))
             path = str(folder / "up") if behind else ""
             site = stack.enter_context(Site(Setup("kvmig", 1, INSTANCES, path), folder / "front"))
-            pids = stack.enter_context(kvmig(site.port, path, folder)) if behind else []
+            proxy = self._makes["kvmig"]
+            pids = stack.enter_context(proxy(site.port, path, folder)) if behind else []
             wait_for(site.port, folder)
             time.sleep(1.0)
             client = stack.enter_context(Driver(site.port, folder / "client"))
@@ -266,9 +289,9 @@ def allow_files() -> int:
 
 def makes_of(root: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Make]:
     """Of the proxies that the flags name."""
-    makes: dict[str, Make] = {"direct": direct, "kvmig": kvmig}
+    makes: dict[str, Make] = {"direct": direct, "kvmig": kvmig(options.proxies)}
     if options.nginx:
-        makes["nginx"] = nginx(options.nginx)
+        makes["nginx"] = nginx(options.nginx, options.proxies)
     if options.litellm is not None:
         try:
             program = install_litellm(options.litellm.absolute())
@@ -287,16 +310,24 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     root.add_argument("--rounds", type=int, help="instead of 3")
     root.add_argument("--streams", type=int, default=1000, help="open at once")
+    root.add_argument("--proxies", type=int, default=1, help="processes of kvmig's, and of nginx")
     options = root.parse_args(argv)
-    if (files := allow_files()) < 2 * options.streams + BESIDE:
-        root.error(f"--streams is {options.streams}, {files} open files are too few for them")
+    each = 2 * options.streams / options.proxies  # of a proxy; a client's end is one
+    if (files := allow_files()) < max(options.streams, each) + BESIDE:
+        root.error(
+            f"--streams is {options.streams}, with --proxies {options.proxies} and {files} open "
+            f"files a process must be at most {(files - BESIDE) * min(2, options.proxies) // 2}"
+        )
     seconds, rounds = (3.0, 1) if options.quick else (8.0, options.rounds or 3)
     makes = makes_of(root, options)
     names = [*makes]
     result = report.begin(
         "proxy",
-        {"seconds": seconds, "rounds": rounds, "streams": options.streams, "pace": Paces().usual},
-    )
+        {
+            "seconds": seconds, "rounds": rounds, "streams": options.streams,
+            "proxies": options.proxies, "pace": Paces().usual,
+        },
+    )  # fmt: skip
     samples: list[Sample] = []
     fronts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as logs:

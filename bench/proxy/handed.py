@@ -110,9 +110,9 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--rounds", type=int, help="instead of 2")
     options = root.parse_args(argv)
     seconds, rounds = (3.0, 1) if options.quick else (10.0, options.rounds or 2)
-    makes: dict[str, Make] = {"direct": direct, "kvmig": kvmig}
+    makes: dict[str, Make] = {"direct": direct, "kvmig": kvmig(1)}
     if options.nginx:
-        makes["nginx"] = nginx(options.nginx)
+        makes["nginx"] = nginx(options.nginx, 1)
     result = report.begin(
         "proxy_handed", {"seconds": seconds, "rounds": rounds, "streams": STREAMS, "pace": PACE}
     )

@@ -19,7 +19,7 @@ Make = Callable[[int, str, Path], AbstractContextManager[list[int]]]
 """Starts a proxy at a port, for an upstream at a path or port; gives its processes."""
 START_S = 120.0
 NGINX = """\
-user {user}; worker_processes 1; worker_rlimit_nofile 131072; daemon off;
+user {user}; worker_processes {workers}; worker_rlimit_nofile 131072; daemon off;
 pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ worker_connections 65536; }}
 http {{
@@ -73,13 +73,13 @@ def wait_for(port: int, folder: Path) -> None:
             time.sleep(0.1)
 
 
-def nginx(program: str) -> Make:
+def nginx(program: str, workers: int) -> Make:
     """Started for an upstream at a path."""
 
     @contextmanager
     def make(port: int, upstream: str, folder: Path) -> Iterator[list[int]]:
         user = getpass.getuser()
-        text = NGINX.format(user=user, folder=folder, path=upstream, port=port)
+        text = NGINX.format(user=user, workers=workers, folder=folder, path=upstream, port=port)
         (folder / "nginx.conf").write_text(text)
         words = [program, "-p", str(folder), "-c", str(folder / "nginx.conf")]
         with running(words, folder) as one:
