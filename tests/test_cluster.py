@@ -124,7 +124,10 @@ class FakeLauncher:
         self.broken = ""
         self.bug: Exception | None = None
         self.closed = False
-        self.renewed = 0
+        self.renewals = 0
+        self.loaded = asyncio.Event()
+        """What the last renewal began."""
+        self.loaded.set()
         self.tree = ""
         """Of the last renewal."""
         self.bad_tree = ""
@@ -136,8 +139,11 @@ class FakeLauncher:
         """Takes any."""
 
     def renew(self, tree: str) -> None:
-        self.renewed += 1
+        self.renewals += 1
         self.tree = tree
+
+    async def renewed(self) -> None:
+        await self.loaded.wait()
 
     async def open(self) -> None:
         return

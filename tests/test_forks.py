@@ -189,6 +189,32 @@ async def test_one_whose_libraries_have_changed_gives_way_and_ends_with_its_last
     assert await code(new) == -9
 
 
+async def test_who_waits_for_a_renewal_finds_the_next_fork_server_loaded(
+    library: Path, forks: Forks, waiting: Waiting
+) -> None:
+    (old,) = forks._servers
+    fork = await waiting.begin(forks)
+    os.utime(library, (4e9, 4e9))
+    forks.renew("")
+    await forks.loaded()
+
+    new = forks._servers[-1]
+    assert new is not old
+    assert new.worked
+    fork.kill()
+    assert await code(fork) == -9
+
+
+async def test_who_waits_for_one_that_ends_waits_no_more(forks: Forks) -> None:
+    (server,) = forks._servers
+    loading = asyncio.create_task(forks.loaded())
+    await asyncio.sleep(0)
+    assert server._process is not None
+    server._process.kill()
+    await loading
+    assert server.gone
+
+
 async def test_one_that_can_not_tell_gives_way(
     library: Path, forks: Forks, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

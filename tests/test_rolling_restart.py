@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvmig.controlplane.messages import AddInstances, RestartInstances, StopDrain
@@ -25,10 +27,33 @@ async def test_all_start_again_one_after_the_other() -> None:
     async with world() as it:
         assert await restart(it) == ("i0", "i1")
         await until(lambda: "rolling restart: done" in it.said)
-        assert it.launcher.renewed == 1, "what is on disk now starts"
+        assert it.launcher.renewals == 1, "what is on disk now starts"
         assert starts(it) == ["i0", "i1", "i0", "i1"]
         await it.hears(i0="serving", i1="serving")
         assert all("serving" in states.values() for states in it.front.history if states)
+
+
+async def test_all_serve_until_what_starts_next_is_loaded() -> None:
+    async with world() as it:
+        it.launcher.loaded.clear()
+        await restart(it)
+        await asyncio.sleep(0.1)  # several reports
+        assert it.front.states() == {"i0": "serving", "i1": "serving"}
+        assert starts(it) == ["i0", "i1"]
+        it.launcher.loaded.set()
+        await until(lambda: "rolling restart: done" in it.said)
+        assert starts(it) == ["i0", "i1", "i0", "i1"]
+
+
+async def test_it_stops_at_one_that_has_left_while_all_was_loaded() -> None:
+    async with world() as it:
+        it.launcher.loaded.clear()
+        await restart(it)
+        await it.link.order(drain("i0", leave=True))
+        await until(lambda: "instance i0 is taken out" in it.said)
+        it.launcher.loaded.set()
+        await until(lambda: "rolling restart: stopped (instance i0 was taken out)" in it.said)
+        assert starts(it) == ["i0", "i1"]
 
 
 async def test_an_instance_goes_when_it_is_empty_and_the_next_when_it_serves() -> None:

@@ -60,6 +60,9 @@ class StubLauncher:
     def renew(self, tree: str) -> None:
         """See `Launcher`."""
 
+    async def renewed(self) -> None:
+        """At once."""
+
     async def close(self) -> None:
         self._orders.close()
 

@@ -188,11 +188,10 @@ class Cluster:
             self._launcher.renew(trees.usual)
         except StartupError as error:
             raise OrderRefused("conflict", str(error)) from error
-        renewed = wanted[0].restart(deadline, tree)
         self._shapes.trees = trees
 
         async def roll() -> None:
-            stopped = await self._roll(wanted, renewed, deadline, tree)
+            stopped = await self._roll(wanted, deadline, tree)
             say(f"rolling restart: {stopped or 'done'}")
             if not stopped:
                 return
@@ -209,19 +208,17 @@ class Cluster:
         return tuple(one.name for one in wanted)
 
     async def _roll(
-        self,
-        instances: Sequence[Instance],
-        renewed: asyncio.Future[str],
-        deadline: Deadline,
-        tree: str | None,
+        self, instances: Sequence[Instance], deadline: Deadline, tree: str | None
     ) -> str:
-        """Where and why it stopped; empty: nowhere. renewed: of the first, which drains already."""
+        """Where and why it stopped; empty: nowhere."""
+        await self._launcher.renewed()  # all serve until then
         for instance in instances:
-            if instance is not instances[0]:
-                try:
-                    renewed = instance.restart(deadline, tree)
-                except OrderRefused as refused:
-                    return f"stopped ({refused})"
+            if self._instances.get(instance.name) is not instance:
+                return f"stopped (instance {instance.name} was taken out)"
+            try:
+                renewed = instance.restart(deadline, tree)
+            except OrderRefused as refused:
+                return f"stopped ({refused})"
             if failed := await renewed:  # it may take as long as a drain and a start
                 return f"stopped at instance {instance.name} ({failed})"
         return ""

@@ -259,6 +259,12 @@ class Forks:
         self._servers[-1].retire()
         self._begin()
 
+    async def loaded(self) -> None:
+        """Wait until the next fork needs not wait, or can't be had."""
+        if self._renewing is not None:
+            await asyncio.shield(self._renewing)
+        await self._servers[-1].loaded()
+
     async def _renew(self) -> None:
         server = self._servers[-1]
         if await server.is_current(self._environment) or server is not self._servers[-1]:
@@ -329,6 +335,12 @@ class ForkServer:
     async def fork(self, environment: Mapping[str, str], stdin: int, announced: int) -> Fork:
         """One more llumlet. See `Forks.fork`."""
         return await self.carry_out(ForkOrder(LLUMLET, (), environment), (stdin, 1, 2, announced))
+
+    async def loaded(self) -> None:
+        """Wait until it has loaded, or is gone, or is too slow: who forks is told."""
+        with contextlib.suppress(OSError):  # a TimeoutError too
+            async with asyncio.timeout(LOAD_S):
+                await asyncio.shield(self._listen())
 
     async def is_current(self, environment: Mapping[str, str]) -> bool:
         """Whether what it has loaded is on disk still, as far as can be told."""

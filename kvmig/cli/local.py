@@ -133,6 +133,11 @@ class LocalLauncher:
         if self._forks is not None:
             self._forks.renew(tree)
 
+    async def renewed(self) -> None:
+        """See `Launcher`."""
+        if self._forks is not None:
+            await self._forks.loaded()
+
     async def close(self) -> None:
         """Remove the cluster's shared memory."""
         sweep(self._cluster)

@@ -196,6 +196,13 @@ class Launcher(Protocol):
         """
         ...
 
+    async def renewed(self) -> None:
+        """Wait until the next llumlet needs not wait for what `renew` began.
+
+        What fails of that fails when a llumlet is started.
+        """
+        ...
+
     async def close(self) -> None:
         """Free what is left. All handles were stopped before. May be called twice."""
         ...

@@ -134,6 +134,9 @@ class RayLauncher:
     def renew(self, tree: str) -> None:
         """Nothing: each llumlet loads all by itself."""
 
+    async def renewed(self) -> None:
+        """At once."""
+
     async def close(self) -> None:
         """Leave the Ray cluster."""
         if self._connected:
