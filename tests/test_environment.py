@@ -119,7 +119,7 @@ def test_the_limit_is_raised_as_far_as_it_may_be() -> None:
 def test_too_few_are_named_with_what_is_needed() -> None:
     assert too_few_files(10_000, 10_000, 1) == (
         "only 10000 open files are allowed (ulimit -Hn), --max-waiting 10000 may take 10500:"
-        " connections beyond that wait unanswered; raise the one or lower the other"
+        " connections beyond that are closed; raise the one or lower the other"
     )
 
 

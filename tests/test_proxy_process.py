@@ -24,7 +24,10 @@ START_S = 30.0
 
 
 @asynccontextmanager
-async def proxy(folder: Path) -> AsyncIterator[tuple[Child, httpx.AsyncClient]]:
+async def proxy(
+    folder: Path, files: str = "hard"
+) -> AsyncIterator[tuple[Child, httpx.AsyncClient]]:
+    """files: how many it may have open."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port, descriptor = listening.getsockname()[1], listening.fileno()
         launch = ProxyLaunch(
@@ -35,9 +38,9 @@ async def proxy(folder: Path) -> AsyncIterator[tuple[Child, httpx.AsyncClient]]:
 
         async def spawn(stdin: int, announced: int) -> Process:
             passed = announced, descriptor, beats
-            return await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "kvmig.proxy", *map(str, passed), stdin=stdin, pass_fds=passed
-            )
+            words = sys.executable, "-m", "kvmig.proxy", *map(str, passed)
+            limited = "sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *words
+            return await asyncio.create_subprocess_exec(*limited, stdin=stdin, pass_fds=passed)
 
         child = await Child.start("proxy", spawn, launch)
         os.close(beats)
@@ -56,6 +59,10 @@ def knowing(folder: Path) -> str:
     known = Snapshot(version=3, pepper=PEPPER, keys=(grant,), routes=(route,))
     (folder / "snapshot").write_bytes(msgspec.msgpack.encode(known))
     return f"Bearer {given}"
+
+
+def open_files(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/fd").iterdir())
 
 
 async def until_refused(client: httpx.AsyncClient) -> None:
@@ -115,6 +122,70 @@ async def test_a_proxy_without_the_server_goes_on_with_its_file(tmp_path: Path) 
     finally:
         await there.close()
     assert answer.status_code == 200
+
+
+async def test_a_proxy_with_all_the_calls_that_its_files_are_for_says_so_to_the_next(
+    tmp_path: Path,
+) -> None:
+    bearer, go_on = knowing(tmp_path), asyncio.Event()
+
+    async def streams(got: Got) -> None:
+        got.events()
+        got.chunk()
+        await go_on.wait()
+        got.last()
+
+    there = Deployment(str(tmp_path / "count"), streams)
+    await there.open()
+    try:
+        async with proxy(tmp_path, files="200") as (_, client):
+            client.headers["authorization"] = bearer
+            calls = [client.post("/v1/completions", json={"model": "count"}) for _ in range(90)]
+            asked = [asyncio.create_task(one) for one in calls]
+            await until(lambda: len(there.got) + sum(map(asyncio.Task.done, asked)) == len(asked))
+            refused = [one for one in asked if one.done()]
+            go_on.set()
+            answers = await asyncio.gather(*asked)
+            after = await client.post("/v1/completions", json={"model": "count"})
+    finally:
+        await there.close()
+    streamed = [one for one in answers if one.status_code == 200]
+    assert len(streamed) == 75, "a quarter of its files is for the rest, a call takes two"
+    assert all(one.content == EVENT for one in streamed)
+    assert [one.result().status_code for one in refused] == [503] * 15
+    told = refused[0].result()
+    assert told.json()["error"] == {
+        "message": "this proxy has as many calls as it may open files for (ulimit -Hn), try again",
+        "type": "api_error",
+        "param": None,
+        "code": "proxy_full",
+    }
+    assert told.headers["retry-after"] == "1"
+    assert after.status_code == 200
+
+
+async def test_a_proxy_whose_files_idle_clients_have_says_so_at_once(tmp_path: Path) -> None:
+    bearer, there = knowing(tmp_path), Deployment(str(tmp_path / "count"))
+    await there.open()
+    idle: list[socket.socket] = []
+    try:
+        async with proxy(tmp_path, files="60") as (child, client):
+            client.headers["authorization"] = bearer
+            address = "127.0.0.1", client.base_url.port
+            before = await client.post("/v1/completions", json={"model": "count"})  # and connected
+            pid = child._process.pid
+            while len(open_files(pid)) < 60:
+                idle.append(socket.create_connection(address))
+                await asyncio.sleep(0.01)
+            refused = await client.post("/v1/completions", json={"model": "count"})
+            for one in idle:
+                one.close()
+            await until(lambda: len(open_files(pid)) < 30)
+            after = await client.post("/v1/completions", json={"model": "count"})
+    finally:
+        await there.close()
+    assert [one.status_code for one in (before, refused, after)] == [200, 503, 200]
+    assert refused.json()["error"]["code"] == "proxy_full"
 
 
 async def test_a_proxy_keeps_what_it_was_told_for_its_own_user_only(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def too_few_files(allowed: int, max_waiting: int, front_ends: int) -> str:
         return ""
     return (
         f"only {allowed} open files are allowed (ulimit -Hn), --max-waiting {max_waiting} may take"
-        f" {needed}: connections beyond that wait unanswered; raise the one or lower the other"
+        f" {needed}: connections beyond that are closed; raise the one or lower the other"
     )
 
 

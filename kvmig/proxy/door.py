@@ -61,7 +61,18 @@ from kvmig.proxy.calls import (
 )
 from kvmig.proxy.directory import Directory
 from kvmig.proxy.exposition import merged, parsed
-from kvmig.proxy.hold import Counted, Counts, Go, Hold, Refused, Stay, Waiter, left_s, verdict
+from kvmig.proxy.hold import (
+    Counted,
+    Counts,
+    Go,
+    Hold,
+    Refused,
+    Stay,
+    Waiter,
+    full,
+    left_s,
+    verdict,
+)
 from kvmig.proxy.messages import (
     Down,
     Keys,
@@ -71,7 +82,17 @@ from kvmig.proxy.messages import (
     Snapshot,
     Spent,
 )
-from kvmig.proxy.relay import LAST_CHUNK, OWN, Broken, Chunked, Head, Unframed, Upstream
+from kvmig.proxy.relay import (
+    LAST_CHUNK,
+    OWN,
+    Broken,
+    Chunked,
+    Head,
+    Unframed,
+    Upstream,
+    connect,
+    error_of,
+)
 
 SHOWN = "kvmig.connection"
 """Key of an ASGI scope's connection and its cycle."""
@@ -90,8 +111,6 @@ NOT_PASSED = OWN | {
 FORWARDED = b"x-forwarded-"
 DAY_S = 86400.0
 """Longer than a call lasts: keys that expire later need no timer for it."""
-ERROR_BYTES = 1 << 20
-"""Of a deployment's error that is told at the end of a stream."""
 EVENTS = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"cache-control: no-cache\r\ntransfer-encoding: chunked\r\n"
@@ -299,18 +318,6 @@ class Call:
         cycle.on_response()
 
 
-class Sink(asyncio.WriteTransport):
-    """Takes a deployment's error that no client reads as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.content = bytearray()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        if len(self.content) < ERROR_BYTES:
-            self.content += data
-
-
 class DoorMetrics:
     """What /metrics shows."""
 
@@ -369,11 +376,12 @@ class Door:
         wall: Clock = time.time,
         part: Part = WHOLE,
         since: float = -inf,
+        most: float = inf,
     ) -> None:
         """api: path of the server's HTTP socket. want: tells the server of a cold model.
 
         age_s: of what is known. wall: Unix time. part: which proxy of how many this is.
-        since: by the clock, when it took the place of another one, or began.
+        since: by the clock, when it took the place of another one, or began. most: calls at once.
         """
         self.directory = directory
         self.config = config
@@ -388,6 +396,9 @@ class Door:
         self._want = want
         self._clock = clock
         self._wall = wall
+        self._most = most
+        self._inferring = 0
+        """Calls to models, held ones too."""
         self._closed = False
         self._turns: dict[Waiter, asyncio.Future[None]] = {}
         self._calls: dict[str, set[Call]] = {}
@@ -519,7 +530,7 @@ class Door:
             (b"authorization", b"Bearer " + call.key.encode()),
         ]
         call.ask(FIGURES, headers, b"")
-        upstream = await _connect(self._api)
+        upstream = await connect(self._api)
         if upstream is None:
             await call.answer(HTTPStatus.OK, self.figures(), CONTENT_TYPE_LATEST)
         else:
@@ -532,7 +543,7 @@ class Door:
         headers = _passed(call, (FORWARDED, KVMIG))
         headers.append((b"x-forwarded-for", call.address.encode()))
         call.ask(target(call.path, call.scope["query_string"]), headers, content)
-        upstream = await _connect(self._api)
+        upstream = await connect(self._api)
         if upstream is None:
             sentence = "the fleet's server is not there, try again"
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "server_away", 1.0)
@@ -541,6 +552,15 @@ class Door:
     # -- to a model
 
     async def _infer(self, call: Call, grant: KeyGrant) -> None:
+        if self._inferring >= self._most:
+            raise full()
+        self._inferring += 1
+        try:
+            await self._serve_model(call, grant)
+        finally:
+            self._inferring -= 1
+
+    async def _serve_model(self, call: Call, grant: KeyGrant) -> None:
         waiter = await self._prepare(call, grant)
         limiters = [self._limiter_of(one) for one in limited_by(grant)]
         self._check_limits(call, limiters)
@@ -649,7 +669,7 @@ class Door:
                 match verdict(route, waiter, self._clock()):
                     case Go(socket):
                         counted.be("running", self._clock())  # before anything of it is on its way
-                        upstream = await _connect(socket)
+                        upstream = await connect(socket)
                         if upstream is not None and not call.gone and call.cut is None:
                             return upstream
                         if upstream is not None:
@@ -721,9 +741,9 @@ class Door:
                 status = HTTPStatus.SERVICE_UNAVAILABLE
                 raise Refused(status, sentence, "deployment_ended", 1.0) from error
             if call.beats and not (head.status == 200 and isinstance(upstream.framing, Chunked)):
-                raise await _error_of(head, upstream)
+                raise await error_of(head, upstream)
             if call.quotas and head.status == HTTPStatus.TOO_MANY_REQUESTS:
-                why = await _error_of(head, upstream)
+                why = await error_of(head, upstream)
                 code = QUOTA_CODE if QUOTA_WORDS in str(why) else why.code
                 raise Refused(why.status, str(why), code, 1.0)
             if not call.beats:
@@ -765,30 +785,6 @@ def _starting(route: Route, waiter: Waiter, now: float) -> str:
         return f"{route.state}: {route.why}"
     left = left_s(route, waiter, now)
     return "starting" if left is None else f"starting, {left} s left"
-
-
-async def _connect(path: str) -> Upstream | None:
-    """To a deployment; None if it isn't there."""
-    loop = asyncio.get_running_loop()
-    try:
-        _, upstream = await loop.create_unix_connection(Upstream, path)
-    except OSError:
-        return None
-    return upstream
-
-
-async def _error_of(head: Head, upstream: Upstream) -> Refused:
-    """A deployment's answer that is no stream, for a client that has been promised one."""
-    sink = Sink()
-    upstream.pass_to(sink)
-    await upstream.ended
-    try:
-        told = msgspec.json.decode(bytes(sink.content))
-        error = told.get("error", told)
-        message = str(error["message"])
-    except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
-        message = f"the deployment answered with status {head.status}"
-    return Refused(head.status, message, "deployment_refused")
 
 
 def _passed(call: Call, dropped: tuple[bytes, ...]) -> list[tuple[bytes, bytes]]:

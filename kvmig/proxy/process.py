@@ -7,8 +7,10 @@ import contextlib
 import itertools
 import logging
 import os
+import resource
 import socket
 import time
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -35,6 +37,8 @@ FIRST_S = 2.0
 """For the server to say what there is, before the door opens."""
 KEEP_S = 1.0
 """Between two writings of the file."""
+SPARE_FILES = 500
+"""Open files for all but calls to models: clients that ask nothing, the server. Or a quarter."""
 
 
 class Proxy(HttpTask):
@@ -62,6 +66,7 @@ class Proxy(HttpTask):
             lambda: time.time() - self._heard_at,
             part=Part(launch.number, launch.proxies),
             since=monotonic(),
+            most=calls_for(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         )
 
     async def start(self) -> None:
@@ -162,6 +167,13 @@ class Proxy(HttpTask):
             part.replace(self._file)
         except OSError as error:
             log.warning("%s can't be kept: %s", self._file, error)
+
+
+def calls_for(files: int) -> float:
+    """How many calls at once so many open files are for: each has its client and its deployment."""
+    if files == resource.RLIM_INFINITY:
+        return inf
+    return (files - min(SPARE_FILES, files // 4)) // 2
 
 
 async def run(launch: ProxyLaunch, announced: int, listening: int, heartbeat: int) -> None:

@@ -7,9 +7,14 @@ connection as it came; the relay only knows where chunks end, and where the body
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, cast
+
+import msgspec
+
+from kvmig.proxy.hold import Refused, full
 
 HEAD_BYTES = 1 << 16
 """Of a deployment's answer, at most."""
@@ -21,6 +26,8 @@ OWN = frozenset(
 )  # fmt: skip
 """Headers of one connection only, and the one that the proxy sets."""
 LAST_CHUNK = b"0\r\n\r\n"
+ERROR_BYTES = 1 << 20
+"""Of a deployment's error that is told at the end of a stream."""
 
 
 class Broken(Exception):
@@ -284,3 +291,41 @@ class Upstream(asyncio.Protocol):
             self.head.set_exception(self._broken or Broken("its connection ended"))
             self.head.exception()  # whoever waits hears; nobody may
         self._end()
+
+
+async def connect(path: str) -> Upstream | None:
+    """To a deployment; None if it isn't there. Raises `hold.Refused`: no more files may be open."""
+    loop = asyncio.get_running_loop()
+    try:
+        _, upstream = await loop.create_unix_connection(Upstream, path)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise full() from error
+        return None
+    return upstream
+
+
+class Sink(asyncio.WriteTransport):
+    """Takes a deployment's error that no client reads as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.content = bytearray()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if len(self.content) < ERROR_BYTES:
+            self.content += data
+
+
+async def error_of(head: Head, upstream: Upstream) -> Refused:
+    """A deployment's answer that is no stream, for a client that has been promised one."""
+    sink = Sink()
+    upstream.pass_to(sink)
+    await upstream.ended
+    try:
+        told = msgspec.json.decode(bytes(sink.content))
+        error = told.get("error", told)
+        message = str(error["message"])
+    except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
+        message = f"the deployment answered with status {head.status}"
+    return Refused(head.status, message, "deployment_refused")
