@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
 
 import msgspec
 import prometheus_client
@@ -473,7 +473,7 @@ class Connection(HttpToolsProtocol):
     _paused: HttpCall | None = None
 
     @classmethod
-    def limited(cls, send_timeout_s: float, on_refusal: Callable[[int], None]) -> type[Connection]:
+    def limited(cls, send_timeout_s: float, on_refusal: Callable[[int], None]) -> type[Self]:
         """The connections of one front end: uvicorn makes them, and gives them nothing else."""
         own = {"send_timeout_s": send_timeout_s, "on_refusal": staticmethod(on_refusal)}
         return type(cls.__name__, (cls,), own)

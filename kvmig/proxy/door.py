@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from math import ceil, inf
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
 import prometheus_client
@@ -61,18 +61,7 @@ from kvmig.proxy.calls import (
 )
 from kvmig.proxy.directory import Directory
 from kvmig.proxy.exposition import merged, parsed
-from kvmig.proxy.hold import (
-    Counted,
-    Counts,
-    Go,
-    Hold,
-    Refused,
-    Stay,
-    Waiter,
-    full,
-    left_s,
-    verdict,
-)
+from kvmig.proxy.hold import Counted, Counts, Go, Hold, Refused, Stay, Waiter, left_s, verdict
 from kvmig.proxy.messages import (
     Down,
     Keys,
@@ -90,7 +79,6 @@ from kvmig.proxy.relay import (
     Head,
     Unframed,
     Upstream,
-    connect,
     error_of,
 )
 
@@ -134,9 +122,20 @@ class Gone(Exception):
 class DoorConnection(Connection):
     """A client's connection. It shows itself to the door, which writes to it."""
 
+    most: ClassVar[float] = inf
+    """So many are served: a deployment's connection can be had for each."""
+    surplus: ClassVar[int] = 0
+    """So many more are told that they are too many. The rest is closed at once."""
+    too_many = False
     upstream: Upstream | None = None
     """Whose answer goes to the client now."""
     on_lost: Callable[[], None] = staticmethod(_nothing)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.too_many = len(self.connections) > self.most
+        if len(self.connections) > self.most + self.surplus:
+            transport.abort()
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -376,12 +375,11 @@ class Door:
         wall: Clock = time.time,
         part: Part = WHOLE,
         since: float = -inf,
-        most: float = inf,
     ) -> None:
         """api: path of the server's HTTP socket. want: tells the server of a cold model.
 
         age_s: of what is known. wall: Unix time. part: which proxy of how many this is.
-        since: by the clock, when it took the place of another one, or began. most: calls at once.
+        since: by the clock, when it took the place of another one, or began.
         """
         self.directory = directory
         self.config = config
@@ -396,9 +394,6 @@ class Door:
         self._want = want
         self._clock = clock
         self._wall = wall
-        self._most = most
-        self._inferring = 0
-        """Calls to models, held ones too."""
         self._closed = False
         self._turns: dict[Waiter, asyncio.Future[None]] = {}
         self._calls: dict[str, set[Call]] = {}
@@ -482,6 +477,10 @@ class Door:
         if call.path == "/health":
             there = self.directory.version >= 0
             await call.answer(HTTPStatus.OK if there else HTTPStatus.SERVICE_UNAVAILABLE, b"")
+        elif call.connection.too_many:
+            call.limits = [(b"connection", b"close")]
+            sentence = "this proxy has as many clients as its open files are for (ulimit -Hn)"
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "proxy_full", 1.0)
         elif call.path.startswith(FLEET):
             await self._ask_server(call)
         elif call.path == "/metrics":
@@ -530,7 +529,7 @@ class Door:
             (b"authorization", b"Bearer " + call.key.encode()),
         ]
         call.ask(FIGURES, headers, b"")
-        upstream = await connect(self._api)
+        upstream = await _connect(self._api)
         if upstream is None:
             await call.answer(HTTPStatus.OK, self.figures(), CONTENT_TYPE_LATEST)
         else:
@@ -543,7 +542,7 @@ class Door:
         headers = _passed(call, (FORWARDED, KVMIG))
         headers.append((b"x-forwarded-for", call.address.encode()))
         call.ask(target(call.path, call.scope["query_string"]), headers, content)
-        upstream = await connect(self._api)
+        upstream = await _connect(self._api)
         if upstream is None:
             sentence = "the fleet's server is not there, try again"
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "server_away", 1.0)
@@ -552,15 +551,6 @@ class Door:
     # -- to a model
 
     async def _infer(self, call: Call, grant: KeyGrant) -> None:
-        if self._inferring >= self._most:
-            raise full()
-        self._inferring += 1
-        try:
-            await self._serve_model(call, grant)
-        finally:
-            self._inferring -= 1
-
-    async def _serve_model(self, call: Call, grant: KeyGrant) -> None:
         waiter = await self._prepare(call, grant)
         limiters = [self._limiter_of(one) for one in limited_by(grant)]
         self._check_limits(call, limiters)
@@ -669,7 +659,7 @@ class Door:
                 match verdict(route, waiter, self._clock()):
                     case Go(socket):
                         counted.be("running", self._clock())  # before anything of it is on its way
-                        upstream = await connect(socket)
+                        upstream = await _connect(socket)
                         if upstream is not None and not call.gone and call.cut is None:
                             return upstream
                         if upstream is not None:
@@ -785,6 +775,16 @@ def _starting(route: Route, waiter: Waiter, now: float) -> str:
         return f"{route.state}: {route.why}"
     left = left_s(route, waiter, now)
     return "starting" if left is None else f"starting, {left} s left"
+
+
+async def _connect(path: str) -> Upstream | None:
+    """To a deployment; None if it isn't there."""
+    loop = asyncio.get_running_loop()
+    try:
+        _, upstream = await loop.create_unix_connection(Upstream, path)
+    except OSError:
+        return None
+    return upstream
 
 
 def _passed(call: Call, dropped: tuple[bytes, ...]) -> list[tuple[bytes, bytes]]:

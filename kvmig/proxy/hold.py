@@ -34,12 +34,6 @@ class Refused(Exception):
         self.again_s = again_s
 
 
-def full() -> Refused:
-    """What a call is told for which this process may open no more files."""
-    sentence = "this proxy has as many calls as it may open files for (ulimit -Hn), try again"
-    return Refused(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "proxy_full", 1.0)
-
-
 class Stay(NamedTuple):
     """Wait so long at most, for news of the route. beat: with a sign of life first."""
 

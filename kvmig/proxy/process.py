@@ -10,7 +10,6 @@ import os
 import resource
 import socket
 import time
-from math import inf
 from pathlib import Path
 
 import msgspec
@@ -38,7 +37,7 @@ FIRST_S = 2.0
 KEEP_S = 1.0
 """Between two writings of the file."""
 SPARE_FILES = 500
-"""Open files for all but calls to models: clients that ask nothing, the server. Or a quarter."""
+"""Open files, at most a quarter of all, for what is neither a client nor its call: some 50."""
 
 
 class Proxy(HttpTask):
@@ -66,7 +65,6 @@ class Proxy(HttpTask):
             lambda: time.time() - self._heard_at,
             part=Part(launch.number, launch.proxies),
             since=monotonic(),
-            most=calls_for(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         )
 
     async def start(self) -> None:
@@ -83,6 +81,10 @@ class Proxy(HttpTask):
         connection = DoorConnection.limited(
             self._launch.http.send_timeout_s, self.door.count_refused
         )
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY:
+            spare = min(SPARE_FILES, files // 4)
+            connection.most, connection.surplus = (files - spare) // 2, spare // 2
         self._uvicorn = uvicorn_server(self.door, connection, access_log=False)
         await self.run(self._uvicorn.serve([self.sock]))
 
@@ -167,13 +169,6 @@ class Proxy(HttpTask):
             part.replace(self._file)
         except OSError as error:
             log.warning("%s can't be kept: %s", self._file, error)
-
-
-def calls_for(files: int) -> float:
-    """How many calls at once so many open files are for: each has its client and its deployment."""
-    if files == resource.RLIM_INFINITY:
-        return inf
-    return (files - min(SPARE_FILES, files // 4)) // 2
 
 
 async def run(launch: ProxyLaunch, announced: int, listening: int, heartbeat: int) -> None:

@@ -7,14 +7,13 @@ connection as it came; the relay only knows where chunks end, and where the body
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import msgspec
 
-from kvmig.proxy.hold import Refused, full
+from kvmig.proxy.hold import Refused
 
 HEAD_BYTES = 1 << 16
 """Of a deployment's answer, at most."""
@@ -291,18 +290,6 @@ class Upstream(asyncio.Protocol):
             self.head.set_exception(self._broken or Broken("its connection ended"))
             self.head.exception()  # whoever waits hears; nobody may
         self._end()
-
-
-async def connect(path: str) -> Upstream | None:
-    """To a deployment; None if it isn't there. Raises `hold.Refused`: no more files may be open."""
-    loop = asyncio.get_running_loop()
-    try:
-        _, upstream = await loop.create_unix_connection(Upstream, path)
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise full() from error
-        return None
-    return upstream
 
 
 class Sink(asyncio.WriteTransport):
