@@ -51,6 +51,7 @@ from bench.load.sites import Setup, Site
 from bench.proxy.others import Make, install_litellm, litellm, nginx, wait_for
 from kvmig.accounts.keys import KeyGrant, new_key
 from kvmig.proxy.messages import ProxyLaunch, Route, Snapshot
+from kvmig.proxy.process import SPARE_FILES
 from kvmig_tools.served import free_port
 
 PEPPER = bytes(32)
@@ -312,11 +313,12 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--streams", type=int, default=1000, help="open at once")
     root.add_argument("--proxies", type=int, default=1, help="processes of kvmig's, and of nginx")
     options = root.parse_args(argv)
-    each = 2 * options.streams / options.proxies  # of a proxy; a client's end is one
-    if (files := allow_files()) < max(options.streams, each) + BESIDE:
+    files = allow_files()  # a client's end is one, a proxy has two for a stream
+    most = min(files, (files - SPARE_FILES) // 2 * options.proxies) - BESIDE
+    if options.streams > most:
         root.error(
-            f"--streams is {options.streams}, with --proxies {options.proxies} and {files} open "
-            f"files a process must be at most {(files - BESIDE) * min(2, options.proxies) // 2}"
+            f"--streams is {options.streams}, must be at most {most} with --proxies"
+            f" {options.proxies} and {files} open files a process"
         )
     seconds, rounds = (3.0, 1) if options.quick else (8.0, options.rounds or 3)
     makes = makes_of(root, options)
