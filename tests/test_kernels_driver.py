@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from ctypes import byref, c_int, c_void_p
 
@@ -350,3 +351,13 @@ def test_nothing_to_copy_is_no_call() -> None:
     none = np.zeros(0, np.int64)
     fake_gpu.fail("cuMemcpyBatchAsync")
     Driver().copy_blocks((), (), none, none, stream=1)
+
+
+def test_who_waits_for_the_device_waits_for_streams_that_were_destroyed_with_work_left() -> None:
+    gpu, done = FakeGpu(), threading.Event()
+    stream = gpu.new_stream()
+    gpu.queue(stream, lambda: time.sleep(0.05))
+    gpu.queue(stream, done.set)
+    gpu.destroy_stream(stream)
+    gpu.settle()
+    assert done.is_set()

@@ -423,6 +423,7 @@ CALL(kContext, cuStreamDestroy_v2, void *handle)
     if (failed == kStreamDetached) stream = machine.streams.at(handle);
     else if (failed) return failed;
     stream->closed = true;
+    if (!stream->work.empty()) machine.leaving.insert(stream);
     machine.streams.erase(handle);
     machine.changed.notify_all();
     delete static_cast<char *>(handle);

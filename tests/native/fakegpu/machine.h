@@ -106,6 +106,7 @@ struct Machine {
     std::vector<int> seen;  // the machine's devices by their numbers in this process
     Context contexts[kDevices];
     std::map<void *, std::shared_ptr<Stream>> streams;
+    std::set<std::shared_ptr<Stream>> leaving;  // destroyed, with work left
     std::map<void *, std::shared_ptr<Green>> greens;
     std::map<void *, Event> events;
     std::map<Address, Memory> memory;
@@ -252,7 +253,10 @@ void serve(std::shared_ptr<Stream> stream) {
             const Work &next = stream->work.front();
             return !machine.stuck && (!next.after || next.after->done >= next.upto);
         });
-        if (stream->work.empty()) return;
+        if (stream->work.empty()) {
+            machine.leaving.erase(stream);
+            return;
+        }
         const std::function<int()> run = stream->work.front().run;
         if (run && !stream->context->error) {
             lock.unlock();
@@ -288,6 +292,8 @@ void settle(Lock &lock, const std::shared_ptr<Stream> &stream, uint64_t upto) {
 void settle_all(Lock &lock, const Context *context) {
     std::vector<std::shared_ptr<Stream>> all;
     for (const auto &[handle, stream] : machine.streams)
+        if (stream->context == context) all.push_back(stream);
+    for (const auto &stream : machine.leaving)
         if (stream->context == context) all.push_back(stream);
     if (context->null_stream) all.push_back(context->null_stream);
     for (const auto &stream : all) settle(lock, stream, stream->queued);
