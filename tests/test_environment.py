@@ -10,7 +10,6 @@ import pytest
 
 from kvmig.cli.environment import (
     GIB,
-    OPEN_FILES_SPARE,
     instance_environment,
     memory_flags,
     raise_open_files,
@@ -18,6 +17,7 @@ from kvmig.cli.environment import (
     with_tree,
     worker_threads,
 )
+from kvmig.ground.config import SPARE_FILES
 from kvmig.ground.errors import ConfigError
 
 
@@ -124,7 +124,7 @@ def test_too_few_are_named_with_what_is_needed() -> None:
 
 
 def test_front_ends_share_those_that_wait() -> None:
-    assert too_few_files(5_000 + OPEN_FILES_SPARE, 10_000, 2) == ""
+    assert too_few_files(5_000 + SPARE_FILES, 10_000, 2) == ""
 
 
 def test_no_limit_is_enough() -> None:

@@ -53,6 +53,20 @@ def served(server: Toys) -> Iterator[Toys]:
     assert_server_is_empty(server)
 
 
+async def test_idle_clients_keep_no_instance_from_starting(tmp_path: Path) -> None:
+    few = "sh", "-c", 'ulimit -n 300; exec "$@"', "sh"
+    with Toys(["--max-instances=3"], tmp_path, enter=few) as served:
+        instances = f"{served.url}/kvmig/v1/instances"
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            await client.get(instances)  # and connected, before the others
+            idle = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(400)]
+            added = await client.post(instances, json={})
+            for _, writer in idle:
+                writer.close()
+    (row,) = added.json()["data"]
+    assert (row["id"], row["detail"]) == ("i2", "")
+
+
 def test_nobody_else_is_told_the_secret(served: Toys) -> None:
     assert served.process is not None
     launcher = psutil.Process(served.process.pid)

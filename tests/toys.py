@@ -23,6 +23,7 @@ class Toys(Served):
         *,
         environment: Mapping[str, str] | None = None,
         nursery: Nursery | None = None,
+        enter: Sequence[str] = (),
     ) -> None:
         """folder: where its log and its script go."""
         path = folder / "script"
@@ -32,6 +33,7 @@ class Toys(Served):
             environment=environment,
             nursery=nursery,
             log=folder / "log",
+            enter=enter,
         )
         self._script = ScriptFile(str(path))
         self._usual = Script()

@@ -50,8 +50,8 @@ from bench.load.rounds import BODY, IN_FLIGHT
 from bench.load.sites import Setup, Site
 from bench.proxy.others import Make, install_litellm, litellm, nginx, wait_for
 from kvmig.accounts.keys import KeyGrant, new_key
+from kvmig.ground.config import SPARE_FILES
 from kvmig.proxy.messages import ProxyLaunch, Route, Snapshot
-from kvmig.proxy.process import SPARE_FILES
 from kvmig_tools.served import free_port
 
 PEPPER = bytes(32)
@@ -314,7 +314,8 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--proxies", type=int, default=1, help="processes of kvmig's, and of nginx")
     options = root.parse_args(argv)
     files = allow_files()  # a client's end is one, a proxy has two for a stream
-    most = min(files, (files - SPARE_FILES) // 2 * options.proxies) - BESIDE
+    served = int(0.9 * ((files - SPARE_FILES) // 2))  # by a proxy
+    most = min(files, served * options.proxies) - BESIDE
     if options.streams > most:
         root.error(
             f"--streams is {options.streams}, must be at most {most} with --proxies"

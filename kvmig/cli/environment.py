@@ -14,13 +14,11 @@ from pathlib import Path
 
 from kvmig.cli import cgroups
 from kvmig.engines.kind import kind_of
-from kvmig.ground.config import SEND_BYTES
+from kvmig.ground.config import SEND_BYTES, SPARE_FILES
 from kvmig.ground.discreet import SECRET
 from kvmig.ground.errors import ConfigError
 from kvmig.kvtransfer.link import LEAST_BYTES
 
-OPEN_FILES_SPARE = 500
-"""Open files of a front end for all but clients."""
 GIB = 1 << 30
 CPU_KV_SHARE = 0.4
 """Share of the available memory for all instances' KV caches together, unless told otherwise."""
@@ -104,7 +102,7 @@ def raise_open_files() -> int:
 
 def too_few_files(allowed: int, max_waiting: int, front_ends: int) -> str:
     """Say why they aren't enough for the clients that may wait; empty if they are."""
-    needed = -(-max_waiting // front_ends) + OPEN_FILES_SPARE
+    needed = -(-max_waiting // front_ends) + SPARE_FILES
     if allowed == resource.RLIM_INFINITY or needed <= allowed:
         return ""
     return (

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import re
+import resource
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from kvmig.gateway.access import ADMIN, Access
 from kvmig.gateway.problems import denial, problem, shorten_value
 from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.config import BODIES, HEAD_BYTES, HEAD_S, HttpConfig
+from kvmig.ground.config import BODIES, HEAD_BYTES, HEAD_S, SPARE_FILES, HttpConfig
 from kvmig.ground.priorities import PriorityClass, named, names_and_numbers, with_priority
 
 CALL_ID = "x-request-id"
@@ -461,6 +462,10 @@ class Connection(HttpToolsProtocol):
     with one that has, see `limited`. `on_refusal` hears of answers before there is a call.
     """
 
+    each: ClassVar[int] = 1
+    """Files that the process has open for one connection."""
+    most: ClassVar[float] = math.inf
+    """Connections at once; one more is closed: the process needs files for more than clients."""
     head_bytes: ClassVar[int] = HEAD_BYTES
     head_s: ClassVar[float] = HEAD_S
     send_timeout_s: ClassVar[float] = HttpConfig().send_timeout_s
@@ -476,11 +481,17 @@ class Connection(HttpToolsProtocol):
     def limited(cls, send_timeout_s: float, on_refusal: Callable[[int], None]) -> type[Self]:
         """The connections of one front end: uvicorn makes them, and gives them nothing else."""
         own = {"send_timeout_s": send_timeout_s, "on_refusal": staticmethod(on_refusal)}
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY:
+            own["most"] = (files - min(SPARE_FILES, files // 4)) // cls.each
         return type(cls.__name__, (cls,), own)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._begin_head()
+        if len(self.connections) > self.most:
+            transport.abort()
+        else:
+            self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()

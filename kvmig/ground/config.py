@@ -37,6 +37,8 @@ KEEP_ALIVE_S = 75
 """For the next call on a connection. Longer than clients and proxies keep idle ones (httpx, and so
 openai, 5 s; aiohttp 15 s; nginx and most load balancers 60 s): the client must close first, or a
 call may meet the closing of its connection, which HTTP/1.1 can't tell from a failure."""
+SPARE_FILES = 500
+"""Open files of a process, at most a quarter of all that it may have, for all but its clients."""
 BODIES = 8
 """Number of the largest bodies that may be on their way into one front end at a time."""
 SEND_BYTES = 1 << 17

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from math import ceil, inf
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import msgspec
 import prometheus_client
@@ -122,20 +122,17 @@ class Gone(Exception):
 class DoorConnection(Connection):
     """A client's connection. It shows itself to the door, which writes to it."""
 
-    most: ClassVar[float] = inf
-    """So many are served: a deployment's connection can be had for each."""
-    surplus: ClassVar[int] = 0
-    """So many more are told that they are too many. The rest is closed at once."""
+    each = 2
+    """The other one is a deployment's."""
     too_many = False
+    """Whether it is of the last tenth that there can be: its calls are told so."""
     upstream: Upstream | None = None
     """Whose answer goes to the client now."""
     on_lost: Callable[[], None] = staticmethod(_nothing)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.too_many = len(self.connections) > self.most
-        if len(self.connections) > self.most + self.surplus:
-            transport.abort()
+        self.too_many = len(self.connections) > 0.9 * self.most
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()

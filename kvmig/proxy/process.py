@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import os
-import resource
 import socket
 import time
 from pathlib import Path
@@ -36,8 +35,6 @@ FIRST_S = 2.0
 """For the server to say what there is, before the door opens."""
 KEEP_S = 1.0
 """Between two writings of the file."""
-SPARE_FILES = 500
-"""Open files, at most a quarter of all, for what is neither a client nor its call: some 50."""
 
 
 class Proxy(HttpTask):
@@ -81,10 +78,6 @@ class Proxy(HttpTask):
         connection = DoorConnection.limited(
             self._launch.http.send_timeout_s, self.door.count_refused
         )
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if files != resource.RLIM_INFINITY:
-            spare = min(SPARE_FILES, files // 4)
-            connection.most, connection.surplus = (files - spare) // 2, spare // 2
         self._uvicorn = uvicorn_server(self.door, connection, access_log=False)
         await self.run(self._uvicorn.serve([self.sock]))
 
