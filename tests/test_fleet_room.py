@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -138,6 +140,12 @@ WAITING = st.lists(
     st.builds(Waiting, name=st.uuids().map(str), claim=st.integers(1, 25), since=st.floats(0, NOW)),
     max_size=5,
 )
+
+
+def test_a_parked_one_that_leaves_is_counted_once() -> None:
+    residents = [replace(parked("a", 1), leaving=True), parked("b", 10)]
+    found = plan(Host(20, 0), [Waiting("c", 12, 0.0)], residents, NOW)
+    assert found.yielding == {"a"}, "the other's end would not be enough"
 
 
 @given(WAITING, RESIDENTS, st.integers(0, 60))

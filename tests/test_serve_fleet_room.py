@@ -133,4 +133,5 @@ async def test_three_models_take_turns_and_none_starves(small: ToyFleet) -> None
     await asyncio.gather(*map(use, "abc"))
     starts = small.get("status")["starts"] - before
     assert min(answered.values()) >= 2
-    assert 4 <= starts <= 15, "they take turns, but don't only start"
+    assert starts >= 4, "they take turns"
+    assert 2 * starts <= sum(answered.values()), "but don't only start"

@@ -142,7 +142,7 @@ def _yielding(lacking: int, residents: Iterable[Resident], now: float) -> frozen
     every = list(residents)
     chosen = [one for one in every if one.leaving]
     idle = sorted(
-        (one for one in every if one.parked or _may_end(one, now)),
+        (one for one in every if not one.leaving and (one.parked or _may_end(one, now))),
         key=lambda one: (not one.parked, -one.priority, -one.idle_s, one.name),
     )
     for one in idle:
