@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from typing import Any
 
@@ -154,6 +156,30 @@ async def test_a_killed_proxy_and_a_killed_server_forget_no_requests_of_the_last
             pass
     await asyncio.to_thread(fleet.until_it_listens)
     assert let_in + 1 <= 20 * (1 + (time.monotonic() - began) / 60)
+
+
+async def test_a_key_that_is_shown_is_known_at_the_door(fleet: ToyFleet) -> None:
+    fleet.add_toy("a")
+    (proxy,) = fleet.processes("kvmig.proxy")
+    os.kill(proxy, signal.SIGSTOP)
+    try:
+        making = asyncio.create_task(asyncio.to_thread(new_key, fleet))
+        await asyncio.sleep(0.3)
+        assert not making.done(), "the proxy can't know it"
+    finally:
+        os.kill(proxy, signal.SIGCONT)
+    async with fleet.client(await making) as http:
+        assert (await http.post(PATH, json=ask("a"))).status_code == 200
+
+
+async def test_a_proxy_that_hangs_does_not_keep_an_order(fleet: ToyFleet) -> None:
+    (proxy,) = fleet.processes("kvmig.proxy")
+    os.kill(proxy, signal.SIGSTOP)
+    try:
+        key = await asyncio.wait_for(asyncio.to_thread(new_key, fleet), 10)
+    finally:
+        os.kill(proxy, signal.SIGCONT)
+    assert key.startswith("kv-")
 
 
 async def test_a_key_may_be_given_more_while_its_client_is_refused(fleet: ToyFleet) -> None:

@@ -272,6 +272,10 @@ class Models:
                     model.busy_at = now
         self._changed.set()
 
+    def known_to_all(self, version: int) -> bool:
+        """Whether every proxy has told that it knows of that."""
+        return all(one.version >= version for one in self._proxies.values())
+
     def forget_proxy(self, proxy: str) -> None:
         """It is gone, or its link is."""
         self._proxies.pop(proxy, None)
@@ -404,7 +408,7 @@ class Models:
             running=running,
             idle_s=now - model.busy_at,
             unrouted=len(self._proxies) >= self._settings.proxies
-            and all(one.version >= model.unrouted_at for one in self._proxies.values()),
+            and self.known_to_all(model.unrouted_at),
         )
 
     def _make_room(self, seen: Mapping[str, Seen], now: float) -> Plan:

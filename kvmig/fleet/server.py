@@ -64,6 +64,8 @@ from kvmig.proxy.messages import (
 
 CHECK_S = 180.0
 """For flags to be checked: their engine's libraries may have to be loaded first."""
+KNOWN_S = 3.0
+"""For proxies to know of a change before its order is answered."""
 LOOK_S = 1.0
 """For deployments of a server before this one to tell what they do."""
 MERGE_S = 1.0
@@ -146,6 +148,8 @@ class FleetServer:
         """By `Quota.id`."""
         self._keys = Keys(b"")
         self._keys_version = 0
+        self._heard = asyncio.Event()
+        """Set when a proxy has told what it knows, or has gone."""
         self._aliases: Mapping[str, Mapping[str, int]] = {}
         memory = Memory(settings.memory, on_gpu=bool(gpus()))
         self._models = Models(settings, self._order, self._tell_routes, memory, wall=time.time)
@@ -167,7 +171,7 @@ class FleetServer:
             self._store,
             self._thread,
             self._models,
-            self.reload,
+            self._changed,
             self.check,
             lambda: self._keys,
             self._metrics.text,
@@ -296,6 +300,19 @@ class FleetServer:
             Wanted(row.model_id, row.name, row.revision, row.on, row.spec) for row in rows
         )
 
+    async def _changed(self) -> None:
+        """After an order: take what it changed, and let all proxies that listen know it first.
+
+        Raises StoreError.
+        """
+        await self.reload()
+        version = self._version
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_S):
+                while not self._models.known_to_all(version):
+                    self._heard.clear()
+                    await self._heard.wait()
+
     async def _reload_keys(self) -> None:
         stored = self._backend.stored
         keys = await stored(self._store.key_changes, self._keys_version)
@@ -369,11 +386,13 @@ class FleetServer:
                 self._models.take_want(message)
             case Demand():
                 self._models.take_demand(proxy, message)
+                self._heard.set()
             case Figures(text):
                 self._figures[proxy] = text
             case None:
                 self._figures.pop(proxy, None)
                 self._models.forget_proxy(proxy)
+                self._heard.set()
 
 
 def remove_empty(folder: Path) -> None:

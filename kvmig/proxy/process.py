@@ -23,7 +23,7 @@ from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.proxy.directory import Directory
 from kvmig.proxy.door import Door, DoorConnection
 from kvmig.proxy.link import ServerLink
-from kvmig.proxy.messages import Demand, Down, Figures, ProxyLaunch, Routes, Snapshot, Want
+from kvmig.proxy.messages import Demand, Down, Figures, ProxyLaunch, Snapshot, Spent, Want
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ class Proxy(HttpTask):
         self._unsaved = True
         self._heard_at = time.time()
         self._told.set()
-        if isinstance(message, Routes):
-            self._tell_now()  # the server may wait for it before it ends a deployment
+        if not isinstance(message, Spent):
+            self._tell_now()  # the server may wait for it: to end a deployment, to answer an order
 
     def _want(self, model: str) -> None:
         if self._link is not None:
