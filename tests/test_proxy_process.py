@@ -17,7 +17,7 @@ import msgspec
 from kvmig.cli.processes import Child, Process
 from kvmig.proxy.link import ProxyLinks
 from kvmig.proxy.messages import Demand, Figures, ProxyLaunch, Route, Snapshot, Want
-from tests.proxy_site import EVENT, PEPPER, Deployment, Got, key
+from tests.proxy_site import EVENT, PEPPER, Answer, Deployment, Got, key
 from tests.waiting import until
 
 START_S = 30.0
@@ -59,6 +59,19 @@ def knowing(folder: Path) -> str:
     known = Snapshot(version=3, pepper=PEPPER, keys=(grant,), routes=(route,))
     (folder / "snapshot").write_bytes(msgspec.msgpack.encode(known))
     return f"Bearer {given}"
+
+
+def streaming(go_on: asyncio.Event) -> Answer:
+    """Two events, the second one once it may."""
+
+    async def streams(got: Got) -> None:
+        got.events()
+        got.chunk()
+        await go_on.wait()
+        got.chunk()
+        got.last()
+
+    return streams
 
 
 async def served_anew(client: httpx.AsyncClient) -> httpx.Response:
@@ -134,14 +147,7 @@ async def test_a_proxy_with_all_the_clients_that_its_files_are_for_says_so_to_th
     tmp_path: Path,
 ) -> None:
     bearer, go_on = knowing(tmp_path), asyncio.Event()
-
-    async def streams(got: Got) -> None:
-        got.events()
-        got.chunk()
-        await go_on.wait()
-        got.last()
-
-    there = Deployment(str(tmp_path / "count"), streams)
+    there = Deployment(str(tmp_path / "count"), streaming(go_on))
     await there.open()
     try:
         async with proxy(tmp_path, files="200") as (_, client):
@@ -159,7 +165,7 @@ async def test_a_proxy_with_all_the_clients_that_its_files_are_for_says_so_to_th
     assert len(streamed) == 67, (
         "two files a client, a quarter of all for the rest; then the last tenth of clients"
     )
-    assert all(one.content == EVENT for one in streamed)
+    assert all(one.content == EVENT * 2 for one in streamed)
     assert [one.result().status_code for one in refused] == [503] * 5
     told = refused[0].result()
     assert told.json()["error"] == {
@@ -217,15 +223,7 @@ async def test_a_proxy_that_is_told_to_end_finishes_its_streams_and_takes_no_mor
     tmp_path: Path,
 ) -> None:
     bearer, go_on = knowing(tmp_path), asyncio.Event()
-
-    async def streams(got: Got) -> None:
-        got.events()
-        got.chunk()
-        await go_on.wait()
-        got.chunk()
-        got.last()
-
-    there = Deployment(str(tmp_path / "count"), streams)
+    there = Deployment(str(tmp_path / "count"), streaming(go_on))
     await there.open()
     try:
         async with proxy(tmp_path) as (child, client):

@@ -50,7 +50,8 @@ from bench.load.rounds import BODY, IN_FLIGHT
 from bench.load.sites import Setup, Site
 from bench.proxy.others import Make, install_litellm, litellm, nginx, wait_for
 from kvmig.accounts.keys import KeyGrant, new_key
-from kvmig.ground.config import SPARE_FILES
+from kvmig.gateway.http import most_clients
+from kvmig.proxy.door import DoorConnection
 from kvmig.proxy.messages import ProxyLaunch, Route, Snapshot
 from kvmig_tools.served import free_port
 
@@ -314,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--proxies", type=int, default=1, help="processes of kvmig's, and of nginx")
     options = root.parse_args(argv)
     files = allow_files()  # a client's end is one, a proxy has two for a stream
-    served = int(0.9 * ((files - SPARE_FILES) // 2))  # by a proxy
+    served = int(0.9 * most_clients(DoorConnection.each))  # by a proxy
     most = min(files, served * options.proxies) - BESIDE
     if options.streams > most:
         root.error(

@@ -454,6 +454,14 @@ def check_load(state: HttpState, priority: int) -> None:
 REQUEST_TIMEOUT, HEADERS_TOO_LARGE = 408, 431
 
 
+def most_clients(each: int) -> float:
+    """Connections that this process has files for. each: files that one of them takes."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return math.inf
+    return (files - min(SPARE_FILES, files // 4)) // each
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP connection, with bounds on a head's size and time, and on a pause in reading.
 
@@ -480,10 +488,11 @@ class Connection(HttpToolsProtocol):
     @classmethod
     def limited(cls, send_timeout_s: float, on_refusal: Callable[[int], None]) -> type[Self]:
         """The connections of one front end: uvicorn makes them, and gives them nothing else."""
-        own = {"send_timeout_s": send_timeout_s, "on_refusal": staticmethod(on_refusal)}
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if files != resource.RLIM_INFINITY:
-            own["most"] = (files - min(SPARE_FILES, files // 4)) // cls.each
+        own = {
+            "most": most_clients(cls.each),
+            "send_timeout_s": send_timeout_s,
+            "on_refusal": staticmethod(on_refusal),
+        }
         return type(cls.__name__, (cls,), own)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
