@@ -30,6 +30,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from kvmig.gateway.access import ADMIN, Access
 from kvmig.gateway.problems import denial, problem, shorten_value
 from kvmig.gateway.requests import HttpCall, current_call
+from kvmig.gateway.route_table import WORK_PATHS
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import BODIES, HEAD_BYTES, HEAD_S, SPARE_FILES, HttpConfig
 from kvmig.ground.priorities import PriorityClass, named, names_and_numbers, with_priority
@@ -46,16 +47,6 @@ UNREAD_BYTES = 1 << 20
 DISCARD_S = 2.0
 """Longest time for what comes of a body that is refused."""
 RETRY_AFTER = {"Retry-After": "5"}
-WORK = frozenset(
-    {
-        "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch",
-        "/v1/responses", "/v1/messages", "/inference/v1/generate", "/invocations",
-        "/cohere/v2/chat", "/generative_scoring", "/v1/audio/transcriptions",
-        "/v1/audio/translations", "/v1/embeddings", "/v2/embed", "/pooling", "/classify",
-        "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
-    }
-)  # fmt: skip
-"""Paths whose calls engines work for, of vLLM's application and our own."""
 
 
 class Refused(Exception):
@@ -177,7 +168,7 @@ class HttpMiddleware:
             priority = 0
             if scope["method"] == "POST":
                 message, priority = check_priority(state, headers, message)
-            if path in WORK:
+            if path in WORK_PATHS:
                 check_load(state, priority)
         except Refused as refused:
             if refused.unread and "expect" not in headers:
@@ -185,7 +176,7 @@ class HttpMiddleware:
                 await discard(receive, refused.unread)
             await refused.answer(scope, receive, send)
             return
-        if path in WORK:
+        if path in WORK_PATHS:
             call.enter(lambda change: state.shedding.hold(priority, change, state.clock()))
         await self.app(scope, first(message, receive), send)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -19,17 +19,14 @@ from msgspec import Raw
 
 from kvmig.accounts.keys import QUOTA_CODE
 from kvmig.gateway.access import OPENAI
-from kvmig.gateway.http import WORK
 from kvmig.gateway.problems import shorten_value
+from kvmig.gateway.route_table import WORK_PATHS, Api
 from kvmig.proxy.hold import Refused
-
-Api = Literal["openai", "responses", "messages"]
-"""Kinds of streams and errors; `openai`: chats, completions and all others."""
 
 NAMED = re.compile(r"/models/(?P<model>.+?)(?P<rest>/v1/.*)")
 """A path that names its model."""
 PREFIXES = tuple(f"{one}/" for one in OPENAI)
-OTHERS = WORK | {"/tokenize", "/detokenize"}
+OTHERS = WORK_PATHS | {"/tokenize", "/detokenize"}
 """Paths of engines besides those under PREFIXES."""
 WITHHELD = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Paths of engines that are not for clients."""

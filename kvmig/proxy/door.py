@@ -44,10 +44,10 @@ from kvmig.accounts.keys import Scope as KeyScope
 from kvmig.accounts.limits import WHOLE, Limiter, Part, headers, let_in
 from kvmig.gateway import http as gateway
 from kvmig.gateway.http import CALL_ID, PRIORITY, UNREAD_BYTES, Connection, accepted
+from kvmig.gateway.route_table import Api
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import BODIES, HttpConfig
 from kvmig.proxy.calls import (
-    Api,
     Body,
     EventNumbers,
     api_of,
