@@ -267,7 +267,7 @@ class Setup:
         """
         what = "kvmig and what its checks need" if dev else "kvmig"
         self.install("what builds it", *BUILDS)
-        target = f"{ROOT}[{'dev' if dev else 'fleet'}]"
+        target = f"{ROOT}[dev]" if dev else str(ROOT)
         self.install(what, "--no-build-isolation", "--editable", target)
 
     def compile_imports(self) -> None:

@@ -6,7 +6,8 @@ import argparse
 import importlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -171,18 +172,21 @@ def engine_fields(args: Namespace) -> dict[str, Any]:
 
 
 SUPPORTED = ("5.19.",)
+PACKAGES = ("transformers", "torch", "jinja2", "psutil")
+"""Of the extra `transformers`."""
 """Version prefixes. Continuous batching's internals move with every minor release."""
 
 
 def check_version() -> str:
     """Return the installed version; StartupError names the supported ones otherwise."""
     supported = ", ".join(prefix + "x" for prefix in SUPPORTED)
-    try:
-        installed = version("transformers")
-    except PackageNotFoundError:
-        raise StartupError(
-            f"transformers is not installed; kvmig needs transformers {supported}"
-        ) from None
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise StartupError(
+                f'{package} is not installed: pip install "kvmig[transformers]"'
+                f" (kvmig needs transformers {supported}), or choose another --engine"
+            )
+    installed = version("transformers")
     if not installed.startswith(SUPPORTED):
         raise StartupError(
             f"transformers {installed} is not supported; kvmig needs transformers {supported}"

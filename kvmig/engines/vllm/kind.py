@@ -166,7 +166,10 @@ def installed_version() -> tuple[str, str]:
         except PackageNotFoundError:
             continue
     if not found:
-        raise StartupError(f"vLLM is not installed; kvmig needs vllm {_SUPPORTED}")
+        raise StartupError(
+            f'vLLM ({_SUPPORTED}) is not installed: pip install "kvmig[vllm]" on a machine with an'
+            " NVIDIA GPU, `make setup` in kvmig's repository on any; or choose another --engine"
+        )
     return next(iter(found.items()))
 
 
