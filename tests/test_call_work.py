@@ -1,0 +1,154 @@
+"""The sequences of a call, counted on its body, are those that the front end then runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+)
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.renderers.inputs.preprocess import prompt_to_seq
+
+from kvmig.gateway.call_work import CallWork, sequences_of, work_of
+from kvmig.gateway.route_table import CLIENT_ROUTES, ClientRoute, find_route
+
+TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
+IDS = st.lists(st.integers(0, 2**31), min_size=1, max_size=4)
+PROMPTS = st.one_of(
+    TEXTS, IDS, st.lists(TEXTS, min_size=1, max_size=9), st.lists(IDS, min_size=1, max_size=9)
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.just("user"), "content": TEXTS}), min_size=1, max_size=3
+)
+NUMBERS = st.integers(1, 40).flatmap(lambda n: st.sampled_from((n, float(n), str(n))))
+
+
+def route_of(path: str) -> ClientRoute:
+    found = find_route("POST", path)
+    assert found is not None
+    return found.route
+
+
+def counted(path: str, body: dict[str, Any], **spelling: Any) -> int:
+    return sequences_of(route_of(path), json.dumps(body, **spelling).encode())
+
+
+@given(PROMPTS, NUMBERS, st.booleans(), st.booleans(), st.sampled_from((None, 1)))
+def test_of_a_completion_as_vllm_reads_it(
+    prompt: Any, n: Any, beams: bool, ascii_only: bool, indent: int | None
+) -> None:
+    body = {"model": "m", "prompt": prompt, "n": n, "use_beam_search": beams}
+    request = CompletionRequest.model_validate(body)
+    assert request.prompt is not None
+    expected = request.n * len(prompt_to_seq(request.prompt))
+    assert counted("/v1/completions", body, ensure_ascii=ascii_only, indent=indent) == expected
+
+
+@given(MESSAGES, NUMBERS)
+def test_of_a_chat_as_vllm_reads_it(messages: Any, n: Any) -> None:
+    body = {"messages": messages, "n": n}
+    expected = ChatCompletionRequest.model_validate(body).n
+    assert counted("/v1/chat/completions", body) == expected
+
+
+@given(st.lists(MESSAGES, min_size=1, max_size=6))
+def test_of_a_batch_as_vllm_reads_it(messages: Any) -> None:
+    body = {"messages": messages}
+    expected = len(BatchChatCompletionRequest.model_validate(body).messages)
+    assert counted("/v1/chat/completions/batch", body) == expected
+
+
+CONTENT = {"content": [{"type": "text", "text": "a"}]}
+BODIES: list[tuple[str, dict[str, Any], int]] = [
+    ("/v1/embeddings", {"input": "a"}, 1),
+    ("/v1/embeddings", {"input": [1, 2, 3]}, 1),
+    ("/v1/embeddings", {"input": ["a", "b"]}, 2),
+    ("/v1/embeddings", {"input": [[1], [2], [3]]}, 3),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": "a"}]}, 1),
+    ("/v1/embeddings", {"messages": [[{"role": "user", "content": "a"}]] * 4}, 4),
+    ("/v1/embeddings", {"input": [[{"role": "user", "content": "a"}]] * 4}, 4),
+    ("/v1/embeddings", {"input": ["a", "b"], "n": 9}, 2),
+    ("/v2/embed", {"texts": ["a", "b"]}, 2),
+    ("/v2/embed", {"inputs": [CONTENT] * 3}, 3),
+    ("/v2/embed", {"images": ["data:", "data:"]}, 2),
+    ("/pooling", {"input": ["a", "b"]}, 2),
+    ("/classify", {"input": ["a", "b"]}, 2),
+    ("/score", {"text_1": "a", "text_2": ["b", "c", "d"]}, 3),
+    ("/v1/score", {"queries": ["a", "b"], "documents": ["c", "d"]}, 2),
+    ("/score", {"data_1": "a", "data_2": [CONTENT, CONTENT]}, 2),
+    ("/score", {"data_1": "a", "data_2": CONTENT}, 1),
+    ("/rerank", {"query": "a", "documents": ["b", "c"]}, 2),
+    ("/v2/rerank", {"query": "a", "documents": [CONTENT] * 5}, 5),
+    ("/generative_scoring", {"query": "a", "items": ["b", "c"], "label_token_ids": [1]}, 2),
+    ("/generative_scoring", {"query": [1], "items": [[1], [2]], "label_token_ids": [1]}, 2),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 7}}, 7),
+    ("/inference/v1/generate", {"token_ids": [1], "n": 7}, 1),
+    ("/v1/systemone", {"state": "a", "questions": {"x": {"type": "a"}, "y": {"type": "b"}}}, 2),
+    ("/invocations", {"prompt": ["a", "b"], "n": 3}, 6),
+    ("/invocations", {"messages": [{"role": "user", "content": "a"}], "n": 3}, 3),
+    ("/invocations", {"query": "a", "documents": ["b", "c"]}, 2),
+    ("/cohere/v2/chat", {"messages": [{"role": "user", "content": "a"}], "n": 3}, 1),
+    ("/v1/responses", {"input": "a", "n": 9}, 1),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "n": 9}, 1),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "expected"), BODIES)
+def test_of_each_other_api(path: str, body: dict[str, Any], expected: int) -> None:
+    assert counted(path, body) == expected
+
+
+def test_each_route_that_works_is_counted() -> None:
+    named = {path for path, *_ in BODIES} | {
+        "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch",
+        "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/rerank",
+    }  # fmt: skip
+    assert {one.path for one in CLIENT_ROUTES if one.works} <= named
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"prompt": "a", "n": 2, "n": 500}', 500),
+        (b'{"prompt": "a", "n": 500, "n": 2}', 2),
+        (b'{"prompt": "a", "\\u006e": 500}', 500),
+        (b'{"prompt" : [ "a" , "[\\"b\\",\\"c\\"]" ] }', 2),
+        (b'{"prompt": [ [1, 2],\n[3] ]}', 2),
+        (b'{"prompt": "a", "n": null}', 1),
+        (b'{"prompt": null, "prompt_embeds": ["a", "b"]}', 2),
+        (b'{"prompt": ["a", "b"], "prompt_embeds": ["c", "d", "e"]}', 5),
+        (b'{"prompt": "a", "n": -4}', 1),
+        (b'{"prompt": "a", "n": 1e400}', 1),
+        (b'{"prompt": "a", "n": [5]}', 1),
+        (b'{"prompt": []}', 1),
+        (b"no JSON", 1),
+        (b'["a"]', 1),
+        (b"[" * 100_000, 1),
+    ],
+)
+def test_of_bodies_that_are_spelt_oddly(body: bytes, expected: int) -> None:
+    assert sequences_of(route_of("/v1/completions"), body) == expected
+
+
+def test_the_field_with_the_prompts_is_named() -> None:
+    body = b'{"prompt": ["a", "b"], "n": 3}'
+    assert work_of(route_of("/v1/completions"), body) == CallWork(3, 2, "prompt")
+    assert work_of(route_of("/v1/completions"), b'{"prompt": "a"}') == CallWork()
+
+
+def test_a_form_names_its_beams() -> None:
+    form = b'--x\r\nContent-Disposition: form-data; name="n"\r\n\r\n500\r\n--x--\r\n'
+    assert sequences_of(route_of("/v1/audio/transcriptions"), form) == 500
+
+
+@pytest.mark.parametrize("prompt", [b'["",', b"[[],", b'["\\"\\"\\"\\"",'])
+def test_a_list_without_end_is_counted_without_a_copy_of_its_items(prompt: bytes) -> None:
+    item = prompt[1:]
+    body = b'{"prompt": [' + item * 1_000_000 + item[:-1] + b"]}"
+    assert sequences_of(route_of("/v1/completions"), body) >= 100_000
