@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from bench.load.stub import StubEngine
-from kvmig.gateway.http import LoadShedding, Overload
+from kvmig.gateway.load_shedding import LoadShedding, Overload
 from kvmig.gateway.requests import HttpCall
 from kvmig.ground.config import ClusterConfig, HttpConfig, check
 from kvmig.ground.errors import ConfigError
@@ -26,7 +26,7 @@ def test_one_more_than_the_limit_is_refused() -> None:
     shedding.hold(0, 1, 0.0)
     assert shedding.refusal(0, 0, 0.0) is None
     shedding.hold(0, 1, 0.0)
-    assert shedding.refusal(0, 0, 0.0) == Overload(2, LONGEST_S)
+    assert shedding.refusal(0, 0, 0.0) == Overload(2, 2, LONGEST_S)
 
 
 def test_what_waits_in_queues_counts_whoever_sent_it() -> None:
@@ -64,7 +64,7 @@ def test_the_client_is_told_when_those_ahead_have_begun(every_s: float, told_s: 
     for step in range(1, 51):
         shedding.hold(0, -1, step * every_s)
     refusal = shedding.refusal(0, 0, 50 * every_s)
-    assert refusal == Overload(10, told_s)
+    assert refusal == Overload(10, 10, told_s)
 
 
 class Count:
@@ -92,6 +92,35 @@ def test_a_call_counts_as_one_until_its_requests_are_there_and_then_as_those() -
     assert call.request_ids == {"a"}
 
 
+def test_a_call_counts_as_all_the_sequences_that_it_asks_for_before_they_are_there() -> None:
+    call, count = HttpCall(), Count()
+    call.enter(count.hold, 3)
+    assert count.waiting == 3
+    call.submitted("a")
+    call.began("a")
+    assert count.waiting == 2
+    for one in "bcd":  # a fourth was not foreseen
+        call.submitted(one)
+    assert count.waiting == 3
+
+
+def test_a_call_is_refused_that_asks_for_more_sequences_than_there_is_room_for() -> None:
+    shedding = LoadShedding(10)
+    shedding.hold(0, 7, 0.0)
+    assert shedding.refusal(0, 0, 0.0, sequences=3) is None
+    assert shedding.refusal(0, 0, 0.0, sequences=4) is not None
+
+
+def test_one_account_leaves_room_for_others() -> None:
+    shedding = LoadShedding(100)
+    while shedding.refusal(0, 0, 0.0, "greedy") is None:
+        shedding.hold(0, 1, 0.0, "greedy")
+    refusal = shedding.refusal(0, 0, 0.0, "greedy")
+    assert refusal is not None
+    assert (refusal.waiting, refusal.own) == (50, True)
+    assert shedding.refusal(0, 0, 0.0, "other", sequences=25) is None
+
+
 def test_a_call_that_ends_early_counts_no_more() -> None:
     call, count = HttpCall(), Count()
     call.enter(count.hold)
@@ -105,6 +134,8 @@ def test_a_call_that_ends_early_counts_no_more() -> None:
     ("config", "flag"),
     [
         (HttpConfig(max_waiting=-1), "--max-waiting"),
+        (HttpConfig(max_n=0), "--max-n"),
+        (HttpConfig(max_prompts=0), "--max-prompts"),
         (HttpConfig(max_unread=-1), "--max-unread"),
         (HttpConfig(send_timeout_s=0.0), "--send-timeout"),
     ],
@@ -168,3 +199,29 @@ async def test_a_call_too_many_is_429_with_a_time_and_the_others_go_on() -> None
         engine.let_go()
         assert (await one).status_code == (await other).status_code == 200
         assert (await post(front)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence", "param"),
+    [
+        ({"prompt": "a", "n": 17}, "n is 17, allowed are 16 a call (--max-n)", "n"),
+        ({"prompt": "a", "n": 17, "use_beam_search": True}, "n is 17, allowed are 16", "n"),
+        ({"prompt": ["a"] * 3}, "prompt has 3 prompts, allowed are 2 a call", "prompt"),
+        ({"prompt": [[1]] * 3}, "prompt has 3 prompts, allowed are 2 a call", "prompt"),
+        ({"prompt": ["a", "b"], "n": 5}, "asks for 10 sequences (n times its prompts)", None),
+        ({"prompt": "a", "n": 500, "top_p": float("nan")}, "no JSON object in UTF-8", None),
+    ],
+)
+async def test_a_call_of_too_many_sequences_is_refused_before_an_engine_has_any(
+    body: dict[str, Any], sentence: str, param: str | None
+) -> None:
+    async with stubbed_front(HttpConfig(max_waiting=9, max_prompts=2)) as front:
+        async with httpx.AsyncClient(timeout=60) as client:
+            url = f"http://127.0.0.1:{front.port}/v1/completions"
+            answer = await client.post(
+                url, content=json.dumps(body), headers={"content-type": "application/json"}
+            )
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert sentence in error["message"]
+        assert error["param"] == param

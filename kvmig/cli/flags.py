@@ -345,6 +345,8 @@ def _add_http(root: _Parser) -> None:
     group.add(
         "--body-timeout", "body_timeout_s", "time for a call's body to arrive", metavar="SECONDS"
     )
+    group.add("--max-n", "max_n", "answers, or beams, to each prompt of one call", metavar="NUMBER")
+    group.add("--max-prompts", "max_prompts", "prompts of one call", metavar="NUMBER")
     group.add(
         "--max-waiting",
         "max_waiting",

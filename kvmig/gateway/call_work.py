@@ -104,6 +104,15 @@ def work_of(route: ClientRoute, body: bytes) -> CallWork:
     return CallWork(n, prompts, most)
 
 
+def is_object(body: bytes) -> bool:
+    """Whether the body is a JSON object that is counted."""
+    try:
+        msgspec.json.decode(body, type=_Fields)
+    except UNREADABLE:
+        return False
+    return True
+
+
 def sequences_of(route: ClientRoute, body: bytes) -> int:
     """Sequences that engines run for the call."""
     return work_of(route, body).sequences

@@ -13,11 +13,10 @@ import math
 import re
 import resource
 import uuid
-from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import msgspec
 import prometheus_client
@@ -28,9 +27,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvmig.gateway.access import ADMIN, Access
+from kvmig.gateway.call_work import is_object, work_of
+from kvmig.gateway.load_shedding import LoadShedding
 from kvmig.gateway.problems import denial, problem, shorten_value
 from kvmig.gateway.requests import HttpCall, current_call
-from kvmig.gateway.route_table import WORK_PATHS
+from kvmig.gateway.route_table import ClientRoute, find_route
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import BODIES, HEAD_BYTES, HEAD_S, SPARE_FILES, HttpConfig
 from kvmig.ground.priorities import PriorityClass, named, names_and_numbers, with_priority
@@ -158,6 +159,7 @@ class HttpMiddleware:
         send: Send,
     ) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        found = find_route(scope["method"], path)
         try:
             check_access(state, scope["method"], path, headers)
             if scope["method"] == "POST":
@@ -165,19 +167,21 @@ class HttpMiddleware:
             message = await read_body(state, headers, receive)
             if message is None:
                 return  # the client has left
-            priority = 0
+            priority, sequences = 0, 1
             if scope["method"] == "POST":
                 message, priority = check_priority(state, headers, message)
-            if path in WORK_PATHS:
-                check_load(state, priority)
+            if found is not None and found.route.works:
+                sequences = check_work(state, found.route, headers, message["body"])
+                check_load(state, priority, call.account, sequences)
         except Refused as refused:
             if refused.unread and "expect" not in headers:
                 # Whoever asks before sending hasn't sent it yet.
                 await discard(receive, refused.unread)
             await refused.answer(scope, receive, send)
             return
-        if path in WORK_PATHS:
-            call.enter(lambda change: state.shedding.hold(priority, change, state.clock()))
+        if found is not None and found.route.works:
+            shedding, clock, account = state.shedding, state.clock, call.account
+            call.enter(lambda by: shedding.hold(priority, by, clock(), account), sequences)
         await self.app(scope, first(message, receive), send)
 
 
@@ -374,70 +378,52 @@ def _number_of(param: str, value: Any, classes: Sequence[PriorityClass]) -> int:
     return found.priority
 
 
-# -- load shedding
+# -- how much it is, and how much there is already
 
 
-class Overload(NamedTuple):
-    """waiting: requests ahead of one; retry_after_s: until they have begun, at the present pace."""
+def check_work(state: HttpState, route: ClientRoute, headers: MutableHeaders, body: bytes) -> int:
+    """The sequences that the call asks for. Raises Refused, 400, for too many of one call.
 
-    waiting: int
-    retry_after_s: int
-
-
-class LoadShedding:
-    """Refuses requests while too many wait for their first token. Pure.
-
-    By priority: a request is refused for those that run before it or with it, never for others.
-    limit: of requests that wait; 0: none.
+    A body that only some JSON decoders can read may ask for more than is counted.
     """
-
-    PACE_S = 30.0
-    """The present pace is that of requests that began within so long."""
-    SHORTEST_S, LONGEST_S = 1, 60
-    """Bounds of the time that a client is told to wait."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._waiting: Counter[int] = Counter()
-        self._began: deque[float] = deque(maxlen=256)
-
-    def hold(self, priority: int, change: int, now: float) -> None:
-        """More or fewer requests of this priority wait."""
-        self._waiting[priority] += change
-        if change < 0:
-            self._began.extend([now] * -change)
-
-    def refusal(self, priority: int, queued: int, now: float) -> Overload | None:
-        """Whether one more request is too many.
-
-        queued: of any front end's, as instances tell, that aren't after this priority.
-        """
-        ours = sum(count for other, count in self._waiting.items() if other <= priority)
-        ahead = max(ours, queued)
-        if not self.limit or ahead < self.limit:
-            return None
-        return Overload(ahead, self._until_begun_s(ahead, now))
-
-    def _until_begun_s(self, ahead: int, now: float) -> int:
-        began = [at for at in self._began if now - at <= self.PACE_S]
-        if len(began) < 2:
-            return self.LONGEST_S
-        pace = len(began) / max(now - began[0], 1e-3)
-        return max(self.SHORTEST_S, min(self.LONGEST_S, math.ceil(ahead / pace)))
+    is_json = "json" in headers.get("content-type", "json").lower()
+    if body and is_json and route.content != "audio" and not is_object(body):
+        sentence = "the body is no JSON object in UTF-8 as RFC 8259 has it"
+        raise Refused(problem(HTTPStatus.BAD_REQUEST, sentence))
+    work = work_of(route, body)
+    for name, value, most, flag in (
+        ("n", work.n, state.config.max_n, "--max-n"),
+        (work.field, work.prompts, state.config.max_prompts, "--max-prompts"),
+    ):
+        if value > most:
+            shown = shorten_value(value)
+            what = f"n is {shown}" if name == "n" else f"{name} has {shown} prompts"
+            sentence = f"{what}, allowed are {most} a call ({flag})"
+            raise Refused(problem(HTTPStatus.BAD_REQUEST, sentence, name))
+    return work.sequences
 
 
-def check_load(state: HttpState, priority: int) -> None:
-    """Raises Refused, 429 with Retry-After, while too many requests wait."""
-    overload = state.shedding.refusal(priority, state.queued(priority), state.clock())
+def check_load(state: HttpState, priority: int, account: str, sequences: int) -> None:
+    """Raises Refused: 429 with Retry-After while too many wait, 400 for more than may ever wait."""
+    limit = state.shedding.limit
+    if limit and sequences > limit:
+        sentence = (
+            f"the call asks for {sequences} sequences (n times its prompts), allowed to wait are"
+            f" {limit} (--max-waiting): send fewer in a call"
+        )
+        raise Refused(problem(HTTPStatus.BAD_REQUEST, sentence))
+    queued, now = state.queued(priority), state.clock()
+    overload = state.shedding.refusal(priority, queued, now, account, sequences)
     if overload is None:
         return
     state.overloaded(priority)
+    whose = " of its account" if overload.own else ""
     sentence = (
-        f"{overload.waiting} requests wait for their first token, allowed are"
-        f" {state.shedding.limit} (--max-waiting): try again in {overload.retry_after_s} s"
+        f"{overload.waiting} requests{whose} wait for their first token, allowed are"
+        f" {overload.allowed} (--max-waiting): try again in {overload.retry_after_s} s"
     )
-    headers = {"Retry-After": str(overload.retry_after_s)}
-    raise Refused(problem(HTTPStatus.TOO_MANY_REQUESTS, sentence, headers=headers))
+    answer = {"Retry-After": str(overload.retry_after_s)}
+    raise Refused(problem(HTTPStatus.TOO_MANY_REQUESTS, sentence, headers=answer))
 
 
 # -- the connection

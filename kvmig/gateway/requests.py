@@ -161,7 +161,7 @@ class HttpCall:
     """
 
     __slots__ = (
-        "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
+        "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
         "answered", "call_id", "over", "quota", "request_ids",
     )  # fmt: skip
 
@@ -178,20 +178,22 @@ class HttpCall:
         self.answered = False
         """Whether the client was sent all of its answer."""
         self._unserved: set[str] = set()
-        self._submitted = False
+        self._submitted = 0
+        self._coming = 0
         self._waiting = 0
         self._hold: Callable[[int], None] | None = None
         self._marks: dict[str, int] | None = None
 
     # -- requests that wait for their first token
 
-    def enter(self, hold: Callable[[int], None]) -> None:
+    def enter(self, hold: Callable[[int], None], sequences: int = 1) -> None:
         """Count the call's waiting requests from now on; `hold` is told by how much they change.
 
-        A call whose requests aren't there yet counts as one.
+        sequences: those that it asks for; they count as waiting until they are there.
         """
         self._hold = hold
-        self._count(0 if self._submitted else 1)
+        self._coming = max(0, sequences - self._submitted)
+        self._recount()
 
     def leave(self) -> None:
         """The call is over: nothing of it waits."""
@@ -201,20 +203,24 @@ class HttpCall:
 
     def submitted(self, request_id: str) -> None:
         """The call has one more request."""
-        self._submitted = True
+        self._submitted += 1
+        self._coming = max(0, self._coming - 1)
         self.request_ids.add(request_id)
         self._unserved.add(request_id)
-        self._count(len(self._unserved))
+        self._recount()
 
     def began(self, request_id: str) -> None:
         """The request has its first token."""
         self._unserved.discard(request_id)
-        self._count(len(self._unserved))
+        self._recount()
 
     def ended(self, request_id: str) -> None:
         """The request is over."""
         self.request_ids.discard(request_id)
         self.began(request_id)
+
+    def _recount(self) -> None:
+        self._count(self._coming + len(self._unserved))
 
     def _count(self, waiting: int) -> None:
         if self._hold is not None and waiting != self._waiting:

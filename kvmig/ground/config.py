@@ -120,6 +120,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes."""
     body_timeout_s: float = 60.0
     """For it to arrive."""
+    max_n: int = 16
+    """Answers, or beams, to each prompt of one call."""
+    max_prompts: int = 256
+    """Prompts of one call."""
     max_waiting: int = 10_000
     """Requests of all front ends that wait for their first token; 0: no limit."""
     max_unread: int = 8192
@@ -352,6 +356,8 @@ def _check_unit(unit: UnitConfig, config: ClusterConfig) -> None:
 def _check_http(http: HttpConfig) -> None:
     _least("--max-body", http.max_body, 1024)
     _positive("--body-timeout", http.body_timeout_s)
+    _least("--max-n", http.max_n, 1)
+    _least("--max-prompts", http.max_prompts, 1)
     _least("--max-waiting", http.max_waiting, 0)
     _least("--max-unread", http.max_unread, 0)
     _positive("--send-timeout", http.send_timeout_s)
