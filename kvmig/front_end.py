@@ -83,6 +83,7 @@ class FrontEnd:
         from prometheus_client import REGISTRY
 
         from kvmig.gateway.http import HttpState
+        from kvmig.gateway.isolation import PromptSalts
         from kvmig.gateway.launcher import LauncherLink, Membership
         from kvmig.gateway.meter import Meter
         from kvmig.gateway.metrics import Metrics
@@ -96,7 +97,8 @@ class FrontEnd:
         self._sock = sock
         self._own_signals = own_signals
         config = launch.config
-        self._server = openai_server(config, launch.engine_argv, args, sock)
+        salts = PromptSalts(launch.secret) if config.http.isolate_users else None
+        self._server = openai_server(config, launch.engine_argv, args, sock, salts)
         metrics = Metrics(REGISTRY, config.priorities)
         names = args.served_model_name or [args.model]
         self._model = names[0]

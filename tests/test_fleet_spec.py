@@ -82,6 +82,8 @@ def test_it_is_the_same_after_json() -> None:
         ({"flags": "--api-key x"}, "flags has --api-key: that is keys of the fleet"),
         ({"flags": "'"}, 'flags is "\'": No closing quotation'),
         ({"gpus": ["0"]}, "gpus is ['0']: placement on given GPUs comes later"),
+        ({"share_prefixes": "yes"}, "share_prefixes is 'yes', must be bool"),
+        ({"flags": ["--isolate-users"]}, "flags has --isolate-users: that is share_prefixes"),
         ({"max_held": -1}, "max_held is -1, must be 0 to"),
         ({"aliases": ["A"]}, "name is 'A', must be lower-case"),
         ({"adapters": {"l": "/nowhere"}}, "adapters.l is '/nowhere', which is no folder here"),
@@ -187,6 +189,7 @@ SPECS = st.fixed_dictionaries(
         ),
         "priority": st.integers(-1000, 1000),
         "max_held": st.integers(0, 1000),
+        "share_prefixes": st.booleans(),
     },
 )
 

@@ -345,6 +345,7 @@ async def test_a_body_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 async def test_headers_of_kvmigs_are_the_proxys_own(tmp_path: Path) -> None:
     sent = {
         "x-kvmig-account": "me",
+        "x-kvmig-tenant": "you",
         "x-kvmig-place": "w1",
         "X-Request-Id": "r1",
         "traceparent": "t",
@@ -353,6 +354,7 @@ async def test_headers_of_kvmigs_are_the_proxys_own(tmp_path: Path) -> None:
         answer = await door.ask(headers=sent)
     got = there.got[0].headers
     assert got["x-kvmig-account"] == door.key.split("-")[1]
+    assert got["x-kvmig-tenant"] == "u1"
     assert "x-kvmig-place" not in got
     assert "authorization" not in got
     assert (got["x-request-id"], answer.headers["x-request-id"]) == ("r1", "r1")

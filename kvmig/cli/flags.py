@@ -379,6 +379,12 @@ def _add_http(root: _Parser) -> None:
         metavar="PATH",
     )
     group.add(
+        "--isolate-users",
+        "isolate_users",
+        "keep what is cached of prompts, media and grammars for the user whose call it was of, as a"
+        " fleet's proxies name users; needs --uds",
+    )
+    group.add(
         "--uds",
         "uds",
         "listen on this Unix socket, which only this user can connect to, instead of a port",

@@ -686,6 +686,8 @@ def words(
         least = max(1, spec.least)
         own += [f"--autoscale={instances.target:g},{6 * instances.target:g}"]
         own += [f"--min-instances={least}"]
+    if not spec.share_prefixes:
+        own.append("--isolate-users")
     if spec.adapters:
         own += ["--enable-lora", "--lora-modules"]
         own += [f"{name}={folder}" for name, folder in spec.adapters.items()]

@@ -32,6 +32,8 @@ LATER = {
 """Fields that have their place and no meaning yet."""
 OURS = {
     "--uds": "the fleet's own",
+    "--isolate-users": "share_prefixes",
+    "--no-share-prefixes": "share_prefixes",
     "--port": "of `kvmig up`",
     "--host": "of `kvmig up`",
     "--end-with-stdin": "the fleet's own",
@@ -90,6 +92,8 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     warm: Warm = "none"
     """What is left without requests. parked: processes and weights, with no memory for a KV cache;
     always: one instance at least."""
+    share_prefixes: bool = False
+    """Whether what is cached of one user's prompts, media and grammars serves all users."""
     memory: int = 0
     """Bytes of the host's that an instance takes; 0: estimated."""
     priority: int = 0

@@ -40,6 +40,7 @@ CALL_ID = "x-request-id"
 PRIORITY = "x-vllm-priority"
 PRIORITY_FIELD = "priority"
 ACCOUNT = "x-kvmig-account"
+TENANT = "x-kvmig-tenant"
 QUOTA = "x-kvmig-quota"
 SCOPE = "kvmig.call"
 """Key of an ASGI scope's `HttpCall`; the connection looks for it there."""
@@ -102,6 +103,10 @@ class HttpState:
         """The key that a call counts for, as a proxy says it; on a port nobody is believed."""
         return headers.get(ACCOUNT, "") if self.config.uds else ""
 
+    def tenant(self, headers: MutableHeaders) -> str:
+        """The user whose key that is, in the same way."""
+        return headers.get(TENANT, "") if self.config.uds else ""
+
     def quota(self, headers: MutableHeaders) -> bool:
         """Whether that key has a quota."""
         return bool(self.config.quota_socket and self.config.uds and headers.get(QUOTA))
@@ -126,7 +131,10 @@ class HttpMiddleware:
         # A copy: the server's own list stays as it came.
         headers = MutableHeaders(raw=list(scope["headers"]))
         call = scope[SCOPE] = HttpCall(
-            accepted(headers.get(CALL_ID)), state.account(headers), quota=state.quota(headers)
+            accepted(headers.get(CALL_ID)),
+            state.account(headers),
+            state.tenant(headers),
+            quota=state.quota(headers),
         )
         headers[CALL_ID] = call.call_id
 

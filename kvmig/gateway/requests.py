@@ -162,13 +162,19 @@ class HttpCall:
 
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
-        "answered", "call_id", "over", "quota", "request_ids",
+        "answered", "call_id", "over", "quota", "request_ids", "tenant",
     )  # fmt: skip
 
-    def __init__(self, call_id: str = "", account: str = "", *, quota: bool = False) -> None:
-        """account: the key that the call counts for; empty: none is known. quota: it has one."""
+    def __init__(
+        self, call_id: str = "", account: str = "", tenant: str = "", *, quota: bool = False
+    ) -> None:
+        """account, tenant: the key that the call counts for, and its user; empty: none is known.
+
+        quota: whether the key has one.
+        """
         self.call_id = call_id
         self.account = account
+        self.tenant = tenant
         self.quota = quota
         self.allowance: Allowance[Any] | None = None
         """Of a call that has asked for tokens of its key's quota."""

@@ -135,6 +135,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     quota_socket: str = ""
     """Path of the Unix socket of who grants tokens to calls whose keys have a quota; empty: none
     has."""
+    isolate_users: bool = False
+    """Whether nothing that is kept of a user's prompts serves another's."""
     uds: str = ""
     """Path of the Unix socket that takes the port's place; empty: none does."""
 
@@ -361,6 +363,8 @@ def _check_http(http: HttpConfig) -> None:
     _least("--max-waiting", http.max_waiting, 0)
     _least("--max-unread", http.max_unread, 0)
     _positive("--send-timeout", http.send_timeout_s)
+    apart = "left out without --uds: nobody is believed on a port who says whose call it is"
+    _require(bool(http.uds) or not http.isolate_users, "--isolate-users", "given", apart)
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

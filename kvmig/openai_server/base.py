@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI
 
+from kvmig.gateway.isolation import PromptSalts
 from kvmig.gateway.ports import Batch, Sink
 from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig
@@ -65,11 +66,16 @@ class OpenAIServer(Protocol):
 
 
 def openai_server(
-    config: ClusterConfig, argv: list[str], args: Namespace, sock: socket.socket
+    config: ClusterConfig,
+    argv: list[str],
+    args: Namespace,
+    sock: socket.socket,
+    salts: PromptSalts | None,
 ) -> OpenAIServer:
     """Make the server for the cluster's engine, inside a running event loop.
 
-    argv: the engine's flags; args: the same, parsed.
+    argv: the engine's flags; args: the same, parsed. salts: they keep users apart; None: nothing
+    does.
     """
     if config.engine == "transformers":
         from kvmig.engines.transformers.tokenizer import Tokenizer
@@ -83,4 +89,4 @@ def openai_server(
         return TokenServer(args, sock, ByteTokenizer)
     from kvmig.openai_server.vllm import VllmServer
 
-    return VllmServer(argv, args, sock, config.lifecycle.max_instances)
+    return VllmServer(argv, args, sock, config.lifecycle.max_instances, salts)

@@ -17,6 +17,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import serve_http
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.tasks import SupportedTask
 
 from kvmig.engines.vllm import flags
@@ -30,6 +31,7 @@ from kvmig.engines.vllm.front import (
     decode_outputs,
 )
 from kvmig.gateway.http import HttpMiddleware
+from kvmig.gateway.isolation import OwnEntries, PromptSalts
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
 from kvmig.ground.config import KEEP_ALIVE_S
@@ -40,13 +42,19 @@ class VllmServer(HttpTask):
     """Implements `OpenAIServer` with vLLM's request classes, tokenizer and output processor."""
 
     def __init__(
-        self, argv: list[str], args: Namespace, sock: socket.socket, max_instances: int
+        self,
+        argv: list[str],
+        args: Namespace,
+        sock: socket.socket,
+        max_instances: int,
+        salts: PromptSalts | None = None,
     ) -> None:
         super().__init__(sock, self._uvicorn)
         self.sink = OutputQueue()
         self._argv = argv
         self._args = args
         self._max_instances = max_instances
+        self._salts = salts
         self._config: VllmConfig | None = None
         self._tasks: tuple[SupportedTask, ...] = ()
         self._llm: RoutedLLM | None = None
@@ -80,6 +88,7 @@ class VllmServer(HttpTask):
             self.sink,
             self._max_instances,
             self._tasks,
+            self._salts,
             log_requests=args.enable_log_requests,
             log_stats=not args.disable_log_stats,
         )
@@ -87,6 +96,7 @@ class VllmServer(HttpTask):
         args.middleware = [*args.middleware, ours]  # the last one is the outermost
         app: FastAPI = build_app(args, self._tasks, llm.model_config)
         await init_app_state(llm, app.state, args, self._tasks)
+        keep_responses_apart(app.state.openai_serving_responses)
         return app
 
     async def serve(self, app: FastAPI, own_signals: Callable[[], None]) -> None:
@@ -122,6 +132,18 @@ class VllmServer(HttpTask):
             ssl_cert_reqs=args.ssl_cert_reqs,
             ssl_ciphers=args.ssl_ciphers,
         )
+
+
+def keep_responses_apart(responses: OpenAIServingResponses | None) -> None:
+    """Let users read, go on from and cancel responses of their own only, where vLLM stores them.
+
+    None: the model generates nothing.
+    """
+    if responses is not None:
+        responses.response_store = OwnEntries()
+        responses.msg_store = OwnEntries()
+        responses.event_store = OwnEntries()
+        responses.background_tasks = OwnEntries()
 
 
 def keep_alive_s() -> int:

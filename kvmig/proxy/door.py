@@ -90,6 +90,7 @@ FIGURES = b"/kvmig/v2/metrics"
 COLD = "x-kvmig-cold"
 COLD_MS = b"x-kvmig-cold-start-ms"
 ACCOUNT = b"x-kvmig-account"
+TENANT = b"x-kvmig-tenant"
 QUOTA = b"x-kvmig-quota"
 KVMIG = b"x-kvmig-"
 KEY_HEADERS = (b"authorization", b"x-api-key")
@@ -616,6 +617,7 @@ class Door:
             raise _refused(denied or no_model(name))
         passed = _passed(call, (FORWARDED, KVMIG, *KEY_HEADERS))
         passed.append((ACCOUNT, grant.key_id.encode()))
+        passed.append((TENANT, grant.user_id.encode()))
         call.quotas = quotas_of(grant, found.model)
         if call.quotas:
             passed.append((QUOTA, b"1"))

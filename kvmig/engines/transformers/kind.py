@@ -60,7 +60,8 @@ class TransformersKind:
             )
         if config.ray is not None:
             raise ConfigError("--ray can't be used with --engine transformers for now")
-        return []
+        # It has no salts: where users are kept apart, no two requests share a prefix.
+        return ["--no-share-prefixes"] if config.http.isolate_users else []
 
     def preloaded(self, present: str) -> str:
         return present
@@ -97,6 +98,7 @@ _FIELDS = {
     "max_num_seqs": "max_batch_requests",
     "random_weights": "random_weights",
     "weights_seed": "weights_seed",
+    "share_prefixes": "share_prefixes",
 }
 """Flag -> field of EngineConfig."""
 SERVED_BLOCKS = 2048
@@ -146,6 +148,12 @@ def parser() -> argparse.ArgumentParser:
     )
     engine.add_argument(
         "--random-weights", action="store_true", help="draw weights instead of loading them"
+    )
+    engine.add_argument(
+        "--no-share-prefixes",
+        dest="share_prefixes",
+        action="store_false",
+        help="let no request take over KV blocks of another one's prompt",
     )
     engine.add_argument("--weights-seed", type=int, default=usual.weights_seed, help="of these")
     return root

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -71,6 +71,12 @@ class RequestRouter(Protocol):
     ) -> Mapping[str, Sequence[Frame]]: ...
 
 
+class CallSalts(Protocol):
+    """The part of `kvmig.gateway.isolation.PromptSalts` that the client needs."""
+
+    def salt_of(self, given: str | None) -> str: ...
+
+
 _left: ContextVar[bool] = ContextVar("left", default=False)
 """Whether the client has left: AsyncLLM also aborts what a stop string has ended."""
 _outputs_decoder = MsgpackDecoder(EngineCoreOutputs)
@@ -98,6 +104,19 @@ def cut_output(output: EngineCoreOutput, tokens: int) -> None:
     if output.new_logprobs is not None:
         output.new_logprobs = output.new_logprobs.slice_request(0, tokens)
     output.finish_reason = output.stop_reason = None
+
+
+def salt_request(request: EngineCoreRequest, salt: str) -> None:
+    """Let nothing be found of its prompt, media and grammar but under this salt.
+
+    Engines keep blocks and grammars by `cache_salt`, and encoded media by their identifiers, which
+    vLLM makes of their content, or which the call itself has chosen (`uuid`).
+    """
+    request.cache_salt = salt
+    if request.mm_features is not None:  # the answers of one call share the features: new ones
+        request.mm_features = [
+            replace(one, identifier=f"{salt}:{one.identifier}") for one in request.mm_features
+        ]
 
 
 def apply_described(config: VllmConfig, described: Sequence[bytes]) -> tuple[SupportedTask, ...]:
@@ -180,8 +199,14 @@ class RoutingClient(AsyncMPClient):
     """
 
     def __init__(
-        self, config: VllmConfig, requests: RequestRouter, outputs: OutputQueue, num_instances: int
+        self,
+        config: VllmConfig,
+        requests: RequestRouter,
+        outputs: OutputQueue,
+        num_instances: int,
+        salts: CallSalts | None,
     ) -> None:
+        """salts: of prompts, whose users share nothing; None: as clients say."""
         self.vllm_config = config
         self.client_index = 0
         self.client_count = 1
@@ -190,11 +215,14 @@ class RoutingClient(AsyncMPClient):
         self._engine_status: dict[int, dict[str, Any]] = {}
         self._requests = requests
         self._outputs = outputs
+        self._salts = salts
         self._encoder = MsgpackEncoder()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         if self.resources.engine_dead:
             raise EngineDeadError
+        if self._salts is not None:
+            salt_request(request, self._salts.salt_of(request.cache_salt))
         prompt = len(request.prompt_token_ids or ()) or (
             0 if request.prompt_embeds is None else len(request.prompt_embeds)
         )
@@ -261,11 +289,12 @@ class RoutedLLM(AsyncLLM):
         outputs: OutputQueue,
         num_instances: int,
         tasks: tuple[SupportedTask, ...],
+        salts: CallSalts | None = None,
         **options: Any,
     ) -> None:
-        """tasks: what the engines can do."""
+        """tasks: what the engines can do. salts: see `RoutingClient`."""
         self._tasks = tasks
-        client = RoutingClient(config, requests, outputs, num_instances)
+        client = RoutingClient(config, requests, outputs, num_instances, salts)
         with (
             patch.object(
                 async_llm_module.EngineCoreClient,

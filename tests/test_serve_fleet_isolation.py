@@ -1,0 +1,158 @@
+"""What engines and front ends keep of a user's calls serves nobody else, unless a model says so."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvmig_tools.fleet import FleetUp
+from kvmig_tools.served import SMALL
+from tests import tiny_blip2
+from tests.test_serve_kinds import chat, picture
+
+pytestmark = pytest.mark.server
+
+USERS = ("anna", "bea")
+APART, SHARED = "apart", "shared"
+
+
+class Users:
+    """A fleet's, each with a key of her own."""
+
+    def __init__(self, fleet: FleetUp) -> None:
+        self._fleet = fleet
+        self._keys = {name: [self._made(name)] for name in USERS}
+
+    def _made(self, name: str) -> str:
+        self._fleet.ask("POST", "users", {"name": name})
+        return str(self._fleet.ask("POST", "keys", {"user": name}).json()["key"])
+
+    def another_key(self, name: str) -> None:
+        """Let the user call with a new key from now on."""
+        self._keys[name].append(self._made(name))
+
+    async def call(self, name: str, method: str, path: str, body: Any = None) -> httpx.Response:
+        async with self._fleet.client(self._keys[name][-1]) as client:
+            return await client.request(method, path, json=body)
+
+    async def ask(self, name: str, path: str, body: Any) -> Any:
+        answer = await self.call(name, "POST", path, body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+@pytest.fixture(scope="module")
+def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Users]:
+    """Of a fleet with one model twice, whose responses are stored."""
+    folder = tmp_path_factory.mktemp("isolation")
+    model = folder / "blip2"
+    model.mkdir()
+    tiny_blip2.make(model)
+    flags = [*SMALL, "--enable-prompt-tokens-details", "--max-model-len=2048"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
+        with FleetUp(folder) as fleet:
+            for name in (APART, SHARED):
+                more = {"share_prefixes": True} if name == SHARED else {}
+                fleet.add({"name": name, "source": f"path:{model}", "flags": flags, **more})
+            yield Users(fleet)
+
+
+def letter() -> str:
+    """Several blocks that nobody has sent before."""
+    return secrets.token_hex(100)
+
+
+def messages(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+
+
+APIS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[Any], int]]] = {
+    "/v1/completions": (
+        lambda text: {"prompt": text, "max_tokens": 1},
+        lambda usage: (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0),
+    ),
+    "/v1/chat/completions": (
+        messages,
+        lambda usage: (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0),
+    ),
+    "/v1/responses": (
+        lambda text: {"input": text, "max_output_tokens": 1},
+        lambda usage: usage["input_tokens_details"]["cached_tokens"],
+    ),
+    "/v1/messages": (messages, lambda usage: usage.get("cache_read_input_tokens") or 0),
+}
+"""How each API is asked, and where its usage says how much of the prompt was cached."""
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_a_user_meets_cached_prompts_of_her_own_only(users: Users, path: str) -> None:
+    asked, cached = APIS[path]
+    text = letter()
+
+    async def found(name: str, **more: Any) -> int:
+        body = {"model": APART, **asked(text), **more}
+        return cached((await users.ask(name, path, body))["usage"])
+
+    assert await found("anna") == 0
+    assert await found("bea") == 0
+    assert await found("anna") > 0
+    users.another_key("anna")
+    assert await found("anna") > 0
+
+
+async def test_the_salt_of_a_call_is_added_to_its_users(users: Users) -> None:
+    asked, cached = APIS["/v1/completions"]
+    body = {"model": APART, **asked(letter())}
+
+    async def found(name: str, **salt: str) -> int:
+        return cached((await users.ask(name, "/v1/completions", {**body, **salt}))["usage"])
+
+    assert await found("anna") == 0
+    assert await found("anna", cache_salt="mine") == 0
+    assert await found("anna", cache_salt="mine") > 0
+    assert await found("bea", cache_salt="mine") == 0
+
+
+async def test_users_share_the_prompts_of_a_model_whose_specification_says_so(users: Users) -> None:
+    asked, cached = APIS["/v1/completions"]
+    body = {"model": SHARED, **asked(letter())}
+    assert cached((await users.ask("anna", "/v1/completions", body))["usage"]) == 0
+    assert cached((await users.ask("bea", "/v1/completions", body))["usage"]) > 0
+
+
+async def test_a_user_gets_no_image_that_another_has_named_alike(users: Users) -> None:
+    async def seen(name: str, red: int, **uuid: str) -> Any:
+        """What the model computes of an image, to many digits."""
+        body = chat({**picture(red), **uuid}, model=APART, logprobs=True, max_tokens=200)
+        answer = await users.ask(name, "/v1/chat/completions", body)
+        return [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
+
+    theirs, ours = await seen("anna", 200), await seen("bea", 10)
+    assert theirs != ours
+    assert await seen("anna", 200, uuid="photo") == theirs
+    assert await seen("bea", 10, uuid="photo") == ours
+
+
+@pytest.mark.parametrize("model", [APART, SHARED])
+async def test_a_stored_response_is_its_users_own(users: Users, model: str) -> None:
+    secret = {"model": model, "input": "My number is 4711", "max_output_tokens": 4, "store": True}
+    stored = (await users.ask("anna", "/v1/responses", secret))["id"]
+    one = f"/models/{model}/v1/responses/{stored}"
+    after = {"model": model, "input": "Which?", "max_output_tokens": 4}
+    after["previous_response_id"] = stored
+
+    for method, path, body in (
+        ("GET", one, None),
+        ("POST", f"{one}/cancel", None),
+        ("POST", "/v1/responses", after),
+    ):
+        answer = await users.call("bea", method, path, body)
+        assert answer.status_code == 404, answer.text
+        assert "4711" not in answer.text
+    assert (await users.call("anna", "GET", one)).json()["id"] == stored
+    assert (await users.ask("anna", "/v1/responses", after))["previous_response_id"] == stored
