@@ -209,7 +209,7 @@ async def test_a_call_too_many_is_429_with_a_time_and_the_others_go_on() -> None
         ({"prompt": ["a"] * 3}, "prompt has 3 prompts, allowed are 2 a call", "prompt"),
         ({"prompt": [[1]] * 3}, "prompt has 3 prompts, allowed are 2 a call", "prompt"),
         ({"prompt": ["a", "b"], "n": 5}, "asks for 10 sequences (n times its prompts)", None),
-        ({"prompt": "a", "n": 500, "top_p": float("nan")}, "no JSON object in UTF-8", None),
+        ({"prompt": "a", "n": 500, "top_p": float("nan")}, "n is 500, allowed are 16", "n"),
     ],
 )
 async def test_a_call_of_too_many_sequences_is_refused_before_an_engine_has_any(

@@ -7,6 +7,7 @@ will do. Recordings count as one, whatever their length.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ def work_of(route: ClientRoute, body: bytes) -> CallWork:
     try:
         fields = msgspec.json.decode(body, type=_Fields)
     except UNREADABLE:
-        return CallWork()
+        fields = _fields_of_odd(body)
     n = 1
     if route.path in _WITH_N:
         n = _number(fields.n)
@@ -104,18 +105,21 @@ def work_of(route: ClientRoute, body: bytes) -> CallWork:
     return CallWork(n, prompts, most)
 
 
-def is_object(body: bytes) -> bool:
-    """Whether the body is a JSON object that is counted."""
-    try:
-        msgspec.json.decode(body, type=_Fields)
-    except UNREADABLE:
-        return False
-    return True
-
-
 def sequences_of(route: ClientRoute, body: bytes) -> int:
     """Sequences that engines run for the call."""
     return work_of(route, body).sequences
+
+
+def _fields_of_odd(body: bytes) -> _Fields:
+    """Of JSON that engines read, and msgspec doesn't: NaN, UTF-16, half surrogates."""
+    try:
+        known = json.loads(body)
+    except (ValueError, RecursionError):
+        return _Fields()
+    if not isinstance(known, dict):
+        return _Fields()
+    names = [one for one in _Fields.__struct_fields__ if one in known]
+    return _Fields(**{one: Raw(json.dumps(known[one]).encode()) for one in names})
 
 
 # -- prompts
@@ -159,7 +163,7 @@ def _items(text: bytes, opening: bytes, kind: type[list[Raw]] | type[dict[str, R
     try:
         return len(msgspec.json.decode(text, type=kind))
     except UNREADABLE:
-        return 1
+        return most
 
 
 # -- n

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvmig.gateway.access import ADMIN, Access
-from kvmig.gateway.call_work import is_object, work_of
+from kvmig.gateway.call_work import work_of
 from kvmig.gateway.load_shedding import LoadShedding
 from kvmig.gateway.problems import denial, problem, shorten_value
 from kvmig.gateway.requests import HttpCall, current_call
@@ -179,7 +179,7 @@ class HttpMiddleware:
             if scope["method"] == "POST":
                 message, priority = check_priority(state, headers, message)
             if found is not None and found.route.works:
-                sequences = check_work(state, found.route, headers, message["body"])
+                sequences = check_work(state, found.route, message["body"])
                 check_load(state, priority, call.account, sequences)
         except Refused as refused:
             if refused.unread and "expect" not in headers:
@@ -389,15 +389,8 @@ def _number_of(param: str, value: Any, classes: Sequence[PriorityClass]) -> int:
 # -- how much it is, and how much there is already
 
 
-def check_work(state: HttpState, route: ClientRoute, headers: MutableHeaders, body: bytes) -> int:
-    """The sequences that the call asks for. Raises Refused, 400, for too many of one call.
-
-    A body that only some JSON decoders can read may ask for more than is counted.
-    """
-    is_json = "json" in headers.get("content-type", "json").lower()
-    if body and is_json and route.content != "audio" and not is_object(body):
-        sentence = "the body is no JSON object in UTF-8 as RFC 8259 has it"
-        raise Refused(problem(HTTPStatus.BAD_REQUEST, sentence))
+def check_work(state: HttpState, route: ClientRoute, body: bytes) -> int:
+    """The sequences that the call asks for. Raises Refused, 400, for too many of one call."""
     work = work_of(route, body)
     for name, value, most, flag in (
         ("n", work.n, state.config.max_n, "--max-n"),
