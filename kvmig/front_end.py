@@ -27,6 +27,7 @@ from kvmig.cli.processes import (
     deaths_in_a_row,
     end_loading,
     first_of,
+    hangs,
     restart_pause,
     running,
     say,
@@ -306,10 +307,7 @@ class FrontEnds:
 
     async def _dies(self, number: int) -> str:
         """Wait until the front end ends or hangs, and end it; how."""
-        how = await first_of(self._children[number].ended(), self._hangs(number))
+        hanging = hangs(self._heartbeats[number], HEARTBEAT_TIMEOUT_S)
+        how = await first_of(self._children[number].ended(), hanging)
         await self._end(number, 0.0)
         return how
-
-    async def _hangs(self, number: int) -> str:
-        await self._heartbeats[number].fail(HEARTBEAT_TIMEOUT_S)
-        return f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s"

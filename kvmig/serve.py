@@ -34,7 +34,7 @@ from kvmig.cli.environment import (
     weights_of,
 )
 from kvmig.cli.local import Host
-from kvmig.cli.processes import Launcher, begin_loading, leave, quiet, say
+from kvmig.cli.processes import Launcher, begin_loading, leave, quiet, say, send_heartbeats
 from kvmig.cli.ray_launcher import RayLauncher
 from kvmig.cli.scheduler import SchedulerKeeper
 from kvmig.cli.shapes import (
@@ -242,6 +242,7 @@ class Server:
         self._control: Control | None = None
         self._front: FrontEnd | FrontEnds | None = None
         self._scheduler: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._at_once = asyncio.Event()
         self._exit_code = 0
@@ -270,6 +271,9 @@ class Server:
             if self._control is not None:
                 await self._control.close()
             await self._cluster.stop()
+            if self._beating is not None:
+                self._beating.cancel()
+                await asyncio.gather(self._beating, return_exceptions=True)
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -333,6 +337,8 @@ class Server:
                     f" {ADMIN_KEY} in docs/security.md"
                 )
         say(f"serving {self._args.model} on {address} (Ctrl-C stops)")
+        if (descriptor := self._config.lifecycle.heartbeat_descriptor) >= 0:
+            self._beating = asyncio.create_task(send_heartbeats(descriptor), name="heartbeats")
         ended = asyncio.create_task(self._front.ended())
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait((ended, stop), return_when=asyncio.FIRST_COMPLETED)

@@ -23,6 +23,7 @@ import uvloop
 from kvmig.cli.environment import take_path
 from kvmig.cli.flags import quantity
 from kvmig.cli.processes import leave, quiet, say
+from kvmig.cli.watchdog import notify_manager
 from kvmig.controlplane.adbs import POLICIES
 from kvmig.controlplane.leases import MIB, Ledger
 from kvmig.controlplane.quotas import RULES
@@ -115,12 +116,14 @@ async def serve(
     if end_with_stdin:
         loop.add_reader(sys.stdin.fileno(), _end_at_eof, stop)
     running = asyncio.create_task(UnitAgent(sock, ledger, turns=turns).run())
+    signs = asyncio.create_task(notify_manager())
     say(f"unit of {ledger.arena / 2**20:.0f} MiB at {path} (Ctrl-C stops)")
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
     running.cancel()
     stopped.cancel()
-    await asyncio.gather(running, stopped, return_exceptions=not running.done())
+    signs.cancel()
+    await asyncio.gather(running, stopped, signs, return_exceptions=not running.done())
 
 
 def _end_at_eof(stop: asyncio.Event) -> None:

@@ -38,12 +38,18 @@ def forgetful(now: Life, wish: Wish, seen: Seen, at: float) -> tuple[Life, Actio
     return turn(now, wish, replace(seen, deployment=seen.deployment and known), at)
 
 
+def patient(now: Life, wish: Wish, seen: Seen, at: float) -> tuple[Life, Action | None]:
+    """It waits for a deployment that hangs, for ever."""
+    return turn(replace(now, lost_at=None), wish, seen, at)
+
+
 @pytest.mark.parametrize(
     ("wrong", "violation"),
     [
         (hasty, "one that is told to end has its route"),
         (blind, "a deployment is told to end while it answers"),
         (stubborn, "who waits is never served"),
+        (patient, "who waits is never served"),
         (forgetful, "two deployments at once"),
     ],
 )

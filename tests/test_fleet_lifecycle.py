@@ -5,9 +5,21 @@ Every order of events: `kvmig_tools.check.life`.
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
-from kvmig.fleet.lifecycle import END_S, REST_S, STABLE_S, Life, Seen, Wish, awake, turn
+from kvmig.fleet.lifecycle import (
+    END_S,
+    HANG_S,
+    REST_S,
+    STABLE_S,
+    Life,
+    Seen,
+    State,
+    Wish,
+    awake,
+    turn,
+)
 
 WISH = Wish(zero_after_s=300, start_timeout_s=600)
 THERE = Seen(deployment=True)
@@ -199,3 +211,52 @@ def test_one_that_dies_starts_again_at_once_but_not_when_it_dies_soon_again() ->
     assert turn(life, WISH, died, 2 + STABLE_S - 1)[0].state == "failed"
     life, _ = turn(life, WISH, READY, 2 + STABLE_S)
     assert turn(life, WISH, died, 3 + STABLE_S)[0].state == "zero"
+
+
+HUNG: list[tuple[State, Wish]] = [("serving", WISH), ("emptying", WISH), ("parked", PARKS)]
+
+
+@pytest.mark.parametrize(("state", "wish"), HUNG)
+def test_one_that_hangs_is_killed_has_failed_and_starts_again_at_once(
+    state: State, wish: Wish
+) -> None:
+    silent = replace(THERE, running=3, wanted=state == "serving")
+    life, action = turn(Life(state), wish, silent, 1000)
+    assert (life.state, action) == (state, None)
+    life, action = turn(life, wish, silent, 1000 + HANG_S)
+    assert (life.state, action) == (state, None)
+    life, action = turn(life, wish, silent, 1001 + HANG_S)
+    assert (life.state, action) == ("stopping", "kill")
+    life, _ = turn(life, wish, Seen(ended="killed by SIGKILL"), 1002 + HANG_S)
+    assert (life.state, life.why) == ("failed", "it said nothing for 30 s and was killed")
+    life, action = turn(life, wish, Seen(wanted=True), 1002 + HANG_S)
+    assert (life.state, action) == ("starting", "start")
+    assert "said nothing" in life.why
+
+
+def test_one_that_hangs_soon_again_waits_for_its_retry() -> None:
+    life = Life("stopping", why="it said nothing", failures=1, lost_at=0.0)
+    life, _ = turn(life, WISH, Seen(ended="killed by SIGKILL"), 40)
+    assert (life.state, life.retry_at) == ("failed", 60)
+
+
+def test_one_that_answers_again_in_time_serves_on() -> None:
+    life, _ = turn(Life("serving"), WISH, THERE, 1000)
+    life, _ = turn(life, WISH, READY, 1020)
+    life, _ = turn(life, WISH, THERE, 1040)
+    assert turn(life, WISH, THERE, 1040 + HANG_S)[0].state == "serving"
+
+
+def test_one_whose_instances_start_again_gets_the_time_of_a_start() -> None:
+    tells = replace(THERE, tells=True)
+    life, _ = turn(Life("serving"), WISH, tells, 1000)
+    assert turn(life, WISH, tells, 1000 + WISH.start_timeout_s) == (life, None)
+    life, action = turn(life, WISH, tells, 1001 + WISH.start_timeout_s)
+    assert (action, life.why) == ("kill", "none of its instances served for 600 s")
+
+
+def test_one_that_dies_says_how_until_it_serves_again() -> None:
+    life, _ = turn(Life("serving"), WISH, Seen(ended="killed by SIGKILL"), 1)
+    assert (life.state, life.why) == ("zero", "killed by SIGKILL")
+    life, _ = turn(life, WISH, Seen(wanted=True), 2)
+    assert turn(life, WISH, READY, 3)[0].why == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kvmig.cli import scheduler
 from kvmig.cli.processes import Child
 from kvmig.cli.scheduler import SchedulerKeeper
 from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused
+from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.ground.config import ClusterConfig
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.wire import RefusalCounter
@@ -82,3 +84,22 @@ async def test_a_scheduler_that_lives_without_its_connection_gives_way_to_anothe
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert children[1].stopped
+
+
+async def test_a_scheduler_that_hangs_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[FakeChild] = []
+
+    async def start(_name: str, _spawn: object, launch: SchedulerLaunch) -> FakeChild:
+        os.write(launch.heartbeat, b".")  # and never again
+        children.append(FakeChild())
+        return children[-1]
+
+    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr(scheduler, "HEARTBEAT_TIMEOUT_S", 0.2)
+    keeper = SchedulerKeeper(ClusterConfig(), SECRET, FakeCluster())  # type: ignore[arg-type]
+    keeping = asyncio.create_task(keeper.run())
+    async with asyncio.timeout(20):
+        await until(lambda: len(children) == 2)
+    assert children[0].stopped
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)

@@ -11,8 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvmig.fleet.init import HANG_S
 from kvmig.ground.errors import StartupError
 from tests.fleets import PATH, Streamed, ToyFleet, answer, ask, counted, ended, kill
+from tests.waiting import until
 
 pytestmark = pytest.mark.server
 
@@ -182,6 +184,44 @@ async def test_a_stream_of_a_deployment_that_dies_ends_with_an_error_and_the_mod
         assert await answer(client, ask("a")) == counted(10)
     sockets = len(list((fleet.folder / "run").glob("d-*.sock")))
     assert sockets == len(fleet.processes("kvmig.serve"))
+
+
+async def test_a_deployment_that_hangs_is_ended_with_its_streams_and_starts_again(
+    fleet: ToyFleet,
+) -> None:
+    fleet.add_toy("a")
+    fleet.hold(8)
+    stream = Streamed(fleet, ask("a", 60))
+    await stream.reach(8)
+    (launcher,) = fleet.processes("kvmig.serve")
+    os.kill(launcher, signal.SIGSTOP)
+    async with asyncio.timeout(HANG_S + 15):
+        await asyncio.wait([stream.task])
+    fleet.hold(None)
+
+    assert stream.error is not None
+    async with fleet.client() as client:
+        assert await answer(client, ask("a")) == counted(10)
+    said = [one["what"] for one in fleet.get("models/a")["events"]]
+    assert f"serving -> zero: no heartbeat for {HANG_S:g} s" in said
+    assert ended(launcher)
+
+
+@pytest.mark.long
+async def test_a_nursery_that_hangs_is_ended_and_what_it_has_forked_goes_on(
+    fleet: ToyFleet,
+) -> None:
+    fleet.add_toy("a")
+    fleet.add_toy("b")
+    async with fleet.client() as client:
+        await answer(client, ask("a"))
+        (nursery,) = fleet.processes("kvmig.nursery")
+        os.kill(nursery, signal.SIGSTOP)
+        await until(lambda: ended(nursery))
+        assert await answer(client, ask("a", 10, 5)) == counted(10, 5)
+        assert await answer(client, ask("b")) == counted(10)
+    assert fleet.processes("kvmig.nursery") not in ([], [nursery])
+    assert fleet.get("status")["starts"] == 2
 
 
 async def test_server_and_proxy_that_die_with_what_they_were_forked_from_are_started_again(

@@ -476,6 +476,12 @@ def _add_lifecycle(root: _Parser) -> None:
         "end_with_stdin",
         "stop at the end of stdin as at a signal, so that nothing outlives whoever holds it",
     )
+    group.add(
+        "--heartbeat-descriptor",
+        "heartbeat_descriptor",
+        "a pipe that gets a byte a second while the server lives; for whoever started it",
+        metavar="NUMBER",
+    )
 
     group = _Group(root, "autoscaling", ScalingConfig())
     group.add_argument(

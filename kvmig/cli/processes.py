@@ -392,7 +392,7 @@ def restart_pause(deaths: int) -> float:
     return PAUSES_S[min(deaths, len(PAUSES_S)) - 1]
 
 
-# -- heartbeats of a child whom nobody asks anything: a front end
+# -- heartbeats of a child whom nobody asks anything: a front end, a scheduler, a deployment
 
 
 class Heartbeats:
@@ -411,6 +411,16 @@ class Heartbeats:
             await asyncio.sleep(timeout_s / LOOKS)
             looks = LOOKS if self._came() else looks - 1
 
+    async def begun(self) -> None:
+        """Return when the first one has come."""
+        loop = asyncio.get_running_loop()
+        came = asyncio.Event()
+        loop.add_reader(self._heard, came.set)
+        try:
+            await came.wait()
+        finally:
+            loop.remove_reader(self._heard)
+
     def _came(self) -> bool:
         with contextlib.suppress(BlockingIOError):
             return bool(os.read(self._heard, 4096))
@@ -420,6 +430,16 @@ class Heartbeats:
         """Close both ends; a child that has inherited one keeps it."""
         os.close(self._heard)
         os.close(self.descriptor)
+
+
+async def hangs(
+    heartbeats: Heartbeats, timeout_s: float = HEARTBEAT_TIMEOUT_S, *, from_first: bool = False
+) -> str:
+    """Wait until none comes for so long; says so. from_first: none is missed before the first."""
+    if from_first:
+        await heartbeats.begun()
+    await heartbeats.fail(timeout_s)
+    return f"no heartbeat for {timeout_s:g} s"
 
 
 async def send_heartbeats(descriptor: int) -> None:

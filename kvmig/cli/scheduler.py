@@ -12,7 +12,18 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvmig.cli.processes import Child, deaths_in_a_row, first_of, restart_pause, running, say
+from kvmig.cli.processes import (
+    HEARTBEAT_TIMEOUT_S,
+    Child,
+    Heartbeats,
+    deaths_in_a_row,
+    first_of,
+    hangs,
+    restart_pause,
+    running,
+    say,
+    send_heartbeats,
+)
 from kvmig.controlplane.child import read_launch
 from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused, Scale
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
@@ -57,8 +68,16 @@ class SchedulerKeeper:
 
     async def _live(self) -> None:
         """From start to death. Raises StartupError or TransportError saying how it ended."""
-        launch = SchedulerLaunch(self._secret, self._config)
-        child = await Child.start("scheduler", running("kvmig.cli.scheduler", os.environ), launch)
+        heartbeats = Heartbeats()
+        try:
+            await self._live_with(heartbeats)
+        finally:
+            heartbeats.close()
+
+    async def _live_with(self, heartbeats: Heartbeats) -> None:
+        launch = SchedulerLaunch(self._secret, self._config, heartbeats.descriptor)
+        spawn = running("kvmig.cli.scheduler", os.environ, [heartbeats.descriptor])
+        child = await Child.start("scheduler", spawn, launch)
         hearing: asyncio.Task[str] | None = None
         try:
             endpoint = await child.ready(SCHEDULER_TIMEOUT_S)
@@ -74,7 +93,7 @@ class SchedulerKeeper:
             hearing = asyncio.create_task(self._hear(self._link), name="scheduler's decisions")
             self._tell(self._cluster.members())
             # One that lives without a connection knows no new instance: rather another one.
-            raise StartupError(await first_of(_ended(child), hearing))
+            raise StartupError(await first_of(_ended(child), hearing, _hangs(heartbeats)))
         finally:
             if hearing is not None:
                 hearing.cancel()
@@ -114,6 +133,22 @@ async def _ended(child: Child) -> str:
     return f"it ended ({await child.ended()})"
 
 
+async def _hangs(heartbeats: Heartbeats) -> str:
+    return f"it hangs ({await hangs(heartbeats, HEARTBEAT_TIMEOUT_S, from_first=True)})"
+
+
+async def run(launch: SchedulerLaunch, descriptor: int) -> None:
+    """Schedule until the launcher wants an end, with signs of life. Raises KvmigError."""
+    if launch.heartbeat < 0:
+        return await serve(launch, descriptor)
+    beating = asyncio.create_task(send_heartbeats(launch.heartbeat), name="heartbeats")
+    try:
+        await serve(launch, descriptor)
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+
+
 def main(argv: Sequence[str]) -> int:
     """Launch document on stdin, readiness on the file descriptor named by argv[1]."""
     logging.basicConfig(format="%(asctime)s scheduler %(levelname)s %(message)s")
@@ -121,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
         print("usage: python -m kvmig.cli.scheduler DESCRIPTOR", file=sys.stderr)
         return 2
     try:
-        asyncio.run(serve(read_launch(SchedulerLaunch), int(argv[1])))
+        asyncio.run(run(read_launch(SchedulerLaunch), int(argv[1])))
     except KvmigError as error:
         say(str(error), "kvmig scheduler")
         return 1

@@ -46,6 +46,8 @@ class SchedulerLaunch(Discreet, frozen=True):
 
     secret: bytes
     config: ClusterConfig
+    heartbeat: int = -1
+    """Descriptor for `kvmig.cli.processes.send_heartbeats`; -1: nobody listens."""
 
 
 class SchedulerReady(msgspec.Struct, frozen=True):

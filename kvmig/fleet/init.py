@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,17 +28,18 @@ from pathlib import Path
 from kvmig.cli.environment import raise_open_files, take_port
 from kvmig.cli.forks import HANDED, ForkOrder, ForkServer, join
 from kvmig.cli.processes import (
-    HEARTBEAT_TIMEOUT_S,
     Child,
     Heartbeats,
     Process,
     deaths_in_a_row,
     first_of,
+    hangs,
     how_it_ended,
     quiet,
     restart_pause,
     say,
 )
+from kvmig.cli.watchdog import notify_manager
 from kvmig.fleet.orders import (
     MESSAGE_BYTES,
     Check,
@@ -59,6 +60,8 @@ from kvmig.ground.errors import ConfigError, StartupError
 from kvmig.proxy.messages import ProxyLaunch
 
 FORKS = "kvmig.fleet.forks"
+BEATS = "--heartbeat-descriptor"
+"""Of a deployment: its number follows as the last word."""
 SERVER, PROXY = "kvmig.fleet.server", "kvmig.proxy.__main__"
 READY_S = 60.0
 """For the server or a proxy to be ready."""
@@ -69,6 +72,13 @@ GRACE_S = 20.0
 """For a deployment to end, beyond the time that its requests get."""
 CHECK_S = 60.0
 """For flags to be read."""
+HANG_S = 30.0
+"""A deployment without a heartbeat for so long is ended. Its launcher may read an engine's flags in
+its event loop, which takes seconds on a busy machine."""
+PROBE_S = 10.0
+"""Between two looks at whether a nursery listens."""
+MISSED = 2
+"""Looks in a row that find that it does not; then it is ended."""
 LOG_BYTES = 10_000_000
 """A log that is longer is kept as NAME.log.1, and begins anew."""
 LOG_LOOK_S = 5.0
@@ -112,6 +122,7 @@ class Deployment:
     """Our end of its stdin."""
     process: Process | None = None
     ending: bool = False
+    heartbeats: Heartbeats | None = None
     log_from: int = 0
     """Where its log begins: what is before is of others."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -157,7 +168,7 @@ class Nurseries:
     def __init__(self, settings: FleetSettings) -> None:
         self._settings = settings
         self._servers: dict[str, ForkServer] = {}
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._turns: dict[str, asyncio.Lock] = {}
 
     def address(self, engine: str) -> str:
@@ -175,6 +186,8 @@ class Nurseries:
     async def _begin(self, engine: str) -> ForkServer:
         environment = environment_of(self._settings)
         address = self.address(engine)
+        if (before := self._processes.pop(engine, None)) is not None:
+            await end_now(before)  # it may hang, and hold the address
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "kvmig.nursery", engine, address,
@@ -182,7 +195,7 @@ class Nurseries:
             )  # fmt: skip
         except OSError as error:
             raise StartupError(f"the nursery of {engine} can't be started: {error}") from error
-        self._processes.append(process)
+        self._processes[engine] = process
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NURSERY_S):
                 while process.returncode is None:
@@ -197,15 +210,39 @@ class Nurseries:
         """End them; what they have forked doesn't mind."""
         for server in self._servers.values():
             server.close()
-        for process in self._processes:
+        for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()
             try:
                 async with asyncio.timeout(GRACE_S):
                     await process.wait()
             except TimeoutError:
-                process.kill()
-                await process.wait()
+                await end_now(process)
+
+    async def watch(self) -> None:
+        """End those that hang: whoever wants a fork has another one started then."""
+        missed: Counter[str] = Counter()
+        while True:
+            await asyncio.sleep(PROBE_S)
+            for engine, server in list(self._servers.items()):
+                process = self._processes.get(engine)
+                if server.gone or process is None or process.returncode is not None:
+                    continue
+                try:
+                    (await asyncio.to_thread(join, self.address(engine), {})).close()
+                    missed[engine] = 0
+                except StartupError as error:
+                    missed[engine] += 1
+                    if missed[engine] == MISSED:
+                        log.warning("the nursery of %s hangs, and is ended: %s", engine, error)
+                        await end_now(process)
+
+
+async def end_now(process: asyncio.subprocess.Process) -> None:
+    """End it, whatever it does; without effect for one that has ended."""
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
 
 
 def environment_of(settings: FleetSettings) -> dict[str, str]:
@@ -243,11 +280,13 @@ class Init:
             for number in range(self._settings.proxies)
         ]
         self._task(self._turn_logs(), "logs")
+        self._task(self._nurseries.watch(), "nurseries")
         try:
             await server.start()
             await asyncio.gather(*(proxy.start() for proxy in proxies))
             host, port = self._sock.getsockname()[:2]
             say(f"serving on http://{host}:{port}, files are in {self._settings.data}")
+            self._task(notify_manager(), "signs of life")
             await self._stop.wait()
             return 0
         except StartupError as error:
@@ -399,12 +438,14 @@ class Init:
         try:
             process = await self._spawn(deployment)
             self._tell(Started(start.deployment, process.pid))
-            how = how_it_ended(await process.wait())
+            how = await lives(process, deployment.heartbeats)
         except (OSError, StartupError) as error:
             how = f"it can't be started: {error}"
         finally:
             deployment.end()
             deployment.kill()
+            if deployment.heartbeats is not None:
+                deployment.heartbeats.close()
             deployment.done.set()
             self._settings.deployment(start.deployment).unlink(missing_ok=True)  # one was killed
             del self._deployments[start.deployment]
@@ -421,12 +462,14 @@ class Init:
         address = self._nurseries.address(start.engine)
         environment = {**environment_of(self._settings), HANDED: address}
         stdin, deployment.lifeline = os.pipe()
+        heartbeats = deployment.heartbeats = Heartbeats()
         deployment.log_from = size_of(Path(start.log))
         out = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             deployment.process = await self._forked(
-                start.engine, start.words, environment, stdin, out
-            )
+                start.engine, (*start.words, BEATS), environment, (stdin, out, out),
+                heartbeats.descriptor,
+            )  # fmt: skip
         finally:
             os.close(stdin)
             os.close(out)
@@ -439,19 +482,20 @@ class Init:
         engine: str,
         words: Sequence[str],
         environment: Mapping[str, str],
-        stdin: int,
-        out: int,
+        standard: tuple[int, int, int],
+        *more: int,
     ) -> Process:
-        """A `kvmig.serve`. Raises OSError."""
+        """A `kvmig.serve`. more: descriptors, whose numbers follow the words. Raises OSError."""
         try:
             nursery = await self._nurseries.server(engine)
             order = ForkOrder("kvmig.serve", words, environment)
-            return await nursery.carry_out(order, (stdin, out, out))
+            return await nursery.carry_out(order, (*standard, *more))
         except StartupError as error:
             log.warning("%s; a deployment starts by itself, which takes longer", error)
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvmig.serve", *words,
-            stdin=stdin, stdout=out, stderr=out, env=dict(environment), process_group=0,
+            sys.executable, "-m", "kvmig.serve", *words, *map(str, more),
+            stdin=standard[0], stdout=standard[1], stderr=standard[2], env=dict(environment),
+            pass_fds=more, process_group=0,
         )  # fmt: skip
 
     async def _check(self, check: Check) -> None:
@@ -460,10 +504,9 @@ class Init:
             environment = environment_of(self._settings)
             words = (*check.words, "--check")
             process: Process | None = None
+            standard = said.fileno(), said.fileno(), said.fileno()
             try:
-                process = await self._forked(
-                    check.engine, words, environment, said.fileno(), said.fileno()
-                )
+                process = await self._forked(check.engine, words, environment, standard)
                 async with asyncio.timeout(CHECK_S):
                     code = await process.wait()
             except (OSError, StartupError) as error:  # a TimeoutError too
@@ -552,10 +595,21 @@ class Kept:
             await asyncio.sleep(pause_s)
 
 
-async def hangs(heartbeats: Heartbeats) -> str:
-    """Wait until there are none; says so."""
-    await heartbeats.fail(HEARTBEAT_TIMEOUT_S)
-    return f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s"
+async def lives(process: Process, heartbeats: Heartbeats | None) -> str:
+    """Wait for the end of a deployment, and end it when it hangs; how it ended.
+
+    Its heartbeats count from the first one: it sends them once it serves.
+    """
+
+    async def ends() -> str:
+        return how_it_ended(await process.wait())
+
+    if heartbeats is None:
+        return await ends()
+    how = await first_of(ends(), hangs(heartbeats, HANG_S, from_first=True))
+    kill_group(process)
+    await process.wait()
+    return how
 
 
 def size_of(path: Path) -> int:

@@ -4,6 +4,9 @@
       '-no room-> waiting  |            ^---wanted------'  |
                   -room-^  '--failed--> failed -retry->    '-empty-> parking -parked-> parked
 
+A deployment that hangs (it says nothing of itself any more) is killed wherever it stands, has
+failed with a sentence that says so, and starts again when it is wanted.
+
 A parked deployment has given the memory of its KV cache back. One that is wanted wakes, given room;
 one whose room is wanted ends; one that won't be parked ends, and one that won't wake is killed.
 
@@ -30,6 +33,8 @@ STABLE_S = 60.0
 """A deployment that dies sooner after it was ready, for the second time, has failed."""
 REST_S = 60.0
 """For a deployment to be parked, or to wake."""
+HANG_S = 30.0
+"""A deployment that should serve and says nothing of itself for so long hangs, and is killed."""
 END_S = 60.0
 """For a deployment to end that was told to, beyond its requests' own time; then it is killed."""
 
@@ -56,6 +61,8 @@ class Seen(Struct, frozen=True):
     """Whether it serves."""
     ended: str = ""
     """How its process ended since the last turn; empty: it didn't."""
+    tells: bool = False
+    """Whether it says what its instances do, though none may serve."""
     parked: bool = False
     """Whether it has given the memory of its KV cache back; then it doesn't serve."""
     refused: str = ""
@@ -88,6 +95,8 @@ class Life(Struct, frozen=True):
     retry_at: float = 0.0
     why: str = ""
     """Why it failed, or waits; empty otherwise."""
+    lost_at: float | None = None
+    """Since when it does not serve, or is not parked, though it should be; None: all is well."""
     adopted: bool = False
     """Whether a server before this one has started it, and this one hasn't seen it serve yet."""
 
@@ -99,6 +108,10 @@ class Life(Struct, frozen=True):
 
 def turn(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
     """The next step, and what is to be done for it. now: seconds of any steady clock."""
+    if life.state in ("serving", "emptying", "parked") and seen.deployment and not seen.ended:
+        life = _listened(life, seen, now)
+        if why := _hangs(life, wish, seen, now):
+            return replace(_to(life, "stopping", now), why=why), "kill"
     match life.state:
         case "zero" | "waiting" | "failed":
             return _down(life, wish, seen, now)
@@ -114,6 +127,25 @@ def turn(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action |
             return _stopping(life, wish, seen, now)
 
 
+def _listened(life: Life, seen: Seen, now: float) -> Life:
+    """With what is known of it since when it should serve, or be parked, and does not."""
+    if seen.parked or (seen.ready and life.state != "parked"):
+        return replace(life, lost_at=None)
+    return life if life.lost_at is not None else replace(life, lost_at=now)
+
+
+def _hangs(life: Life, wish: Wish, seen: Seen, now: float) -> str:
+    """Why it is given up; empty: it is not. One that says that its instances start gets the time
+    of a start."""
+    if life.lost_at is None:
+        return ""
+    if seen.tells:
+        late = now - life.lost_at > wish.start_timeout_s
+        return f"none of its instances served for {wish.start_timeout_s:g} s" if late else ""
+    late = now - life.lost_at > HANG_S
+    return f"it said nothing for {HANG_S:g} s and was killed" if late else ""
+
+
 def _up(seen: Seen) -> State:
     if seen.parked:
         return "parked"
@@ -121,7 +153,8 @@ def _up(seen: Seen) -> State:
 
 
 def _to(life: Life, state: State, now: float) -> Life:
-    return replace(life, state=state, since=now)
+    lost_at = life.lost_at if state == "stopping" else None
+    return replace(life, state=state, since=now, lost_at=lost_at)
 
 
 def asks(life: Life, wish: Wish, seen: Seen, now: float) -> bool:
@@ -177,13 +210,15 @@ def _serving(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Acti
         soon = now - life.since < STABLE_S
         if soon and life.failures:
             return _failed(life, seen.ended or "it has ended", now), None
-        return Life(since=now, failures=int(soon)), None  # it starts again, if it is wanted
+        # It starts again, if it is wanted.
+        return Life(since=now, failures=int(soon), why=seen.ended), None
     if seen.parked:  # by a server before this one
         return _to(life, "waking", now), "unpark"
     idle = seen.idle_s >= wish.zero_after_s or (seen.yields and not seen.running)
     if not wish.on or (idle and not _wanted(wish, seen)):
         return _to(life, "emptying", now), None
-    return replace(life, failures=0) if now - life.since >= STABLE_S else life, None
+    stable = seen.ready and now - life.since >= STABLE_S
+    return (replace(life, failures=0) if stable else life), None
 
 
 def _emptying(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
@@ -220,7 +255,11 @@ def _resting(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Acti
 
 def _stopping(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
     if seen.ended or not seen.deployment:
-        return (_failed(life, life.why, now) if life.why else Life(since=now)), None
+        if not life.why:
+            return Life(since=now), None
+        failed = _failed(life, life.why, now)
+        first_hang = life.lost_at is not None and not life.failures
+        return (awake(failed, now) if first_hang else failed), None
     late = now - life.since > wish.shutdown_timeout_s + END_S
     return (replace(life, since=now), "kill") if late else (life, None)
 

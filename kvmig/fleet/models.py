@@ -400,6 +400,7 @@ class Models:
         return Seen(
             deployment=bool(model.deployment),
             ready=model.serving > 0,
+            tells=model.watched is not None and bool(model.watched.told.data),
             parked=model.watched is not None and model.watched.told.parked,
             refused=model.refused,
             ended="" if ended is None else why_ended(ended),

@@ -37,6 +37,7 @@ OURS = {
     "--port": "of `kvmig up`",
     "--host": "of `kvmig up`",
     "--end-with-stdin": "the fleet's own",
+    "--heartbeat-descriptor": "the fleet's own",
     "--instances": "instances.min",
     "--max-instances": "instances.max",
     "--min-instances": "instances.min",

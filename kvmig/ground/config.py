@@ -156,6 +156,8 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether only the flags are read."""
     end_with_stdin: bool = False
     """Whether the end of stdin ends the server as a signal would."""
+    heartbeat_descriptor: int = -1
+    """Of a pipe that gets a byte a second while the launcher's event loop turns; -1: none."""
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True):

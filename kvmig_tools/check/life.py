@@ -1,10 +1,9 @@
 """Every order of events in the life of a fleet's model: `kvmig.fleet.lifecycle` with one proxy.
 
 The server sees what the proxy said last and tells it routes, both late; requests come, processes
-get ready, fail, crash and end, people switch the model off and on, the server is killed and another
-takes over, the proxy is killed and comes back; room for it comes and goes, and others want its own.
-Time stands still but for one event, after which
-everything is late.
+get ready, fail, crash, hang and end, people switch the model off and on, the server is killed and
+another takes over, the proxy is killed and comes back; room for it comes and goes, and others want
+its own. Time stands still but for one event, after which everything is late.
 """
 
 from __future__ import annotations
@@ -41,6 +40,8 @@ class World(Struct, frozen=True):
     refused: bool = False
     """Whether that was refused; the server has heard it."""
     stopping: bool = False
+    hung: bool = False
+    """Whether its process lives and does nothing any more, for good."""
     ended: str = ""
     """How its process ended; the server hasn't seen it yet."""
     idle: bool = False
@@ -116,17 +117,21 @@ def says(now: World) -> World | None:
 
 def finishes(now: World) -> World | None:
     """A request ends."""
-    return replace(now, running=now.running - 1) if now.running and now.process else None
+    if not now.running or not now.process or now.hung:
+        return None
+    return replace(now, running=now.running - 1)
 
 
 def gets_ready(now: World) -> World | None:
     """The deployment serves."""
-    return replace(now, ready=True) if now.process and not now.ready and not now.stopping else None
+    if not now.process or now.ready or now.stopping or now.hung:
+        return None
+    return replace(now, ready=True)
 
 
 def obeys(now: World) -> World | None:
     """The deployment is parked, or wakes."""
-    if not now.order or not now.process or (now.order == "park" and now.running):
+    if not now.order or not now.process or now.hung or (now.order == "park" and now.running):
         return None
     return replace(now, parked=now.order == "park", order="")
 
@@ -138,7 +143,7 @@ def refuses(now: World) -> World | None:
 
 def ends(now: World) -> World | None:
     """A deployment that was told to has ended."""
-    if not now.process or not now.stopping:
+    if not now.process or not now.stopping or now.hung:
         return None
     require(not now.running, "streams are cut")
     return gone(now, "exit code 0")
@@ -149,17 +154,23 @@ def crashes(now: World) -> World | None:
     return gone(now, "killed") if now.process else None
 
 
+def hangs(now: World) -> World | None:
+    """A deployment stands still: its streams go on waiting until it is killed."""
+    return replace(now, hung=True) if now.process and not now.hung else None
+
+
 def gone(now: World, how: str) -> World:
     """Without its process; its streams have ended with an error."""
     return replace(
         now, process=False, ready=False, parked=False, order="", refused=False, stopping=False,
-        ended=how, running=0,
+        hung=False, ended=how, running=0,
     )  # fmt: skip
 
 
 def is_late(now: World) -> World | None:
     """All time-outs are over."""
-    life = replace(now.life, since=-LATE_S, retry_at=0.0)
+    lost_at = None if now.life.lost_at is None else -LATE_S
+    life = replace(now.life, since=-LATE_S, retry_at=0.0, lost_at=lost_at)
     late = replace(now, life=life, idle=not now.held and not now.running)
     return late if late != now else None
 
@@ -189,16 +200,17 @@ def another_proxy(now: World) -> World | None:
 
 def decides(now: World) -> World | None:
     """The server's next round."""
-    running = now.said_running
+    running, told = now.said_running, now.running if now.ready and not now.hung else 0
     seen = Seen(
         deployment=now.process,
-        ready=now.ready and not now.parked,
-        parked=now.parked,
+        ready=now.ready and not now.parked and not now.hung,
+        tells=now.process and not now.hung,
+        parked=now.parked and not now.hung,
         refused="refused" if now.refused else "",
         ended=now.ended,
         clean=now.ended == "exit code 0",
         wanted=now.asked or now.said_held > 0,
-        running=max(running, now.running if now.ready else 0),  # its front end says so, too
+        running=max(running, told),  # its front end says so, too
         idle_s=LATE_S if now.idle and not running and not now.said_held else 0.0,
         unrouted=now.said_unrouted,
         no_room="no room" if now.scarce else "",
@@ -224,7 +236,7 @@ def decides(now: World) -> World | None:
         after = replace(after, order=action)
     elif action == "kill":
         after = gone(after, "killed")
-    told = life.state == "serving" and after.ready and not after.parked and after.on
+    told = life.state == "serving" and seen.ready and after.ready and after.on
     if told != now.told:
         news = (*now.news, told) if now.up else now.news
         after = replace(after, told=told, news=news[-3:])
@@ -239,7 +251,7 @@ FAIR: tuple[Event, ...] = (
     room_changes,
 )  # fmt: skip
 """What happens some time, if nobody prevents it."""
-OTHER: tuple[Event, ...] = arrives, refuses, crashes, switched, another_server, another_proxy
+OTHER: tuple[Event, ...] = arrives, refuses, crashes, hangs, switched, another_server, another_proxy
 EVENTS = [(fair, event) for fair, some in ((True, FAIR), (False, OTHER)) for event in some]
 
 
