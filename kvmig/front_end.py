@@ -131,6 +131,8 @@ class FrontEnd:
             queued=self._router.fleet.waiting,
             overloaded=metrics.refused,
         )
+        if self._usage is not None:
+            self._http.begin_work = self._usage.meter.enter
         self._membership = Membership(self._router)
         self._launcher = LauncherLink(
             launch.launcher, launch.secret, launch.name, self._membership.hear

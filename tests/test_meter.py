@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, cast
 
 from kvmig.accounts.usage import UsageRecord
 from kvmig.controlplane.messages import Outputs, Span
+from kvmig.gateway.answer_usage import Usage
 from kvmig.gateway.meter import Meter
 from kvmig.gateway.ports import NOT_BEGUN, Batch, Observer
-from kvmig.gateway.requests import HttpCall, LiveRequest, RequestTable
+from kvmig.gateway.requests import BeamSearch, HttpCall, LiveRequest, RequestTable
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
 from tests.fake_llumlet import Tokens
@@ -106,3 +107,81 @@ def test_what_was_cached_is_what_the_first_run_said_with_its_first_token() -> No
     front.table.remove("1")
     record = front.record()
     assert (record.output, record.reruns, record.cached) == (2, 1, 32)
+
+
+def search_of(front: Front, width: int, steps: int) -> BeamSearch:
+    """A search that has done so many steps: each beam's step is a request of its own."""
+    search = BeamSearch(width)
+    for step in range(steps):
+        for beam in range(width if step else 1):
+            name = f"{step}-{beam}"
+            request = LiveRequest(
+                name, f"x-{name}", "c", Splicer("i"), 50 + step, 0, [b""], 0.0,
+                call=front.call, search=search,
+            )  # fmt: skip
+            front.table.add(request)
+            front.begin(request, 16 + step)
+            front.table.remove(name)
+    return search
+
+
+def test_steps_of_a_beam_search_are_one_prompt_and_its_answers() -> None:
+    front = Front()
+    search = search_of(front, width=2, steps=3)
+    running = front.record()
+    assert (running.prompt, running.cached) == (50, 16)
+    assert (running.output, running.sequences) == (1 + 2 + 2, 2)
+
+    search.finish(50, 2 * 3)
+    front.call.status = 200
+    front.call.end_answer()
+    front.call.leave()
+
+    over = front.record()
+    assert (over.prompt, over.output, over.status) == (50, 6, "finished")
+
+
+def ended_with(front: Front, status: int) -> UsageRecord:
+    """The record of the call, which is over."""
+    front.call.status = status
+    front.call.end_answer()
+    front.call.leave()
+    return front.record()
+
+
+def test_a_call_that_is_answered_with_an_error_has_used_nothing() -> None:
+    front = Front()
+    front.begin(front.add("1"), 16)
+    front.table.remove("1")
+    record = ended_with(front, 429)
+    assert (record.prompt, record.cached, record.output, record.status) == (0, 0, 0, "cut")
+
+
+def test_a_call_has_used_what_its_answer_says() -> None:
+    front = Front()
+    front.begin(front.add("1"), 16)
+    front.table.remove("1")
+    front.call.told = Usage(70, 3)
+    record = ended_with(front, 200)
+    assert (record.prompt, record.output, record.status) == (70, 3, "finished")
+
+
+def test_a_call_whose_client_leaves_has_used_what_was_computed_and_is_cut() -> None:
+    front = Front()
+    front.begin(front.add("1"), 16)
+    front.add("2", "y")
+    front.call.lose_client()
+    for request_id in ("1", "2"):
+        front.table.remove(request_id)
+    record = ended_with(front, 499)
+    assert (record.prompt, record.output, record.status) == (100, 1, "cut")
+
+
+def test_a_stream_that_fails_has_used_the_prompts_whose_answers_had_begun() -> None:
+    front = Front()
+    front.begin(front.add("1"), 16)
+    front.add("2", "y")
+    for request_id in ("1", "2"):
+        front.table.remove(request_id, failed=True)
+    record = ended_with(front, 200)
+    assert (record.prompt, record.output, record.status) == (50, 1, "cut")

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvmig.gateway.access import ADMIN, Access
+from kvmig.gateway.answer_usage import UsageReader
 from kvmig.gateway.call_work import work_of
 from kvmig.gateway.load_shedding import LoadShedding
 from kvmig.gateway.problems import denial, problem, shorten_value
@@ -83,6 +84,8 @@ class HttpState:
     """Requests in instances' queues that aren't after this priority."""
     overloaded: Callable[[int], None] = lambda priority: None
     """Counts a call that was answered 429."""
+    begin_work: Callable[[HttpCall], object] = lambda call: None
+    """Hears of each call that engines shall work for."""
     clock: Clock = monotonic
     pending: int = 0
     """Bytes of bodies that are on their way in."""
@@ -138,13 +141,22 @@ class HttpMiddleware:
         )
         headers[CALL_ID] = call.call_id
 
+        reader = usage_reader(scope)
+
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[CALL_ID] = call.call_id
-                state.count(message["status"])
+                own = MutableHeaders(scope=message)
+                own[CALL_ID] = call.call_id
+                call.status = message["status"]
+                state.count(call.status)
+                if reader is not None:
+                    reader.begin(own.get("content-type", ""))
+            elif message["type"] == "http.response.body" and reader is not None:
+                reader.take(message.get("body", b""))
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body"):
-                call.answered = True
+                call.end_answer()
+                call.told = None if reader is None else reader.told()
 
         token = current_call.set(call)
         try:
@@ -166,7 +178,7 @@ class HttpMiddleware:
         receive: Receive,
         send: Send,
     ) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = route_path(scope)
         found = find_route(scope["method"], path)
         try:
             check_access(state, scope["method"], path, headers)
@@ -188,9 +200,23 @@ class HttpMiddleware:
             await refused.answer(scope, receive, send)
             return
         if found is not None and found.route.works:
+            state.begin_work(call)
             shedding, clock, account = state.shedding, state.clock, call.account
             call.enter(lambda by: shedding.hold(priority, by, clock(), account), sequences)
         await self.app(scope, first(message, receive), send)
+
+
+def route_path(scope: Scope) -> str:
+    """The path within the application."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def usage_reader(scope: Scope) -> UsageReader | None:
+    """For the answer of a call that is charged; None: this one isn't."""
+    found = None if scope["type"] != "http" else find_route(scope["method"], route_path(scope))
+    charged = found is not None and found.route.charge != "nothing"
+    return UsageReader(found.route.api) if found is not None and charged else None
 
 
 # -- the call's id
@@ -483,6 +509,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
         self._end_pause()
+        if (call := self._call()) is not None:
+            call.lose_client()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -490,7 +518,7 @@ class Connection(HttpToolsProtocol):
         super().pause_writing()
         self._end_pause()
         self._unread = self.loop.call_later(self.send_timeout_s, self.transport.abort)
-        self._paused = cast("dict[str, HttpCall]", self.scope or {}).get(SCOPE)
+        self._paused = self._call()
         if self._paused is not None:
             self._paused.stopped_reading()
 
@@ -517,6 +545,10 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         type(self).on_refusal(400)
         super().send_400_response(msg)
+
+    def _call(self) -> HttpCall | None:
+        """The one that is answered, or was last."""
+        return cast("dict[str, HttpCall]", self.scope or {}).get(SCOPE)
 
     def _begin_head(self) -> None:
         self._in_head, self._came = True, 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from kvmig.accounts.usage import Status, UsageRecord
-from kvmig.gateway.requests import HttpCall, LiveRequest
+from kvmig.gateway.answer_usage import Usage
+from kvmig.gateway.requests import BeamSearch, HttpCall, LiveRequest
 
 
 @dataclass(eq=False)
@@ -16,12 +17,13 @@ class _Metered:
     seq: int
     began: float
     live: dict[str, LiveRequest] = field(default_factory=dict)
-    prompts: dict[str, int] = field(default_factory=dict)
-    """By the engine's id of the prompt, which several answers may share."""
-    cached: dict[str, int] = field(default_factory=dict)
-    """Of these, tokens that a prefix cache had when the prompt was first computed."""
+    prompts: dict[Hashable, int] = field(default_factory=dict)
+    """By `LiveRequest.prompt`, which several answers may share."""
+    cached: dict[Hashable, int] = field(default_factory=dict)
+    """Of those that have a first token: what a prefix cache had when they were first computed."""
+    searches: set[BeamSearch] = field(default_factory=set)
     output: int = 0
-    """Of the sequences that have ended."""
+    """Of the sequences that have ended, but for steps of beam searches."""
     sequences: int = 0
     moves: int = 0
     reruns: int = 0
@@ -47,8 +49,15 @@ class Meter:
             return
         found = self._found(call)
         found.live[request.request_id] = request
-        found.prompts[request.external_id] = request.prompt_tokens
-        found.sequences += 1
+        search = request.search
+        if search is None:
+            found.prompts[request.prompt] = request.prompt_tokens
+            found.sequences += 1
+        else:
+            search.begin_step(request.prompt_tokens)
+            if search not in found.searches:
+                found.sequences += search.width
+                found.searches.add(search)
         found.changed = True
 
     def enter(self, call: HttpCall) -> tuple[int, float]:
@@ -68,7 +77,10 @@ class Meter:
         found = None if request.call is None else self._calls.get(request.call)
         if found is None or found.live.pop(request.request_id, None) is None:
             return
-        found.output += request.splicer.next
+        if request.search is None:
+            found.output += request.splicer.next
+        else:
+            request.search.output += request.splicer.next
         found.moves += request.moves
         found.reruns += request.run
         found.failed = found.failed or failed
@@ -93,12 +105,13 @@ class Meter:
     def _note_first(self, found: _Metered, request: LiveRequest) -> None:
         if request.first_at is None:
             return
-        found.cached.setdefault(request.external_id, request.cached_tokens)
+        found.cached.setdefault(request.prompt, request.cached_tokens)
         if found.ttft_ms is None:
             found.ttft_ms = (request.first_at - request.arrived) * 1e3
 
     def _record(self, call: HttpCall, found: _Metered, running: int, over: bool) -> UsageRecord:
         live = found.live.values()
+        used = _due(call, found) if over else _so_far(found, running)
         return UsageRecord(
             seq=found.seq,
             call_id=call.call_id,
@@ -106,9 +119,9 @@ class Meter:
             model=self.model,
             began=found.began,
             ended=self._wall() if over else None,
-            prompt=sum(found.prompts.values()),
-            cached=sum(found.cached.values()),
-            output=found.output + running,
+            prompt=used.prompt,
+            cached=min(used.prompt, sum(found.cached.values())),
+            output=used.output,
             sequences=found.sequences,
             moves=found.moves + sum(one.moves for one in live),
             reruns=found.reruns + sum(one.run for one in live),
@@ -117,5 +130,27 @@ class Meter:
         )
 
 
+def _so_far(found: _Metered, running: int) -> Usage:
+    """Of all that has begun. running: tokens of what is live."""
+    prompts = sum(found.prompts.values()) + sum(one.prompt or 0 for one in found.searches)
+    return Usage(prompts, found.output + running + sum(one.output for one in found.searches))
+
+
+def _due(call: HttpCall, found: _Metered) -> Usage:
+    """What a call that is over has used: nothing, if it was answered with an error; what its answer
+    says; or what its client was sent until it left or something failed."""
+    if call.refused:
+        return Usage(0, 0)
+    if call.told is not None and call.answered:
+        return call.told
+    if not found.failed or call.left:
+        return _so_far(found, 0)
+    begun = _so_far(found, 0)
+    unused = sum(tokens for one, tokens in found.prompts.items() if one not in found.cached)
+    unused += sum(one.prompt or 0 for one in found.searches if one not in found.cached)
+    return begun._replace(prompt=begun.prompt - unused)
+
+
 def _status(call: HttpCall, found: _Metered) -> Status:
-    return "finished" if call.answered and not found.failed else "cut"
+    whole = call.answered and not (found.failed or call.refused)
+    return "finished" if whole else "cut"

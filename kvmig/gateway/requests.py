@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvmig.accounts.allowances import Allowance
 from kvmig.engines.base import Frame
+from kvmig.gateway.answer_usage import Usage
 from kvmig.gateway.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.gateway.splice import Splicer
@@ -22,6 +24,33 @@ REMEMBERED = 4096
 """Names of ended requests, up to three of each, that are still told apart from unknown ones."""
 PATIENCE_S = 12.0
 """Longest wait for news of missing instances: a launcher ends a silent one after 10 s."""
+
+
+@dataclass(eq=False, slots=True)
+class BeamSearch:
+    """A search for one prompt's best answers, of which the engine's application makes a request for
+    each step of each beam: to its client, and in the ledger, they are one prompt and its answers.
+    """
+
+    width: int
+    """Answers that its client gets."""
+    prompt: int | None = None
+    """Tokens of the prompt, with which the first step begins; later steps have longer ones."""
+    output: int = 0
+    """Tokens that its steps have decoded, or, once it is over, those of the answers."""
+
+    def begin_step(self, prompt_tokens: int) -> None:
+        """One of its requests begins."""
+        if self.prompt is None:
+            self.prompt = prompt_tokens
+
+    def finish(self, prompt: int, output: int) -> None:
+        """It is over, and these are the tokens that its client gets."""
+        self.prompt, self.output = prompt, output
+
+
+current_search: ContextVar[BeamSearch | None] = ContextVar("current_search", default=None)
+"""The beam search that this task works for."""
 
 
 @dataclass(slots=True)
@@ -44,6 +73,8 @@ class LiveRequest:
     call: HttpCall | None = None
     allowance: Allowance[Any] | None = None
     """What pays for its tokens; None: they cost nothing."""
+    search: BeamSearch | None = None
+    """The beam search that it is a step of."""
 
     # what the client has
     first_at: float | None = None
@@ -78,6 +109,11 @@ class LiveRequest:
     def run_id(self) -> str:
         """The request's id at instances, in this run alone."""
         return f"{self.request_id}+{self.run}" if self.run else self.request_id
+
+    @property
+    def prompt(self) -> Hashable:
+        """What names its prompt among those of its call: several requests may have one."""
+        return self.search or self.external_id
 
     @property
     def owner(self) -> str:
@@ -162,7 +198,7 @@ class HttpCall:
 
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
-        "answered", "call_id", "over", "quota", "request_ids", "tenant",
+        "answered", "call_id", "left", "over", "quota", "request_ids", "status", "tenant", "told",
     )  # fmt: skip
 
     def __init__(
@@ -183,12 +219,31 @@ class HttpCall:
         """Whether nothing more comes of it: it has its answer, or its client has left."""
         self.answered = False
         """Whether the client was sent all of its answer."""
+        self.left = False
+        """Whether the client has left before that."""
+        self.status = 0
+        """Of the answer; 0: it hasn't begun."""
+        self.told: Usage | None = None
+        """What the answer says that the call has used, if it does."""
         self._unserved: set[str] = set()
         self._submitted = 0
         self._coming = 0
         self._waiting = 0
         self._hold: Callable[[int], None] | None = None
         self._marks: dict[str, int] | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether the client got an error in place of an answer."""
+        return self.status >= HTTPStatus.BAD_REQUEST and not self.left
+
+    def end_answer(self) -> None:
+        """All of the answer is sent; to nobody, if the client has left."""
+        self.answered = not self.left
+
+    def lose_client(self) -> None:
+        """The connection is closed."""
+        self.left = not (self.answered or self.over)
 
     # -- requests that wait for their first token
 

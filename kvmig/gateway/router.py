@@ -56,7 +56,14 @@ from kvmig.gateway.ownership import Ownership
 from kvmig.gateway.ports import Decode, Item, Observer, Sink
 from kvmig.gateway.questions import Questions
 from kvmig.gateway.quotas import Output, Quotas
-from kvmig.gateway.requests import LiveRequest, RequestTable, call_of, current_call, current_call_id
+from kvmig.gateway.requests import (
+    LiveRequest,
+    RequestTable,
+    call_of,
+    current_call,
+    current_call_id,
+    current_search,
+)
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
 from kvmig.ground.clock import Clock, monotonic
@@ -253,6 +260,7 @@ class Router:
                 arrived=self._clock(),
                 call=call,
                 allowance=allowance,
+                search=current_search.get(),
             )
         )
         return instance

@@ -36,6 +36,7 @@ from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
 from kvmig.ground.config import KEEP_ALIVE_S
 from kvmig.openai_server.http_task import HttpTask
+from kvmig.openai_server.vllm_beams import count_beams_as_one
 
 
 class VllmServer(HttpTask):
@@ -82,6 +83,7 @@ class VllmServer(HttpTask):
 
     async def make_app(self, router: Router) -> FastAPI:
         args = self._args
+        count_beams_as_one()
         self._llm = llm = RoutedLLM(
             self._config,
             router,

@@ -1,0 +1,267 @@
+"""The ledger of a fleet of vLLM says what each answer says of its own use, on every route."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from kvmig.gateway.route_table import CLIENT_ROUTES, ClientRoute
+from kvmig_tools.served import SMALL
+from tests.fleets import ToyFleet, kill
+
+pytestmark = pytest.mark.server
+
+PATIENCE_S = 60.0
+TEXT = "Count: 0017 0018"
+TEXTS = [TEXT, "Count: 0200 0201 0202", "1"]
+CHAT = [{"role": "user", "content": TEXT}]
+GENERATES, EMBEDS = "m", "e"
+USAGE = {"include_usage": True}
+
+
+class Used(NamedTuple):
+    """Tokens, as an answer or the ledger says."""
+
+    prompt: int
+    output: int
+
+
+class Case(NamedTuple):
+    """A body; `served`: whether the route is there for these models."""
+
+    body: dict[str, Any]
+    model: str = GENERATES
+    served: bool = True
+
+
+def generates(**body: Any) -> Case:
+    return Case(body)
+
+
+def embeds(**body: Any) -> Case:
+    return Case(body, EMBEDS)
+
+
+RECORDING = Case({}, served=False)
+PAIRS = [
+    embeds(text_1=TEXT, text_2=TEXTS),
+    embeds(text_1=TEXTS, text_2=TEXTS),
+]
+RANKS = [embeds(query=TEXT, documents=TEXTS)]
+CASES: dict[str, list[Case]] = {
+    "/v1/completions": [
+        generates(prompt=TEXT, max_tokens=20),
+        generates(prompt=TEXT, max_tokens=20, n=3),
+        generates(prompt=TEXTS, max_tokens=5),
+        generates(prompt=[[1, 2, 3], [4, 5]], max_tokens=5, n=2),
+        generates(prompt=TEXT, max_tokens=5, echo=True, logprobs=1),
+        generates(prompt=TEXT, max_tokens=5, prompt_logprobs=2),
+        generates(prompt=TEXT, max_tokens=200, stop=["9"]),
+        generates(prompt=TEXT, max_tokens=20, stream=True, stream_options=USAGE),
+        generates(prompt=TEXTS, max_tokens=20, n=2, stream=True,
+                  stream_options={**USAGE, "continuous_usage_stats": True}),
+        generates(prompt=TEXT, max_tokens=40, n=4, use_beam_search=True),
+        generates(prompt=TEXTS, max_tokens=8, n=2, use_beam_search=True),
+    ],
+    "/v1/chat/completions": [
+        generates(messages=CHAT, max_tokens=20),
+        generates(messages=CHAT, max_tokens=20, n=3),
+        generates(messages=CHAT, max_tokens=20, stream=True, stream_options=USAGE),
+        generates(messages=CHAT, max_tokens=20, n=2, use_beam_search=True),
+        generates(messages=CHAT, max_tokens=20, n=2, use_beam_search=True, stream=True,
+                  stream_options=USAGE),
+    ],
+    "/inference/v1/generate": [
+        generates(token_ids=[1, 2, 3], sampling_params={"max_tokens": 7, "n": 2}),
+    ],
+    "/invocations": [
+        generates(prompt=TEXTS, max_tokens=7),
+        generates(messages=CHAT, max_tokens=7, n=3, use_beam_search=True),
+    ],
+    "/cohere/v2/chat": [Case({"messages": CHAT}, served=False)],
+    "/v1/systemone": [Case({"text": TEXT, "questions": {"a": "b"}}, served=False)],
+    "/v1/chat/completions/batch": [generates(messages=[CHAT, CHAT, CHAT], max_tokens=7)],
+    "/generative_scoring": [generates(query=TEXT, items=TEXTS, label_token_ids=[1, 2])],
+    "/v1/responses": [
+        generates(input=TEXT, max_output_tokens=20),
+        generates(input=TEXT, max_output_tokens=20, stream=True),
+    ],
+    "/v1/messages": [
+        generates(messages=CHAT, max_tokens=20),
+        generates(messages=CHAT, max_tokens=20, stream=True),
+    ],
+    "/v1/audio/transcriptions": [RECORDING],
+    "/v1/audio/translations": [RECORDING],
+    "/v1/embeddings": [embeds(input=TEXT), embeds(input=TEXTS), embeds(input=[[1, 2, 3], [4]])],
+    "/v2/embed": [embeds(texts=TEXTS, embedding_types=["float"])],
+    "/pooling": [embeds(input=TEXTS, task="embed")],
+    "/classify": [Case({"input": TEXTS}, EMBEDS, served=False)],
+    "/score": PAIRS,
+    "/v1/score": PAIRS,
+    "/rerank": RANKS,
+    "/v1/rerank": RANKS,
+    "/v2/rerank": RANKS,
+}  # fmt: skip
+CHARGED = [one for one in CLIENT_ROUTES if one.charge != "nothing"]
+
+
+class Ledger:
+    """Of a fleet with a model that generates, on two instances, and one that embeds."""
+
+    def __init__(self, fleet: ToyFleet) -> None:
+        self.fleet = fleet
+        self.key = fleet.key
+
+    async def ask(self, path: str, case: Case) -> tuple[str, httpx.Response]:
+        """The call's id, and its answer."""
+        call_id = uuid.uuid4().hex
+        async with self.fleet.client(self.key) as http:
+            body = {"model": case.model, **case.body}
+            return call_id, await http.post(path, json=body, headers={"x-request-id": call_id})
+
+    async def row(self, call_id: str) -> tuple[Used, str]:
+        """What a call has used, and its status, once it is over."""
+        wanted = "SELECT prompt, output, status FROM usage WHERE call_id = ?"
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with contextlib.closing(sqlite3.connect(self.fleet.folder / "kvmig.sqlite")) as file:
+                rows = file.execute(wanted, (call_id,)).fetchall()
+            if rows and all(status != "running" for _, _, status in rows):
+                ((prompt, output, status),) = rows
+                return Used(prompt, output), status
+            assert time.monotonic() < deadline, rows
+            await asyncio.sleep(0.1)
+
+
+def told(answer: httpx.Response) -> Used:
+    """What the answer says, by the names of each API."""
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        events = [
+            json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+        ]
+        found: dict[str, Any] = {}
+        for event in events:
+            if not event.get("choices"):
+                inner = event.get("response") or event.get("message") or event
+                found |= inner.get("usage") or {}
+    else:
+        body = answer.json()
+        found = body.get("usage") or body["meta"]["billed_units"]
+    prompt = found.get("prompt_tokens", found.get("input_tokens"))
+    output = found.get("completion_tokens", found.get("output_tokens"))
+    assert prompt, found
+    return Used(prompt, output or 0)
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
+    from bench.models import model_folder
+
+    source = f"path:{model_folder('count').absolute()}"
+    with ToyFleet(tmp_path_factory.mktemp("ledger")) as fleet:
+        two = {"min": 2, "max": 2, "target": 1}
+        flags = [*SMALL, "--max-model-len=2048", "--enable-scale-out"]
+        fleet.add({"name": GENERATES, "source": source, "flags": flags, "instances": two})
+        flags = [*SMALL, "--runner=pooling", "--convert=embed"]
+        fleet.add({"name": EMBEDS, "source": source, "flags": flags})
+        fleet.until(f"models/{GENERATES}", state="serving", serving=2)
+        yield Ledger(fleet)
+
+
+@pytest.mark.parametrize("route", CHARGED, ids=lambda route: str(route.path))
+async def test_the_ledger_says_what_the_answer_says_of_its_use(
+    ledger: Ledger, route: ClientRoute
+) -> None:
+    cases = CASES[route.path]  # each route that is charged has one
+    answers = await asyncio.gather(*(ledger.ask(route.path, case) for case in cases))
+    for case, (call_id, answer) in zip(cases, answers, strict=True):
+        if not case.served:
+            assert answer.is_error, case
+            continue
+        assert answer.status_code == 200, (case, answer.text)
+        wanted = told(answer)
+        assert wanted.output or route.charge == "prompt"
+        assert await ledger.row(call_id) == (wanted, "finished"), case
+
+
+async def test_what_moves_or_runs_again_is_what_the_answer_says(ledger: Ledger) -> None:
+    fleet = ledger.fleet
+    long = {"prompt": TEXTS, "max_tokens": 300, "temperature": 0}
+    stream = {**long, "stream": True, "stream_options": USAGE}
+    cases = [
+        generates(**long), generates(**stream), generates(**stream),
+        generates(**{**long, "max_tokens": 60}, n=3, use_beam_search=True),
+    ]  # fmt: skip
+    path = "/v1/completions"
+    for fault in ("scale", "kill"):
+        calls = [asyncio.create_task(ledger.ask(path, case)) for case in cases]
+        await asyncio.sleep(0.5)
+        if fault == "scale":
+            scale = {"min": 1, "max": 1}
+            await asyncio.to_thread(fleet.ask, "POST", f"models/{GENERATES}/scale", scale)
+        else:
+            kill((await asyncio.to_thread(fleet.processes, "kvmig.cli.llumlet"))[0])
+        for call_id, answer in await asyncio.gather(*calls):
+            assert answer.status_code == 200, answer.text
+            assert await ledger.row(call_id) == (told(answer), "finished")
+        scale = {"min": 2, "max": 2}
+        await asyncio.to_thread(fleet.ask, "POST", f"models/{GENERATES}/scale", scale)
+        await asyncio.to_thread(fleet.until, f"models/{GENERATES}", state="serving", serving=2)
+
+
+LEAVES = {
+    "/v1/completions": {"prompt": TEXT, "max_tokens": 1500},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 1500},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 1500},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 1500},
+}
+
+
+async def test_a_call_whose_client_leaves_is_cut_in_every_api_with_a_stream_or_without(
+    ledger: Ledger,
+) -> None:
+    async def leave(path: str, body: dict[str, Any]) -> str:
+        call_id = uuid.uuid4().hex
+        async with ledger.fleet.client() as http:
+            headers = {"x-request-id": call_id}
+            call = asyncio.create_task(
+                http.post(path, json={"model": GENERATES, **body}, headers=headers)
+            )
+            await asyncio.sleep(0.7)
+            assert not call.done()
+            call.cancel()
+            await asyncio.wait([call])
+        return call_id
+
+    bodies = [(path, {**LEAVES[path], "temperature": 0, "stream": stream})
+              for path in LEAVES for stream in (False, True)]  # fmt: skip
+    beams = {**LEAVES["/v1/completions"], "n": 3, "use_beam_search": True}
+    bodies.append(("/v1/completions", beams))
+    for call_id in await asyncio.gather(*(leave(*one) for one in bodies)):
+        used, status = await ledger.row(call_id)
+        assert status == "cut"
+        assert 0 < used.prompt < 200
+        assert 0 < used.output < 3 * 1500
+
+
+async def test_a_call_that_the_engine_refuses_is_in_the_ledger_and_has_used_nothing(
+    ledger: Ledger,
+) -> None:
+    cases = [
+        generates(prompt=[1] * 3000, max_tokens=5),
+        generates(prompt=TEXT, max_tokens=5, n=2, temperature=0),
+        generates(prompt=TEXT, max_tokens=5, structured_outputs={"regex": "("}),
+    ]
+    for case in cases:
+        call_id, answer = await ledger.ask("/v1/completions", case)
+        assert 400 <= answer.status_code < 500, answer.text
+        assert await ledger.row(call_id) == (Used(0, 0), "cut")
