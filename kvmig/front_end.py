@@ -130,6 +130,7 @@ class FrontEnd:
             vacant=self._router.fleet.vacant,
             queued=self._router.fleet.waiting,
             overloaded=metrics.refused,
+            keyed=bool(args.api_key),
         )
         if self._usage is not None:
             self._http.begin_work = self._usage.meter.enter
@@ -158,6 +159,7 @@ class FrontEnd:
             self._writing = asyncio.create_task(self._usage.run(), name="usage")
         self._started = True
         app = await self._server.make_app(self._router)
+        self._http.learn(self._server.reach())
         extend(app, self._http, self._router, self._membership, self._launcher, self._model)
         gc.collect()
         gc.freeze()  # what is there by now stays

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 
+from kvmig.gateway.body_bounds import ModelReach
 from kvmig.gateway.http import Connection, HttpState
 from kvmig.gateway.problems import shorten_value
+from kvmig.gateway.requests import current_call
 from kvmig.ground.config import HttpConfig
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from tests.http_states import behind_middleware
@@ -57,6 +62,40 @@ class Front:
             return await client.post(f"http://127.0.0.1:{self.port}/", content=body)
 
 
+class Engine:
+    """Takes a prompt when it is told to, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.takes = asyncio.Event()
+        self.answers = asyncio.Event()
+        self.has = 0
+
+
+ENGINE: ContextVar[Engine] = ContextVar("ENGINE")
+
+
+def engine_api() -> APIRouter:
+    api, engine = APIRouter(), Engine()
+    ENGINE.set(engine)
+
+    @api.post("/v1/completions")
+    async def complete(request: Request) -> int:
+        size = len(await request.body())
+        await engine.takes.wait()
+        call = current_call.get()
+        assert call is not None
+        call.submitted(f"r{engine.has}")
+        engine.has += 1
+        await engine.answers.wait()
+        return size
+
+    @api.post("/v1/chat/completions")
+    async def fail() -> None:
+        raise HTTPException(500)
+
+    return api
+
+
 @asynccontextmanager
 async def front(limits: HttpConfig = SMALL) -> AsyncIterator[Front]:
     app = FastAPI()
@@ -67,13 +106,14 @@ async def front(limits: HttpConfig = SMALL) -> AsyncIterator[Front]:
     async def size(request: Request) -> int:
         return len(await request.body())
 
+    app.include_router(engine_api())
     sock = socket.create_server(("127.0.0.1", 0))
     server = uvicorn_server(app, app.state.connection, access_log=False)
     task = HttpTask(sock, lambda: server)
     await task.run(server.serve([sock]))
     try:
         yield Front(sock.getsockname()[1], state)
-        assert state.pending == 0
+        assert state.budget.used == 0
     finally:
         await task.stop(2.0)
 
@@ -127,9 +167,9 @@ async def test_a_client_that_leaves_in_the_midst_of_its_body_leaves_nothing() ->
         await one.say(head("content-length: 100"), b"x", end=True)
         _, writer = await asyncio.open_connection("127.0.0.1", one.port)
         writer.write(head("content-length: 100") + b"x")
-        await until(lambda: one.state.pending)
+        await until(lambda: one.state.budget.used)
         writer.close()
-        await until(lambda: not one.state.pending)
+        await until(lambda: not one.state.budget.used)
 
 
 async def test_many_large_bodies_at_once_are_bounded_together() -> None:
@@ -140,14 +180,82 @@ async def test_many_large_bodies_at_once_are_bounded_together() -> None:
             _, writer = await asyncio.open_connection("127.0.0.1", one.port)
             writers.append(writer)
             writer.write(part)
-        await until(lambda: one.state.pending >= 8 * 99_999)
+        await until(lambda: one.state.budget.used >= 8 * 99_999)
         answer = await one.echo(b"x" * 1000)
         assert answer.status_code == 503
         assert answer.headers["retry-after"]
         for writer in writers:
             writer.close()
-        await until(lambda: not one.state.pending)
+        await until(lambda: not one.state.budget.used)
         assert (await one.echo(b"x")).json() == 1
+
+
+async def test_a_body_counts_until_the_engine_has_its_prompt() -> None:
+    async with front(HttpConfig()) as one, httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        engine = ENGINE.get()
+        body = json.dumps({"prompt": "a" * 10_000}).encode()
+        url = f"http://127.0.0.1:{one.port}/v1/completions"
+        call = asyncio.create_task(client.post(url, content=body))
+        await until(lambda: one.state.budget.used == len(body))
+        engine.takes.set()
+        await until(lambda: engine.has)
+        assert one.state.budget.used == 0
+        engine.answers.set()
+        assert (await call).json() == len(body)
+
+
+async def test_a_body_counts_no_more_when_its_call_fails_or_its_client_leaves() -> None:
+    async with front(HttpConfig()) as one, httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        url = f"http://127.0.0.1:{one.port}/v1"
+        assert (await client.post(f"{url}/chat/completions", content=b"{}")).status_code == 500
+        assert one.state.budget.used == 0
+        call = asyncio.create_task(client.post(f"{url}/completions", content=b"{}"))
+        await until(lambda: one.state.budget.used)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        ENGINE.get().takes.set()
+        ENGINE.get().answers.set()
+        await until(lambda: not one.state.budget.used)
+
+
+async def test_one_key_that_fills_its_room_leaves_as_much_to_others() -> None:
+    async with (
+        front(HttpConfig(max_body=10_000)) as one,
+        httpx.AsyncClient(timeout=TIMEOUT_S) as client,
+    ):
+        one.state.keyed = True
+
+        def call(key: str) -> asyncio.Task[httpx.Response]:
+            url = f"http://127.0.0.1:{one.port}/v1/completions"
+            headers = {"authorization": f"Bearer {key}"}
+            return asyncio.create_task(client.post(url, content=b" " * 9000, headers=headers))
+
+        mine = []
+        for number in range(1, 5):
+            mine.append(call("a"))
+            await until(partial(lambda used: one.state.budget.used == used, number * 9000))
+        refused = await call("a")
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        other = call("b")
+        await until(lambda: one.state.budget.used == 5 * 9000)
+        ENGINE.get().takes.set()
+        ENGINE.get().answers.set()
+        assert {answer.status_code for answer in await asyncio.gather(*mine, other)} == {200}
+
+
+async def test_a_body_of_more_values_than_the_model_can_use_is_413_before_the_engine_sees_it() -> (
+    None
+):
+    async with front(HttpConfig()) as one:
+        one.state.learn(ModelReach(tokens=1000))
+        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+            url = f"http://127.0.0.1:{one.port}/v1/completions"
+            many = await client.post(url, json={"prompt": [1] * 100_000})
+            large = await client.post(url, json={"prompt": "a" * 2_000_000})
+        assert (many.status_code, large.status_code, ENGINE.get().has) == (413, 413, 0)
+        assert "allowed are" in many.text
+        assert one.state.budget.used == 0
 
 
 async def test_headers_without_an_end_are_431() -> None:
@@ -181,7 +289,7 @@ async def test_a_call_may_take_longer_than_its_headers() -> None:
         async with front(HttpConfig()) as one:
             reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
             writer.write(head("content-length: 2", "connection: close") + b"x")
-            await until(lambda: one.state.pending)
+            await until(lambda: one.state.budget.used)
             skip(Connection.head_s)
             writer.write(b"y")
             assert (await reader.read()).endswith(b"2")

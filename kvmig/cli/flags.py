@@ -337,7 +337,7 @@ def _add_http(root: _Parser) -> None:
     group.add(
         "--max-body",
         "max_body",
-        "size of a call's body at most, in MB or with a unit",
+        "size of a call's body at most, in MB or with a unit; less where the model can use less",
         type=quantity("MB"),
         default=f"{usual.max_body // 10**6}MB",
         metavar="MB",

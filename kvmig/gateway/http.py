@@ -8,7 +8,7 @@ wait already. Who isn't let in hears so before anything of the body is kept, cou
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import hashlib
 import math
 import re
 import resource
@@ -16,23 +16,25 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import msgspec
 import prometheus_client
 from prometheus_client import CollectorRegistry
 from starlette.datastructures import MutableHeaders
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvmig.gateway.access import ADMIN, Access
 from kvmig.gateway.answer_usage import UsageReader
+from kvmig.gateway.body_bounds import BodyCheck, ModelReach, bound_of, largest_size
+from kvmig.gateway.body_budget import BodyBudget
 from kvmig.gateway.call_work import work_of
 from kvmig.gateway.load_shedding import LoadShedding
 from kvmig.gateway.problems import denial, problem, shorten_value
+from kvmig.gateway.request_body import RETRY_AFTER, BodyRules, Refused, discard, read_body
 from kvmig.gateway.requests import HttpCall, current_call
-from kvmig.gateway.route_table import ClientRoute, find_route
+from kvmig.gateway.route_table import ClientRoute, RouteMatch, find_route
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import BODIES, HEAD_BYTES, HEAD_S, SPARE_FILES, HttpConfig
 from kvmig.ground.priorities import PriorityClass, named, names_and_numbers, with_priority
@@ -47,22 +49,6 @@ SCOPE = "kvmig.call"
 """Key of an ASGI scope's `HttpCall`; the connection looks for it there."""
 UNREAD_BYTES = 1 << 20
 """Bytes of a denied call's body that are taken, and dropped, so that its client sees the answer."""
-DISCARD_S = 2.0
-"""Longest time for what comes of a body that is refused."""
-RETRY_AFTER = {"Retry-After": "5"}
-
-
-class Refused(Exception):
-    """The call is answered with this instead.
-
-    unread: how much of its body is taken, and dropped; the connection is closed then.
-    """
-
-    def __init__(self, answer: Response, unread: int = 0) -> None:
-        if unread:
-            answer.headers["connection"] = "close"
-        self.answer = answer
-        self.unread = unread
 
 
 @dataclass
@@ -87,12 +73,17 @@ class HttpState:
     begin_work: Callable[[HttpCall], object] = lambda call: None
     """Hears of each call that engines shall work for."""
     clock: Clock = monotonic
-    pending: int = 0
-    """Bytes of bodies that are on their way in."""
+    keyed: bool = False
+    """Whether calls without a proxy's word have keys of their own."""
+    reach: ModelReach | None = None
+    """What the model can use; None: it isn't known, and bounds nothing."""
+    budget: BodyBudget = field(init=False)
+    """Of bodies of calls whose prompts the engine doesn't have yet."""
     shedding: LoadShedding = field(init=False)
     _refused: prometheus_client.Counter = field(init=False)
 
     def __post_init__(self) -> None:
+        self.budget = BodyBudget(BODIES * self.config.max_body)
         self.shedding = LoadShedding(self.config.max_waiting)
         self._refused = prometheus_client.Counter(
             "kvmig_http_refused_total",
@@ -101,6 +92,31 @@ class HttpState:
             ("status",),
             registry=self.registry,
         )
+
+    def learn(self, reach: ModelReach) -> None:
+        """From now on bodies are bounded by what the model can use, too."""
+        self.reach = reach
+        self.budget.most = BODIES * min(self.config.max_body, largest_size(reach))
+
+    def body_rules(self, found: RouteMatch | None, headers: MutableHeaders) -> BodyRules:
+        """What holds for the body of such a call."""
+        most, timeout_s = self.config.max_body, self.config.body_timeout_s
+        if self.reach is None:
+            return BodyRules(most, timeout_s, unread=most)
+        bound = bound_of(self.reach, None if found is None else found.route)
+        form = headers.get("content-type", "").lower().startswith("multipart/")
+        check = BodyCheck(bound, json=not form)
+        if bound.size < most:
+            why = "more is of no use to the model"
+            return BodyRules(bound.size, timeout_s, check, why, unread=most)
+        return BodyRules(most, timeout_s, check, unread=most)
+
+    def payer(self, call: HttpCall, headers: MutableHeaders) -> str:
+        """Whose part of the room for bodies a call's body takes; empty: nobody's is known."""
+        given = headers.get("authorization", "")
+        if call.tenant or not self.keyed or not given:
+            return call.tenant
+        return f"key {hashlib.blake2b(given.encode(), digest_size=8).hexdigest()}"
 
     def account(self, headers: MutableHeaders) -> str:
         """The key that a call counts for, as a proxy says it; on a port nobody is believed."""
@@ -184,7 +200,9 @@ class HttpMiddleware:
             check_access(state, scope["method"], path, headers)
             if scope["method"] == "POST":
                 check_open(state, scope["path"])
-            message = await read_body(state, headers, receive)
+            call.body = state.budget.enter(state.payer(call, headers))
+            rules = state.body_rules(found, headers)
+            message = await read_body(rules, call.body, headers, receive)
             if message is None:
                 return  # the client has left
             priority, sequences = 0, 1
@@ -259,70 +277,6 @@ def check_open(state: HttpState, path: str) -> None:
 
 
 # -- the body
-
-
-class Bodies(Protocol):
-    """What `read_body` needs of its process's state."""
-
-    @property
-    def config(self) -> HttpConfig: ...
-
-    pending: int
-    """Bytes of bodies that are on their way in."""
-
-
-async def read_body(state: Bodies, headers: MutableHeaders, receive: Receive) -> Message | None:
-    """The whole body as one message; None if the client leaves.
-
-    Raises Refused: 413, 408, or 503 when too many bodies are on their way in.
-    """
-    most = state.config.max_body
-    length = headers.get("content-length")
-    if length is not None and length.isdecimal() and int(length[:20]) > most:
-        raise _too_large(most)
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(state.config.body_timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] != "http.request":
-                    return None
-                part = message.get("body", b"")
-                parts.append(part)
-                size += len(part)
-                state.pending += len(part)
-                if size > most:
-                    raise _too_large(most)
-                if state.pending > BODIES * most:
-                    sentence = "too many large bodies are on their way in, try again"
-                    status = HTTPStatus.SERVICE_UNAVAILABLE
-                    raise Refused(problem(status, sentence, headers=RETRY_AFTER), most)
-                if not message.get("more_body", False):
-                    return {"type": "http.request", "body": b"".join(parts), "more_body": False}
-    except TimeoutError:
-        late_s = state.config.body_timeout_s
-        sentence = f"the body did not arrive within {late_s:g} s (--body-timeout)"
-        raise Refused(problem(HTTPStatus.REQUEST_TIMEOUT, sentence), most) from None
-    finally:
-        state.pending -= size
-
-
-def _too_large(most: int) -> Refused:
-    sentence = f"the body is too large, allowed are {most} bytes (--max-body)"
-    return Refused(problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, sentence), most)
-
-
-async def discard(receive: Receive, most: int) -> None:
-    """Take some of the rest: a client that still sends when we close would not see the answer."""
-    left = most
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
-            while left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
 
 
 def first(message: Message, receive: Receive) -> Receive:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvmig.accounts.allowances import Allowance
 from kvmig.engines.base import Frame
 from kvmig.gateway.answer_usage import Usage
+from kvmig.gateway.body_budget import BodyShare
 from kvmig.gateway.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.gateway.splice import Splicer
@@ -198,7 +199,8 @@ class HttpCall:
 
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
-        "answered", "call_id", "left", "over", "quota", "request_ids", "status", "tenant", "told",
+        "answered", "body", "call_id", "left", "over", "quota", "request_ids", "status", "tenant",
+        "told",
     )  # fmt: skip
 
     def __init__(
@@ -214,6 +216,8 @@ class HttpCall:
         self.quota = quota
         self.allowance: Allowance[Any] | None = None
         """Of a call that has asked for tokens of its key's quota."""
+        self.body: BodyShare | None = None
+        """What its body takes of the room for bodies, until the engine has the prompt."""
         self.request_ids: set[str] = set()
         self.over = False
         """Whether nothing more comes of it: it has its answer, or its client has left."""
@@ -261,6 +265,7 @@ class HttpCall:
         self.over = True
         self._count(0)
         self._hold = None
+        self._give_body_back()
 
     def submitted(self, request_id: str) -> None:
         """The call has one more request."""
@@ -269,6 +274,8 @@ class HttpCall:
         self.request_ids.add(request_id)
         self._unserved.add(request_id)
         self._recount()
+        if not self._coming:
+            self._give_body_back()
 
     def began(self, request_id: str) -> None:
         """The request has its first token."""
@@ -282,6 +289,10 @@ class HttpCall:
 
     def _recount(self) -> None:
         self._count(self._coming + len(self._unserved))
+
+    def _give_body_back(self) -> None:
+        if self.body is not None:
+            self.body.give_back()
 
     def _count(self, waiting: int) -> None:
         if self._hold is not None and waiting != self._waiting:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI
 
+from kvmig.gateway.body_bounds import ModelReach
 from kvmig.gateway.isolation import PromptSalts
 from kvmig.gateway.ports import Batch, Sink
 from kvmig.gateway.router import Router
@@ -43,6 +44,10 @@ class OpenAIServer(Protocol):
 
         Returns tokens a KV block.
         """
+        ...
+
+    def reach(self) -> ModelReach:
+        """What the model can use of one prompt; after `make_app`."""
         ...
 
     async def make_app(self, router: Router) -> FastAPI:

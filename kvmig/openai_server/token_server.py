@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from kvmig.engines.transformers.payload import Output
 from kvmig.gateway.access import bearer
+from kvmig.gateway.body_bounds import ModelReach
 from kvmig.gateway.http import HttpMiddleware
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.problems import as_problem
@@ -66,6 +67,10 @@ class TokenServer(HttpTask):
         limits += [one.max_request_tokens for one in engines]
         self._max_tokens = min(one for one in limits if one)
         return engines[0].block_tokens
+
+    def reach(self) -> ModelReach:
+        assert self._tokenizer is not None
+        return ModelReach(self._max_tokens, 4 * self._tokenizer.longest)
 
     async def make_app(self, router: Router) -> FastAPI:
         assert self._tokenizer is not None

@@ -30,6 +30,7 @@ from kvmig.engines.vllm.front import (
     cut_output,
     decode_outputs,
 )
+from kvmig.gateway.body_bounds import TOKEN_BYTES, ModelReach
 from kvmig.gateway.http import HttpMiddleware
 from kvmig.gateway.isolation import OwnEntries, PromptSalts
 from kvmig.gateway.ports import Batch
@@ -80,6 +81,12 @@ class VllmServer(HttpTask):
         self._tasks = apply_described(self._config, ready)
         tokens: int = cache.block_size
         return tokens
+
+    def reach(self) -> ModelReach:
+        assert self._llm is not None
+        tokenizer, model = self._llm.renderer.tokenizer, self._llm.model_config
+        longest = TOKEN_BYTES if tokenizer is None else 4 * tokenizer.max_chars_per_token
+        return ModelReach(model.max_model_len, longest, model.is_multimodal_model)
 
     async def make_app(self, router: Router) -> FastAPI:
         args = self._args

@@ -42,8 +42,10 @@ from kvmig.accounts.keys import (
 )
 from kvmig.accounts.keys import Scope as KeyScope
 from kvmig.accounts.limits import WHOLE, Limiter, Part, headers, let_in
-from kvmig.gateway import http as gateway
+from kvmig.gateway import request_body as gateway
+from kvmig.gateway.body_budget import BodyBudget
 from kvmig.gateway.http import CALL_ID, PRIORITY, UNREAD_BYTES, Connection, accepted
+from kvmig.gateway.request_body import BodyRules
 from kvmig.gateway.route_table import Api
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import BODIES, HttpConfig
@@ -381,8 +383,7 @@ class Door:
         """
         self.directory = directory
         self.config = config
-        self.pending = 0
-        """See `gateway.Bodies`."""
+        self.budget = BodyBudget(BODIES * config.max_body)
         self.hold = Hold(BODIES * config.max_body)
         self.counts = Counts()
         self.metrics = DoorMetrics(self.counts, age_s)
@@ -513,7 +514,10 @@ class Door:
     async def _read(self, call: Call) -> bytes:
         """The call's body. Raises Gone, or the gateway's Refused."""
         headers = MutableHeaders(raw=call.scope["headers"])
-        message = await gateway.read_body(self, headers, call.receive)
+        rules = BodyRules(self.config.max_body, self.config.body_timeout_s)
+        share = self.budget.enter()
+        message = await gateway.read_body(rules, share, headers, call.receive)
+        share.give_back()
         if message is None:
             raise Gone
         return cast("bytes", message["body"])

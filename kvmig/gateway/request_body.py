@@ -1,0 +1,130 @@
+"""The body of an HTTP call: read within its bounds, and counted while it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from http import HTTPStatus
+from typing import NamedTuple
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import Message, Receive
+
+from kvmig.gateway.body_bounds import BodyCheck, TooMuch
+from kvmig.gateway.body_budget import BodyShare
+from kvmig.gateway.problems import problem
+
+DISCARD_S = 2.0
+"""Longest time for what comes of a body that is refused."""
+RETRY_AFTER = {"Retry-After": "5"}
+
+
+class Refused(Exception):
+    """The call is answered with this instead.
+
+    unread: how much of its body is taken, and dropped; the connection is closed then.
+    """
+
+    def __init__(self, answer: Response, unread: int = 0) -> None:
+        if unread:
+            answer.headers["connection"] = "close"
+        self.answer = answer
+        self.unread = unread
+
+
+class BodyRules(NamedTuple):
+    """What holds for one call's body."""
+
+    most: int
+    """Bytes."""
+    timeout_s: float
+    """For it to arrive."""
+    check: BodyCheck | None = None
+    """Looks at what is in it."""
+    why: str = "--max-body"
+    """What bounds it."""
+    unread: int = 64_000_000
+    """Bytes of a refused one that are taken, and dropped, so that its client sees the answer."""
+
+
+async def read_body(
+    rules: BodyRules, share: BodyShare, headers: MutableHeaders, receive: Receive
+) -> Message | None:
+    """The whole body as one message, which counts in `share`; None if the client leaves.
+
+    Raises Refused: 413, 408, or 503 and 429 when too many bodies are in; nothing counts then.
+    """
+    try:
+        async with asyncio.timeout(rules.timeout_s):
+            return await _read(rules, share, headers, receive)
+    except TimeoutError:
+        share.give_back()
+        sentence = f"the body did not arrive within {rules.timeout_s:g} s (--body-timeout)"
+        raise Refused(problem(HTTPStatus.REQUEST_TIMEOUT, sentence), rules.unread) from None
+    except BaseException:
+        share.give_back()
+        raise
+
+
+async def _read(
+    rules: BodyRules, share: BodyShare, headers: MutableHeaders, receive: Receive
+) -> Message | None:
+    length = headers.get("content-length")
+    if length is not None and length.isdecimal() and int(length[:20]) > rules.most:
+        raise _too_large(rules)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            share.give_back()
+            return None
+        part = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > rules.most:
+            raise _too_large(rules)
+        _take(rules, share, part)
+        ends = not message.get("more_body", False)
+        body = b"".join(parts) if ends else b""
+        if rules.check is not None:
+            try:
+                rules.check.feed(part)
+                if ends:
+                    rules.check.check(body)
+            except TooMuch as error:
+                status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+                raise Refused(problem(status, str(error)), rules.unread) from error
+        if ends:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+
+def _take(rules: BodyRules, share: BodyShare, part: bytes) -> None:
+    full = share.take(len(part))
+    if not full:
+        return
+    if full == "account":
+        sentence = "the bodies of this key's other calls take all of its room, try again"
+        status = HTTPStatus.TOO_MANY_REQUESTS
+    else:
+        sentence = "too many large bodies are in, try again"
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+    raise Refused(problem(status, sentence, headers=RETRY_AFTER), rules.unread)
+
+
+def _too_large(rules: BodyRules) -> Refused:
+    sentence = f"the body is too large, allowed are {rules.most} bytes ({rules.why})"
+    return Refused(problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, sentence), rules.unread)
+
+
+async def discard(receive: Receive, most: int) -> None:
+    """Take some of the rest: a client that still sends when we close would not see the answer."""
+    left = most
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
