@@ -59,7 +59,7 @@ def started(instances: int, nursery: Nursery | None = None) -> list[dict[str, ob
     where = "" if nursery is None else " in a nursery"
     with Served([*ENGINE_FLAGS, f"--instances={instances}"], nursery=nursery) as served:
         up = {"ready_s": time.monotonic() - began, "cpu_s": cpu_s(served)}
-        here = [one for one in processes(served) if INSTANCE in one.cmdline()]
+        here = [one for one in processes(served) if INSTANCE in " ".join(one.cmdline())]
         rows = [{"what": f"{instances} instances{where}", **up, "pss_mib": median(mib(here))}]
         if instances == 2:
             rows.append({"what": f"one more{where}", **_one_more(served, up["cpu_s"])})

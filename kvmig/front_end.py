@@ -58,6 +58,8 @@ class FrontLaunch(Discreet, frozen=True, kw_only=True):
     secret: bytes
     admin_key: str = ""
     """The admin API's key; empty: see `kvmig.gateway.access`."""
+    whose: str = ""
+    """Model and address of the server, for the titles of its processes."""
     config: ClusterConfig
     engine_argv: list[str]
     """MODEL and the engine's flags."""
@@ -280,7 +282,8 @@ class FrontEnds:
             listening=shared[0],
             heartbeat=shared[1],
         )
-        spawn = running("kvmig.front_process", self._environment, shared)
+        title = f"of {launch.whose}" if launch.whose else ""
+        spawn = running("kvmig.front_process", self._environment, shared, title)
         child = await Child.start(f"front end {number}", spawn, launch)
         self._children[number] = child
         await child.ready(launch.config.start_timeout_s)

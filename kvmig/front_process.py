@@ -1,4 +1,4 @@
-"""`python -m kvmig.front_process DESCRIPTOR`: one of several front ends, for the launcher only."""
+"""`python -m kvmig.front_process [TITLE] DESCRIPTOR`: a front end, for the launcher only."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch document on stdin, readiness on the file descriptor named by argv[1]."""
-    if len(argv) != 2 or not argv[1].isdecimal():
-        print("usage: python -m kvmig.front_process DESCRIPTOR", file=sys.stderr)
+    """Launch document on stdin, readiness on the file descriptor that is the last word."""
+    if not 2 <= len(argv) <= 3 or not argv[-1].isdecimal():
+        print("usage: python -m kvmig.front_process [TITLE] DESCRIPTOR", file=sys.stderr)
         return 2
-    descriptor = int(argv[1])
+    descriptor = int(argv[-1])
     begin_loading()
     try:
         launch = read_launch(FrontLaunch)

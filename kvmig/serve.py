@@ -155,7 +155,7 @@ def serve(
         first = planned[: config.instances]
         units = config.migration.unit_tokens
         shapes = Shapes(argv, own, first, units, kind.parse, trees, kind.check_tree)
-        name = secrets.token_hex(4)
+        name, whose = secrets.token_hex(4), whose_server(args, sock)
         launcher: Launcher
         if host is not None:
             launcher = host.launcher(name, [shape.workers for shape in planned])
@@ -171,9 +171,22 @@ def serve(
             launcher,
             lambda argv: kind.weights(kind.parse(argv)),
             own_units(config.instance_unit, config.instances),
+            whose,
         )
-        front = msgspec.structs.replace(front, config=config, engine_argv=argv)
+        front = msgspec.structs.replace(front, config=config, engine_argv=argv, whose=whose)
         return uvloop.run(Server(cluster, front, args, sock).run())
+
+
+def whose_server(args: Namespace, sock: socket.socket) -> str:
+    """Model and address, by which people know it in `ps` among others on the host."""
+    model = (args.served_model_name or [args.model])[0]
+    return f"{model} at {address_of(sock)}"
+
+
+def address_of(sock: socket.socket) -> str:
+    """Where clients connect to."""
+    bound = sock.getsockname()
+    return f"unix:{bound}" if isinstance(bound, str) else f"http://{bound[0]}:{bound[1]}"
 
 
 @contextlib.contextmanager
@@ -326,17 +339,14 @@ class Server:
         """Wait for a signal, or for the end of the front ends; then drain them."""
         assert self._front is not None
         bound = self._sock.getsockname()
-        if isinstance(bound, str):
-            address = f"unix:{bound}"
-        else:
-            host, port = bound[:2]
-            address = f"http://{host}:{port}"
+        if not isinstance(bound, str):
+            host = bound[0]
             if not (is_loopback(host) or self._launch.admin_key or self._args.api_key):
                 say(
                     f"anybody who reaches {host} may use the API; the admin API is closed, see"
                     f" {ADMIN_KEY} in docs/security.md"
                 )
-        say(f"serving {self._args.model} on {address} (Ctrl-C stops)")
+        say(f"serving {self._args.model} on {address_of(self._sock)} (Ctrl-C stops)")
         if (descriptor := self._config.lifecycle.heartbeat_descriptor) >= 0:
             self._beating = asyncio.create_task(send_heartbeats(descriptor), name="heartbeats")
         ended = asyncio.create_task(self._front.ended())

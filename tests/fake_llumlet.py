@@ -96,7 +96,14 @@ class FakeLlumlet:
             if isinstance(message, Hello):
                 self._gateway = sender
                 told = Welcome(
-                    VERSION.major, self.instance, b"engine", VERSION.minor, weights=self.weights
+                    VERSION.major,
+                    self.instance,
+                    b"engine",
+                    VERSION.minor,
+                    weights=self.weights,
+                    pid=7,
+                    host="here",
+                    gpus=("1",),
                 )
                 self.send(told)
                 self.report()

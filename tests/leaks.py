@@ -70,7 +70,7 @@ class Footprint:
         found = []
         for one in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
-                if one.is_running() and module in one.cmdline():
+                if one.is_running() and module in " ".join(one.cmdline()):
                     found.append(one)
         return found
 

@@ -81,7 +81,7 @@ class RayHosts:
             process
             for node in self._processes
             for process in psutil.Process(node.pid).children(recursive=True)
-            if module in process.cmdline()
+            if module in " ".join(process.cmdline())
         ]
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ async def test_instances_are_listed_and_infinite_freeness_is_null() -> None:
             "blocks_limit": 100,
             "running": 1, "waiting": 0, "freeness": 90.0, "migrations_in": 0, "migrations_out": 0,
             "staging_used": 0, "detail": "", "unmovable": "", "weights": "", "numerics": "n",
-            "vllm": "", "unit": "", "shared": None,
+            "vllm": "", "unit": "", "shared": None, "pid": 7, "host": "here", "gpus": ["1"],
         }  # fmt: skip
         assert second["freeness"] is None
 
@@ -158,6 +158,34 @@ async def test_a_migration_answers_with_its_report_and_is_listed() -> None:
         assert (await client.get("/migrations?limit=1")).json()["data"] == [told]
 
 
+async def test_a_request_is_moved_without_a_destination_to_the_one_with_most_room() -> None:
+    async with served() as (it, client):
+        a = await it.submit("cmpl-x-0-12345678", "cmpl-x-0")
+        b = next(one for one in it.llumlets if one is not a)
+        a.moves()
+        moved = await client.post("/migrations", json={"request_id": "x"})
+        assert moved.status_code == 200
+        assert (moved.json()["source"], moved.json()["destination"]) == (a.instance, b.instance)
+
+
+async def test_a_request_that_can_be_moved_nowhere_is_409() -> None:
+    async with served() as (it, client):
+        a = await it.submit()
+        b = next(one for one in it.llumlets if one is not a)
+        await it.router.remove_instance(b.instance)
+        status, error = problem(await client.post("/migrations", json={"request_id": "r"}))
+        assert status == 409
+        assert error["message"] == (
+            f"no instance serves besides {a.instance} that its requests could be moved to"
+        )
+
+
+async def test_an_instance_is_known_by_its_process_and_host() -> None:
+    async with served() as (_, client):
+        rows = (await client.get("/instances")).json()["data"]
+        assert [(row["pid"], row["host"], row["gpus"]) for row in rows] == [(7, "here", ["1"])] * 2
+
+
 async def test_what_cannot_begin_is_404_or_409_and_names_what_is_wrong() -> None:
     async with served() as (it, client):
         a = await it.submit("0_cmpl-x-0-12345678", "cmpl-x-0")
@@ -207,7 +235,7 @@ async def test_with_migration_off_it_is_409() -> None:
         (b"{", None, "the body is not JSON"),
         (b"", None, "the body is missing, needed are request_id, destination"),
         (b"[]", None, "the body is []"),
-        (b'{"request_id": "r"}', "destination", "destination is missing, needed are request_id"),
+        (b'{"destination": "1"}', "request_id", "request_id is missing"),
         (
             b'{"request_id": 5, "destination": "1"}',
             "request_id",

@@ -82,7 +82,7 @@ async def test_a_forks_death_is_told_and_the_next_one_starts(
         fork = await waiting.begin(forks)
         deadline = time.monotonic() + PATIENCE_S
         process = psutil.Process(fork.pid)
-        while LLUMLET not in process.cmdline():
+        while LLUMLET not in " ".join(process.cmdline()):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         assert process.environ()["OMP_NUM_THREADS"] == str(THREADS)

@@ -323,7 +323,7 @@ def test_a_server_that_a_fork_could_not_be_like_starts_in_the_usual_way(
     with Toys([], tmp_path, nursery=toy_nursery, environment=other) as served:
         assert isinstance(served.process, subprocess.Popen)
         children = psutil.Process(served.process.pid).children(recursive=True)
-        assert [one for one in children if "kvmig.cli.llumlet" in one.cmdline()]
+        assert [one for one in children if "kvmig.cli.llumlet" in " ".join(one.cmdline())]
         words = "differs in the environment of instances; this server starts its own"
         assert words in served.output()
 

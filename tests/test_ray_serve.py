@@ -76,7 +76,7 @@ def llumlets(cluster: Cluster) -> list[psutil.Process]:
         process
         for raylet in raylets
         for process in psutil.Process(raylet).children(recursive=True)
-        if "kvmig.cli.llumlet" in process.cmdline()
+        if "kvmig.cli.llumlet" in " ".join(process.cmdline())
     ]
 
 

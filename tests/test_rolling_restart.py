@@ -135,7 +135,7 @@ async def test_a_second_one_is_refused_while_one_is_under_way() -> None:
 async def test_the_only_one_that_serves_is_not_restarted() -> None:
     async with world() as it:
         await it.link.order(drain("i1"))
-        with pytest.raises(OrderFailed, match="1 instances serve, must be 2 or more"):
+        with pytest.raises(OrderFailed, match="1 instance serves, must be 2 or more"):
             await restart(it)
 
 

@@ -168,7 +168,9 @@ class Start:
         """A llumlet, as soon as it is there."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
-            found = [one for one in self.running() if "kvmig.cli.llumlet" in one.cmdline()]
+            found = [
+                one for one in self.running() if "kvmig.cli.llumlet" in " ".join(one.cmdline())
+            ]
             if len(found) > instance:
                 return found[instance]
             assert self.process.poll() is None

@@ -329,6 +329,9 @@ async def test_what_the_catalogue_holds_is_there_after_a_restart(tmp_path: Path)
     with ToyFleet(tmp_path) as fleet:
         fleet.add_toy("a")
         key = fleet.key
+        said = fleet.log.read_text()
+        assert f"the first admin's key is in {fleet.folder}/admin-key" in said
+        assert key not in said
         async with fleet.client() as client:
             await answer(client, ask("a"))
         children = fleet.processes("kvmig")

@@ -125,9 +125,9 @@ async def test_a_front_end_that_dies_is_started_again_and_the_others_go_on(
 
 
 async def test_a_drain_of_twenty_streams_loses_none_and_moves_them_all(several: Toys) -> None:
-    added = await call(several, "POST", "instances", json={"count": 1})
+    added = await call(several, "POST", "instances?wait_s=60", json={"count": 1})
     assert (added.status_code, [row["id"] for row in added.json()["data"]]) == (201, ["i2"])
-    assert added.json()["data"][0]["state"] == "starting"
+    assert added.json()["data"][0]["state"] == "serving"
     too_many = await call(several, "POST", "instances")
     assert (too_many.status_code, too_many.json()["error"]["type"]) == (409, "ConflictError")
     assert "--max-instances allows 3" in too_many.json()["error"]["message"]
@@ -181,6 +181,12 @@ async def test_one_that_is_ended_at_once_leaves_its_streams_to_the_others(
 async def test_a_rolling_restart_under_load_loses_no_stream(several: Toys) -> None:
     await until(several, i0="serving", i1="serving", i2=None)
     before = {one.pid for one in llumlets(several)}
+    listed = {row["pid"]: row["id"] for row in (await rows(several)).values()}
+    titles = {one.pid: " ".join(one.cmdline()) for one in llumlets(several)}
+    assert {pid: f"{listed[pid]} of {several.model} at {several.url}" for pid in before} == {
+        pid: title.partition("kvmig.cli.llumlet ")[2].rstrip() for pid, title in titles.items()
+    }
+    said = len(several.output())
     begun: list[int] = []
     over = asyncio.Event()
 
@@ -207,6 +213,7 @@ async def test_a_rolling_restart_under_load_loses_no_stream(several: Toys) -> No
 
     assert not before & {one.pid for one in llumlets(several)}
     assert "recompute" not in several.output()
+    assert "WARNING" not in several.output()[said:]
     await until(several, i0="serving", i1="serving")
     await asyncio.to_thread(assert_server_is_empty, several)
 

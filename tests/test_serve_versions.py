@@ -174,7 +174,7 @@ async def test_with_room_for_no_second_version_a_restart_is_refused_before_anyth
     assert refused.status_code == 409
     message = refused.json()["error"]["message"]
     assert message == (
-        "1 instances serve, must be 2 or more:"
+        "1 instance serves, must be 2 or more:"
         f" instance {kept} runs weights counts-by-4, those on disk are counts-by-5,"
         " and there is no room for both; add an instance first (POST /kvmig/v1/instances)"
     )

@@ -34,7 +34,7 @@ class Cast:
         cast = cls()
         for pid in place.processes():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                for word in psutil.Process(pid).cmdline():
+                for word in " ".join(psutil.Process(pid).cmdline()).split():
                     if part := MODULES.get(word):
                         cast.parts.setdefault(part, []).append(pid)
         return cast

@@ -45,12 +45,15 @@ class Cluster:
         launcher: Launcher,
         weights_of: Callable[[list[str]], str] = lambda argv: "",
         units: Mapping[str, str] = MappingProxyType({}),
+        whose: str = "",
     ) -> None:
         """name: of its shared memory.
 
         weights_of: the identity of what an instance with these flags would load now; empty: it
         isn't known. units: where the first instances are in a placement, by name.
+        whose: model and address of its server, for the titles of its processes.
         """
+        self.whose = whose
         self.preferred_weights = ""
         """Weights that new requests begin under as long as an instance with them has room."""
         self.on_change: list[Callable[[list[Member]], None]] = []
@@ -172,7 +175,12 @@ class Cluster:
         wanted = [self._find(name) for name in dict.fromkeys(order.instances)] or serving
         coming = self._weights_of(self._shapes.argv)
         if len(serving) < 2:
-            few = f"{len(serving)} instances serve, must be 2 or more"
+            verb = "instance serves" if len(serving) == 1 else "instances serve"
+            few = f"{len(serving)} {verb}, must be 2 or more"
+            if coming_up := [
+                one.name for one in self._instances.values() if one.state == "starting"
+            ]:
+                few += f" (starting: {', '.join(coming_up)}; wait for them)"
             raise OrderRefused("conflict", f"{few}{_no_room(serving, coming)}")
         if idle := [one.name for one in wanted if one.state != "serving"]:
             raise OrderRefused("conflict", f"instance {idle[0]} doesn't serve")
@@ -290,6 +298,7 @@ class Cluster:
             engine_tree=shape.tree,
             gpus=gpus,
             unit=unit,
+            whose=self.whose,
         )
         instance = Instance(launch, shape.workers, self._launcher, self)
         self._instances[name] = instance

@@ -61,6 +61,8 @@ LOADED = "kvmig.cli.loaded"
 DESCRIPTORS = Path("/proc/self/fd")
 GPUS = "/dev/nvidia"
 """Files of NVIDIA's driver, opened by cuInit: it fails in a fork of who has called it."""
+TITLE_ROOM = " " * 200
+"""The last word of a fork server's command line: the titles of its forks take the line's place."""
 MESSAGE_BYTES = 1 << 18
 """More than an environment has, and than Linux lets through."""
 
@@ -234,8 +236,10 @@ class Forks:
             self._environment.get(name) == environment.get(name) for name in names
         )
 
-    async def fork(self, environment: Mapping[str, str], stdin: int, announced: int) -> Fork:
-        """One more llumlet; the descriptors are given to it as copies.
+    async def fork(
+        self, environment: Mapping[str, str], stdin: int, announced: int, title: str = ""
+    ) -> Fork:
+        """One more llumlet; the descriptors are given to it as copies. title: what `ps` shows.
 
         Raises StartupError if the fork server is gone or too slow; the next call starts another,
         if this one had ever worked.
@@ -244,7 +248,7 @@ class Forks:
             await asyncio.shield(self._renewing)
         if self._servers[-1].gone or self._stale:
             self._begin()
-        return await self._servers[-1].fork(environment, stdin, announced)
+        return await self._servers[-1].fork(environment, stdin, announced, title)
 
     def renew(self, tree: str) -> None:
         """Fork from what is on disk now: kvmig, libraries; the engine in `tree`, if one is given.
@@ -302,7 +306,7 @@ class ForkServer:
     def begin(cls, module: str, environment: Mapping[str, str], *words: str) -> ForkServer:
         """Start `python -m module DESCRIPTOR words`, our own, at once. Raises StartupError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = ("-m", module, str(theirs.fileno()), *words)
+        words = ("-m", module, str(theirs.fileno()), *words, TITLE_ROOM)
         with theirs:
             try:
                 process = subprocess.Popen(
@@ -332,9 +336,12 @@ class ForkServer:
         if self._retired and not self._forks and not self._turn.locked():
             self._give_up()
 
-    async def fork(self, environment: Mapping[str, str], stdin: int, announced: int) -> Fork:
+    async def fork(
+        self, environment: Mapping[str, str], stdin: int, announced: int, title: str = ""
+    ) -> Fork:
         """One more llumlet. See `Forks.fork`."""
-        return await self.carry_out(ForkOrder(LLUMLET, (), environment), (stdin, 1, 2, announced))
+        order = ForkOrder(LLUMLET, (title,) if title else (), environment)
+        return await self.carry_out(order, (stdin, 1, 2, announced))
 
     async def loaded(self) -> None:
         """Wait until it has loaded, or is gone, or is too slow: who forks is told."""

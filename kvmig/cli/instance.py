@@ -86,6 +86,8 @@ class Instance:
         """Of the engine that it will be when its process starts again as it was told."""
         self._fallback: LlumletLaunch | None = None
         """What it was before, until it has served on another tree."""
+        self._ordered = False
+        """Whether its process ends, or has ended, as it was told."""
         self._empty = asyncio.Event()
         """Set when its process shall end now, and start again."""
         self._deadline, self._ends = 0.0, False
@@ -98,7 +100,13 @@ class Instance:
         """Describe it for others."""
         launch = self._launch
         return Member(
-            self.name, self._endpoint, self.state, self._detail, launch.engine_tree, launch.unit
+            self.name,
+            self._endpoint,
+            self.state,
+            self._detail,
+            launch.engine_tree,
+            launch.unit,
+            self._ordered,
         )
 
     async def close(self) -> None:
@@ -229,7 +237,7 @@ class Instance:
             link = self._link = LlumletLink(
                 self.name, endpoint, self._launch.secret, self._cluster.refusals
             )
-            self._endpoint, ready = endpoint, _now()
+            self._endpoint, ready, self._ordered = endpoint, _now(), False
             self._fallback = None
             self._want(self._wanted.state, "")
             if not self.first_start.done():
@@ -239,11 +247,12 @@ class Instance:
                 self._renewed("")
             how = await first_of(handle.ended(), link.silent(), self._to_renew())
             self._served_s = _now() - ready
+            self._ordered = how == RENEWED
             return how
         finally:
             self._keep_guarantee()
             self._link, self._endpoint = None, ""
-            self._set("starting", "its process is gone")
+            self._set("starting", RENEWED if self._ordered else "its process is gone")
             await self._end(link, handle)
 
     def _keep_guarantee(self) -> None:

@@ -1,4 +1,4 @@
-"""`python -m kvmig.cli.llumlet DESCRIPTOR`: one instance's process, for the launcher only."""
+"""`python -m kvmig.cli.llumlet [TITLE] DESCRIPTOR`: one instance, for the launcher only."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Launch document on stdin, the announcement on the file descriptor that is the one word."""
-    if len(words) != 1 or not words[0].isdecimal():
-        print("usage: python -m kvmig.cli.llumlet DESCRIPTOR", file=sys.stderr)
+    """Launch document on stdin, the announcement on the file descriptor that is the last word."""
+    if not 1 <= len(words) <= 2 or not words[-1].isdecimal():
+        print("usage: python -m kvmig.cli.llumlet [TITLE] DESCRIPTOR", file=sys.stderr)
         return 2
-    descriptor = int(words[0])
+    descriptor = int(words[-1])
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     begin_loading()
     launch: LlumletLaunch | None = None

@@ -108,10 +108,11 @@ class LocalLauncher:
         async def spawn(stdin: int, announced: int) -> Process:
             if self._forks is not None and self._forks.suits(environment):
                 try:
-                    return await self._forks.fork(environment, stdin, announced)
+                    return await self._forks.fork(environment, stdin, announced, launch.title)
                 except StartupError as error:
                     log.warning("%s; this instance starts by itself, which takes longer", error)
-            return await running("kvmig.cli.llumlet", environment)(stdin, announced)
+            spawned = running("kvmig.cli.llumlet", environment, title=launch.title)
+            return await spawned(stdin, announced)
 
         try:
             place.child = await LocalLlumlet.start(f"instance {launch.instance}", spawn, launch)

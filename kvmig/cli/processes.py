@@ -129,6 +129,13 @@ class LlumletLaunch(Discreet, frozen=True, kw_only=True):
     """Ids of its GPUs; none: the launcher chooses."""
     unit: str = ""
     """Name of where it is in a placement; only told to people and planners."""
+    whose: str = ""
+    """Model and address of its server, for its title."""
+
+    @property
+    def title(self) -> str:
+        """What `ps` shows behind the module's name: one of several clusters on a host is known."""
+        return f"{self.instance} of {self.whose}" if self.whose else self.instance
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -227,12 +234,19 @@ Spawn = Callable[[int, int], Awaitable[Process]]
 """Makes a process from its stdin and the descriptor it announces on; both stay the caller's."""
 
 
-def running(module: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> Spawn:
-    """Spawn `python -m module DESCRIPTOR`, which inherits `descriptors` under the same numbers."""
+def running(
+    module: str,
+    environment: Mapping[str, str],
+    descriptors: Sequence[int] = (),
+    title: str = "",
+) -> Spawn:
+    """Spawn `python -m module [TITLE] DESCRIPTOR`, which inherits `descriptors` under the same
+    numbers. title: for people who read `ps`.
+    """
 
     async def spawn(stdin: int, announced: int) -> Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, str(announced),
+            sys.executable, "-m", module, *filter(None, (title,)), str(announced),
             stdin=stdin, env=dict(environment), pass_fds=(announced, *descriptors),
         )  # fmt: skip
 

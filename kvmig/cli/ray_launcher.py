@@ -313,7 +313,8 @@ class Supervisor:
             engine_argv=[*_memory_flags(order, environment), *order.launch.engine_argv],
         )
         name = f"instance {launch.instance}"
-        self._child = await Child.start(name, running("kvmig.cli.llumlet", environment), launch)
+        spawn = running("kvmig.cli.llumlet", environment, title=launch.title)
+        self._child = await Child.start(name, spawn, launch)
 
     async def ready(self, timeout_s: float) -> str:
         """See `Handle`."""

@@ -1,6 +1,6 @@
 """The scheduler's process, and its keeper in the launcher.
 
-The process is `python -m kvmig.cli.scheduler DESCRIPTOR`, for the launcher only.
+The process is `python -m kvmig.cli.scheduler [TITLE] DESCRIPTOR`, for the launcher only.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class SchedulerKeeper:
 
     async def _live_with(self, heartbeats: Heartbeats) -> None:
         launch = SchedulerLaunch(self._secret, self._config, heartbeats.descriptor)
-        spawn = running("kvmig.cli.scheduler", os.environ, [heartbeats.descriptor])
+        title = f"of {self._cluster.whose}" if self._cluster.whose else ""
+        spawn = running("kvmig.cli.scheduler", os.environ, [heartbeats.descriptor], title)
         child = await Child.start("scheduler", spawn, launch)
         hearing: asyncio.Task[str] | None = None
         try:
@@ -150,13 +151,13 @@ async def run(launch: SchedulerLaunch, descriptor: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch document on stdin, readiness on the file descriptor named by argv[1]."""
+    """Launch document on stdin, readiness on the file descriptor that is the last word."""
     logging.basicConfig(format="%(asctime)s scheduler %(levelname)s %(message)s")
-    if len(argv) != 2 or not argv[1].isdecimal():
-        print("usage: python -m kvmig.cli.scheduler DESCRIPTOR", file=sys.stderr)
+    if not 2 <= len(argv) <= 3 or not argv[-1].isdecimal():
+        print("usage: python -m kvmig.cli.scheduler [TITLE] DESCRIPTOR", file=sys.stderr)
         return 2
     try:
-        asyncio.run(run(read_launch(SchedulerLaunch), int(argv[1])))
+        asyncio.run(run(read_launch(SchedulerLaunch), int(argv[-1])))
     except KvmigError as error:
         say(str(error), "kvmig scheduler")
         return 1

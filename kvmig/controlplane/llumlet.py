@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -254,12 +256,22 @@ class Llumlet:
                 self._front_lost(sender)
             self._overrun.discard(sender)
             self._fronts.join(hello.name, sender)
-            weights, described = self._engine.layout.weights, self._engine.describe()
-            self._server.send(
-                sender, Welcome(VERSION.major, self.instance, described, VERSION.minor, weights)
-            )
+            self._server.send(sender, self._welcome())
         elif hello.role in ("scheduler", "launcher"):
             self._fronts.listen(sender)
+
+    def _welcome(self) -> Welcome:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return Welcome(
+            VERSION.major,
+            self.instance,
+            self._engine.describe(),
+            VERSION.minor,
+            self._engine.layout.weights,
+            os.getpid(),
+            socket.gethostname(),
+            tuple(filter(None, gpus.split(","))),
+        )
 
     def _obey(self, order: Pairs | SetState) -> None:
         """What the scheduler and the launcher want."""

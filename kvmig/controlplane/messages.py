@@ -23,6 +23,11 @@ class Welcome(Message, frozen=True, tag=True):
     minor: int = 0
     weights: str = ""
     """Identity of its weights; load reports tell when they are updated."""
+    pid: int = 0
+    """Its process's id, on its host."""
+    host: str = ""
+    gpus: tuple[str, ...] = ()
+    """Ids of the GPUs that it may use."""
 
     @property
     def version(self) -> Version:
@@ -362,6 +367,8 @@ class Member(msgspec.Struct, frozen=True):
     """Folder of its engine; empty: the installed one."""
     unit: str = ""
     """Name of where it is in a placement; empty: nobody said."""
+    ordered: bool = False
+    """Whether an order has ended its process: that it is gone is no fault."""
 
 
 class Members(Message, frozen=True, tag=True):

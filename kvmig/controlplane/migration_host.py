@@ -79,9 +79,10 @@ class MigrationHost:
                     continue
                 self.migrations.receive_reply(endpoint, message, payload)
         except TransportError as error:
-            log.warning("peer %s is lost: %s", endpoint, error)
             del self._clients[endpoint]
-            self.migrations.peer_lost(endpoint)
+            # Without a migration it is nobody's loss: instances come and go.
+            level = logging.WARNING if self.migrations.peer_lost(endpoint) else logging.DEBUG
+            log.log(level, "peer %s is lost: %s", endpoint, error)
         finally:
             client.close()
 

@@ -365,12 +365,12 @@ class Init:
         try:
             if self._forks is None or self._forks.gone:
                 self._forks = ForkServer.begin(FORKS, os.environ)
-            order = ForkOrder(module, (), dict(os.environ))
+            order = ForkOrder(module, (self._settings.data,), dict(os.environ))
             return await self._forks.carry_out(order, (stdin, 1, 2, *descriptors))
         except StartupError as error:
             log.warning("%s; %s starts by itself, which takes longer", error, module)
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, *map(str, descriptors),
+            sys.executable, "-m", module, self._settings.data, *map(str, descriptors),
             stdin=stdin, pass_fds=descriptors,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`python -m kvmig.fleet.server ANNOUNCED INIT HEARTBEAT`: decides for a fleet; init starts it.
+"""`python -m kvmig.fleet.server [FOLDER] ANNOUNCED INIT HEARTBEAT`: decides for a fleet, for init.
 
 It keeps the catalogue and the accounts, and every model as they and its requests want it. It is in
 no stream's path: without it warm models and known keys go on, and init starts another one, which
@@ -189,7 +189,7 @@ class FleetServer:
         await stored(self._store.open)
         if (key := await stored(self._store.first_admin_key)) is not None:
             keep_key(self._settings.path("admin-key"), key)
-            say(f"the first admin's key, which is also in {self._settings.data}/admin-key: {key}")
+            say(f"the first admin's key is in {self._settings.path('admin-key')}")
         self._keys = Keys(self._store.pepper)
         await self.reload()
         if (wanted := await stored(self._store.placement)) is not None:
@@ -432,10 +432,12 @@ def main(words: Sequence[str]) -> int:
     """Launch document on stdin. words: descriptors, of where it announces that it is ready, of its
     end of the socket to init, and for `kvmig.cli.processes.send_heartbeats`.
     """
-    if len(words) != 3 or not all(map(str.isdecimal, words)):
-        print("usage: python -m kvmig.fleet.server ANNOUNCED INIT HEARTBEAT", file=sys.stderr)
+    descriptors = words[-3:]
+    if not 3 <= len(words) <= 4 or not all(map(str.isdecimal, descriptors)):
+        usage = "usage: python -m kvmig.fleet.server [FOLDER] ANNOUNCED INIT HEARTBEAT"
+        print(usage, file=sys.stderr)
         return 2
-    announced, init, heartbeat = map(int, words)
+    announced, init, heartbeat = map(int, descriptors)
     try:
         launch = read_launch(ServerLaunch)
         quiet("server")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -30,6 +31,9 @@ PREFIX = "/kvmig/v1"
 MOST = 10_000
 """Most instances in one order; the launcher has its own limit."""
 MOST_BYTES = 1 << 60
+MOST_WAIT_S = 3600.0
+LOOK_S = 0.1
+"""Between two looks at instances that start."""
 
 # -- the routes
 
@@ -126,15 +130,26 @@ def instances_api(
         return [Instance.of(row, model) for row in rows() if row.id in names]
 
     @adding.post("/instances", status_code=HTTPStatus.CREATED, responses=errors)
-    async def add(body: AddBody | None = None) -> Listing[Instance]:
-        """Start instances; they are `starting` until they serve."""
+    async def add(
+        body: AddBody | None = None,
+        wait_s: Annotated[float, Query(ge=0, le=MOST_WAIT_S, allow_inf_nan=False)] = 0.0,
+    ) -> Listing[Instance]:
+        """Start instances; they are `starting` until they serve.
+
+        `wait_s`: answer when they serve, or have failed, at the latest after so many seconds.
+        """
         wanted = body or AddBody()
         names = await launcher.order(
             lambda call_id: AddInstances(
                 call_id, wanted.count, wanted.flags, wanted.vllm, tuple(wanted.gpus), wanted.unit
             )
         )
-        return Listing(data=listed(names))
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while (found := listed(names)) and asyncio.get_running_loop().time() < deadline:
+            if all(one.state != "starting" for one in found):
+                break
+            await asyncio.sleep(LOOK_S)
+        return Listing(data=found)
 
     @restarting.post("/instances/restart", status_code=HTTPStatus.ACCEPTED, responses=errors)
     async def restart(body: RestartBody | None = None) -> Listing[Instance]:
@@ -251,6 +266,9 @@ class Instance(BaseModel):
     numerics: str = Field(description="Its numerics class: instances of one round alike.")
     vllm: str = Field(description="Folder of its vLLM; empty: the installed one.")
     unit: str = Field(description="Name of where it is in a placement; empty: nobody said.")
+    pid: int = Field(description="Id of its process on its host; 0 while it isn't connected.")
+    host: str = Field(description="Name of the host that it runs on.")
+    gpus: list[str] = Field(description="Ids of the GPUs that it may use.")
     shared: OfUnit | None = Field(
         description="What it has of its unit (--unit); null: its KV cache is its own alone."
     )
@@ -260,7 +278,13 @@ class Instance(BaseModel):
         """The row as JSON has it."""
         freeness = row.freeness if math.isfinite(row.freeness) else None
         shared = None if row.shared is None else OfUnit.of(row.shared)
-        told = {"model": model, "freeness": freeness, "vllm": row.tree, "shared": shared}
+        told = {
+            "model": model,
+            "freeness": freeness,
+            "vllm": row.tree,
+            "shared": shared,
+            "gpus": list(row.gpus),
+        }
         return cls(**{**asdict(row), **told})
 
 
@@ -298,7 +322,9 @@ class MigrationBody(BaseModel):
         min_length=1,
         description="x-request-id of the call, or a sequence's own id (GET /kvmig/v1/requests).",
     )
-    destination: str = Field(min_length=1, description="Id of an instance.")
+    destination: str | None = Field(
+        default=None, min_length=1, description="Id of an instance; null: the one with most room."
+    )
     inexact: bool = Field(
         default=False,
         description="Also to an instance of another numerics class, where its tokens may differ.",

@@ -58,6 +58,12 @@ class SameInstance(GatewayError):
     param = "destination"
 
 
+class NoDestination(GatewayError):
+    """No instance is there that the request could be moved to."""
+
+    status = HTTPStatus.CONFLICT
+
+
 class MigrationDisabled(GatewayError):
     """The cluster was started with --no-migration."""
 

@@ -11,11 +11,12 @@ from typing import Protocol
 import msgspec
 
 from kvmig.controlplane.dispatch import NewRequest, allowed
+from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Welcome
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.engines.base import Frame
-from kvmig.gateway.errors import InstanceLost, UnknownInstance
+from kvmig.gateway.errors import InstanceLost, NoDestination, UnknownInstance
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.ground.clock import Clock
@@ -331,6 +332,25 @@ class Fleet:
             if name != instance and self.fit(name)
         )
 
+    def roomiest(self, source: str, inexact: bool = False) -> str:
+        """Where a request of this instance finds the most room. Raises NoDestination.
+
+        inexact: where nothing rounds alike, also where its tokens may differ.
+        """
+        exact = self.arithmetic(source)
+        others = [
+            one
+            for one in self._view.view(self._clock()).instances
+            if one.instance != source and self.fit(one.instance) and one.state == "serving"
+        ]
+        for begun in (exact, exact._replace(numerics="")) if inexact else (exact,):
+            able = [one for one in others if begun.goes_on(self.arithmetic(one.instance))]
+            if able:
+                return max(able, key=instance_freeness).instance
+        raise NoDestination(
+            f"no instance serves besides {source} that its requests could be moved to"
+        )
+
     def ailing(self) -> dict[str, str]:
         """Connected instances that aren't fit: silent, hung or failed."""
         return {name: ill for name in self.alive if (ill := self._ailment(name))}
@@ -378,6 +398,7 @@ class Fleet:
                 one.index,
                 known.get(name) or InstanceView(instance=name, endpoint=one.endpoint),
                 self._ailment(name) if one.alive else "lost",
+                one.welcome,
             )
             for name, one in self._instances.items()
         ]

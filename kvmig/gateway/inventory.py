@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvmig.controlplane.freeness import instance_freeness
-from kvmig.controlplane.messages import InUnit, Member, Requests
+from kvmig.controlplane.messages import InUnit, Member, Requests, Welcome
 from kvmig.controlplane.view import InstanceView
 from kvmig.engines.base import Preempted, RequestState
 from kvmig.gateway.errors import AmbiguousRequest
@@ -55,6 +55,10 @@ class InstanceRow:
     """What `blocks_total` could be if those gave that the instance shares KV cache with."""
     shared: InUnit | None = None
     """None: its KV cache is its own alone."""
+    pid: int = 0
+    """Of its process; 0: it isn't connected."""
+    host: str = ""
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,13 @@ class RequestRow:
     migrating_to: str | None
 
 
-def instance_row(index: int, view: InstanceView, ailment: str) -> InstanceRow:
-    """One row; ailment: silent, hung, failed, lost (not connected), or empty."""
+def instance_row(
+    index: int, view: InstanceView, ailment: str, welcome: Welcome | None = None
+) -> InstanceRow:
+    """One row; ailment: silent, hung, failed, lost (not connected), or empty.
+
+    welcome: of an instance that is connected.
+    """
     return InstanceRow(
         id=view.instance,
         index=index,
@@ -100,6 +109,9 @@ def instance_row(index: int, view: InstanceView, ailment: str) -> InstanceRow:
         numerics=view.numerics,
         blocks_limit=view.load.most_blocks,
         shared=view.shared,
+        pid=0 if welcome is None else welcome.pid,
+        host="" if welcome is None else welcome.host,
+        gpus=() if welcome is None else welcome.gpus,
     )
 
 

@@ -213,6 +213,6 @@ class Membership:
             self._changed.set()
             await asyncio.Event().wait()
         finally:
-            # One that left when it was told to isn't named any more.
-            crashed = any(one.instance == name for one in self.members)
+            # One that left when it was told to isn't named any more, or starts again as told.
+            crashed = any(one.instance == name and not one.ordered for one in self.members)
             await self._router.remove_instance(name, crashed=crashed)

@@ -317,31 +317,34 @@ class Router:
     async def migrate(
         self,
         any_id: str,
-        destination: str,
+        destination: str | None = None,
         timeout_s: float = 120.0,
         *,
         inexact: bool = False,
     ) -> MigrationReport:
         """Move a request, named by its own id or its call's, and wait for the report.
 
-        inexact: also to an instance where its tokens may differ. Raises what
-        `kvmig.gateway.errors` names when it can't start.
+        destination: None: the one with the most room. inexact: also to an instance where its
+        tokens may differ. Raises what `kvmig.gateway.errors` names when it can't start.
         """
         if not self._config.scheduler.migration:
             raise MigrationDisabled("migration is off: the server runs with --no-migration")
-        self.fleet.endpoint(destination)
+        if destination is not None:
+            self.fleet.endpoint(destination)
         try:
             request = self._table.find(any_id)
         except UnknownRequest:
             found = find_other(others_requests(await self._list_requests(), self._name), any_id)
             if found is None:
                 raise
+            destination = destination or self.fleet.roomiest(found.row.instance, inexact)
             return await self._migrate_other(found, destination, timeout_s, inexact)
         source, run_id = request.instance, request.run_id
         if source is None:
             raise InstanceLost(f"request {any_id} has no instance now")
         if request.destination is not None and source != destination:
             raise AlreadyMigrating(f"request {any_id} is being moved to {request.destination}")
+        destination = destination or self.fleet.roomiest(source, inexact)
         endpoint = self._check_places(any_id, source, destination)
         request.destination = destination
         try:

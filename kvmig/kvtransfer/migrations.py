@@ -255,13 +255,14 @@ class Migrations:
             case _:
                 log.debug("%s: late or unknown %s", endpoint, type(message).__name__)
 
-    def peer_lost(self, endpoint: str) -> None:
-        """The connection to a destination is gone."""
-        for session in self._departures.values():
-            if session.endpoint == endpoint:
-                session.deliver(PeerLost())
+    def peer_lost(self, endpoint: str) -> bool:
+        """The connection to a destination is gone; whether a migration went there."""
+        lost = [one for one in self._departures.values() if one.endpoint == endpoint]
+        for session in lost:
+            session.deliver(PeerLost())
         self._let_go()
         asyncio.get_running_loop().call_later(END_S, self._let_go)
+        return bool(lost)
 
     def _let_go(self) -> None:
         for staging in self._out.stagings.values():

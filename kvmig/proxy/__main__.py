@@ -1,4 +1,4 @@
-"""`python -m kvmig.proxy ANNOUNCED LISTENING HEARTBEAT`: one proxy, for the fleet's init only."""
+"""`python -m kvmig.proxy [FOLDER] ANNOUNCED LISTENING HEARTBEAT`: one proxy, for init only."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ def main(words: Sequence[str]) -> int:
     """Launch document on stdin. words: descriptors, of where it announces that it is ready, of the
     port's socket, and for `kvmig.cli.processes.send_heartbeats`.
     """
-    if len(words) != 3 or not all(map(str.isdecimal, words)):
-        print("usage: python -m kvmig.proxy ANNOUNCED LISTENING HEARTBEAT", file=sys.stderr)
+    descriptors = words[-3:]
+    if not 3 <= len(words) <= 4 or not all(map(str.isdecimal, descriptors)):
+        print(
+            "usage: python -m kvmig.proxy [FOLDER] ANNOUNCED LISTENING HEARTBEAT", file=sys.stderr
+        )
         return 2
-    announced, listening, heartbeat = map(int, words)
+    announced, listening, heartbeat = map(int, descriptors)
     try:
         launch = read_launch(ProxyLaunch)
         quiet(launch.name)
