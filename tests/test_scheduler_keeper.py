@@ -24,6 +24,8 @@ SECRET = b"a secret of 16 b"
 class FakeCluster:
     """One instance."""
 
+    whose = ""
+
     def __init__(self) -> None:
         self.on_change: list[Any] = []
         self.refusals = RefusalCounter()
