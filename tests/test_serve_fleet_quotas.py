@@ -35,7 +35,7 @@ async def test_a_quota_of_10000_tokens_under_32_streams_delivers_10000(fleet: To
         assert text == counted(1000, start)[: len(text)]
         if len(text) < 1000:
             assert stream.error is not None
-            assert stream.error["code"] == 429
+            assert stream.error["code"] == "insufficient_quota"
             assert "quota of 10000 tokens a day is used up" in stream.error["message"]
     row = await asyncio.to_thread(used, fleet, key, sum(map(len, texts)))
     assert row["output"] == sum(map(len, texts))

@@ -30,6 +30,8 @@ from kvmig.gateway.answer_usage import UsageReader
 from kvmig.gateway.body_bounds import BodyCheck, ModelReach, bound_of, largest_size
 from kvmig.gateway.body_budget import BodyBudget
 from kvmig.gateway.call_work import work_of
+from kvmig.gateway.error_forms import api_of
+from kvmig.gateway.error_stage import ErrorStage
 from kvmig.gateway.load_shedding import LoadShedding
 from kvmig.gateway.problems import denial, problem, shorten_value
 from kvmig.gateway.request_body import RETRY_AFTER, BodyRules, Refused, discard, read_body
@@ -180,7 +182,10 @@ class HttpMiddleware:
             if scope["type"] == "websocket":
                 await self.app(inner, receive, send_counted)
             else:
-                await self._serve(state, call, inner, headers, receive, send_counted)
+                # A call with an account comes from a fleet's door.
+                worded = bool(call.account)
+                stage = ErrorStage(api_of(route_path(scope)), call, send_counted, worded=worded)
+                await self._serve(state, call, inner, headers, receive, stage)
         finally:
             current_call.reset(token)
             call.leave()
@@ -192,7 +197,7 @@ class HttpMiddleware:
         scope: Scope,
         headers: MutableHeaders,
         receive: Receive,
-        send: Send,
+        stage: ErrorStage,
     ) -> None:
         path = route_path(scope)
         found = find_route(scope["method"], path)
@@ -215,13 +220,13 @@ class HttpMiddleware:
             if refused.unread and "expect" not in headers:
                 # Whoever asks before sending hasn't sent it yet.
                 await discard(receive, refused.unread)
-            await refused.answer(scope, receive, send)
+            await refused.answer(scope, receive, stage.send)
             return
         if found is not None and found.route.works:
             state.begin_work(call)
             shedding, clock, account = state.shedding, state.clock, call.account
             call.enter(lambda by: shedding.hold(priority, by, clock(), account), sequences)
-        await self.app(scope, first(message, receive), send)
+        await stage.run(self.app, scope, first(message, receive))
 
 
 def route_path(scope: Scope) -> str:

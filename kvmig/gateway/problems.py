@@ -15,22 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvmig.gateway.access import Denied, Rule
+from kvmig.gateway.error_forms import type_of
 from kvmig.gateway.errors import GatewayError
 from kvmig.ground.errors import KvmigError
 
 MOST = 100
 """Characters of a value in an error's sentence."""
-
-_TYPES = {
-    HTTPStatus.BAD_REQUEST: "BadRequestError",
-    HTTPStatus.UNAUTHORIZED: "AuthenticationError",
-    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
-    HTTPStatus.NOT_FOUND: "NotFoundError",
-    HTTPStatus.CONFLICT: "ConflictError",
-    HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
-    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
-    HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
-}
 
 
 class Problem(BaseModel):
@@ -61,7 +51,7 @@ def problem(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """A response in OpenAI's error shape."""
-    kind = _TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    kind = type_of(status)
     body = ErrorBody(error=Problem(message=message, type=kind, param=param, code=status))
     return JSONResponse(body.model_dump(), status, headers)
 

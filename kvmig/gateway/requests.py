@@ -14,6 +14,7 @@ from kvmig.accounts.allowances import Allowance
 from kvmig.engines.base import Frame
 from kvmig.gateway.answer_usage import Usage
 from kvmig.gateway.body_budget import BodyShare
+from kvmig.gateway.error_forms import ApiError
 from kvmig.gateway.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.gateway.splice import Splicer
@@ -199,8 +200,8 @@ class HttpCall:
 
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
-        "answered", "body", "call_id", "left", "over", "quota", "request_ids", "status", "tenant",
-        "told",
+        "answered", "body", "call_id", "failure", "left", "over", "quota", "request_ids",
+        "status", "tenant", "told",
     )  # fmt: skip
 
     def __init__(
@@ -229,6 +230,8 @@ class HttpCall:
         """Of the answer; 0: it hasn't begun."""
         self.told: Usage | None = None
         """What the answer says that the call has used, if it does."""
+        self.failure: ApiError | None = None
+        """Why its stream could not go on, whatever the application makes of it."""
         self._unserved: set[str] = set()
         self._submitted = 0
         self._coming = 0

@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-Api = Literal["openai", "responses", "messages"]
+Api = Literal["openai", "responses", "messages", "cohere"]
 """Kinds of streams and errors; `openai`: chats, completions and all others."""
 ModelSource = Literal["body", "form", "answer"]
 """Where a call names its model: a JSON body's field, a form's field, or the id of an answer that
@@ -52,7 +52,8 @@ def _posts(
 
 CLIENT_ROUTES: tuple[ClientRoute, ...] = (
     *_posts("/v1/completions /v1/chat/completions /inference/v1/generate", "generation"),
-    *_posts("/invocations /cohere/v2/chat /v1/systemone", "generation"),
+    *_posts("/invocations /v1/systemone", "generation"),
+    *_posts("/cohere/v2/chat", "generation", api="cohere"),
     *_posts("/v1/chat/completions/batch", "batch"),
     *_posts("/generative_scoring", "texts"),
     *_posts("/v1/responses", "generation", api="responses"),

@@ -38,6 +38,7 @@ from kvmig.gateway.router import Router
 from kvmig.ground.config import KEEP_ALIVE_S
 from kvmig.openai_server.http_task import HttpTask
 from kvmig.openai_server.vllm_beams import count_beams_as_one
+from kvmig.openai_server.vllm_errors import note_failures
 
 
 class VllmServer(HttpTask):
@@ -103,6 +104,7 @@ class VllmServer(HttpTask):
         )
         ours = f"{HttpMiddleware.__module__}.{HttpMiddleware.__name__}"
         args.middleware = [*args.middleware, ours]  # the last one is the outermost
+        note_failures()
         app: FastAPI = build_app(args, self._tasks, llm.model_config)
         await init_app_state(llm, app.state, args, self._tasks)
         keep_responses_apart(app.state.openai_serving_responses)

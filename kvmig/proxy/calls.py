@@ -17,8 +17,9 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Raw
 
-from kvmig.accounts.keys import QUOTA_CODE
+from kvmig.gateway import error_forms
 from kvmig.gateway.access import OPENAI
+from kvmig.gateway.error_forms import ApiError
 from kvmig.gateway.problems import shorten_value
 from kvmig.gateway.route_table import WORK_PATHS, Api
 from kvmig.proxy.hold import Refused
@@ -31,9 +32,6 @@ OTHERS = WORK_PATHS | {"/tokenize", "/detokenize"}
 WITHHELD = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Paths of engines that are not for clients."""
 SAFE = "/:@!$&'()*+,;=~-._"
-EDGE_BYTES = 50
-"""Longer than an event's number with its name."""
-_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 
 def bad(message: str, code: str = "invalid_request") -> Refused:
@@ -66,13 +64,6 @@ def target(path: str, query: bytes) -> bytes:
     """The request line's: exactly what was checked, whatever the client's spelling was."""
     plain = quote(path, safe=SAFE).encode()
     return b"%s?%s" % (plain, query) if query else plain
-
-
-def api_of(path: str) -> Api:
-    """How the path's clients are spoken to."""
-    if path.startswith("/v1/messages"):
-        return "messages"
-    return "responses" if path.startswith("/v1/responses") else "openai"
 
 
 # -- bodies
@@ -170,41 +161,16 @@ def _form_fields(content: bytes, boundary: bytes) -> dict[str, slice]:
 
 # -- what a client is told
 
-_TYPES: dict[int, str] = {
-    HTTPStatus.BAD_REQUEST: "invalid_request_error",
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-}
-
 
 def error_body(api: Api, status: int, message: str, code: str) -> bytes:
     """An error as the API's clients read it: in OpenAI's form, or in Anthropic's."""
-    if api == "messages":
-        error: dict[str, object] = {"type": _type_of(status), "message": message}
-        return msgspec.json.encode({"type": "error", "error": error})
-    return msgspec.json.encode({"error": _error(status, message, code)})
-
-
-def _type_of(status: int) -> str:
-    return _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-
-
-def _error(status: int, message: str, code: str) -> dict[str, object]:
-    kind = QUOTA_CODE if code == QUOTA_CODE else _type_of(status)
-    return {"message": message, "type": kind, "param": None, "code": code}
+    return error_forms.error_body(api, ApiError(status, message, code=code))
 
 
 def error_event(api: Api, status: int, message: str, code: str, number: int = 0) -> bytes:
     """An error at the end of a stream. number: of the event, where the API's have some."""
-    if api == "messages":
-        return b"event: error\ndata: %s\n\n" % error_body(api, status, message, code)
-    if api == "responses":
-        error = _error(status, message, code)  # OpenAI documents it flat, and sends it nested
-        event = {**error, "type": "error", "sequence_number": number, "error": error}
-        return b"event: error\ndata: %s\n\n" % msgspec.json.encode(event)
-    return b"data: %s\n\ndata: [DONE]\n\n" % error_body(api, status, message, code)
+    error = ApiError(status, message, code=code)
+    return error_forms.error_event(api, error, number) + error_forms.stream_end(api)
 
 
 def heartbeat(api: Api, sentence: str) -> bytes:
@@ -216,18 +182,3 @@ def heartbeat(api: Api, sentence: str) -> bytes:
     if api == "messages":
         return b'event: ping\ndata: {"type":"ping"}\n\n'
     return b": %s\n\n" % " ".join(sentence.split()).encode()
-
-
-class EventNumbers:
-    """Of the events of a response that goes by, however they come apart."""
-
-    def __init__(self) -> None:
-        self.next = 0
-        self._edge = b""
-
-    def feed(self, data: bytes) -> None:
-        """What has come."""
-        text = self._edge + data
-        if numbers := _NUMBER.findall(text):
-            self.next = int(numbers[-1]) + 1
-        self._edge = text[-EDGE_BYTES:]

@@ -44,15 +44,16 @@ from kvmig.accounts.keys import Scope as KeyScope
 from kvmig.accounts.limits import WHOLE, Limiter, Part, headers, let_in
 from kvmig.gateway import request_body as gateway
 from kvmig.gateway.body_budget import BodyBudget
+from kvmig.gateway.error_forms import EventNumbers, api_of
+from kvmig.gateway.error_stage import ErrorStage
 from kvmig.gateway.http import CALL_ID, PRIORITY, UNREAD_BYTES, Connection, accepted
 from kvmig.gateway.request_body import BodyRules
+from kvmig.gateway.requests import HttpCall
 from kvmig.gateway.route_table import Api
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import BODIES, HttpConfig
 from kvmig.proxy.calls import (
     Body,
-    EventNumbers,
-    api_of,
     asked,
     bad,
     body_of,
@@ -468,7 +469,8 @@ class Door:
             self.count_refused(refused.answer.status_code)
             if refused.unread and "expect" not in call.headers:
                 await gateway.discard(receive, refused.unread)
-            await refused.answer(scope, receive, send)
+            stage = ErrorStage(call.api, HttpCall(call.call_id), send, worded=True)
+            await refused.answer(scope, receive, stage.send)
         except Gone:
             call.finish()
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-import msgspec
-
+from kvmig.gateway.error_forms import read_error
 from kvmig.proxy.hold import Refused
 
 HEAD_BYTES = 1 << 16
@@ -309,10 +308,8 @@ async def error_of(head: Head, upstream: Upstream) -> Refused:
     sink = Sink()
     upstream.pass_to(sink)
     await upstream.ended
-    try:
-        told = msgspec.json.decode(bytes(sink.content))
-        error = told.get("error", told)
-        message = str(error["message"])
-    except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
+    error = read_error(head.status, bytes(sink.content))
+    if error is None:
         message = f"the deployment answered with status {head.status}"
-    return Refused(head.status, message, "deployment_refused")
+        return Refused(head.status, message, "deployment_refused")
+    return Refused(head.status, error.message, error.code or "deployment_refused")
