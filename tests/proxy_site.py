@@ -20,8 +20,9 @@ from kvmig.cli.environment import take_path
 from kvmig.ground.clock import Clock
 from kvmig.ground.config import HttpConfig
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
+from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.directory import Directory
-from kvmig.proxy.door import Door, DoorConnection
+from kvmig.proxy.door import Door
 from kvmig.proxy.messages import Route, Routes, Snapshot
 
 PEPPER = b"p" * 32

@@ -258,8 +258,8 @@ async def test_an_adapter_goes_to_its_models_deployment_under_its_own_name(tmp_p
 
 async def test_a_path_may_name_the_model(tmp_path: Path) -> None:
     async with site(tmp_path) as door, door.deployment() as there, door.client() as client:
-        await client.get("/models/count/v1/responses/r1?a=b")
-    assert there.got[0].line == "GET /v1/responses/r1?a=b HTTP/1.1"
+        await client.post("/models/count/v1/completions?a=b", json={"prompt": "hi"})
+    assert there.got[0].line == "POST /v1/completions?a=b HTTP/1.1"
 
 
 @pytest.mark.parametrize(
@@ -382,9 +382,9 @@ async def test_a_head_request_ends_with_its_head(tmp_path: Path) -> None:
     async def sized(got: Got) -> None:
         got.head("content-length: 5")
 
-    async with site(tmp_path) as door, door.deployment(sized), door.client() as client:
-        for _ in range(2):
-            answer = await client.head("/models/count/v1/things")
+    async with site(tmp_path) as door, door.deployment(sized, "api"), door.client() as client:
+        for path in ("/kvmig/v2/models", "/v1/models", "/kvmig/v2/keys"):
+            answer = await client.head(path)
             assert (answer.status_code, answer.content) == (200, b"")
 
 

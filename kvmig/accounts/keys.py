@@ -210,18 +210,19 @@ class Keys:
 
 
 def allows(
-    grant: KeyGrant, model: str | None, address: str, now: float, scope: Scope = "infer"
+    grant: KeyGrant, model: str | None, address: str, now: float, scope: Scope | None = "infer"
 ) -> Denied | None:
     """None if the key is good for a request to `model`, sent from `address` at `now`.
 
     model: None for a request to none. A model that the key may not use is as one that isn't there.
+    scope: None: somebody else looks at it.
     """
     if grant.expires is not None and now >= grant.expires:
         return EXPIRED
     if grant.cidrs is not None and not _within(address, grant.cidrs):
         message = "the API key isn't for requests from this network"
         return Denied(HTTPStatus.FORBIDDEN, message, "network_not_allowed")
-    if scope not in grant.scopes:
+    if scope is not None and scope not in grant.scopes:
         message = f"the API key has no scope {scope!r}, it has {', '.join(grant.scopes)}"
         return Denied(HTTPStatus.FORBIDDEN, message, "insufficient_scope")
     if model is not None and grant.models is not None and model not in grant.models:

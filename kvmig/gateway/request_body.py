@@ -118,11 +118,11 @@ def _too_large(rules: BodyRules) -> Refused:
     return Refused(problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, sentence), rules.unread)
 
 
-async def discard(receive: Receive, most: int) -> None:
+async def discard(receive: Receive, most: int, within_s: float = DISCARD_S) -> None:
     """Take some of the rest: a client that still sends when we close would not see the answer."""
     left = most
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
+        async with asyncio.timeout(within_s):
             while left > 0:
                 message = await receive()
                 left -= len(message.get("body", b""))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
-from itertools import pairwise
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -18,46 +17,72 @@ import msgspec
 from msgspec import Raw
 
 from kvmig.gateway import error_forms
-from kvmig.gateway.access import OPENAI
 from kvmig.gateway.error_forms import ApiError
 from kvmig.gateway.problems import shorten_value
-from kvmig.gateway.route_table import WORK_PATHS, Api
-from kvmig.proxy.hold import Refused
+from kvmig.gateway.route_table import CLIENT_ROUTES, Api, ClientRoute, find_route
+from kvmig.proxy.forms import Form, form_of
+from kvmig.proxy.refusals import Refused, bad
 
-NAMED = re.compile(r"/models/(?P<model>.+?)(?P<rest>/v1/.*)")
-"""A path that names its model."""
-PREFIXES = tuple(f"{one}/" for one in OPENAI)
-OTHERS = WORK_PATHS | {"/tokenize", "/detokenize"}
-"""Paths of engines besides those under PREFIXES."""
-WITHHELD = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""Paths of engines that are not for clients."""
+NAMING = "/models/"
+"""Begins a path that names its model."""
+LISTING = re.compile(r"(?:/models/(?P<model>.+?))?/v1/models(?:/(?P<listed>.*))?")
+"""A path of the list of models."""
+METHODS = tuple(dict.fromkeys(one.method for one in CLIENT_ROUTES))
+LONGEST = max(one.path.count("/") for one in CLIENT_ROUTES)
+"""Segments of a route's path, at most."""
 SAFE = "/:@!$&'()*+,;=~-._"
-
-
-def bad(message: str, code: str = "invalid_request") -> Refused:
-    """400."""
-    return Refused(HTTPStatus.BAD_REQUEST, message, code)
 
 
 # -- paths
 
 
 class Asked(NamedTuple):
-    """A path as the deployment shall see it, and the model that it names, if it does."""
+    """What a call is for, as its method and path say."""
 
+    route: ClientRoute | None
+    """None: the list of models, which the proxy answers."""
     path: str
-    model: str | None
+    """As the deployment shall see it."""
+    model: str | None = None
+    """That the path names, if it does."""
+    answer_id: str = ""
+    """Of an earlier call's answer, where the path has it."""
+    listed: str = ""
+    """The model of the list that is asked for; empty: all."""
 
 
-def asked(path: str) -> Asked:
-    """path: decoded. Raises Refused for one that is no engine's to answer."""
-    named = NAMED.fullmatch(path)
-    inner, model = (named["rest"], named["model"]) if named else (path, None)
-    known = inner.startswith(PREFIXES) or inner in OTHERS
-    odd = {"", ".", ".."}.intersection(inner.removesuffix("/").split("/")[1:])
-    if not known or odd or inner.rstrip("/") in WITHHELD:
+def asked(method: str, path: str) -> Asked:
+    """path: decoded. Raises Refused for a call that is none of the table's: 404, or 405."""
+    found = _route(method, path)
+    if found is None and method in ("GET", "HEAD"):
+        listing = LISTING.fullmatch(path)
+        if listing is not None:
+            return Asked(None, "/v1/models", listing["model"], listed=listing["listed"] or "")
+    if found is not None:
+        return found
+    others = [one for one in METHODS if _route(one, path) is not None]
+    if LISTING.fullmatch(path) is not None:
+        others = ["GET"]
+    if not others:
         raise Refused(HTTPStatus.NOT_FOUND, f"no path {shorten_value(path)}", "not_found")
-    return Asked(inner, model)
+    allowed = ", ".join(others)
+    sentence = f"{shorten_value(path)} takes {allowed}, not {method[:20]}"
+    headers = ((b"allow", allowed.encode()),)
+    status = HTTPStatus.METHOD_NOT_ALLOWED
+    raise Refused(status, sentence, "method_not_allowed", headers=headers)
+
+
+def _route(method: str, path: str) -> Asked | None:
+    if (match := find_route(method, path)) is not None:
+        return Asked(match.route, path, None, match.answer_id)
+    if not path.startswith(NAMING):
+        return None
+    segments = path.removeprefix(NAMING).split("/")
+    for cut in range(max(1, len(segments) - LONGEST), len(segments)):
+        inner = "/" + "/".join(segments[cut:])
+        if (match := find_route(method, inner)) is not None:
+            return Asked(match.route, inner, "/".join(segments[:cut]), match.answer_id)
+    return None
 
 
 def target(path: str, query: bytes) -> bytes:
@@ -76,28 +101,29 @@ class Body(NamedTuple):
     model: str | None = None
     stream: bool = False
     priority: int | None = None
-    boundary: bytes | None = None
-    """Of a form."""
+    form: Form | None = None
+    previous: str | None = None
+    """Id of the response that it goes on from."""
 
-    def naming(self, served: str) -> bytes:
-        """With another model; nothing else in it changes."""
-        if self.model is None or self.model == served:
+    def naming(self, served: str, **more: str) -> bytes:
+        """With this model, and these fields more; nothing else in it changes."""
+        if self.form is not None:
+            return self.form.encode(served)
+        if not self.content or (self.model == served and not more):
             return self.content
-        if self.boundary is not None:
-            at = _form_fields(self.content, self.boundary)["model"]
-            return b"".join((self.content[: at.start], served.encode(), self.content[at.stop :]))
         fields = msgspec.json.decode(self.content, type=dict[str, Raw])
-        return msgspec.json.encode({**fields, "model": served})
+        return msgspec.json.encode({**fields, "model": served, **more})
 
 
 class _Fields(msgspec.Struct):
     model: Raw = Raw(b"null")
     stream: Raw = Raw(b"null")
     priority: Raw = Raw(b"null")
+    previous_response_id: Raw = Raw(b"null")
 
 
-def body_of(content: bytes, headers: Mapping[str, str]) -> Body:
-    """Raises Refused, 400 or 415. headers: names in lower case."""
+def body_of(content: bytes, headers: Mapping[str, str], *, is_form: bool = False) -> Body:
+    """Raises Refused, 400 or 415. headers: names in lower case. is_form: of the route."""
     if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         encoding = shorten_value(headers["content-encoding"])
         sentence = f"content-encoding is {encoding}, bodies must be sent as they are"
@@ -105,58 +131,27 @@ def body_of(content: bytes, headers: Mapping[str, str]) -> Body:
     if not content:
         return Body(content)
     kind = headers.get("content-type", "")
-    if kind.lower().startswith("multipart/form-data"):
-        return _form(content, kind)
+    if is_form:
+        return _form_body(content, kind)
     try:
         fields = msgspec.json.decode(content, type=_Fields)
-        model, stream, priority = map(
-            msgspec.json.decode, (fields.model, fields.stream, fields.priority)
+        model, stream, priority, previous = map(
+            msgspec.json.decode,
+            (fields.model, fields.stream, fields.priority, fields.previous_response_id),
         )
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise bad(f"the body is no JSON object: {str(error)[:200]}") from error
     if model is not None and not isinstance(model, str):
         raise bad(f"model is {shorten_value(model)}, must be a model's name")
     number = priority if type(priority) is int else None
-    return Body(content, model, stream is True, number)
+    known = previous if isinstance(previous, str) else None
+    return Body(content, model, stream is True, number, previous=known)
 
 
-def _form(content: bytes, kind: str) -> Body:
-    boundary = re.search(r'boundary="?([^";,]{1,70})"?', kind, re.IGNORECASE)
-    if boundary is None:
-        raise bad(f"content-type is {shorten_value(kind)}, must have a boundary")
-    word = boundary[1].encode("latin-1")
-    fields = _form_fields(content, word)
-    if "model" not in fields:
-        return Body(content, boundary=word)
-    try:
-        model = content[fields["model"]].decode()
-    except UnicodeDecodeError as error:
-        raise bad("model is no UTF-8") from error
-    stream = content[fields["stream"]] if "stream" in fields else b""
-    return Body(content, model, stream.lower() in (b"true", b"1"), boundary=word)
-
-
-_NAME = re.compile(rb'^content-disposition:[^\r\n]*?;\s*name="?([^";\r\n]*)', re.I | re.M)
-
-
-def _form_fields(content: bytes, boundary: bytes) -> dict[str, slice]:
-    """Where the fields `model` and `stream` stand. Raises Refused for one that is there twice."""
-    found: dict[str, slice] = {}
-    marks = re.finditer(rb"(?:\A|\r\n)--" + re.escape(boundary), content)
-    for mark, following in pairwise(marks):
-        end = following.start()
-        head = content.find(b"\r\n\r\n", mark.end(), end)
-        if head < 0:
-            continue
-        name = _NAME.search(content, mark.end(), head)
-        if b"*=" in content[mark.end() : head]:
-            raise bad("the form has a name with `*=`, names must be plain")
-        if name is None or (field := name[1].decode("latin-1")) not in ("model", "stream"):
-            continue
-        if field in found:
-            raise bad(f"the form has {field} twice")
-        found[field] = slice(head + 4, end)
-    return found
+def _form_body(content: bytes, kind: str) -> Body:
+    form = form_of(content, kind)
+    stream = form.text("stream") or ""
+    return Body(content, form.text("model"), stream.lower() in ("true", "1"), form=form)
 
 
 # -- what a client is told

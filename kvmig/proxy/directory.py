@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
 from kvmig.accounts.keys import KeyGrant
 from kvmig.accounts.keys import Keys as KnownKeys
+from kvmig.proxy.answer_ids import model_of_answer, new_answer_id
 from kvmig.proxy.messages import Aliases, Keys, Known, Route, Routes, Snapshot
 
 NOTHING = -1
@@ -77,9 +78,9 @@ class Directory:
         """Of a key; None if there is no such key."""
         return self._keys.find(presented)
 
-    def knows(self, prefix: str) -> bool:
-        """Whether there is a key with it."""
-        return prefix in self._grants
+    def current(self, prefix: str) -> KeyGrant | None:
+        """Of a key that was presented before, as it is now; None if it lets nothing in any more."""
+        return self._grants.get(prefix)
 
     def find(self, name: str, call_id: str) -> Found | None:
         """A model by its name, an alias, `model:adapter` or an adapter's name, in this order.
@@ -97,6 +98,19 @@ class Directory:
         owner = self._adapters.get(name)
         return None if owner is None else Found(owner, name)
 
+    def may_reach(self, grant: KeyGrant, model: str) -> bool:
+        """Whether a name that a key may use leads to the model."""
+        return grant.models is None or any(model in self.models_of(one) for one in grant.models)
+
+    def model_of_answer(self, answer_id: str, grant: KeyGrant) -> str | None:
+        """Which model has an earlier answer; None: there is none of the key's user's."""
+        model = model_of_answer(self._pepper, answer_id, grant.user_id, self.routes)
+        return model if model is not None and self.may_reach(grant, model) else None
+
+    def new_answer_id(self, grant: KeyGrant, model: str) -> str:
+        """For an answer that the key's user may ask for again."""
+        return new_answer_id(self._pepper, grant.user_id, model)
+
     def names(self, grant: KeyGrant) -> Iterator[tuple[str, Route]]:
         """What a key may use: models that aren't off, their adapters, aliases."""
         every = [
@@ -111,6 +125,15 @@ class Directory:
         for name, route in every:
             if route.state != "off" and (grant.models is None or name in grant.models):
                 yield name, route
+
+    def models_of(self, name: str) -> Iterable[str]:
+        """Models that a name may mean."""
+        if name in self.routes:
+            return (name,)
+        if name in self._aliases:
+            return self._aliases[name]
+        found = self.find(name, "")
+        return () if found is None else (found.model,)
 
     def _behind(self, alias: str, call_id: str) -> str | None:
         weights = self._aliases.get(alias)

@@ -12,6 +12,7 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from kvmig.proxy.messages import ModelDemand, Route
+from kvmig.proxy.refusals import Refused
 
 BEAT_S = 10.0
 """Between two heartbeats of a held stream."""
@@ -19,19 +20,6 @@ TRY_S = 0.25
 """Between two tries to reach a deployment whose route says that it is ready."""
 SOON_S = 5.0
 """For a client to try again, where nothing better is known."""
-
-
-class Refused(Exception):
-    """The call is answered with this. code: OpenAI's word for it.
-
-    again_s: until another try makes sense; None: it doesn't.
-    """
-
-    def __init__(self, status: int, message: str, code: str, again_s: float | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.again_s = again_s
 
 
 class Stay(NamedTuple):
@@ -58,6 +46,8 @@ class Waiter:
     since: float
     beats: bool
     """Whether its client can be kept with signs of life: it has asked for a stream."""
+    works: bool = True
+    """Whether an engine works for it, and so may be started for it."""
     number: int = 0
     """Of arrivals."""
     beaten: float | None = None
@@ -118,6 +108,13 @@ def verdict(route: Route | None, waiter: Waiter, now: float) -> Go | Stay | Refu
     if route.state in ("failed", "off"):
         again_s = (route.retry_s or SOON_S) if route.state == "failed" else None
         message = route.why or f"{route.name} is {route.state}"
+        return Refused(HTTPStatus.SERVICE_UNAVAILABLE, message, f"model_{route.state}", again_s)
+    if route.state != "ready" and not waiter.works:
+        message = (
+            f"{route.name} is {route.state}: a request that its engine works for starts it, this"
+            " one doesn't"
+        )
+        again_s = route.start_s or SOON_S
         return Refused(HTTPStatus.SERVICE_UNAVAILABLE, message, f"model_{route.state}", again_s)
     left_s = waiter.since + route.start_timeout_s - now
     if left_s <= 0:

@@ -20,8 +20,9 @@ from kvmig.controlplane.child import StopSignals, announce
 from kvmig.ground.clock import monotonic
 from kvmig.ground.errors import StartupError
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
+from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.directory import Directory
-from kvmig.proxy.door import Door, DoorConnection
+from kvmig.proxy.door import Door
 from kvmig.proxy.link import ServerLink
 from kvmig.proxy.messages import Demand, Down, Figures, ProxyLaunch, Snapshot, Spent, Want
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from kvmig.gateway.error_forms import read_error
-from kvmig.proxy.hold import Refused
+from kvmig.proxy.refusals import Refused
 
 HEAD_BYTES = 1 << 16
 """Of a deployment's answer, at most."""

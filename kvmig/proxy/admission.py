@@ -1,0 +1,229 @@
+"""Who is in: every call from its head on, with what its key allows now. Pure.
+
+A key's grant is never kept across a wait. A call keeps the prefix of its key, and each decision is
+made from the grant that the prefix has at that moment. When keys, or what is left of their quotas,
+change, all calls that are in are judged again, and those that may go on no more are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from kvmig.accounts.keys import (
+    BAD_KEY,
+    EXPIRED,
+    THE_KEY,
+    Denied,
+    KeyGrant,
+    Limited,
+    Limits,
+    Scope,
+    allows,
+    limited_by,
+    no_model,
+    quota_used_up,
+    quotas_of,
+)
+from kvmig.accounts.limits import WHOLE, Exceeded, Limiter, Part, let_in
+from kvmig.proxy.messages import QuotaLeft, Spent
+
+
+class KnownKeys(Protocol):
+    """Keys as they are now."""
+
+    def grant(self, presented: str) -> KeyGrant | None:
+        """Of a key."""
+        ...
+
+    def current(self, prefix: str) -> KeyGrant | None:
+        """Of a key that was presented before."""
+        ...
+
+    def may_reach(self, grant: KeyGrant, model: str) -> bool:
+        """Whether a name that the key may use leads to the model."""
+        ...
+
+
+@dataclass(eq=False)
+class Visit:
+    """One call that is in."""
+
+    prefix: str
+    """Of its key."""
+    address: str
+    scope: Scope | None
+    """That the key must have; None: the server looks."""
+    cut: Callable[[Denied], None]
+    """Called when it may go on no more."""
+    name: str | None = None
+    """Of the model, as the client gave it; None: not known yet, or none."""
+    model: str | None = None
+    """Of the catalogue, that answers."""
+    charged: bool = True
+    """Whether its tokens count for quotas."""
+    granted: bool = False
+    """Whether the server grants its tokens one by one, and so ends it by itself."""
+    limiters: Sequence[Limiter] = ()
+    """That count it."""
+    ends: float = inf
+    """When its key expires, by the steady clock: a wall clock may jump."""
+    expires: float | None = field(default=None, repr=False)
+    """The same as the key says it, in Unix time."""
+
+
+class Admission:
+    """All calls that are in. Whatever a decision says is from the keys as they are then."""
+
+    def __init__(
+        self,
+        keys: KnownKeys,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        part: Part = WHOLE,
+        since: float = -inf,
+    ) -> None:
+        """clock: a steady one. wall: Unix time. part, since: see `Limiter`."""
+        self._keys = keys
+        self._clock = clock
+        self._wall = wall
+        self._part = part
+        self._since = since
+        self._visits: dict[str, set[Visit]] = {}
+        """By the prefixes of their keys."""
+        self._limiters: dict[str, Limiter] = {}
+        """Of keys and users that came here or have spent tokens, by `Limited.id`."""
+        self._left: dict[str, QuotaLeft] = {}
+        """By `Quota.id`."""
+
+    @property
+    def calls(self) -> int:
+        """How many are in."""
+        return sum(map(len, self._visits.values()))
+
+    # -- one call
+
+    def enter(
+        self, key: str, address: str, scope: Scope | None, cut: Callable[[Denied], None]
+    ) -> Visit | Denied:
+        """A call's head has come; who is let in must `leave`."""
+        grant = self._keys.grant(key)
+        if grant is None:
+            return BAD_KEY
+        visit = Visit(grant.prefix, address, scope, cut)
+        if (why := self._why_not(visit)) is not None:
+            return why
+        self._visits.setdefault(visit.prefix, set()).add(visit)
+        return visit
+
+    def name_model(
+        self, visit: Visit, name: str | None, model: str | None, charged: bool = True
+    ) -> KeyGrant | Denied:
+        """Its body has said what it asks for.
+
+        name: None: it asks for an earlier answer of the model. model: None: there is none of the
+        name. Returns the key's grant as it is now.
+        """
+        visit.name, visit.model, visit.charged = name, model, charged
+        grant = self._keys.current(visit.prefix)
+        if grant is None:
+            return BAD_KEY
+        return self._why_not(visit) or grant
+
+    def begin(self, visit: Visit) -> tuple[Exceeded | None, Sequence[Limiter]]:
+        """Let its request in past the limits; or say why not. With the limits that it met."""
+        grant = self._keys.current(visit.prefix)
+        if grant is None:
+            return None, ()  # it was cut
+        limiters = [self._limiter_of(one) for one in limited_by(grant)]
+        exceeded = let_in(limiters, self._clock())
+        if exceeded is None:
+            visit.limiters = limiters
+        return exceeded, limiters
+
+    def has_quota(self, visit: Visit) -> bool:
+        """Whether its tokens must be granted from now on. To be asked when it is sent on."""
+        grant = self._keys.current(visit.prefix)
+        quotas = () if grant is None or not visit.charged else quotas_of(grant, visit.model)
+        visit.granted = bool(quotas)
+        return visit.granted
+
+    def leave(self, visit: Visit) -> None:
+        """It is over."""
+        for one in visit.limiters:
+            one.leave()
+        visits = self._visits[visit.prefix]
+        visits.remove(visit)
+        if not visits:
+            del self._visits[visit.prefix]
+
+    # -- what changes
+
+    def review(self) -> None:
+        """Cut the calls that may go on no more."""
+        for visit in self._all():
+            if (why := self._why_not(visit)) is not None:
+                visit.cut(why)
+
+    def end_expired(self) -> bool:
+        """Cut the calls whose keys have expired; whether keys of others will."""
+        now = self._clock()
+        soon = False
+        for visit in self._all():
+            if visit.ends <= now:
+                visit.cut(EXPIRED)
+            else:
+                soon = soon or visit.ends < inf
+        return soon
+
+    def take_spent(self, spent: Spent) -> None:
+        """Take what the server says was used of limits."""
+        now = self._clock()
+        for whose, level in spent.owed.items():
+            limiter = self._limiters.setdefault(whose, self._limiter(Limits()))
+            limiter.bucket.told(level, now)
+        self._left.update(spent.left)
+        if spent.left:
+            self.review()
+
+    def _all(self) -> list[Visit]:
+        return [visit for visits in self._visits.values() for visit in visits]
+
+    def _why_not(self, visit: Visit) -> Denied | None:
+        grant = self._keys.current(visit.prefix)
+        if grant is None:
+            return BAD_KEY
+        wall = self._wall()
+        if grant.expires != visit.expires:
+            visit.expires = grant.expires
+            ends_s = inf if grant.expires is None else grant.expires - wall
+            visit.ends = self._clock() + ends_s
+        denied = allows(grant, visit.name, visit.address, wall, visit.scope)
+        if denied is not None or visit.model is None:
+            return denied
+        if visit.name is None and not self._keys.may_reach(grant, visit.model):
+            return no_model(visit.model)
+        if visit.granted or not visit.charged:
+            return None
+        return self._used_up(grant, visit.model, wall)
+
+    def _used_up(self, grant: KeyGrant, model: str, wall: float) -> Denied | None:
+        for quota in quotas_of(grant, model):
+            left = self._left.get(quota.id)
+            if left is not None and left.says_no(wall):
+                return quota_used_up(quota, left.anew)
+        return None
+
+    def _limiter_of(self, whose: Limited) -> Limiter:
+        limiter = self._limiters.get(whose.id)
+        if limiter is None:
+            limiter = self._limiters[whose.id] = self._limiter(whose.limits, whose.name)
+        elif limiter.limits != whose.limits:
+            limiter.name = whose.name
+            limiter.renew(whose.limits, self._clock())
+        return limiter
+
+    def _limiter(self, limits: Limits, name: str = THE_KEY) -> Limiter:
+        return Limiter(limits, self._part, name, self._since)

@@ -1,0 +1,264 @@
+"""One HTTP call as its client sees it: the connection, the proxy's own answers, a deployment's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from math import ceil
+from typing import Any, cast
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from kvmig.gateway import request_body as gateway
+from kvmig.gateway.error_forms import EventNumbers, api_of
+from kvmig.gateway.http import CALL_ID, Connection, accepted
+from kvmig.gateway.route_table import Api
+from kvmig.proxy.calls import error_body, error_event, heartbeat
+from kvmig.proxy.refusals import Refused
+from kvmig.proxy.relay import LAST_CHUNK, Head, Upstream
+
+SHOWN = "kvmig.connection"
+"""Key of an ASGI scope's connection and its cycle."""
+EVENTS = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"cache-control: no-cache\r\ntransfer-encoding: chunked\r\n"
+)
+NOTHING = (b"", b"")
+CUT_S = 0.2
+"""For what comes of the body of a call that may not go on."""
+DIED = Refused(
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    "the model's deployment ended while it answered",
+    "deployment_ended",
+)
+
+
+def on_lost_nothing() -> None:
+    """Nobody waits for anything."""
+
+
+class Gone(Exception):
+    """The client has left."""
+
+
+class DoorConnection(Connection):
+    """A client's connection. It shows itself to the door, which writes to it."""
+
+    each = 2
+    """The other one is a deployment's."""
+    too_many = False
+    """Whether it is of the last tenth that there can be: its calls are told so."""
+    upstream: Upstream | None = None
+    """Whose answer goes to the client now."""
+    on_lost: Callable[[], None] = staticmethod(on_lost_nothing)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.too_many = len(self.connections) > 0.9 * self.most
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        cast("dict[str, Any]", self.scope)[SHOWN] = (self, self.cycle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.on_lost()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.upstream is not None:
+            self.upstream.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.upstream is not None:
+            self.upstream.resume()
+
+
+class Call:
+    """One HTTP call."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection, cycle = scope[SHOWN]
+        self.connection: DoorConnection = connection
+        self.cycle: RequestResponseCycle = cycle
+        self.scope = scope
+        self.receive = receive
+        self.send = send
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers = Headers(raw=scope["headers"])
+        self.call_id = accepted(self.headers.get(CALL_ID))
+        self.api: Api = api_of(self.path)
+        self.asking = NOTHING
+        """Head and body, as they go on."""
+        self.errand: tuple[bytes, list[tuple[bytes, bytes]], bytes] | None = None
+        """Path, headers and body for a deployment, until it is asked."""
+        self.granted = False
+        """Whether the server grants its tokens."""
+        self.numbers = EventNumbers()
+        self.beats = 0
+        """Signs of life that were sent; from the first on the answer is a stream."""
+        self.cut: Refused | None = None
+        """Why it may not go on."""
+        self.over = False
+        self.patience_s = 0.0
+        """For an answer that is on its way when the call may go on no more."""
+        self.limits: list[tuple[bytes, bytes]] = []
+        """Headers that tell of limits."""
+
+    @property
+    def address(self) -> str:
+        """The client's, as the socket says: uvicorn would believe a header."""
+        client = self.connection.client
+        return client[0] if client else ""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left."""
+        return self.connection.transport.is_closing()
+
+    @property
+    def key(self) -> str:
+        """As OpenAI's clients send it, or Anthropic's."""
+        kind, _, given = self.headers.get("authorization", "").partition(" ")
+        return (given if kind.lower() == "bearer" else self.headers.get("x-api-key", "")).strip()
+
+    def ask(self, path: bytes, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
+        """What a deployment, or the server, will be asked. path: with the query."""
+        lines = [b"%s %s HTTP/1.1" % (self.method.encode(), path)]
+        lines += [b"%s: %s" % one for one in headers]
+        lines.append(b"x-request-id: %s\r\nconnection: close" % self.call_id.encode())
+        if content or self.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
+            lines.append(b"content-length: %d" % len(content))
+        self.asking = (b"\r\n".join(lines) + b"\r\n\r\n", content)
+
+    def check(self) -> None:
+        """Raises Gone for a client that has left, Refused for a call that may not go on."""
+        if self.gone:
+            raise Gone
+        if self.cut is not None:
+            raise self.cut
+
+    def cut_off(self, why: Refused) -> None:
+        """Let it go on no more, whatever it waits for."""
+        if self.patience_s:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self.patience_s, self._cut_off, why)
+        else:
+            self._cut_off(why)
+
+    def _cut_off(self, why: Refused) -> None:
+        if self.over or self.cut is not None:
+            return
+        self.cut = why
+        self.connection.on_lost()
+        self.cycle.message_event.set()  # the rest of its body
+
+    async def receive_part(self) -> Message:
+        """Of its body. Raises Refused for a call that may not go on."""
+        message = await self.receive()
+        if self.cut is not None:
+            raise self.cut
+        return message
+
+    # -- answers of the proxy's own
+
+    async def answer(
+        self,
+        status: int,
+        body: bytes,
+        kind: str = "application/json",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """All of it."""
+        response = Response(body, status, {**(headers or {}), CALL_ID: self.call_id}, kind)
+        await response(self.scope, self.receive, self.send)
+
+    async def refuse(self, why: Refused, unread: int = 0) -> None:
+        """An error, in the form that fits what the client has got so far.
+
+        unread: how much of the call's body is taken, and dropped; the connection is closed then.
+        """
+        if self.beats:
+            self._write_chunk(error_event(self.api, why.status, str(why), why.code))
+            self.connection.transport.write(LAST_CHUNK)
+            self.finish()
+            return
+        own = [*self.limits, *why.headers]
+        headers = {name.decode(): value.decode() for name, value in own}
+        if why.again_s is not None:
+            headers["Retry-After"] = str(max(1, ceil(why.again_s)))
+        if why.status == HTTPStatus.UNAUTHORIZED:
+            headers["WWW-Authenticate"] = "Bearer"
+        if unread:
+            headers["connection"] = "close"
+            within_s = gateway.DISCARD_S if self.cut is None else CUT_S
+            await gateway.discard(self.receive, unread, within_s)
+        body = error_body(self.api, why.status, str(why), why.code)
+        await self.answer(why.status, body, headers=headers)
+
+    def beat(self, sentence: str) -> None:
+        """Show a waiting client that the call lives."""
+        if not self.beats:
+            own = b"x-request-id: %s\r\n" % self.call_id.encode()
+            if not self.cycle.keep_alive:
+                own += b"connection: close\r\n"
+            self.connection.transport.write(EVENTS + own + b"\r\n")
+            self.cycle.response_started = True
+        self._write_chunk(heartbeat(self.api, sentence))
+        self.beats += 1
+
+    def _write_chunk(self, data: bytes) -> None:
+        self.connection.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+    # -- answers of a deployment
+
+    def begin(self, head: Head, own: list[tuple[bytes, bytes]]) -> None:
+        """Write its head, with headers of our own."""
+        own = [*own, *self.limits, (CALL_ID.encode(), self.call_id.encode())]
+        if not self.cycle.keep_alive:
+            own.append((b"connection", b"close"))
+        self.connection.transport.write(head.rewritten(own))
+        self.cycle.response_started = True
+
+    async def pass_on(self, upstream: Upstream) -> None:
+        """Its body, as it comes."""
+        connection = self.connection
+        connection.upstream = upstream
+        if self.api == "responses":
+            upstream.watch = self.numbers.feed
+        try:
+            upstream.pass_to(connection.transport)
+            if connection.flow.write_paused:
+                upstream.pause()
+            await upstream.ended
+        finally:
+            connection.upstream = None
+
+    def end(self, upstream: Upstream, events: bool) -> None:
+        """Whether its answer is complete or not."""
+        if self.gone or upstream.framing.ended:
+            self.finish()
+        elif events and upstream.framing.whole:
+            why = self.cut or DIED
+            number = self.numbers.next
+            self._write_chunk(error_event(self.api, why.status, str(why), why.code, number))
+            self.connection.transport.write(LAST_CHUNK)
+            self.finish()
+        else:
+            self.cycle.keep_alive = False  # the client must see that something is missing
+            self.finish()
+
+    def finish(self) -> None:
+        """The answer is written."""
+        cycle = self.cycle
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.connection.transport.close()
+        cycle.on_response()

@@ -1,0 +1,39 @@
+"""What a call is answered with that doesn't go on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+
+from kvmig.accounts.keys import Denied
+
+
+class Refused(Exception):
+    """The call is answered with this. code: OpenAI's word for it.
+
+    again_s: until another try makes sense; None: it doesn't. headers: more of them.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        again_s: float | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.again_s = again_s
+        self.headers = headers
+
+
+def bad(message: str, code: str = "invalid_request") -> Refused:
+    """400."""
+    return Refused(HTTPStatus.BAD_REQUEST, message, code)
+
+
+def refused(denied: Denied) -> Refused:
+    """What a key's check says."""
+    return Refused(denied.status, denied.message, denied.code)
