@@ -172,6 +172,7 @@ def test_a_user_is_disabled_and_enabled(kvmig: Kvmig) -> None:
 
 
 def test_a_key_is_made_rotated_and_revoked(kvmig: Kvmig) -> None:
+    kvmig.add_model()
     kvmig("user", "add", "bea")
     key = kvmig("key", "add", "bea", "--name", "laptop", "--model", "qwen", "--days", "2").strip()
     _, prefix, _ = key.split("-", 2)

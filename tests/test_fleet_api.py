@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,10 @@ import msgspec
 import pytest
 
 from kvmig.accounts.keys import Keys
-from kvmig.fleet.api import FORWARDED, Backend, make_app
+from kvmig.accounts.usage import Spool, UsageRecord
+from kvmig.fleet.api import Backend, make_app
+from kvmig.fleet.callers import FORWARDED
+from kvmig.fleet.ledger import merge
 from kvmig.fleet.memory import Memory
 from kvmig.fleet.models import Models
 from kvmig.fleet.settings import FleetSettings
@@ -231,6 +235,102 @@ async def test_a_call_from_elsewhere_needs_an_admins_key(api: Api) -> None:
     (row,) = rows["data"]
     assert (row["address"], row["object"]) == ("10.0.0.9", "carl")
     assert row["actor"].startswith("admin (")
+
+
+async def key_of(api: Api, user: str, **more: Any) -> str:
+    await api.ask("POST", "users", {"name": user})
+    status, made = await api.ask("POST", "keys", {"user": user, **more})
+    assert status == 201, made
+    return str(made["key"])
+
+
+def used(key_id: str, seq: int) -> UsageRecord:
+    """A call, just now, of 10 and 20 tokens."""
+    now = time.time()
+    counts: dict[str, Any] = {"prompt": 10, "output": 20, "began": now, "ended": now}
+    return UsageRecord(seq=seq, call_id="c", account=key_id, model="qwen", **counts)
+
+
+def bearing(key: str) -> dict[str, str]:
+    return {FORWARDED: "10.0.0.9", "authorization": f"Bearer {key}"}
+
+
+async def test_a_key_with_the_scope_read_sees_its_own_users_keys_quotas_and_usage(api: Api) -> None:
+    await add_model(api)
+    bea = await key_of(api, "bea", scopes=["read"], quota=1000, period="day")
+    await key_of(api, "carl", quota=50)
+    await api.ask("PATCH", "users/bea", {"quotas": {"qwen": {"tokens": 300, "period": "total"}}})
+    rows = await api.backend.stored(api.store.keys)
+    spool = Spool(api.folder / "front.sqlite")
+    spool.write(used(row.key_id, seq) for seq, row in enumerate(rows, start=1))
+    await api.backend.stored(merge, api.store.database, api.folder / "front.sqlite")
+
+    _, keys = await api.ask("GET", "keys?left=true", **bearing(bea))
+    _, usage = await api.ask("GET", "usage?by=user", **bearing(bea))
+
+    (row,) = keys["data"]
+    assert row["user"] == "bea"
+    assert "hash" not in row
+    left = [(one["whose"], one["model"], one["tokens"], one["left"]) for one in row["left"]]
+    assert left == [("key", None, 1000, 970), ("user", "qwen", 300, 270)]
+    assert [one["renewed_at"] is None for one in row["left"]] == [False, True]
+    assert usage["data"] == [
+        {"user": "bea", "calls": 1, "prompt": 10, "cached": 0, "output": 20},
+    ]
+
+
+async def test_a_key_with_the_scope_read_gives_no_orders_and_one_without_it_sees_nothing(
+    api: Api,
+) -> None:
+    reading = bearing(await key_of(api, "bea", scopes=["read"]))
+    calling = bearing(await key_of(api, "carl", scopes=["infer"]))
+    for method, path in (("GET", "models"), ("GET", "users"), ("GET", "audit"), ("POST", "keys")):
+        status, sentence = said(await api.ask(method, path, {"user": "bea"}, **reading))
+        assert (status, "scope 'admin'" in sentence) == (403, True)
+    for path in ("keys", "usage"):
+        status, sentence = said(await api.ask("GET", path, **calling))
+        assert (status, "scope 'read'" in sentence) == (403, True)
+
+
+async def test_an_admins_key_sees_everybodys_usage_without_the_scope_read(api: Api) -> None:
+    admin = await api.backend.stored(api.store.first_admin_key)
+    await api._changed()
+    await key_of(api, "carl")
+    _, keys = await api.ask("GET", "keys", **bearing(str(admin)))
+    assert {row["user"] for row in keys["data"]} == {"admin", "carl"}
+
+
+@pytest.mark.parametrize("day", ["yesterday", "2026-13-01", "2026-1-1", "20261101", "2026-02-30"])
+async def test_a_day_that_is_none_is_refused_with_the_form_of_one(api: Api, day: str) -> None:
+    for field in ("since", "until"):
+        answer = said(await api.ask("GET", f"usage?{field}={day}"))
+        assert answer == (400, f"{field} is {day!r}, must be a day (UTC) as 2026-11-01")
+
+
+async def test_a_model_that_an_alias_stands_for_is_removed_after_the_alias(api: Api) -> None:
+    await add_model(api)
+    await api.ask("PUT", "aliases/canary", {"targets": {"qwen": 3}})
+    status, sentence = said(await api.ask("DELETE", "models/qwen"))
+    assert status == 409
+    assert sentence == (
+        "alias canary stands for model qwen: `kvmig alias rm canary` first, or"
+        " `kvmig alias set canary` without it"
+    )
+    assert (await api.ask("DELETE", "aliases/canary"))[0] == 200
+    assert (await api.ask("DELETE", "models/qwen"))[0] == 200
+
+
+async def test_a_key_for_a_model_that_nobody_knows_is_refused(api: Api) -> None:
+    await add_model(api)
+    await api.ask("PUT", "aliases/canary", {"targets": {"qwen": 3}})
+    await api.ask("POST", "users", {"name": "bea"})
+    status, sentence = said(await api.ask("POST", "keys", {"user": "bea", "models": ["qwem"]}))
+    assert status == 400
+    assert sentence == (
+        "models has 'qwem', which is no model, adapter or alias; there are: canary, qwen"
+    )
+    body = {"user": "bea", "models": ["canary", "qwen"]}
+    assert (await api.ask("POST", "keys", body))[0] == 201
 
 
 async def test_an_order_that_the_database_cannot_take_is_503_with_the_reason(

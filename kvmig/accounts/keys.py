@@ -24,7 +24,7 @@ import msgspec
 from kvmig.ground.errors import ConfigError
 
 Scope = Literal["infer", "read", "admin"]
-"""infer: requests to models. read: the key's own usage. admin: the fleet's API."""
+"""infer: requests to models. read: keys and usage of the key's own user. admin: the fleet's API."""
 SCOPES: tuple[str, ...] = get_args(Scope)
 Period = Literal["day", "month", "total"]
 """By the calendar, in UTC; total: the key's life."""
@@ -193,6 +193,10 @@ class Keys:
         self._grants.update((grant.prefix, grant) for grant in grants)
         for prefix in revoked:
             self._grants.pop(prefix, None)
+
+    def of_prefix(self, prefix: str) -> KeyGrant | None:
+        """The grant of a key that lists name so; None if it lets nothing in."""
+        return self._grants.get(prefix)
 
     def find(self, presented: str) -> KeyGrant | None:
         """The grant of a key; None if there is no such key.

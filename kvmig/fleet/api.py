@@ -1,7 +1,6 @@
 """The server's HTTP API under /kvmig/v2: the catalogue, what runs, users and keys.
 
-A call by the server's own socket is its user's, who needs no key; one that the proxy relays needs a
-key with the scope `admin`.
+Who may call is said in `kvmig.fleet.callers`.
 """
 
 from __future__ import annotations
@@ -9,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from datetime import date
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast
@@ -26,9 +26,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvmig.accounts.keys import BAD_KEY, Keys, KeyTerms, ModelQuota, allows
+from kvmig.accounts.keys import KeyGrant, Keys, KeyTerms, ModelQuota, quotas_of
+from kvmig.fleet.callers import who_calls, who_reads
 from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.models import Model, Models
+from kvmig.fleet.quotas import left
 from kvmig.fleet.replacing import Replacer, Wanted
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Spec, fleet_of, spec_of
@@ -36,14 +38,13 @@ from kvmig.fleet.store import MOST_KEEP_S, Actor, ModelRow, NotThere, Store, Tak
 from kvmig.fleet.tables import StoreError
 from kvmig.gateway.problems import as_problem, invalid, problem
 from kvmig.ground.errors import ConfigError
+from kvmig.proxy.messages import QuotaLeft
 from kvmig.replace import ReplaceFailed
 
 PREFIX = "/kvmig/v2"
-DAY = r"^(\d{4}-\d{2}-\d{2})?$"
 LOG_LINES = 1000
-FORWARDED = "x-forwarded-for"
-"""The proxy says by it for whom it speaks; clients' own are dropped there."""
 DAY_S = 86400.0
+LeftQuery = Annotated[bool, Query(alias="left")]
 
 Body = dict[str, Any]
 Parameters = ParamSpec("Parameters")
@@ -112,10 +113,14 @@ def make_app(backend: Backend) -> FastAPI:
         app.add_exception_handler(kind, answer_with(status))
     app.add_exception_handler(RequestValidationError, refuse_input)
     app.add_exception_handler(HTTPException, as_problem)
+
+    async def reader(request: Request) -> str | None:
+        return who_reads(request, backend.keys(), time.time())
+
     caller = Depends(actor)
     for api in (
-        fleet_api(backend, caller),
-        accounts_api(backend, caller),
+        fleet_api(backend, caller, Depends(reader)),
+        accounts_api(backend, caller, Depends(reader)),
         models_api(backend, caller),
         placement_api(backend, caller),
     ):
@@ -123,8 +128,8 @@ def make_app(backend: Backend) -> FastAPI:
     return app
 
 
-def fleet_api(backend: Backend, caller: Any) -> APIRouter:
-    """Routes of the fleet as a whole. caller: who calls."""
+def fleet_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
+    """Routes of the fleet as a whole. caller: who calls. reader: see `who_reads`."""
     api, store, models = APIRouter(), backend.store, backend.models
 
     @api.get("/status")
@@ -184,17 +189,22 @@ def fleet_api(backend: Backend, caller: Any) -> APIRouter:
     @api.get("/usage")
     async def usage(
         by: str = "model",
-        since: Annotated[str, Query(pattern=DAY)] = "",
-        until: Annotated[str, Query(pattern=DAY)] = "",
-        _: Actor = caller,
+        since: str = "",
+        until: str = "",
+        user: str | None = reader,
     ) -> Body:
-        """Calls and tokens by some of key, user, model, day; since, until: days in UTC."""
+        """Calls and tokens by some of key, user, model, day; since, until: days in UTC.
+
+        A key with the scope `read` sees those of its own user.
+        """
         named = [one for one in by.split(",") if one]
         if unknown := [one for one in named if one not in FIELDS]:
             allowed = ", ".join(FIELDS)
             raise ConfigError(f"by has {unknown[0]!r:.100}, must be some of {allowed}")
         fields = tuple(dict.fromkeys(named))
-        return {"data": await backend.stored(sums, store.database, fields, since, until)}
+        check_day("since", since)
+        check_day("until", until)
+        return {"data": await backend.stored(sums, store.database, fields, since, until, user)}
 
     @api.post("/backup")
     async def backup(body: BackupBody, _: Actor = caller) -> Body:
@@ -303,8 +313,8 @@ def placement_api(backend: Backend, caller: Any) -> APIRouter:
     return api
 
 
-def accounts_api(backend: Backend, caller: Any) -> APIRouter:
-    """Routes of users and keys."""
+def accounts_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
+    """Routes of users and keys. reader: see `who_reads`."""
     api, store = APIRouter(), backend.store
 
     @api.get("/users")
@@ -331,9 +341,23 @@ def accounts_api(backend: Backend, caller: Any) -> APIRouter:
         return found
 
     @api.get("/keys")
-    async def list_keys(_: Actor = caller) -> Body:
-        """All keys, by their prefixes."""
-        return {"data": msgspec.to_builtins(await backend.stored(store.keys))}
+    async def list_keys(with_left: LeftQuery = False, user: str | None = reader) -> Body:
+        """All keys, by their prefixes; `left`: with what is left of their quotas.
+
+        A key with the scope `read` sees those of its own user.
+        """
+        rows = await backend.stored(store.keys, user)
+        if not with_left:
+            return {"data": msgspec.to_builtins(rows)}
+        granted = [backend.keys().of_prefix(row.prefix) for row in rows]
+        here = [grant for grant in granted if grant is not None]
+        spare = await backend.stored(left, store.database, here, time.time())
+        return {
+            "data": [
+                msgspec.to_builtins(row) | {"left": quotas_left(grant, spare)}
+                for row, grant in zip(rows, granted, strict=True)
+            ]
+        }
 
     @api.post("/keys", status_code=HTTPStatus.CREATED)
     async def add_key(body: KeyBody, actor: Actor = caller) -> Body:
@@ -489,6 +513,16 @@ class KeyBody(LimitsBody):
     )
 
 
+def check_day(field: str, day: str) -> None:
+    """Raises ConfigError unless it is one of the calendar's, or empty."""
+    try:
+        sound = not day or date.fromisoformat(day).isoformat() == day
+    except ValueError:
+        sound = False
+    if not sound:
+        raise ConfigError(f"{field} is {day!r:.100}, must be a day (UTC) as 2026-11-01")
+
+
 def check_parts(rpm: int | None, parallel: int | None, proxies: int) -> None:
     """Each proxy has its part of a limit, and needs one. Raises ConfigError."""
     for name, value in (("rpm", rpm), ("parallel", parallel)):
@@ -533,6 +567,26 @@ def model_json(row: ModelRow, model: Model | None, models: Models) -> Body:
     }
 
 
+def quotas_left(grant: KeyGrant | None, spare: Mapping[str, QuotaLeft]) -> list[Body]:
+    """What is left of each quota that holds for a key, its user's included; none of a revoked one.
+
+    spare: by `Quota.id`.
+    """
+    found = [] if grant is None else quotas_of(grant)
+    return [
+        {
+            "whose": "key" if one.whose.id == grant.origin else "user",
+            "model": one.model or None,
+            "tokens": one.tokens,
+            "period": one.period,
+            "left": max(0, spare[one.id].tokens),
+            "renewed_at": spare[one.id].anew,
+        }
+        for one in found
+        if grant is not None and one.id in spare
+    ]
+
+
 def last_lines(path: Path, lines: int) -> list[str]:
     """Of a log; none if there is no such file."""
     try:
@@ -542,23 +596,7 @@ def last_lines(path: Path, lines: int) -> list[str]:
         return []
 
 
-# -- who calls, and what is wrong
-
-
-def who_calls(request: Request, keys: Keys, now: float) -> Actor:
-    """Of a call that is allowed. Raises HTTPException, 401 or 403."""
-    address = request.headers.get(FORWARDED)
-    if address is None:  # the socket's own user
-        if "origin" in request.headers:
-            raise HTTPException(HTTPStatus.FORBIDDEN, "the API's socket is not for web pages")
-        return Actor("local", "")
-    scheme, _, presented = request.headers.get("authorization", "").partition(" ")
-    grant = keys.find(presented) if scheme.lower() == "bearer" else None
-    denied = BAD_KEY if grant is None else allows(grant, None, address, now, "admin")
-    if grant is None or denied is not None:
-        assert denied is not None
-        raise HTTPException(denied.status, denied.message)
-    return Actor(f"{grant.user} ({grant.prefix})", address)
+# -- what is wrong
 
 
 STATUS: dict[type[Exception], HTTPStatus] = {

@@ -99,9 +99,14 @@ def _day(unix: float) -> str:
 
 
 def sums(
-    database: Database, by: Sequence[str], since: str = "", until: str = ""
+    database: Database,
+    by: Sequence[str],
+    since: str = "",
+    until: str = "",
+    user: str | None = None,
 ) -> list[dict[str, Any]]:
     """Calls and tokens, by some of FIELDS, largest output first. since, until: days, both included.
+    user: only those of this one's keys.
 
     Raises StoreError.
     """
@@ -118,6 +123,8 @@ def sums(
             users, users.c.id == api_keys.c.user_id
         )
     )
+    if user is not None:
+        wanted = wanted.where(users.c.name == user)
     if since:
         wanted = wanted.where(usage_daily.c.day >= since)
     if until:

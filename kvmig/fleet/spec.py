@@ -360,6 +360,26 @@ def check_names(fleet: FleetFile) -> FleetFile:
     return fleet
 
 
+def standing_for(fleet: FleetFile, model: str) -> str:
+    """An alias that stands for this model, among others; empty: there is none."""
+    return next((alias for alias, targets in fleet.aliases.items() if model in targets), "")
+
+
+def check_callable(fleet: FleetFile, names: Iterable[str]) -> None:
+    """Whether requests can give these names: models', adapters', or aliases.
+
+    Raises ConfigError.
+    """
+    known = {*fleet.aliases}
+    known.update(name for spec in fleet.models for _, names in _names(spec) for name in names)
+    for name in names:
+        if name not in known:
+            there = ", ".join(sorted(known)) or "there is none"
+            raise ConfigError(
+                f"models has {name!r:.150}, which is no model, adapter or alias; there are: {there}"
+            )
+
+
 def _names(spec: Spec) -> Sequence[tuple[str, Iterable[str]]]:
     return (("name", [spec.name]), ("an alias", spec.aliases), ("an adapter", spec.adapters))
 

@@ -38,9 +38,11 @@ from kvmig.fleet.spec import (
     FleetFile,
     Spec,
     changes,
+    check_callable,
     check_names,
     merged,
     scaled,
+    standing_for,
 )
 from kvmig.fleet.tables import (
     Database,
@@ -284,10 +286,15 @@ class Store:
             return msgspec.structs.replace(found, on=on)
 
     def remove_model(self, name: str, actor: Actor) -> None:
-        """With its revisions. Raises NotThere; ConfigError if an alias stands for it."""
+        """With its revisions. Raises NotThere; Taken if an alias stands for it."""
         with self.database.transaction() as connection:
             _model(connection, name)
             old = _fleet(connection)
+            if alias := standing_for(old, name):
+                raise Taken(
+                    f"alias {alias} stands for model {name}: `kvmig alias rm {alias}` first, or"
+                    f" `kvmig alias set {alias}` without it"
+                )
             rest = tuple(spec for spec in old.models if spec.name != name)
             new = check_names(msgspec.structs.replace(old, models=rest))
             self._change(connection, changes(old, new), actor)
@@ -420,6 +427,7 @@ class Store:
             if "admin" in terms.scopes and owner.role != "admin":
                 raise ConfigError(f"scopes has admin, {user} is no admin")
             check_models(connection, terms.quotas)
+            check_callable(_fleet(connection), terms.models or ())
             return self._add_key(connection, owner, name, terms, actor)
 
     def rotate_key(self, prefix: str, actor: Actor, *, keep_s: float = 0.0) -> tuple[KeyRow, str]:

@@ -1,0 +1,52 @@
+"""Who calls the server's API, and whose things that one may see.
+
+A call by the server's own socket is its user's, who needs no key. One that the proxy relays needs a
+key with the scope `admin`, or to read what belongs to the key's own user, with the scope `read`.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from kvmig.accounts.keys import BAD_KEY, KeyGrant, Keys, Scope, allows
+from kvmig.fleet.store import Actor
+
+FORWARDED = "x-forwarded-for"
+"""The proxy says by it for whom it speaks; clients' own are dropped there."""
+
+
+def who_calls(request: Request, keys: Keys, now: float) -> Actor:
+    """Of a call that may do everything. Raises HTTPException, 401 or 403."""
+    grant = _granted(request, keys, now, "admin")
+    if grant is None:
+        return Actor("local", "")
+    return Actor(f"{grant.user} ({grant.prefix})", request.headers[FORWARDED])
+
+
+def who_reads(request: Request, keys: Keys, now: float) -> str | None:
+    """The user whose usage and keys a call may see; None: everybody's.
+
+    Raises HTTPException, 401 or 403.
+    """
+    grant = _granted(request, keys, now, "read")
+    return None if grant is None or "admin" in grant.scopes else grant.user
+
+
+def _granted(request: Request, keys: Keys, now: float, scope: Scope) -> KeyGrant | None:
+    """The key's; None: the socket's own user calls. `admin` includes `read`."""
+    address = request.headers.get(FORWARDED)
+    if address is None:
+        if "origin" in request.headers:
+            raise HTTPException(HTTPStatus.FORBIDDEN, "the API's socket is not for web pages")
+        return None
+    scheme, _, presented = request.headers.get("authorization", "").partition(" ")
+    grant = keys.find(presented) if scheme.lower() == "bearer" else None
+    if grant is None:
+        raise HTTPException(BAD_KEY.status, BAD_KEY.message)
+    wanted: Scope = "admin" if "admin" in grant.scopes else scope
+    if (denied := allows(grant, None, address, now, wanted)) is not None:
+        raise HTTPException(denied.status, denied.message)
+    return grant
