@@ -15,7 +15,7 @@ import pytest
 from kvmig.ground.errors import MigrationRefused
 from tests import tiny_lora
 from tests.vllm_pair import PROMPT, SEEDED, Engines, Pair, assert_same
-from tests.vllm_side import Configuration
+from tests.vllm_side import Configuration, Side
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -73,7 +73,7 @@ async def test_the_adapter_is_loaded_before_the_request_is_suspended(
 
     await pair.done(pair.b.engine.reserve(export))
 
-    assert pair.b.core.list_loras() == {1}
+    assert len(pair.b.core.list_loras()) == 1
     await pair.done(pair.b.engine.cancel("moved"))
     await pair.done(pair.a.engine.resume("moved"))
     await pair.finish("moved")
@@ -145,47 +145,118 @@ async def test_a_resumed_request_whose_slot_was_taken_waits_for_it(
     assert (await pair.finish("kept")).tokens == unmoved.tokens
 
 
-async def test_an_adapter_that_is_another_one_at_the_destination_is_refused(
+async def test_a_request_moves_to_an_engine_that_has_what_its_adapter_was_before(
     pair: Pair, tmp_path: Path
 ) -> None:
     there = adapter(tmp_path, 4)
     pair.submit(pair.b, "before", PROMPT, lora=there)
-    await pair.finish("before")
+    before = await pair.finish("before")
     replace(there, tmp_path)
-    export = await pair.exported("kept", PROMPT, lora=there, until=10)
+    unmoved = await pair.unmoved(PROMPT, lora=there)
 
-    await pair.refused("kept", export, "adapter 4 was replaced after it was loaded")
+    moved = await pair.there_and_back(PROMPT, lora=there)
+
+    assert_same(moved, unmoved)
+    assert moved.logprobs != before.logprobs
 
 
-async def test_an_adapter_that_was_replaced_after_it_was_loaded_is_moved_by_nobody(
+async def test_a_request_whose_adapter_was_replaced_stays_and_ends_with_the_one_that_it_has(
     pair: Pair, tmp_path: Path
 ) -> None:
     here = adapter(tmp_path, 5)
-    await pair.run(pair.a, "kept", PROMPT, lora=here, until=10)
+    unmoved = await pair.unmoved(PROMPT, lora=here)
+    export = await pair.exported("kept", PROMPT, lora=here, until=10)
     replace(here, tmp_path)
 
-    with pytest.raises(MigrationRefused, match="adapter 5 was replaced after it was loaded"):
-        await pair.done(pair.a.engine.export("kept"))
+    with pytest.raises(MigrationRefused, match="adapter 5 is another one here"):
+        await pair.done(pair.b.engine.reserve(export))
 
-    await pair.finish("kept")
+    await pair.done(pair.a.engine.resume("kept"))
+    assert_same(await pair.finish("kept"), unmoved)
 
 
-async def test_after_a_load_in_place_requests_with_the_new_adapter_move(
+async def test_after_a_load_in_place_requests_have_the_new_adapter_and_move(
     pair: Pair, tmp_path: Path
 ) -> None:
     here = adapter(tmp_path, 6)
     pair.submit(pair.a, "before", PROMPT, lora=here)
-    await pair.finish("before")
+    before = await pair.finish("before")
     replace(here, tmp_path)
-    anew = msgspec.to_builtins(msgspec.structs.replace(here, load_inplace=True))
-    pair.a.core.utility(1, 1, "add_lora", (anew,))
-    pair.a.take_calls()
-    await asyncio.sleep(0)
+    await pair.done(loaded(pair.a, here, load_inplace=True))
     await pair.run(pair.a, "moved", PROMPT, lora=here, until=10)
 
     await pair.move(pair.a, pair.b, "moved")
 
-    await pair.finish("moved")
+    moved = await pair.finish("moved")
+    assert_same(moved, await pair.unmoved(PROMPT, lora=here))
+    assert moved.logprobs != before.logprobs  # nor did the blocks of before serve
+
+
+async def test_two_adapters_that_front_ends_gave_one_number_answer_each_for_itself(
+    pair: Pair, one: LoRARequest, two: LoRARequest
+) -> None:
+    alone = [await pair.unmoved(PROMPT, lora=lora) for lora in (one, two)]
+    same = msgspec.structs.replace(two, lora_int_id=one.lora_int_id)
+    for lora in (one, same):
+        await pair.done(loaded(pair.a, lora))
+
+    for number in range(2):
+        for name, lora, wanted in (("one", one, alone[0]), ("two", same, alone[1])):
+            pair.submit(pair.a, f"{name} {number}", PROMPT, lora=lora)
+            assert_same(await pair.finish(f"{name} {number}"), wanted)
+    assert alone[0].tokens != alone[1].tokens
+
+
+async def test_one_name_for_two_adapters_shares_neither_weights_nor_blocks(
+    pair: Pair, one: LoRARequest, two: LoRARequest
+) -> None:
+    wanted = await pair.unmoved(PROMPT, lora=two)
+    pair.submit(pair.a, "first", PROMPT, lora=one)
+    await pair.finish("first")
+    renamed = msgspec.structs.replace(two, lora_name=one.lora_name, lora_int_id=one.lora_int_id)
+    pair.submit(pair.a, "second", PROMPT, lora=renamed)
+    assert_same(await pair.finish("second"), wanted)
+
+
+async def test_files_that_lie_where_an_adapter_lay_are_never_loaded_under_its_number(
+    pair: Pair, tmp_path: Path
+) -> None:
+    core, used = pair.a.core, adapter(tmp_path, 8)
+    own = core.adapters.own(used)
+    core.load_adapter(own)
+    core.remove_lora(own.lora_int_id)  # as where there are too many
+    replace(used, tmp_path)
+    with pytest.raises(MigrationRefused, match="adapter 8 was replaced"):
+        core.load_adapter(own)
+
+
+async def test_a_request_that_waits_for_an_adapter_which_is_lost_ends_no_other(
+    pair: Pair, one: LoRARequest, tmp_path: Path
+) -> None:
+    unmoved = await pair.unmoved(PROMPT, lora=one)
+    await pair.run(pair.a, "other", PROMPT, lora=one, until=10)
+    lost = adapter(tmp_path, 10)
+    pair.submit(pair.a, "waits", PROMPT, lora=lost)
+    pair.a.step()
+    assert pair.a.engine._scheduler.requests["waits"].status.name == "WAITING"
+    core = pair.a.core
+    core.remove_lora(core.adapters.own(lost).lora_int_id)  # as where there are too many
+    replace(lost, tmp_path)
+    core._adapters_at = 0.0
+    assert_same(await pair.finish("other"), unmoved)
+    assert str((await pair.finish("waits")).finish_reason) == "error"
+
+
+async def test_a_request_whose_adapter_cannot_be_loaded_ends_no_other(
+    pair: Pair, one: LoRARequest, tmp_path: Path
+) -> None:
+    broken = adapter(tmp_path, 9)
+    (Path(broken.lora_path) / "adapter_model.safetensors").write_bytes(b"broken")
+    unmoved = await pair.unmoved(PROMPT, lora=one)
+    await pair.run(pair.a, "other", PROMPT, lora=one, until=10)
+    pair.submit(pair.a, "broken", PROMPT, lora=broken)
+    assert_same(await pair.finish("other"), unmoved)
+    assert str((await pair.finish("broken")).finish_reason) == "error"
 
 
 async def test_a_request_runs_again_only_with_the_adapter_that_it_began_with(
@@ -200,6 +271,14 @@ async def test_a_request_runs_again_only_with_the_adapter_that_it_began_with(
     await pair.b.entered()
 
     assert str((await pair.finish("again")).finish_reason) == "error"
+
+
+async def loaded(side: Side, lora: LoRARequest, **fields: bool) -> None:
+    """As `POST /v1/load_lora_adapter` has it loaded."""
+    given = msgspec.to_builtins(msgspec.structs.replace(lora, **fields))
+    side.core.utility(1, 1, "add_lora", (given,))
+    side.take_calls()
+    await asyncio.sleep(0)
 
 
 def replace(used: LoRARequest, folder: Path) -> None:

@@ -9,12 +9,10 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from vllm import __version__
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -209,16 +207,6 @@ def after_call(weights: str, method: str, args: Sequence[Any], identify: Identif
     if called == "reload_weights" and not more:
         return identify()
     return updated(weights, called, *more)
-
-
-def replaced_adapter(method: str, args: Sequence[Any]) -> int | None:
-    """The number of the LoRA adapter that a client's call has removed, or loaded in place."""
-    if method == "remove_lora" and args:
-        return int(args[0])
-    if method == "add_lora" and args:
-        adapter = msgspec.convert(args[0], LoRARequest)
-        return adapter.lora_int_id if adapter.load_inplace else None
-    return None
 
 
 def numerics_of(core: EngineCore, probe: str = "") -> str:

@@ -7,36 +7,51 @@ The queues of EngineCoreProc are its seam: what vLLM's input thread would put in
 
 from __future__ import annotations
 
+import copy
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
 import torch
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
+from vllm.v1.request import Request, RequestStatus
 
 from kvmig.engines.steps import CadenceMeter, StepHold, limit_s
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.kind import let_team_go
+from kvmig.engines.vllm.lora import (
+    Adapters,
+    decode_adapter,
+    given_name,
+    replaced_waiting,
+    unloaded_output,
+)
 from kvmig.engines.vllm.worker import end_at_once
 from kvmig.ground.leftovers import remove, shared_by
 
 if TYPE_CHECKING:
     from kvmig.engines.vllm.phase import Phase
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Deliver = Callable[[tuple[int, EngineCoreOutputs]], None]
 _CALL = object()
+_LOOK_S = 0.5
+"""How often the files of adapters that requests wait for are looked at."""
 
 
 class StepCore(EngineCoreProc):
@@ -67,6 +82,11 @@ class StepCore(EngineCoreProc):
         self.step_began: float | None = None
         """When the present step began, or the present request or call between two steps
         (time.monotonic); None while there is nothing to do."""
+        self.adapters = Adapters()
+        self._loaded: set[int] = set()
+        """Adapters that were loaded once."""
+        self._adapters_at = 0.0
+        """When their files are looked at again."""
         self.cadence_meter = CadenceMeter()
         self.hold = StepHold()
         self.phase: Phase | None = None
@@ -108,6 +128,20 @@ class StepCore(EngineCoreProc):
         """Nothing goes by a socket."""
 
     # -- from any thread
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
+        """vLLM's, of a request whose adapter is called as this engine calls it."""
+        if request.lora_request is not None:
+            request = copy.copy(request)
+            own = request.lora_request = self.adapters.own(request.lora_request)
+            lora = self.vllm_config.lora_config
+            if lora is not None and lora.enable_tower_connector_lora and request.mm_features:
+                # What encoders make of media depends on the adapter, too.
+                request.mm_features = [
+                    replace(one, identifier=f"{own.lora_name}:{one.identifier}")
+                    for one in request.mm_features
+                ]
+        return super().preprocess_add_request(request)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on the engine's thread between two steps."""
@@ -180,6 +214,45 @@ class StepCore(EngineCoreProc):
         self.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     # -- on the engine's thread
+
+    def add_request(self, request: Request, request_wave: int = 0) -> None:
+        """vLLM's, of a request whose adapter was loaded before: not in a step, which others share.
+
+        One whose adapter can't be is ended as an error.
+        """
+        own = request.lora_request
+        if own is None or own.lora_int_id in self._loaded or self.has_adapter(request, own):
+            super().add_request(request, request_wave)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter for a client, which means its files of now."""
+        self.load_adapter(self.adapters.own(decode_adapter(lora_request)))
+        return True
+
+    def has_adapter(self, request: Request, own: LoRARequest) -> bool:
+        """Load the adapter of a request that isn't in the engine; else end the request."""
+        try:
+            self.load_adapter(own)
+        except Exception as error:  # noqa: BLE001 - whatever a broken file makes of it
+            logger.error("LoRA adapter %s can't be loaded: %s", given_name(own), error)
+            self.output_queue.put_nowait((request.client_index, unloaded_output(request)))
+            return False
+        return True
+
+    def end_replaced(self) -> None:
+        """End requests that wait for adapters which can't be loaded any more: in a step that would
+        end the engine."""
+        if self.scheduler.lora_config is None or time.monotonic() < self._adapters_at:
+            return
+        self._adapters_at = time.monotonic() + _LOOK_S
+        for request in replaced_waiting(self.scheduler, self.list_loras):
+            self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+            self.output_queue.put_nowait((request.client_index, unloaded_output(request)))
+
+    def load_adapter(self, own: LoRARequest) -> None:
+        """Have an adapter in the workers' slots. Raises what vLLM does."""
+        super().add_lora(own)
+        self._loaded.add(own.lora_int_id)
 
     def _handle_client_request(self, request_type: Any, request: Any) -> None:
         self.step_began = time.monotonic()
@@ -257,6 +330,7 @@ class StepCore(EngineCoreProc):
             if executed:
                 self.cadence_meter.step(began, time.monotonic())
             self.after_step()
+            self.end_replaced()
             self.between_steps()
         finally:
             self.step_began = None

@@ -20,6 +20,7 @@ from kvmig.engines.base import ServingEngine
 from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.vllm import flags
+from kvmig.engines.vllm.remembered import refuse_remembered
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import ConfigError, KvmigError, StartupError
 from kvmig.ground.priorities import PriorityClass
@@ -76,6 +77,7 @@ class VllmKind:
         flags.print_help()
 
     def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
+        refuse_remembered(config.lifecycle.front_ends, os.environ, words)
         return scheduling_flags(words, config.priorities)
 
     def preloaded(self, present: str) -> str:

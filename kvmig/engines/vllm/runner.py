@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from kvmig.engines.vllm import worker
+from kvmig.engines.vllm.lora import check_loads
 
 WORKER_TIMEOUT_S = 60.0
 """A worker that doesn't answer for so long is lost, and the engine with it."""
@@ -70,6 +71,7 @@ def register(
 
 def prepare_workers(core: EngineCore) -> None:
     """Repair in the workers what moved, re-run and chunked requests would stumble over."""
+    _in_workers(core, check_loads)
     if core.vllm_config.device_config.device_type == "cpu":
         _in_workers(core, worker.ask_for_tiles)
     if not uses_v2(core):

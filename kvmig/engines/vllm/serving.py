@@ -48,12 +48,10 @@ from kvmig.engines.vllm.config import (
     after_call,
     identity_of_config,
     numerics_of,
-    replaced_adapter,
 )
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.groups import one_device
 from kvmig.engines.vllm.load import Holdings, Listing
-from kvmig.engines.vllm.lora import Adapters
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.offload import BeingOffloaded, Offload
 from kvmig.engines.vllm.phase import Phase
@@ -158,7 +156,6 @@ class ServingVllm:
         self._destination = Destination(core, self._memory.tables, self._offload)
         self._warm_step = WarmStep(core)
         self._seats = scheduler.max_num_active_reqs
-        self._adapters = Adapters()
         self._builder = Builder(core)
         self._holdings = Holdings(scheduler, self._memory.tables, self.unmovable)
         self._balloon: Balloon | None = None
@@ -415,11 +412,8 @@ class ServingVllm:
         def look() -> tuple[Progress, Request]:
             return self._source.export(request_id), self._scheduler.requests[request_id]
 
-        entered = self._scheduler.requests.get(request_id)
-        lora = None if entered is None else entered.lora_request
-        # Before the source takes note of anything: this may refuse.
-        adapter = await asyncio.to_thread(self._adapters.identity, lora)
         progress, request = await self._on_engine(look)
+        adapter = self._core.adapters.identity(request.lora_request)
         return Export(
             request_id=request_id,
             num_tokens=request.num_prompt_tokens + len(progress.output_token_ids),
@@ -463,13 +457,12 @@ class ServingVllm:
             submitted = decode_request(export.payload[1:])
         except (msgspec.MsgspecError, IndexError) as error:
             raise MigrationRefused("incompatible", f"export of another kind: {error}") from error
-        adapter = submitted.lora_request
-        if await asyncio.to_thread(self._adapters.identity, adapter) != progress.adapter:
-            name = "" if adapter is None else adapter.lora_name
-            raise MigrationRefused("incompatible", f"LoRA adapter {name} is another one here")
         known = progress.output_token_ids
         waits = not known and not progress.num_computed_tokens
         request = await self._builder.build(submitted, known, waits=waits)
+        if self._core.adapters.identity(request.lora_request) != progress.adapter:
+            name = "" if submitted.lora_request is None else submitted.lora_request.lora_name
+            raise MigrationRefused("incompatible", f"LoRA adapter {name} is another one here")
         hit = await self._once_offloaded(lambda: self._destination.reserve(request, progress))
         self._submitted[export.request_id] = list(export.payload[1:])
         return hit
@@ -538,15 +531,9 @@ class ServingVllm:
 
     def _add(self, request: EngineCoreRequest) -> None:
         try:
-            self._note(request)
             self._core.add(request)
         except Exception as error:  # noqa: BLE001 - reported there
             refuse(self._core, request, error)
-
-    def _note(self, request: EngineCoreRequest) -> None:
-        """Note the identity of the LoRA adapter that vLLM is about to load, if it hasn't yet."""
-        with contextlib.suppress(MigrationRefused):  # that matters where it is to move
-            self._adapters.identity(request.lora_request)
 
     async def _go_on(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         """Let a request that ran elsewhere go on here. Cancelled before its end it never enters."""
@@ -554,7 +541,6 @@ class ServingVllm:
             reason = not_again(request, self._core.vllm_config)
             if reason:
                 raise MigrationRefused("unsupported", reason)
-            await asyncio.to_thread(self._note, request)
             without_what_was_sent(request)
             built = await self._builder.build(request, output_token_ids, waits=False)
             generator = await self._builder.generator_after(
@@ -565,6 +551,9 @@ class ServingVllm:
             return
 
         def enter() -> None:
+            own = built.lora_request
+            if own is not None and not self._core.has_adapter(built, own):
+                return
             try:
                 go_on(self._core, built, generator)
                 self._offload.entered(built)
@@ -585,10 +574,7 @@ class ServingVllm:
     def _called(self, method: str, args: Sequence[Any]) -> None:
         """In its order among the outputs: those after it are of the new weights."""
         weights = after_call(self._weights, method, args, self._identify)
-        loaded_anew = replaced_adapter(method, args)
-        if loaded_anew is not None:
-            self._adapters.forget(loaded_anew)
-        if weights == self._weights and loaded_anew is None:
+        if weights == self._weights:
             return
         self._weights = weights
         if self._loop is not None and not self._loop.is_closed():
