@@ -156,3 +156,12 @@ async def test_a_stored_response_is_its_users_own(users: Users, model: str) -> N
         assert "4711" not in answer.text
     assert (await users.call("anna", "GET", one)).json()["id"] == stored
     assert (await users.ask("anna", "/v1/responses", after))["previous_response_id"] == stored
+
+
+async def test_a_fleets_model_fetches_nothing_for_its_users(users: Users) -> None:
+    image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}
+    body = {"model": APART, "messages": [{"role": "user", "content": [image]}]}
+    answer = await users.call("anna", "POST", "/v1/chat/completions", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_request")
+    assert "this model fetches nothing" in error["message"]

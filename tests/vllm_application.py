@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import httpx
@@ -72,9 +73,11 @@ class EndingRouter:
 
 
 @asynccontextmanager
-async def application(*more: str) -> AsyncIterator[tuple[FastAPI, EndingRouter]]:
+async def application(
+    *more: str, model: Path = BUNDLED
+) -> AsyncIterator[tuple[FastAPI, EndingRouter]]:
     """The application, and what ends its requests."""
-    argv = [str(BUNDLED), "--enforce-eager", f"--served-model-name={MODEL}", *more]
+    argv = [str(model), "--enforce-eager", f"--served-model-name={MODEL}", *more]
     with environment(ENVIRONMENT), socket.socket() as sock:
         flags.set_environment()
         server = VllmServer(argv, flags.parse(argv), sock, 1)

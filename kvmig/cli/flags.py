@@ -385,6 +385,13 @@ def _add_http(root: _Parser) -> None:
         " fleet's proxies name users; needs --uds",
     )
     group.add(
+        "--media-urls",
+        "media_urls",
+        "hosts that images, audio and video are fetched from for clients: any with a public"
+        " address; or only those of --allowed-media-domains, if they have one",
+        metavar="public|named",
+    )
+    group.add(
         "--uds",
         "uds",
         "listen on this Unix socket, which only this user can connect to, instead of a port",

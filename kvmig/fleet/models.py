@@ -676,6 +676,7 @@ def words(
         f"--uds={settings.deployment(deployment)}",
         f"--usage-spool={settings.spools / deployment}",
         f"--quota-socket={settings.quotas}",
+        "--media-urls=named",
         "--end-with-stdin",
         f"--instances={len(units) or max(1, spec.least)}",
         *(f"--instance-unit=i{at}: {unit}" for at, unit in enumerate(units)),

@@ -113,6 +113,12 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A request that saw so many instances crash while it ran there isn't run again."""
 
 
+MediaUrls = Literal["public", "named"]
+"""public: any host with a public address, and hosts that are named, whatever their addresses.
+named: only hosts that are named, at public addresses."""
+MEDIA_URLS: tuple[str, ...] = get_args(MediaUrls)
+
+
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of calls."""
 
@@ -137,6 +143,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     has."""
     isolate_users: bool = False
     """Whether nothing that is kept of a user's prompts serves another's."""
+    media_urls: MediaUrls = "public"
+    """Hosts from which images, audio and video are fetched for clients."""
     uds: str = ""
     """Path of the Unix socket that takes the port's place; empty: none does."""
 
@@ -365,6 +373,7 @@ def _check_http(http: HttpConfig) -> None:
     _least("--max-waiting", http.max_waiting, 0)
     _least("--max-unread", http.max_unread, 0)
     _positive("--send-timeout", http.send_timeout_s)
+    _one_of("--media-urls", http.media_urls, MEDIA_URLS)
     apart = "left out without --uds: nobody is believed on a port who says whose call it is"
     _require(bool(http.uds) or not http.isolate_users, "--isolate-users", "given", apart)
 

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from kvmig.gateway.body_bounds import ModelReach
 from kvmig.gateway.isolation import PromptSalts
+from kvmig.gateway.media_rules import MediaRules
 from kvmig.gateway.ports import Batch, Sink
 from kvmig.gateway.router import Router
 from kvmig.ground.config import ClusterConfig
@@ -94,4 +95,5 @@ def openai_server(
         return TokenServer(args, sock, ByteTokenizer)
     from kvmig.openai_server.vllm import VllmServer
 
-    return VllmServer(argv, args, sock, config.lifecycle.max_instances, salts)
+    rules = MediaRules(config.http.media_urls, args.allowed_media_domains or ())
+    return VllmServer(argv, args, sock, config.lifecycle.max_instances, salts, rules)

@@ -33,12 +33,14 @@ from kvmig.engines.vllm.front import (
 from kvmig.gateway.body_bounds import TOKEN_BYTES, ModelReach
 from kvmig.gateway.http import HttpMiddleware
 from kvmig.gateway.isolation import OwnEntries, PromptSalts
+from kvmig.gateway.media_rules import MediaRules
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
 from kvmig.ground.config import KEEP_ALIVE_S
 from kvmig.openai_server.http_task import HttpTask
 from kvmig.openai_server.vllm_beams import count_beams_as_one
 from kvmig.openai_server.vllm_errors import note_failures
+from kvmig.openai_server.vllm_media import fetch_by
 
 
 class VllmServer(HttpTask):
@@ -51,6 +53,7 @@ class VllmServer(HttpTask):
         sock: socket.socket,
         max_instances: int,
         salts: PromptSalts | None = None,
+        media: MediaRules | None = None,
     ) -> None:
         super().__init__(sock, self._uvicorn)
         self.sink = OutputQueue()
@@ -58,6 +61,7 @@ class VllmServer(HttpTask):
         self._args = args
         self._max_instances = max_instances
         self._salts = salts
+        self._media = media or MediaRules()
         self._config: VllmConfig | None = None
         self._tasks: tuple[SupportedTask, ...] = ()
         self._llm: RoutedLLM | None = None
@@ -105,6 +109,7 @@ class VllmServer(HttpTask):
         ours = f"{HttpMiddleware.__module__}.{HttpMiddleware.__name__}"
         args.middleware = [*args.middleware, ours]  # the last one is the outermost
         note_failures()
+        fetch_by(self._media)
         app: FastAPI = build_app(args, self._tasks, llm.model_config)
         await init_app_state(llm, app.state, args, self._tasks)
         keep_responses_apart(app.state.openai_serving_responses)
