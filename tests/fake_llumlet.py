@@ -179,6 +179,8 @@ class Front:
     failed: dict[str, str] = field(default_factory=dict)
     final: list[str] = field(default_factory=list)
     """Of those that failed, the ones that are to blame themselves."""
+    finished: list[str] = field(default_factory=list)
+    """Those that were ended before their time, with what they had."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
@@ -187,6 +189,10 @@ class Front:
             self.places.setdefault(item.request_id, []).extend([index] * len(item.new_token_ids))
         if meta is not None:
             self.metas.append(meta)
+        self.changed.set()
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        self.finished += request_ids
         self.changed.set()
 
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:

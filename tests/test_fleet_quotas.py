@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from sqlalchemy import insert
 
 from kvmig.accounts.allowances import Ask, Granted
-from kvmig.accounts.keys import KeyGrant, KeyTerms, ModelQuota, Period
+from kvmig.accounts.keys import KeyGrant, KeyTerms, ModelQuota, Period, quotas_of
 from kvmig.accounts.usage import Spool, UsageRecord
 from kvmig.fleet.ledger import merge
-from kvmig.fleet.quotas import begins_anew, grant, left, period_of
+from kvmig.fleet.quotas import begins_anew, grant, left, left_of, period_of, sweep
 from kvmig.fleet.store import Store
+from kvmig.fleet.tables import grants
 from kvmig.ground.errors import ConfigError
 from tests.examples import examples
 from tests.fleet_stores import ANNA, Place
@@ -67,8 +69,11 @@ def record(of: KeyGrant, seq: int = 1, **more: Any) -> UsageRecord:
     return UsageRecord(**{**told, "began": NOON, "sequences": 1, **more})
 
 
-def tokens_left(store: Store, of: KeyGrant, now: float = NOON) -> int:
-    return left(store.database, [of], now)[of.origin].tokens
+def tokens_left(store: Store, of: KeyGrant, now: float = NOON, at: int = 0) -> int:
+    """Neither used nor granted, of a key's first quota or another."""
+    quota = quotas_of(of)[at]
+    with store.database.transaction(reading=True) as connection:
+        return left_of(connection, quota, period_of(quota.period, now))
 
 
 def test_calls_get_what_is_left_and_the_last_one_less_than_it_wants(store: Store) -> None:
@@ -86,10 +91,64 @@ def test_a_call_that_needs_more_than_is_left_gets_nothing_and_hears_why(store: S
     assert granted == Granted(
         7,
         0,
-        "the API key's quota of 100 tokens a day is used up; it begins anew at"
-        " 2027-01-01T00:00:00Z",
+        "the API key's quota of 100 tokens a day has 100 left, the request needs 101 to begin; it"
+        " begins anew at 2027-01-01T00:00:00Z",
     )
     assert tokens_left(store, bea) == 100
+
+
+def test_what_others_have_reserved_is_not_used_up(store: Store, tmp_path: Path) -> None:
+    bea = key(store, 300)
+    grant(store.database, bea, asking(1))
+    count(store, tmp_path, bea, 1, prompt=10, output=20)
+
+    granted = grant(store.database, bea, asking(2, least=100))
+
+    assert granted == Granted(
+        7,
+        0,
+        "270 tokens are left of the API key's quota of 300 tokens a day, reserved by calls that"
+        " run: try again",
+        again=True,
+    )
+
+
+def test_a_call_that_has_used_its_grant_is_not_told_that_it_has_reserved_it(store: Store) -> None:
+    bea = key(store, 256)
+    grant(store.database, bea, asking(1))
+    refused = grant(store.database, bea, asking(1))
+    assert not refused.again
+    assert "is used up" in refused.why
+
+
+def test_a_call_is_granted_nothing_once_it_is_over(store: Store, tmp_path: Path) -> None:
+    """Its question may lie in a socket while its last record is merged."""
+    bea = key(store)
+    count(store, tmp_path, bea, prompt=10, output=20, ended=NOON)
+    assert grant(store.database, bea, asking()) == Granted(7, 0, "the call is over")
+    assert tokens_left(store, bea) == 1000 - 30
+
+
+def test_a_call_of_a_killed_front_end_is_over(store: Store, tmp_path: Path) -> None:
+    bea = key(store)
+    spool = tmp_path / "front-1.sqlite"
+    Spool(spool).write([record(bea, 1, output=20)])
+    merge(store.database, spool, over=True)
+    assert grant(store.database, bea, asking()).tokens == 0
+
+
+def test_what_was_granted_to_ended_calls_is_taken_back_and_nothing_else(
+    store: Store, tmp_path: Path
+) -> None:
+    bea = key(store)
+    assert given_to(store, bea, asking(1), asking(2)) == [256, 256]
+    count(store, tmp_path, bea, 2, output=20)
+    count(store, tmp_path, bea, 3, output=30, ended=NOON)
+    row = {"source": "front-1", "seq": 3, "key_id": bea.key_id, "day": "2026-12-31", "tokens": 99}
+    with store.database.transaction() as connection:
+        connection.execute(insert(grants), [row])
+    assert [sweep(store.database) for _ in range(2)] == [1, 0]
+    assert grant(store.database, bea, asking(1, least=458, want=1000)).tokens == 1000 - 512 - 30
 
 
 def test_what_an_ended_call_did_not_use_is_left_again(store: Store, tmp_path: Path) -> None:
@@ -132,16 +191,16 @@ def test_a_users_quota_is_that_of_all_keys_together_whatever_theirs_are(
     assert given_to(store, large, asking(1)) == [256]
     assert given_to(store, small, asking(2), asking(3)) == [244, 0]
     told = grant(store.database, large, asking(4))
-    assert told.why.startswith("the user bea's quota of 500 tokens a month is used up; it begins")
+    assert told.why.startswith("500 tokens are left of the user bea's quota of 500 tokens a month,")
 
     count(store, tmp_path, small, 2, output=4, ended=NOON)
 
+    assert [tokens_left(store, large, at=at) for at in (0, 1)] == [10_000 - 256, 500 - 256 - 4]
+    assert tokens_left(store, small) == 300 - 4
     found = left(store.database, [large, small], NOON)
     assert {found[one].tokens for one in (large.origin, small.origin, row.user_id)} == {
-        10_000 - 256,
-        300 - 4,
-        500 - 256 - 4,
-    }
+        10_000, 300 - 4, 500 - 4,
+    }  # fmt: skip
 
 
 def test_a_key_without_a_quota_is_bound_by_its_users(store: Store) -> None:
@@ -200,7 +259,7 @@ def test_a_quota_of_a_model_binds_calls_to_that_model_alone(store: Store) -> Non
     bea = key_of_models(store, {"a": 100})
     assert given_to(store, bea, asking(1), asking(2, model="b"), asking(3)) == [100, 256, 0]
     told = grant(store.database, bea, asking(4))
-    assert told.why.startswith("the API key's quota of 100 tokens a day for model a is used up")
+    assert "the API key's quota of 100 tokens a day for model a, reserved" in told.why
 
 
 @pytest.mark.usefixtures("models")
@@ -211,19 +270,23 @@ def test_a_call_is_within_the_quota_of_its_model_and_within_that_of_all(
     asked = asking(1), asking(2, model="b"), asking(3), asking(4, model="b")
     assert given_to(store, bea, *asked) == [200, 100, 0, 0]
     count(store, tmp_path, bea, 1, output=150, ended=NOON)
+    assert [quota.id for quota in quotas_of(bea)] == [
+        bea.origin,
+        f"{bea.origin} a",
+        f"{bea.origin} b",
+    ]
+    assert [tokens_left(store, bea, at=at) for at in range(3)] == [50, 50, 100]
     found = left(store.database, [bea], NOON)
-    assert {one: found[one].tokens for one in found} == {
-        bea.origin: 50,
-        f"{bea.origin} a": 50,
-        f"{bea.origin} b": 100,
-    }
+    assert [one.tokens for one in found.values()] == [150, 50, 200]
 
 
 @pytest.mark.usefixtures("models")
-def test_a_users_quota_of_a_model_is_shared_by_all_keys(store: Store) -> None:
+def test_a_users_quota_of_a_model_is_shared_by_all_keys(store: Store, tmp_path: Path) -> None:
     row = store.set_user("bea", ANNA, limits={"quotas": {"a": {"tokens": 300, "period": "total"}}})
     keys = [key(store, None) for _ in range(2)]
-    assert [given_to(store, one, asking(n))[0] for n, one in enumerate(keys)] == [256, 44]
+    assert [given_to(store, one, asking(n))[0] for n, one in enumerate(keys, 1)] == [256, 44]
+    for seq, of, tokens in zip((1, 2), keys, (256, 44), strict=True):
+        count(store, tmp_path, of, seq, output=tokens, ended=NOON)
     assert left(store.database, keys, NOON)[f"{row.user_id} a"].tokens == 0
     assert grant(store.database, keys[0], asking(9)).why == (
         "the user bea's quota of 300 tokens in all for model a is used up"

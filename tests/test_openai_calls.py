@@ -39,8 +39,9 @@ class Instances:
         self.there = True
 
     async def submit(
-        self, request_id: str, external_id: str, tokens: int, priority: int, payload: list[Frame]
-    ) -> str:
+        self, request_id: str, external_id: str, tokens: int, priority: int, payload: list[Frame],
+        most: int | None, *, whole: bool,
+    ) -> str:  # fmt: skip
         if not self.there:
             raise NoInstance("no instance takes requests")
         self.submitted.append(decode(payload[0], Submitted))

@@ -77,6 +77,9 @@ class World:
             assert item.request_id == "r"
             self.delivered += item.new_token_ids
 
+    def finish(self, request_ids: Sequence[str]) -> None:
+        raise AssertionError(request_ids)
+
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         raise AssertionError(reason)
 

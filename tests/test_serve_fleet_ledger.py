@@ -17,6 +17,7 @@ import pytest
 from kvmig.gateway.route_table import CLIENT_ROUTES, ClientRoute
 from kvmig_tools.served import SMALL
 from tests.fleets import ToyFleet, kill
+from tests.test_serve_fleet_quotas import new_key
 
 pytestmark = pytest.mark.server
 
@@ -121,10 +122,10 @@ class Ledger:
         self.fleet = fleet
         self.key = fleet.key
 
-    async def ask(self, path: str, case: Case) -> tuple[str, httpx.Response]:
+    async def ask(self, path: str, case: Case, key: str = "") -> tuple[str, httpx.Response]:
         """The call's id, and its answer."""
         call_id = uuid.uuid4().hex
-        async with self.fleet.client(self.key) as http:
+        async with self.fleet.client(key or self.key) as http:
             body = {"model": case.model, **case.body}
             return call_id, await http.post(path, json=body, headers={"x-request-id": call_id})
 
@@ -265,3 +266,57 @@ async def test_a_call_that_the_engine_refuses_is_in_the_ledger_and_has_used_noth
         call_id, answer = await ledger.ask("/v1/completions", case)
         assert 400 <= answer.status_code < 500, answer.text
         assert await ledger.row(call_id) == (Used(0, 0), "cut")
+
+
+async def test_beams_cost_a_quota_what_their_client_gets(ledger: Ledger) -> None:
+    key = new_key(ledger.fleet, quota=1000, period="total")
+    case = generates(prompt=TEXT, max_tokens=40, n=4, use_beam_search=True)
+    call_id, answer = await ledger.ask("/v1/completions", case, key)
+    assert answer.status_code == 200, answer.text
+    assert await ledger.row(call_id) == (told(answer), "finished")
+    assert told(answer) == Used(len(TEXT), 160)
+
+
+async def test_a_batch_within_a_quota_is_answered_and_costs_what_it_says(ledger: Ledger) -> None:
+    key = new_key(ledger.fleet, quota=10_000, period="total")
+    prompts = [[number, 2, 3, 4, 5] for number in range(1, 101)]
+    case = generates(prompt=prompts, max_tokens=1)
+    call_id, answer = await ledger.ask("/v1/completions", case, key)
+    assert answer.status_code == 200, answer.text
+    assert await ledger.row(call_id) == (Used(500, 100), "finished")
+    assert told(answer) == Used(500, 100)
+    many = [generates(prompt=prompts[:8], max_tokens=2) for _ in range(16)]
+    answers = await asyncio.gather(*(ledger.ask("/v1/completions", one, key) for one in many))
+    assert [one.status_code for _, one in answers] == [200] * 16
+    case = embeds(input=[[1, 2, 3]] * 200)
+    call_id, answer = await ledger.ask("/v1/embeddings", case, key)
+    assert answer.status_code == 200, answer.text
+    assert await ledger.row(call_id) == (Used(600, 0), "finished")
+
+
+CUT = {
+    "/v1/completions": {"prompt": TEXT, "max_tokens": 300},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 300},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 300},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 300},
+    "/v1/chat/completions/batch": {"messages": [CHAT, CHAT], "max_tokens": 300},
+}
+
+
+@pytest.mark.parametrize("path", CUT)
+async def test_an_answer_that_a_quota_cuts_is_what_it_paid_for(ledger: Ledger, path: str) -> None:
+    key = new_key(ledger.fleet, quota=200, period="total")
+    call_id, answer = await ledger.ask(path, generates(**CUT[path], temperature=0), key)
+    assert answer.status_code == 200, answer.text
+    assert "used up" in answer.headers["x-kvmig-truncated"]
+    assert told(answer).output
+    assert sum(told(answer)) == 200
+    assert await ledger.row(call_id) == (told(answer), "finished")
+
+
+async def test_beams_beyond_a_quota_are_refused_and_cost_nothing(ledger: Ledger) -> None:
+    key = new_key(ledger.fleet, quota=100, period="total")
+    case = generates(prompt=TEXT, max_tokens=60, n=3, use_beam_search=True)
+    call_id, answer = await ledger.ask("/v1/completions", case, key)
+    assert answer.status_code == 429, answer.text
+    assert await ledger.row(call_id) == (Used(0, 0), "cut")

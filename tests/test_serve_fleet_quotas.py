@@ -192,3 +192,64 @@ async def test_a_key_may_be_given_more_while_its_client_is_refused(fleet: ToyFle
         after = await http.post(PATH, json=ask("a"))
     assert (before.status_code, after.status_code) == (429, 200)
     assert before.json()["error"]["code"] == "insufficient_quota"
+
+
+async def test_a_quota_that_ends_within_a_whole_answer_gives_what_it_paid_for(
+    fleet: ToyFleet,
+) -> None:
+    fleet.add_toy("a")
+    key = new_key(fleet, quota=60, period="total")
+    async with fleet.client(key) as http:
+        first = await http.post(PATH, json=ask("a", 20))
+        second = await http.post(PATH, json=ask("a", 20))
+        third = await http.post(PATH, json=ask("a", 20))
+    prompt = first.json()["usage"]["prompt_tokens"]
+    assert (first.status_code, second.status_code) == (200, 200), second.text
+    rest = 60 - (prompt + 20) - prompt
+    assert second.json()["usage"]["completion_tokens"] == rest
+    (choice,) = second.json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (counted(rest), "length")
+    sentence = "the API key's quota of 60 tokens in all is used up"
+    assert second.headers["x-kvmig-truncated"] == sentence
+    assert "x-kvmig-truncated" not in first.headers
+    assert third.status_code == 429
+    assert third.json()["error"]["message"] == sentence
+    row = await asyncio.to_thread(used, fleet, key, 20 + rest)
+    assert (row["prompt"], row["output"]) == (2 * prompt, 20 + rest)
+
+
+async def test_calls_that_share_the_end_of_a_quota_cost_what_their_clients_got(
+    fleet: ToyFleet,
+) -> None:
+    fleet.add_toy("a")
+    key = new_key(fleet, quota=500, period="total")
+    async with fleet.client(key) as http:
+        answers = await asyncio.gather(*(http.post(PATH, json=ask("a", 90)) for _ in range(12)))
+    told = [one.json()["usage"] for one in answers if one.status_code == 200]
+    refused = [one for one in answers if one.status_code != 200]
+    assert told
+    assert refused
+    assert {one.status_code for one in refused} == {429}
+    output = sum(one["completion_tokens"] for one in told)
+    row = await asyncio.to_thread(used, fleet, key, output)
+    assert (row["prompt"], row["output"]) == (sum(one["prompt_tokens"] for one in told), output)
+    assert row["prompt"] + row["output"] <= 500
+
+
+async def test_a_call_that_needs_more_than_is_left_is_refused_with_what_is_left_and_costs_nothing(
+    fleet: ToyFleet,
+) -> None:
+    fleet.add_toy("a")
+    key = new_key(fleet, quota=10, period="total")
+    async with fleet.client(key) as http:
+        refused = await http.post(PATH, json=ask("a"))
+    prompt = len(ask("a")["prompt"])
+    assert refused.status_code == 429
+    error = refused.json()["error"]
+    assert error["code"] == "insufficient_quota"
+    assert error["message"] == (
+        f"the API key's quota of 10 tokens in all has 10 left, the request needs {prompt + 1} to"
+        " begin"
+    )
+    row = await asyncio.to_thread(used, fleet, key)
+    assert (row["calls"], row["prompt"], row["output"]) == (1, 0, 0)

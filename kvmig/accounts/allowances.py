@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Generic, TypeVar
 
 import msgspec
@@ -48,6 +49,8 @@ class Granted(msgspec.Struct, frozen=True):
     tokens: int
     why: str = ""
     """Where there are none: a sentence for the client."""
+    again: bool = False
+    """Whether other calls may give some back: it is worth asking again."""
 
 
 @dataclass(eq=False)
@@ -59,33 +62,80 @@ class Allowance(Generic[Held]):
     began: float
     granted: int = 0
     used: int = 0
+    output: int = 0
+    """Of what is used: tokens of answers."""
+    most_output: int | None = 0
+    """Tokens that all answers may have; None: that isn't known."""
     prompts: set[Hashable] = field(default_factory=set)
-    """Those that are paid for."""
+    """Those that are paid for, or wait."""
     asking: bool = False
     refused: str = ""
     """Why there is no more."""
+    away: bool = False
+    """There is no more because nobody grants now."""
+    _coming: int = 0
+    """Tokens that prompts wait for."""
     _last: int = 0
     """The last grant."""
     _held: deque[tuple[int, Held]] = field(default_factory=deque)
     """Tokens that came before their grant, in order."""
 
     @property
+    def spare(self) -> int:
+        """Tokens that may be given out."""
+        return self.granted - self.used
+
+    @property
     def low(self) -> bool:
         """Whether it is time to ask for more."""
-        spare = self.granted - self.used
-        return not (self.asking or self.refused) and spare <= min(LOW, self._last // 2)
+        if self.asking or self.refused or self.spare > min(LOW, self._last // 2):
+            return False
+        return self._to_come > self.spare
 
     @property
     def waiting(self) -> bool:
         """Whether anything is held."""
         return bool(self._held)
 
+    def expect(self, most: int | None) -> None:
+        """One more answer comes, of so many tokens at most; None: that isn't known."""
+        known = self.most_output is not None and most is not None
+        self.most_output = (self.most_output or 0) + (most or 0) if known else None
+
+    def await_prompt(self, tokens: int) -> None:
+        """A prompt waits for so many: they are part of what is asked for from now on."""
+        self._coming += tokens
+
+    def end_prompt(self, tokens: int) -> None:
+        """It waits no more."""
+        self._coming -= tokens
+
+    def pay_prompt(self, tokens: int, ahead: int) -> bool:
+        """Pay for a prompt if it is granted, and the first of its answers' tokens; False: it
+        isn't."""
+        if self.refused or self.spare < tokens + ahead:
+            return False
+        self.used += tokens
+        return True
+
+    def wanted(self) -> int:
+        """Tokens to ask for: all prompts that wait with the first of their answers' tokens, or the
+        next ones of answers."""
+        if self._coming:
+            return int(max(1, self._coming - self.spare + min(FIRST, self._to_come)))
+        return int(max(1, min(NEXT, self._to_come - self.spare)))
+
+    @property
+    def _to_come(self) -> float:
+        """Tokens that answers may still have."""
+        return inf if self.most_output is None else max(0, self.most_output - self.output)
+
     def admits(self, tokens: int) -> bool:
         """Pay for tokens that go to the client now; False: they can't be paid for, or it isn't
         their turn."""
         if self._held or self.used + tokens > self.granted:
             return False
-        self.used += tokens
+        self._give(tokens)
         return True
 
     def hold(self, tokens: int, what: Held) -> None:
@@ -98,12 +148,22 @@ class Allowance(Generic[Held]):
         released = []
         while self._held and self.used + self._held[0][0] <= self.granted:
             count, what = self._held.popleft()
-            self.used += count
+            self._give(count)
             released.append(what)
         return released
+
+    def give_part(self) -> int:
+        """Pay for the first of the tokens that are held, as far as they are granted; how many."""
+        part = self.spare if self._held else 0
+        self._give(part)
+        return part
 
     def give_up(self) -> list[Held]:
         """Hold nothing more; what was held."""
         held = [what for _, what in self._held]
         self._held.clear()
         return held
+
+    def _give(self, tokens: int) -> None:
+        self.used += tokens
+        self.output += tokens

@@ -40,6 +40,8 @@ MOST = 10**12
 """Of requests and tokens a minute."""
 QUOTA_CODE = "insufficient_quota"
 """OpenAI's word, as the code of an error and as its type."""
+RESERVED_CODE = "rate_limit_exceeded"
+RESERVED_WORDS = "reserved by calls that run"
 QUOTA_WORDS = "'s quota of "
 """In the sentence, by which a proxy knows a deployment's."""
 THE_KEY = "the API key"
@@ -236,12 +238,37 @@ def allows(
 
 def quota_used_up(quota: Quota, anew: float | None) -> Denied:
     """The answer to a request where nothing is left of a quota."""
+    message = f"{_named(quota)} is used up{_anew(anew)}"
+    return Denied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
+
+
+def quota_too_small(quota: Quota, left: int, needed: int, anew: float | None) -> Denied:
+    """The same where less is left than a request needs to begin."""
+    message = f"{_named(quota)} has {left} left, the request needs {needed} to begin{_anew(anew)}"
+    return Denied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
+
+
+def quota_reserved(quota: Quota, left: int) -> Denied:
+    """The same where others hold what is left, and may give it back."""
+    message = f"{left} tokens are left of {_named(quota)}, {RESERVED_WORDS}: try again"
+    return Denied(HTTPStatus.TOO_MANY_REQUESTS, message, RESERVED_CODE)
+
+
+def quota_code(sentence: str) -> str:
+    """The code of a deployment's sentence about a quota; empty: it is about something else."""
+    if RESERVED_WORDS in sentence:
+        return RESERVED_CODE
+    return QUOTA_CODE if QUOTA_WORDS in sentence else ""
+
+
+def _named(quota: Quota) -> str:
     period = "in all" if quota.period == "total" else f"a {quota.period}"
     of_model = f" for model {quota.model}" if quota.model else ""
-    then = "" if anew is None else f"; it begins anew at {datetime.fromtimestamp(anew, UTC):%FT%TZ}"
-    tokens = f"{quota.tokens} tokens {period}{of_model}"
-    message = f"{quota.whose.name}{QUOTA_WORDS}{tokens} is used up{then}"
-    return Denied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
+    return f"{quota.whose.name}{QUOTA_WORDS}{quota.tokens} tokens {period}{of_model}"
+
+
+def _anew(anew: float | None) -> str:
+    return "" if anew is None else f"; it begins anew at {datetime.fromtimestamp(anew, UTC):%FT%TZ}"
 
 
 def no_model(model: str) -> Denied:

@@ -17,11 +17,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Table, case, delete, func, select
+from sqlalchemy import ColumnElement, Table, case, delete, exists, func, select
 from sqlalchemy.engine import Connection
 
 from kvmig.accounts.allowances import SMALL, Ask, Granted
-from kvmig.accounts.keys import KeyGrant, Period, Quota, quota_used_up, quotas_of
+from kvmig.accounts.keys import (
+    KeyGrant,
+    Period,
+    Quota,
+    quota_reserved,
+    quota_too_small,
+    quota_used_up,
+    quotas_of,
+)
 from kvmig.accounts.usage import UsageRecord
 from kvmig.cli.environment import take_path
 from kvmig.fleet.tables import (
@@ -35,6 +43,8 @@ from kvmig.fleet.tables import (
 )
 from kvmig.ground.errors import ConfigError
 from kvmig.proxy.messages import QuotaLeft
+
+OVER = "the call is over"
 
 log = logging.getLogger(__name__)
 
@@ -62,20 +72,40 @@ def grant(database: Database, key: KeyGrant, ask: Ask) -> Granted:
     if not quotas:
         return Granted(ask.number, given)
     with database.transaction() as connection:
+        if _is_over(connection, ask):
+            return Granted(ask.number, 0, OVER)
         for one in quotas:
             period = period_of(one.period, ask.began)
             spare = left_of(connection, one, period)
             piece = max(ask.least, SMALL, spare // _open(connection, one, period))
             given = min(given, spare, piece)
             if given < ask.least:
-                why = quota_used_up(one, begins_anew(one.period, ask.began)).message
-                return Granted(ask.number, 0, why)
+                reserved = _reserved(connection, one, period, ask)
+                return _refusal(ask, one, spare, reserved)
         row = {
             "source": ask.source, "seq": ask.seq, "key_id": key.key_id,
             "model": ask.model, "day": period_of("day", ask.began), "tokens": given,
         }  # fmt: skip
         upsert(connection, grants, ("source", "seq"), [row], add=("tokens",))
         return Granted(ask.number, given)
+
+
+def _refusal(ask: Ask, quota: Quota, spare: int, reserved: int) -> Granted:
+    """Why there are fewer than it needs. spare: what nobody has. reserved: by other calls."""
+    anew = begins_anew(quota.period, ask.began)
+    if spare + reserved >= ask.least:
+        again = quota_reserved(quota, spare + reserved).message
+        return Granted(ask.number, 0, again, again=True)
+    if spare > 0:
+        return Granted(ask.number, 0, quota_too_small(quota, spare, ask.least, anew).message)
+    return Granted(ask.number, 0, quota_used_up(quota, anew).message)
+
+
+def _is_over(connection: Connection, ask: Ask) -> bool:
+    """Whether the call's last record is here: its question waited for longer than it ran."""
+    over = (usage.c.status != "running") | usage.c.ended.is_not(None)
+    wanted = select(usage.c.seq).where(usage.c.source == ask.source, usage.c.seq == ask.seq, over)
+    return connection.execute(wanted).first() is not None
 
 
 def _counts(rows: Table, quota: Quota, period: str) -> ColumnElement[bool]:
@@ -96,22 +126,33 @@ def _open(connection: Connection, quota: Quota, period: str) -> int:
 
 def left_of(connection: Connection, quota: Quota, period: str) -> int:
     """Tokens of a quota that are neither used nor granted."""
-    used = select(func.sum(usage_daily.c.prompt + usage_daily.c.output)).where(
-        _counts(usage_daily, quota, period)
-    )
-    recorded = func.coalesce(usage.c.prompt + usage.c.output, 0)
-    ahead = grants.c.tokens - recorded
-    open_ = (
-        select(func.sum(case((ahead > 0, ahead), else_=0)))
-        .select_from(
-            grants.outerjoin(
-                usage, (usage.c.source == grants.c.source) & (usage.c.seq == grants.c.seq)
-            )
-        )
-        .where(_counts(grants, quota, period))
-    )
+    used = _used(quota, period)
+    open_ = _ahead().where(_counts(grants, quota, period))
     spent = sum(int(connection.execute(one).scalar() or 0) for one in (used, open_))
     return quota.tokens - spent
+
+
+def _used(quota: Quota, period: str) -> Any:
+    """Tokens of a quota that the ledger has."""
+    return select(func.sum(usage_daily.c.prompt + usage_daily.c.output)).where(
+        _counts(usage_daily, quota, period)
+    )
+
+
+def _ahead() -> Any:
+    """Tokens that calls were granted, and that the ledger doesn't have."""
+    ahead = grants.c.tokens - func.coalesce(usage.c.prompt + usage.c.output, 0)
+    return select(func.sum(case((ahead > 0, ahead), else_=0))).select_from(
+        grants.outerjoin(usage, (usage.c.source == grants.c.source) & (usage.c.seq == grants.c.seq))
+    )
+
+
+def _reserved(connection: Connection, quota: Quota, period: str, ask: Ask) -> int:
+    """Tokens of a quota that other calls were granted and may not have used. What this one was
+    granted it has used, or it would not ask."""
+    others = (grants.c.source != ask.source) | (grants.c.seq != ask.seq)
+    wanted = _ahead().where(_counts(grants, quota, period), others)
+    return int(connection.execute(wanted).scalar() or 0)
 
 
 def settle(connection: Connection, source: str, records: Sequence[UsageRecord]) -> None:
@@ -122,8 +163,21 @@ def settle(connection: Connection, source: str, records: Sequence[UsageRecord]) 
         connection.execute(wanted)
 
 
+def sweep(database: Database) -> int:
+    """Take back what was granted to calls that have ended since; how many. Raises StoreError.
+
+    There are none, as long as messages come in the order in which they were sent.
+    """
+    ended = exists().where(
+        usage.c.source == grants.c.source, usage.c.seq == grants.c.seq, usage.c.ended.is_not(None)
+    )
+    with database.transaction() as connection:
+        return int(connection.execute(delete(grants).where(ended)).rowcount)
+
+
 def left(database: Database, keys: Iterable[KeyGrant], now: float) -> dict[str, QuotaLeft]:
-    """Of the quotas of keys and their users in the present period, by `Quota.id`.
+    """Of the quotas of keys and their users in the present period, by `Quota.id`: what isn't used.
+    What of it calls have reserved, they may give back.
 
     Raises StoreError.
     """
@@ -133,7 +187,9 @@ def left(database: Database, keys: Iterable[KeyGrant], now: float) -> dict[str, 
     with database.transaction(reading=True) as connection:
         return {
             one.id: QuotaLeft(
-                left_of(connection, one, period_of(one.period, now)), begins_anew(one.period, now)
+                one.tokens
+                - int(connection.execute(_used(one, period_of(one.period, now))).scalar() or 0),
+                begins_anew(one.period, now),
             )
             for one in every.values()
         }

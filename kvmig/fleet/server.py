@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -39,7 +40,7 @@ from kvmig.fleet.memory import Memory
 from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.models import Models, Wanted, words
 from kvmig.fleet.orders import MESSAGE_BYTES, Check, Checked, News, Order, encode, news_of
-from kvmig.fleet.quotas import QuotaSocket, grant, left
+from kvmig.fleet.quotas import QuotaSocket, grant, left, sweep
 from kvmig.fleet.replacing import Wanted as Placed
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.spec import Spec
@@ -70,6 +71,8 @@ LOOK_S = 1.0
 """For deployments of a server before this one to tell what they do."""
 MERGE_S = 1.0
 """Between two looks at what front ends have counted."""
+SWEEP_S = 60.0
+"""Between two looks for tokens that were granted to calls that have ended."""
 
 log = logging.getLogger(__name__)
 
@@ -214,8 +217,12 @@ class FleetServer:
 
     async def _count(self) -> None:
         """Merge what front ends have counted, every MERGE_S, until cancelled."""
+        swept = -math.inf
         while True:
             await asyncio.sleep(MERGE_S)
+            if monotonic() - swept > SWEEP_S:
+                swept = monotonic()
+                await self._sweep()
             for folder in sorted(self._settings.spools.iterdir()):
                 over = self._models.is_over(folder.name)  # it writes nothing any more
                 try:
@@ -225,6 +232,13 @@ class FleetServer:
                         await asyncio.to_thread(remove_empty, folder)
                 except (StoreError, OSError) as error:
                     log.warning("usage in %s waits to be counted: %s", folder, error)
+
+    async def _sweep(self) -> None:
+        try:
+            if found := await self._backend.stored(sweep, self._store.database):
+                log.warning("%d calls that had ended were granted tokens: taken back", found)
+        except StoreError as error:
+            log.warning("grants of ended calls stay for now: %s", error)
 
     async def _merge(self, spool: Path, over: bool) -> None:
         """All of it. Raises StoreError, OSError."""

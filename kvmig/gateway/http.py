@@ -47,6 +47,8 @@ PRIORITY_FIELD = "priority"
 ACCOUNT = "x-kvmig-account"
 TENANT = "x-kvmig-tenant"
 QUOTA = "x-kvmig-quota"
+TRUNCATED = "x-kvmig-truncated"
+"""Of an answer that ends before its time: why."""
 SCOPE = "kvmig.call"
 """Key of an ASGI scope's `HttpCall`; the connection looks for it there."""
 UNREAD_BYTES = 1 << 20
@@ -166,6 +168,8 @@ class HttpMiddleware:
                 own = MutableHeaders(scope=message)
                 own[CALL_ID] = call.call_id
                 call.status = message["status"]
+                if call.truncated and call.status == HTTPStatus.OK:
+                    own[TRUNCATED] = call.truncated.encode("ascii", "replace").decode()
                 state.count(call.status)
                 if reader is not None:
                     reader.begin(own.get("content-type", ""))

@@ -58,6 +58,10 @@ class Sink(Protocol):
         """Tokens in their right order. index: the engine index of the instance they are from."""
         ...
 
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """End requests after the tokens that were delivered, for their length."""
+        ...
+
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         """End requests that get no more tokens; `reason` is a sentence for the client."""
         ...

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import msgspec
 
-from kvmig.accounts.allowances import FIRST, NEXT, Allowance, Ask, Granted
+from kvmig.accounts.allowances import Allowance, Ask, Granted
 from kvmig.controlplane.messages import Span
 from kvmig.gateway.meter import Meter
 from kvmig.gateway.ports import Item
@@ -21,6 +21,10 @@ ANSWER_S = 5.0
 PATIENCE_S = 20.0
 """That tokens are held for their grant, and a new call waits for its first."""
 RETRY_S = 0.2
+RESERVED_S = 3.0
+"""For what others have reserved: a call that ends gives back what it hasn't used within some two
+seconds."""
+AGAIN_S = 0.5
 
 AWAY = "nobody grants tokens of the API key's quota now, try again"
 
@@ -41,86 +45,96 @@ class Quotas:
         cut: leaves the first tokens of an item.
         """
         self._cut = cut
-        self._meter = meter
+        self.meter = meter
         self._source = source
         self._path = path
         self._numbers = itertools.count(1)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._asks: dict[Allowance[Output], asyncio.Task[None]] = {}
         self.release: Callable[[Output], None] = lambda _: None
         """Takes what was held, once it is paid for."""
-        self.end: Callable[[Sequence[Output], str], None] = lambda _, __: None
-        """Ends the requests of what can't be paid for, and says why."""
+        self.end: Callable[[Sequence[Output], Allowance[Output]], None] = lambda _, __: None
+        """Ends the requests of what can't be paid for; the allowance says why."""
 
     async def begin(
-        self, call: HttpCall, prompt: str, prompt_tokens: int
+        self, call: HttpCall, prompt: Hashable, prompt_tokens: int, most: int | None
     ) -> Allowance[Output] | None:
-        """What pays for the prompt (its id) and the first tokens; None: the key has no quota.
+        """What pays for the prompt and its answer's tokens; None: the key has no quota.
 
+        prompt: names it; several answers may have it. most: tokens of the answer; None: unknown.
         Raises QuotaUsedUp, or NoInstance while nobody grants.
         """
         if not call.quota:
             return None
-        if call.allowance is None:
-            seq, began = self._meter.enter(call)
+        seq, began = self.meter.enter(call)
+        if call.allowance is None or call.allowance.seq != seq:
             call.allowance = Allowance(call.account, seq, began)
         allowance: Allowance[Output] = call.allowance
+        allowance.expect(most)
         if prompt in allowance.prompts:
             return allowance
         allowance.prompts.add(prompt)
-        granted = await self._ask(allowance, prompt_tokens + 1, prompt_tokens + FIRST)
-        if granted is None or not granted.tokens:
-            self._refuse(allowance, granted)
-            if granted is None:
-                raise NoInstance(allowance.refused)
-            raise QuotaUsedUp(allowance.refused)
-        allowance.used += prompt_tokens
-        for output in allowance.grow(granted.tokens):
-            self.release(output)
+        ahead = 0 if most == 0 else 1
+        wanted = prompt_tokens + ahead
+        allowance.await_prompt(wanted)
+        try:
+            while not allowance.pay_prompt(prompt_tokens, ahead):
+                if allowance.refused:
+                    raise (NoInstance if allowance.away else QuotaUsedUp)(allowance.refused)
+                await asyncio.shield(self._asked(allowance, wanted - allowance.spare))
+        finally:
+            allowance.end_prompt(wanted)
         return allowance
 
     def want_more(self, allowance: Allowance[Output]) -> None:
         """Ask ahead, or for what is held; what was refused before ends now."""
         if allowance.refused:
-            self.end(allowance.give_up(), allowance.refused)
-            return
-        if allowance.asking:
-            return
-        allowance.asking = True
-        task = asyncio.create_task(self._more(allowance), name="quota")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self.end(allowance.give_up(), allowance)
+        else:
+            self._asked(allowance, 1)
 
     async def close(self) -> None:
         """Ask nothing more."""
-        for task in self._tasks:
+        tasks = list(self._asks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._drop()
 
-    async def _more(self, allowance: Allowance[Output]) -> None:
-        granted = await self._ask(allowance, 1, NEXT)
-        allowance.asking = False
+    def _asked(self, allowance: Allowance[Output], least: int) -> asyncio.Task[None]:
+        """What asks for the call's next tokens, one after the other."""
+        task = self._asks.get(allowance)
+        if task is None:
+            allowance.asking = True
+            task = asyncio.create_task(self._more(allowance, least), name="quota")
+            self._asks[allowance] = task
+        return task
+
+    async def _more(self, allowance: Allowance[Output], least: int) -> None:
+        try:
+            granted = await self._ask(allowance, least)
+        finally:
+            allowance.asking = False
+            del self._asks[allowance]
         if granted is not None and granted.tokens:
             for output in allowance.grow(granted.tokens):
                 self.release(output)
             if allowance.waiting:
                 self.want_more(allowance)
             return
-        self._refuse(allowance, granted)
-
-    def _refuse(self, allowance: Allowance[Output], granted: Granted | None) -> None:
+        allowance.away = granted is None
         allowance.refused = AWAY if granted is None else granted.why
-        spare, held = allowance.granted - allowance.used, allowance.give_up()
-        if held and spare:  # of an output that has more tokens
-            self._cut(held[0][2], spare)
-            allowance.used += spare
+        part, held = allowance.give_part(), allowance.give_up()
+        if part:  # of an output that has more tokens
+            self._cut(held[0][2], part)
             self.release(held[0])
-        self.end(held, allowance.refused)
+        self.end(held, allowance)
 
-    async def _ask(self, allowance: Allowance[Output], least: int, want: int) -> Granted | None:
+    async def _ask(self, allowance: Allowance[Output], least: int) -> Granted | None:
         """The answer; None if there is none in PATIENCE_S."""
+        clock = asyncio.get_running_loop().time
+        reserved_until = clock() + RESERVED_S
         ask = Ask(
             number=next(self._numbers),
             source=self._source,
@@ -128,17 +142,20 @@ class Quotas:
             key=allowance.key,
             began=allowance.began,
             least=least,
-            want=want,
-            model=self._meter.model,
+            want=max(least, allowance.wanted()),
+            model=self.meter.model,
         )
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while True:
                     async with self._turn:
                         answer = await self._say(ask)
-                    if answer is not None:
+                    if answer is None:
+                        await asyncio.sleep(RETRY_S)
+                    elif answer.again and clock() < reserved_until:
+                        await asyncio.sleep(AGAIN_S)
+                    else:
                         return answer
-                    await asyncio.sleep(RETRY_S)
         except TimeoutError:
             return None
 

@@ -77,6 +77,8 @@ class LiveRequest:
     """What pays for its tokens; None: they cost nothing."""
     search: BeamSearch | None = None
     """The beam search that it is a step of."""
+    whole: bool = False
+    """Whether its client gets no token before the last."""
 
     # what the client has
     first_at: float | None = None
@@ -243,6 +245,11 @@ class HttpCall:
     def refused(self) -> bool:
         """Whether the client got an error in place of an answer."""
         return self.status >= HTTPStatus.BAD_REQUEST and not self.left
+
+    @property
+    def truncated(self) -> str:
+        """Why the answer, which is none that streams, ends before its time; empty: it doesn't."""
+        return "" if self.allowance is None else self.allowance.refused
 
     def end_answer(self) -> None:
         """All of the answer is sent; to nobody, if the client has left."""

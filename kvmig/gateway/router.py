@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from kvmig.accounts.allowances import Allowance
 from kvmig.controlplane.messages import (
     CallDone,
     Fence,
@@ -239,14 +240,21 @@ class Router:
         prompt_tokens: int,
         priority: int,
         payload: Sequence[Frame],
+        most: int | None = None,
+        *,
+        whole: bool = False,
     ) -> str:
         """Send a new request to the instance that the policy picks, and return its name.
 
-        The payload is kept as long as the request lives. Raises NoInstance, QuotaUsedUp.
+        The payload is kept as long as the request lives. most: output tokens; None: that isn't
+        known. whole: its client gets no token before the last. Raises NoInstance, QuotaUsedUp.
         """
-        call, allowance = current_call.get(), None
+        call, search, allowance = current_call.get(), current_search.get(), None
         if self._quotas is not None and call is not None:
-            allowance = await self._quotas.begin(call, external_id, prompt_tokens)
+            prompt, tokens = search or external_id, prompt_tokens
+            if search is not None:  # whose first step has one beam, and its last one all
+                tokens, most = prompt_tokens + search.width - 1, None
+            allowance = await self._quotas.begin(call, prompt, tokens, most)
         instance = self.fleet.dispatch(prompt_tokens, priority, Submit(request_id), payload)
         self._table.add(
             LiveRequest(
@@ -260,7 +268,8 @@ class Router:
                 arrived=self._clock(),
                 call=call,
                 allowance=allowance,
-                search=current_search.get(),
+                search=search,
+                whole=whole and search is None,
             )
         )
         return instance
@@ -443,10 +452,16 @@ class Router:
         for action in self._streams.splice(request, instance, span, item):
             self._ownership.act(request, action)
 
-    def _end_unpaid(self, outputs: Sequence[Output], reason: str) -> None:
+    def _end_unpaid(self, outputs: Sequence[Output], allowance: Allowance[Output]) -> None:
+        """A client that would get nothing before the last token gets what is paid for."""
         runs = [self._table.runs.get(span.request_id) for _, span, _ in outputs]
         requests = list({one.request_id: one for one in runs if one is not None}.values())
-        self._ownership.give_up(requests, reason, "quota")
+        paid = bool(allowance.output) and not allowance.away
+        whole = [one for one in requests if one.whole and paid]
+        self._streams.finish(whole)
+        self._ownership.abort(whole)
+        rest = [one for one in requests if one not in whole]
+        self._ownership.give_up(rest, allowance.refused, "retry" if allowance.away else "quota")
 
     def _migrated(self, message: Migrated, payload: list[memoryview]) -> None:
         """Take the report of a migration, by hand or by policy, of any front end's request."""

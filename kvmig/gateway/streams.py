@@ -178,6 +178,14 @@ class Streams:
                 splicer.next,
             )
 
+    def finish(self, requests: Sequence[LiveRequest]) -> None:
+        """End requests with what their clients have got, as if they had asked for no more."""
+        for request in requests:
+            self.end_spread(request.request_id)
+            self.end(request)
+        if requests:
+            self._sink.finish([one.request_id for one in requests])
+
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         """Fail requests, see `Sink.fail`; tokens that are held come first."""
         for request_id in request_ids:

@@ -106,6 +106,12 @@ class RequestQueues:
             if (queue := self._queues.get(item.request_id)) is not None:
                 queue.put_nowait(item)
 
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """See `Sink`."""
+        for request_id in request_ids:
+            if (queue := self._queues.get(request_id)) is not None:
+                queue.put_nowait(Output(request_id, [], "length"))
+
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         """See `Sink`."""
         for request_id in request_ids:
@@ -137,8 +143,14 @@ class Generation:
         request: Submitted,
         stops: Sequence[str],
         choice: int | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
-        """external_id: of the call; the request's own has it in it. choice: of several."""
+        """external_id: of the call; the request's own has it in it. choice: of several.
+
+        whole: nothing is told before the end.
+        """
+        self._whole = whole
         self._router, self._queues = backend.router, backend.queues
         self._external_id = external_id
         # As vLLM ends its ids: `kvmig.gateway.inventory` reads them.
@@ -163,6 +175,8 @@ class Generation:
                 len(self._request.prompt_token_ids),
                 self._request.priority,
                 [encode(self._request)],
+                self._request.max_tokens,
+                whole=self._whole,
             )
         except NoInstance as error:
             raise Failed(str(error), "retry") from error

@@ -149,6 +149,7 @@ class _Runner:
                     replace(submitted, seed=seed_of(submitted, choice)),
                     body.stop,
                     choice if n > 1 else None,
+                    whole=not body.stream,
                 )
                 for choice in range(n)
             ]

@@ -20,7 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.datastructures import MutableHeaders
 from starlette.types import Receive, Scope, Send
 
-from kvmig.accounts.keys import QUOTA_CODE, QUOTA_WORDS, Denied, KeyGrant, no_model
+from kvmig.accounts.keys import QUOTA_CODE, Denied, KeyGrant, no_model, quota_code
 from kvmig.accounts.keys import Scope as KeyScope
 from kvmig.accounts.limits import WHOLE, Part, headers
 from kvmig.gateway import request_body as gateway
@@ -461,8 +461,9 @@ class Door:
                 raise await error_of(head, upstream)
             if call.granted and head.status == HTTPStatus.TOO_MANY_REQUESTS:
                 why = await error_of(head, upstream)
-                code = QUOTA_CODE if QUOTA_WORDS in str(why) else why.code
-                raise Refused(why.status, str(why), code, 1.0)
+                code = quota_code(str(why)) or why.code
+                again_s = None if code == QUOTA_CODE else 1.0
+                raise Refused(why.status, str(why), code, again_s)
             if not call.beats:
                 if isinstance(upstream.framing, Unframed):
                     call.cycle.keep_alive = False

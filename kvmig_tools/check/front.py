@@ -245,6 +245,10 @@ class Front(Part):
             if item.finished and self.given != self._tokens:
                 raise Violation(f"the stream ends after {self.given} of {self._tokens} tokens")
 
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """No request has a quota."""
+        raise Violation(f"{request_ids} end before their time")
+
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         """The request was given up."""
         self.failed = reason

@@ -21,6 +21,7 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import (
@@ -62,6 +63,9 @@ class RequestRouter(Protocol):
         prompt_tokens: int,
         priority: int,
         payload: Sequence[Frame],
+        most: int | None,
+        *,
+        whole: bool,
     ) -> object: ...
 
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
@@ -175,6 +179,17 @@ class OutputQueue:
         if outputs.outputs or outputs.scheduler_stats:
             self.queue.put_nowait(outputs)
 
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """End requests after what was delivered, as if they had asked for no more."""
+        self.queue.put_nowait(
+            EngineCoreOutputs(
+                outputs=[
+                    EngineCoreOutput(request_id, [], finish_reason=FinishReason.LENGTH)
+                    for request_id in request_ids
+                ]
+            )
+        )
+
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         """End requests that can't go on: each client gets an error that says why."""
         logger.error("requests %s failed: %s", ", ".join(request_ids), reason)
@@ -233,6 +248,8 @@ class RoutingClient(AsyncMPClient):
                 prompt,
                 request.priority,
                 self._encoder.encode(request),
+                0 if (asked := request.sampling_params) is None else asked.max_tokens,
+                whole=asked is not None and asked.output_kind is RequestOutputKind.FINAL_ONLY,
             )
         except NoInstance as error:
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
