@@ -112,7 +112,7 @@ class VllmServer(HttpTask):
         fetch_by(self._media)
         app: FastAPI = build_app(args, self._tasks, llm.model_config)
         await init_app_state(llm, app.state, args, self._tasks)
-        keep_responses_apart(app.state.openai_serving_responses)
+        keep_responses_apart(getattr(app.state, "openai_serving_responses", None))
         return app
 
     async def serve(self, app: FastAPI, own_signals: Callable[[], None]) -> None:
