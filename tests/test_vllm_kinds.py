@@ -43,6 +43,12 @@ async def moved_in_the_middle(pair: Pair, tokens: int = 10, **params: Any) -> tu
     return unmoved, await pair.finish("moved")
 
 
+async def test_an_engine_keeps_grammars_by_salt(pair: Pair) -> None:
+    from kvmig.engines.vllm.grammar_caches import SaltedGrammars
+
+    assert isinstance(pair.a.core.structured_output_manager, SaltedGrammars)
+
+
 @pytest.mark.parametrize(
     "what",
     [

@@ -25,6 +25,7 @@ from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine import core as core_module
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
@@ -32,6 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvmig.engines.steps import CadenceMeter, StepHold, limit_s
 from kvmig.engines.vllm import runner
+from kvmig.engines.vllm.grammar_caches import SaltedGrammars
 from kvmig.engines.vllm.kind import let_team_go
 from kvmig.engines.vllm.lora import (
     Adapters,
@@ -91,13 +93,14 @@ class StepCore(EngineCoreProc):
         self.hold = StepHold()
         self.phase: Phase | None = None
         """Where others share the device: says what each step may compute."""
-        super().__init__(
-            vllm_config,
-            local_client=True,
-            handshake_address="",
-            executor_class=executor_class,
-            log_stats=log_stats,
-        )
+        with patch.object(core_module, "StructuredOutputManager", SaltedGrammars):
+            super().__init__(
+                vllm_config,
+                local_client=True,
+                handshake_address="",
+                executor_class=executor_class,
+                log_stats=log_stats,
+            )
         # Hands each batch on at once, on the engine's thread.
         self.output_queue = SimpleNamespace(put_nowait=deliver)
         # Freed blocks may still be written by a step in flight when steps overlap;
