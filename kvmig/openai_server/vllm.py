@@ -37,6 +37,7 @@ from kvmig.gateway.media_rules import MediaRules
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
 from kvmig.ground.config import KEEP_ALIVE_S
+from kvmig.openai_server.first_error import stop_at_first_error
 from kvmig.openai_server.http_task import HttpTask
 from kvmig.openai_server.vllm_beams import count_beams_as_one
 from kvmig.openai_server.vllm_errors import note_failures
@@ -111,6 +112,7 @@ class VllmServer(HttpTask):
         note_failures()
         fetch_by(self._media)
         app: FastAPI = build_app(args, self._tasks, llm.model_config)
+        stop_at_first_error(app)
         await init_app_state(llm, app.state, args, self._tasks)
         keep_responses_apart(getattr(app.state, "openai_serving_responses", None))
         return app
