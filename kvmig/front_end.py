@@ -212,6 +212,15 @@ def bound_to(sock: socket.socket) -> str:
     return address
 
 
+def forget_gauges(folder: Path, pid: int) -> None:
+    """Drop what a front end that is gone has set of prometheus_client's gauges.
+
+    What it has counted stays: sums go on.
+    """
+    for one in folder.glob(f"gauge_*_{pid}.db"):
+        one.unlink(missing_ok=True)
+
+
 CLOSE_S = 5.0
 """Time for a front end to close, once nothing runs any more."""
 
@@ -291,6 +300,7 @@ class FrontEnds:
     async def _end(self, number: int, timeout_s: float = CLOSE_S) -> None:
         if (child := self._children.pop(number, None)) is not None:
             await child.stop(timeout_s)
+            forget_gauges(Path(self._metrics.name), child.pid)
         if (heartbeats := self._heartbeats.pop(number, None)) is not None:
             heartbeats.close()
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from kvmig.controlplane.messages import InUnit
 from kvmig.engines.base import EngineLoad, Preempted
+from kvmig.front_end import forget_gauges
 from kvmig.gateway.inventory import InstanceRow
 from kvmig.gateway.metrics import (
     ClassCollector,
@@ -104,7 +106,9 @@ def test_vllms_metrics_get_the_instance_and_others_stay_as_they_are() -> None:
     Counter("vllm:tokens", "", labels, registry=source).labels("m", "0").inc(7)
     Histogram("vllm:ttft", "", labels, registry=source, buckets=(1,)).labels("m", "0").observe(0.5)
     Gauge("other", "", ("engine",), registry=source).labels("0").set(1)
-    shown = generate_latest(with_instances(source, lambda: {0: "a", 1: "b"})).decode()
+    shown = generate_latest(
+        with_instances(source, lambda: {0: "a", 1: "b"}, lambda: [A, B])
+    ).decode()
     for line in (
         'vllm:running{engine="1",instance="b",model_name="m"} 5.0',
         'vllm:all{model_name="m"} 3.0',
@@ -114,6 +118,66 @@ def test_vllms_metrics_get_the_instance_and_others_stay_as_they_are() -> None:
     ):
         assert line in shown
     assert 'engine="9"' not in shown
+
+
+A = InstanceRow("a", 0, "serving", "tcp://x", 100, 60, 2, 3, math.inf, 0, 1, 2)
+B = replace(A, id="b", index=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "running", "usage"),
+    [
+        ([A, B], (5, 5), (0.5, 0.5)),
+        ([A], (5, None), (0.5, None)),
+        ([A, replace(B, running=0, waiting=0)], (5, 0), (0.5, 0)),
+        ([A, replace(B, state="lost")], (5, 0), (0.5, 0)),
+        ([A, replace(B, state="starting", running=0, waiting=0)], (5, 0), (0.5, 0)),
+        ([], (None, None), (None, None)),
+    ],
+)
+def test_gauges_of_instances_that_are_gone_or_empty_are_gone_or_zero(
+    rows: list[InstanceRow], running: tuple[float | None, ...], usage: tuple[float | None, ...]
+) -> None:
+    source, labels = CollectorRegistry(), ("model_name", "engine")
+    names = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+    for name, value in zip(names, (5, 0.5), strict=True):
+        gauge = Gauge(name, "", labels, registry=source)
+        for engine in ("0", "1"):
+            gauge.labels("m", engine).set(value)
+    counted = Counter("vllm:tokens", "", labels, registry=source)
+    counted.labels("m", "1").inc(7)
+    shown = with_instances(source, lambda: {0: "a", 1: "b"}, lambda: rows)
+
+    def read(name: str, engine: str, instance: str) -> float | None:
+        own = {"model_name": "m", "engine": engine, "instance": instance}
+        return shown.get_sample_value(name, own)
+
+    for name, expected in zip(names, (running, usage), strict=True):
+        assert (read(name, "0", "a"), read(name, "1", "b")) == expected
+    assert read("vllm:tokens_total", "1", "b") == 7
+
+
+@pytest.mark.parametrize(
+    ("rows", "shown"), [([A], ["new"]), ([replace(A, running=0, waiting=0)], []), ([], [])]
+)
+def test_of_the_adapters_in_use_only_the_last_word_counts(
+    rows: list[InstanceRow], shown: list[str]
+) -> None:
+    source = CollectorRegistry()
+    gauge = Gauge("vllm:lora_requests_info", "", ("running_lora_adapters",), registry=source)
+    for name, at in (("old", 1), ("new", 2)):
+        gauge.labels(name).set(at)
+    (metric,) = with_instances(source, lambda: {0: "a"}, lambda: rows).collect()
+    assert [one.labels["running_lora_adapters"] for one in metric.samples] == shown
+
+
+def test_what_a_front_end_has_set_goes_with_it_and_what_it_has_counted_stays(
+    tmp_path: Path,
+) -> None:
+    for name in ("gauge_mostrecent_7.db", "gauge_max_7.db", "gauge_max_77.db", "counter_7.db"):
+        (tmp_path / name).touch()
+    forget_gauges(tmp_path, 7)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["counter_7.db", "gauge_max_77.db"]
 
 
 # -- each priority class

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -84,6 +85,15 @@ async def test_a_killed_worker_ends_its_instance_whose_stream_goes_on(mixed: Ser
         counted(stream.answer, 1000 * n)
     gone, _ = await asyncio.to_thread(psutil.wait_procs, workers, PATIENCE_S)
     assert gone
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        shown = (await client.get(f"{mixed.url}/metrics")).text
+    busy = [
+        line
+        for line in shown.splitlines()
+        if line.startswith(("vllm:num_requests_", "vllm:kv_cache_usage_perc"))
+        and not line.endswith(" 0.0")
+    ]
+    assert busy == []
 
 
 def is_worker(process: psutil.Process) -> bool:

@@ -265,6 +265,11 @@ class Child:
         self._shared: Files = {}
         self._over = False
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     @classmethod
     async def start(cls, name: str, spawn: Spawn, launch: msgspec.Struct) -> Self:
         """Write the launch document to its stdin, which is kept open. Raises StartupError."""

@@ -265,23 +265,40 @@ class UnitCollector(Collector):
             yield metric
 
 
+OF_REQUESTS = {
+    "vllm:num_requests_running", "vllm:num_requests_waiting",
+    "vllm:num_requests_waiting_by_reason", "vllm:kv_cache_usage_perc",
+}  # fmt: skip
+"""vLLM's gauges that are 0 where an instance has no request."""
+LORA = "vllm:lora_requests_info"
+"""vLLM's gauge whose value is the time and whose labels are the adapters in use then."""
+
+
 class _Labelled(Collector):
     """All of `source`, with `instance` beside vLLM's label `engine`.
 
     vLLM's samples of engines that never were (it wants to know them all at its start) are
-    left out.
+    left out. vLLM sets its gauges with an engine's steps: one that makes none, or is gone, would
+    keep its last ones for ever, so that what instances report is asked.
     """
 
     def __init__(
-        self, source: CollectorRegistry, instances: Callable[[], Mapping[int, str]]
+        self,
+        source: CollectorRegistry,
+        instances: Callable[[], Mapping[int, str]],
+        rows: Callable[[], Iterable[InstanceRow]],
     ) -> None:
         self._source = source
         self._instances = instances
+        self._rows = rows
 
     def collect(self) -> Iterable[Metric]:
         names = {str(index): name for index, name in self._instances().items()}
+        rows = {row.id: row for row in self._rows()}
         for metric in self._source.collect():
             if metric.name.startswith("vllm:"):
+                if metric.type == "gauge":
+                    _forget_what_was(metric, names, rows)
                 metric.samples = [
                     sample._replace(labels={**sample.labels, "instance": names[engine]})
                     if (engine := sample.labels.get("engine")) is not None
@@ -290,6 +307,28 @@ class _Labelled(Collector):
                     if sample.labels.get("engine") in (None, *names)
                 ]
             yield metric
+
+
+def _forget_what_was(
+    metric: Metric, names: Mapping[str, str], rows: Mapping[str, InstanceRow]
+) -> None:
+    """Leave of a gauge what is so now."""
+    gone = {engine for engine, name in names.items() if name not in rows}
+    idle = {engine for engine, name in names.items() if name in rows and not _works(rows[name])}
+    metric.samples = [one for one in metric.samples if one.labels.get("engine") not in gone]
+    if metric.name in OF_REQUESTS:
+        metric.samples = [
+            one._replace(value=0.0) if one.labels.get("engine") in idle else one
+            for one in metric.samples
+        ]
+    if metric.name == LORA:
+        newest = sorted(metric.samples, key=lambda one: one.value)[-1:]
+        metric.samples = newest if any(map(_works, rows.values())) else []
+
+
+def _works(row: InstanceRow) -> bool:
+    """Whether the instance has requests, and still says so."""
+    return row.state not in ("lost", "failed") and row.running + row.waiting > 0
 
 
 class Exposition:
@@ -314,7 +353,7 @@ class Exposition:
         source.register(InstanceCollector(lambda: self._rows))
         source.register(UnitCollector(lambda: self._rows))
         source.register(ClassCollector(lambda: self._rows, classes))
-        self._registry = with_instances(source, lambda: self._instances)
+        self._registry = with_instances(source, lambda: self._instances, lambda: self._rows)
         self._making = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
         self._rests_until = 0.0
@@ -353,15 +392,17 @@ def of_all_front_ends(own: CollectorRegistry) -> CollectorRegistry:
 
 
 def with_instances(
-    source: CollectorRegistry, instances: Callable[[], Mapping[int, str]]
+    source: CollectorRegistry,
+    instances: Callable[[], Mapping[int, str]],
+    rows: Callable[[], Iterable[InstanceRow]],
 ) -> CollectorRegistry:
     """A registry to expose on /metrics in place of `source`.
 
     instances: gives the instance's id by vLLM's engine index (`Router.engine_indexes`), of
-    all that ever were.
+    all that ever were. rows: of those that are there.
     """
     registry = CollectorRegistry()
-    registry.register(_Labelled(source, instances))
+    registry.register(_Labelled(source, instances, rows))
     return registry
 
 
