@@ -11,6 +11,8 @@ import pytest
 
 from kvmig.fleet.deployments import InstanceRow, Told, Watched
 from kvmig.ground.errors import StartupError
+from kvmig.proxy.messages import ModelCard
+from tests.waiting import until
 
 EVENTS_S = 0.2
 """Between what a deployment does and the event that says so."""
@@ -36,6 +38,9 @@ class Deployment:
                     writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
                     await self._events(reader, writer)
                     return
+                if path == "/v1/models":
+                    self._list(writer)
+                    continue
                 if method == "POST":
                     length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
                     count = msgspec.json.decode(await reader.readexactly(length))["count"]
@@ -55,6 +60,12 @@ class Deployment:
             pass  # the client is gone
         finally:
             writer.close()
+
+    def _list(self, writer: asyncio.StreamWriter) -> None:
+        model = {"id": "m", "created": 17, "owned_by": "vllm", "max_model_len": 4096, "root": "/x"}
+        adapter = {"id": "a", "created": 18, "owned_by": "vllm", "parent": "m"}
+        body = msgspec.json.encode({"object": "list", "data": [adapter, model]})
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
 
     async def _events(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not reader.at_eof():
@@ -99,3 +110,11 @@ async def test_a_deployment_that_does_not_tell_what_it_was_ordered_is_given_up_i
     monkeypatch.setattr("kvmig.fleet.deployments.TOLD_S", 0.3)
     with pytest.raises(StartupError, match=r"does not tell of i2 within 0\.3 s"):
         await watched.add(1)
+
+
+async def test_a_deployment_that_serves_is_asked_what_its_model_is_like(
+    deployment: tuple[Deployment, Watched],
+) -> None:
+    _, watched = deployment
+    await until(lambda: watched.card)
+    assert watched.card == ModelCard(created=17, owned_by="vllm", max_model_len=4096)

@@ -49,11 +49,11 @@ def test_it_is_the_same_after_json() -> None:
         ({"z - at `$.x": 1}, "unknown field"),
         ({3: 4}, "Expected `str` - at `key`"),
         ({"source": None}, "source is None, must be str"),
-        ({"name": "../x"}, "name is '../x', must be lower-case"),
-        ({"name": "a/../x"}, "name is 'a/../x', must be lower-case"),
+        ({"name": "../x"}, "name is '../x', must be letters, digits"),
+        ({"name": "a/../x"}, "name is 'a/../x', must be letters, digits"),
         ({"name": "x" * 300}, "name is 'xxx"),
         ({"name": "<script>"}, "name is '<script>', must be"),
-        ({"name": "qwеn"}, "must be lower-case"),
+        ({"name": "qwеn"}, "must be letters, digits"),
         ({"name": 3}, "model ?: name is 3, must be str"),
         ({"source": "hf:a/b@main"}, "source is 'hf:a/b@main', must be path:FOLDER"),
         ({"source": "path:models"}, "source is 'models', must be a folder's whole path"),
@@ -85,7 +85,12 @@ def test_it_is_the_same_after_json() -> None:
         ({"share_prefixes": "yes"}, "share_prefixes is 'yes', must be bool"),
         ({"flags": ["--isolate-users"]}, "flags has --isolate-users: that is share_prefixes"),
         ({"max_held": -1}, "max_held is -1, must be 0 to"),
-        ({"aliases": ["A"]}, "name is 'A', must be lower-case"),
+        ({"aliases": ["A b"]}, "name is 'A b', must be letters, digits"),
+        ({"name": "a//b"}, "name is 'a//b', must be letters, digits"),
+        ({"name": "a/b/"}, "name is 'a/b/', must be letters, digits"),
+        ({"name": "a/./b"}, "name is 'a/./b', must be letters, digits"),
+        ({"name": "a/v1/models"}, "name is 'a/v1/models', must be letters, digits"),
+        ({"name": "org/logs"}, "name is 'org/logs', must not end with any of /logs"),
         ({"adapters": {"l": "/nowhere"}}, "adapters.l is '/nowhere', which is no folder here"),
         ({"adapters": {"l": 3}}, "adapters[...] is {'l': 3}, must be str"),
         ({"flags": ["\0"]}, "flags is '\\x00', must be Unicode text without 0"),
@@ -150,7 +155,7 @@ def test_an_alias_may_stand_for_several_models() -> None:
         ({"x": {"y": 1}, "y": {"x": 1}}, "aliases.x: 'y' is no model, models: qwen"),
         ({"x": {}}, "aliases.x is empty"),
         ({"x": {"qwen": 0}}, "aliases.x.qwen is 0, must be 1 to"),
-        ({"X": {"qwen": 1}}, "name is 'X', must be"),
+        ({"X y": {"qwen": 1}}, "name is 'X y', must be"),
         ({"x": "qwen"}, "aliases: Expected `object`, got `str`"),
     ],
 )
@@ -274,3 +279,16 @@ def test_a_merged_catalogue_has_no_name_twice() -> None:
     old = fleet_of({"models": [given(aliases=["b"])]})
     with pytest.raises(ConfigError, match="name is b, which is an alias of model qwen already"):
         merged(old, fleet_of({"models": [given(name="b")]}), prune=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["org/Qwen3-0.6B", "meta-llama/Llama-3.1-8B", "org/Name-1.5B:tag", "GPT-4", "A/b/C"]
+)
+def test_names_are_taken_as_clients_have_them_in_their_settings(name: str) -> None:
+    spec = spec_of({"name": name, "source": "path:/x", "engine": "toy", "aliases": [f"{name}.x"]})
+    assert (spec.name, spec.aliases) == (name, (f"{name}.x",))
+
+
+def test_two_names_that_differ_in_their_letters_case_are_two_names() -> None:
+    models = [{"name": name, "source": "path:/x", "engine": "toy"} for name in ("a/B", "a/b")]
+    assert [one.name for one in fleet_of({"models": models}).models] == ["a/B", "a/b"]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvmig.accounts.keys import Limits, ModelQuota
-from kvmig.proxy.messages import Aliases, Keys, QuotaLeft, Route, Spent
+from kvmig.proxy.messages import Aliases, Keys, ModelCard, QuotaLeft, Route, Spent
 from tests.proxy_site import Got, key, site
 from tests.waiting import until
 
@@ -425,6 +425,20 @@ async def test_models_are_those_that_the_key_may_use_cold_ones_too(tmp_path: Pat
     assert [row["id"] for row in rows] == ["count", "cold", "alias"]
     assert one.json()["kvmig"] == {"state": "cold", "start_s": 4.5}
     assert other.status_code == 404
+
+
+async def test_the_list_says_of_a_model_what_its_deployment_said_also_when_it_is_cold(
+    tmp_path: Path,
+) -> None:
+    card = ModelCard(created=1_700_000_000, owned_by="vllm", max_model_len=4096)
+    async with site(tmp_path) as door, door.client() as client:
+        door.tell(Route(name="count", state="cold", card=card, adapters=("poet",)))
+        rows = (await client.get("/v1/models")).json()["data"]
+    known = {"object": "model", "created": 1_700_000_000, "owned_by": "vllm", "max_model_len": 4096}
+    state = {"kvmig": {"state": "cold", "start_s": None}}
+    assert rows == [
+        {"id": "count", **known, **state}, {"id": "poet", **known, "parent": "count", **state},
+    ]  # fmt: skip
 
 
 async def test_metrics_are_for_admins(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvmig.accounts.keys import KeyGrant
 from kvmig.gateway.route_table import CLIENT_ROUTES, ClientRoute
 from kvmig.proxy.messages import Keys, Route
-from tests.proxy_site import Got, Site, key, site
+from tests.proxy_site import Deployment, Got, Site, key, site
 from tests.waiting import until
 
 CLOSED = [
@@ -212,6 +212,25 @@ async def test_a_form_of_ten_thousand_parts_is_refused_at_once(tmp_path: Path) -
         answer = await door.ask(part * 10_000 + b"--b--\r\n", path, headers={"content-type": kind})
     assert error_of(answer)["message"] == "the form has more than 1000 parts"
     assert there.got == []
+
+
+@pytest.mark.parametrize("name", ["org/Qwen3-0.6B", "Org/Name-1.5B:tag", "a/b/C"])
+async def test_a_path_may_name_a_model_whose_name_has_slashes_and_capitals(
+    tmp_path: Path, name: str
+) -> None:
+    async with site(tmp_path) as door:
+        there = Deployment(f"{tmp_path}/socket")
+        await there.open()
+        door.tell(Route(name=name, state="ready", socket=there.path))
+        for path in ("/v1/chat/completions", "/v1/rerank", "/inference/v1/generate", "/tokenize"):
+            await send(door, "POST", f"/models/{name}{path}", {"model": "other"})
+        rows = (await send(door, "GET", f"/models/{name}/v1/models")).json()["data"]
+        row = (await send(door, "GET", f"/v1/models/{name}")).json()
+        other = await send(door, "POST", f"/models/{name.lower()}/v1/completions", {})
+        await there.close()
+    assert [one.fields["model"] for one in there.got] == [name] * 4
+    assert [one["id"] for one in (*rows, row)] == [name] * 2
+    assert other.status_code == 404
 
 
 # -- calls that name a model only by an answer's id

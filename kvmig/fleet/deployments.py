@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from kvmig.ground.errors import StartupError
+from kvmig.proxy.messages import ModelCard
 
 RETRY_S = 0.05
 """Between two attempts to connect to one that starts."""
@@ -21,6 +22,8 @@ ORDER_S = 40.0
 """For an order: its launcher may read an engine's flags first."""
 TOLD_S = 10.0
 """For the event that says what an order has done; it comes within moments of the answer."""
+CARD_S = 10.0
+"""For the list of its models."""
 ADMIN = "/kvmig/v1"
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,18 @@ class InstanceRow(msgspec.Struct, frozen=True):
     weights: str = ""
 
 
+class ModelRow(ModelCard, frozen=True):
+    """Of the list of its models. parent: of an adapter."""
+
+    parent: str | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """The answer of /v1/models."""
+
+    data: tuple[ModelRow, ...] = ()
+
+
 class Told(msgspec.Struct, frozen=True):
     """Event `instances`."""
 
@@ -55,6 +70,8 @@ class Watched:
     def __init__(self, socket: str, changed: Callable[[], None]) -> None:
         """socket: its path. changed: called whenever something is told."""
         self.told = Told()
+        self.card: ModelCard | None = None
+        """What it says of its model, once it serves and was asked."""
         self.migrations = 0
         """Committed ones, that were told."""
         self.looked = asyncio.Event()
@@ -67,6 +84,7 @@ class Watched:
             base_url="http://deployment",
             timeout=httpx.Timeout(ORDER_S, read=SILENT_S),
         )
+        self._learning: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._follow(), name=f"events of {socket}")
 
     @property
@@ -78,8 +96,10 @@ class Watched:
 
     async def close(self) -> None:
         """Follow no more."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [one for one in (self._task, self._learning) if one is not None]
+        for one in tasks:
+            one.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
 
     async def add(self, count: int) -> None:
@@ -163,6 +183,23 @@ class Watched:
             self._heard.set()
             self._heard.clear()
             self._changed()
+        learning = self._learning is not None and not self._learning.done()
+        if self.card is None and self.serving and not learning:
+            self._learning = asyncio.create_task(self._learn(), name="its model")
+
+    async def _learn(self) -> None:
+        """Ask for its model's card; when it has no answer now, it is asked at the next event."""
+        try:
+            answer = await self._http.get("/v1/models", timeout=CARD_S)
+            rows = msgspec.json.decode(answer.raise_for_status().content, type=ModelList).data
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            log.warning("a deployment does not list its models: %r", error)
+            return
+        for row in rows:
+            if row.parent is None:
+                self.card = ModelCard(row.created, row.owned_by, row.max_model_len)
+                self._changed()
+                return
 
 
 def sentence_of(answer: httpx.Response) -> str:

@@ -43,7 +43,7 @@ from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import USUAL_MOST
 from kvmig.ground.errors import StartupError
 from kvmig.proxy.messages import Demand as ProxyDemand
-from kvmig.proxy.messages import Route, RouteState, Want
+from kvmig.proxy.messages import ModelCard, Route, RouteState, Want
 
 ROUND_S = 0.5
 """Between two rounds, where nothing has happened before."""
@@ -107,6 +107,8 @@ class Model:
     note: Note | None = None
     pid: int = 0
     watched: Watched | None = None
+    card: ModelCard = field(default_factory=ModelCard)
+    """What its last deployment said of it; kept while there is none."""
     ended: Ended | None = None
     """Of the last one, until a round has seen it."""
     asked_until: float = -math.inf
@@ -611,6 +613,8 @@ class Models:
         spec, life = model.wanted.spec, model.life
         ready = model.serving > 0 and not model.former
         state = route_state(model.wanted.on, life, ready, self._clock())
+        if ready and model.watched is not None and model.watched.card is not None:
+            model.card = model.watched.card
         return Route(
             name=model.wanted.name,
             state=state,
@@ -624,6 +628,7 @@ class Models:
             max_held=spec.max_held,
             priority=spec.priority,
             adapters=tuple(spec.adapters),
+            card=model.card,
         )
 
     def _note(self, model: Model, what: str) -> None:

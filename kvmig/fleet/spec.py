@@ -18,8 +18,15 @@ import yaml
 from kvmig.fleet.schedule import Floor, parse_cron, zone_of
 from kvmig.ground.errors import ConfigError
 
-NAME = re.compile(r"[a-z0-9][a-z0-9._:/-]{0,127}")
-NAMES = "lower-case letters, digits and . _ : / -, at most 128, the first a letter or a digit"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+NAMES = (
+    "letters, digits and . _ : / -, at most 128, the first a letter or a digit, without '..', an"
+    " empty part or a part v1 between slashes"
+)
+RESERVED_PARTS = {"", ".", "v1"}
+"""Of a name, between slashes: in paths as /models/NAME/v1/... they end the name."""
+RESERVED_ENDS = ("/logs", "/scale", "/switch", "/wake")
+"""Of a name: orders to a model are paths as /kvmig/v2/models/NAME/wake."""
 PATH = "path:"
 LATER = {
     "placement": "placement on workers",
@@ -249,8 +256,11 @@ def _check_range(field: str, value: float, least: float, most: float) -> None:
 
 
 def _check_name(name: str) -> None:
-    if not NAME.fullmatch(name) or ".." in name or "//" in name or name.endswith("/"):
+    if not NAME.fullmatch(name) or ".." in name or RESERVED_PARTS & set(name.split("/")):
         raise ConfigError(f"name is {name!r:.150}, must be {NAMES}")
+    if name.endswith(RESERVED_ENDS):
+        ends = ", ".join(RESERVED_ENDS)
+        raise ConfigError(f"name is {name!r:.150}, must not end with any of {ends}")
 
 
 def _check_folder(field: str, folder: str) -> None:

@@ -483,14 +483,18 @@ def _no_answer(answer_id: str) -> Refused:
 
 
 def _listed(name: str, route: Route) -> dict[str, Any]:
-    """As OpenAI lists a model; and what ours is like."""
-    return {
+    """As OpenAI lists a model, with what its deployment said of it; and what ours is like."""
+    row: dict[str, Any] = {
         "id": name,
         "object": "model",
-        "created": 0,
-        "owned_by": "kvmig",
-        "kvmig": {"state": route.state, "start_s": route.start_s},
+        "created": route.card.created,
+        "owned_by": route.card.owned_by,
     }
+    if route.card.max_model_len is not None:
+        row["max_model_len"] = route.card.max_model_len
+    if name in route.adapters:
+        row["parent"] = route.name
+    return {**row, "kvmig": {"state": route.state, "start_s": route.start_s}}
 
 
 def _starting(route: Route, waiter: Waiter, now: float) -> str:

@@ -34,6 +34,14 @@ class ProxyLaunch(Discreet, frozen=True, kw_only=True):
     http: HttpConfig = HttpConfig()
 
 
+class ModelCard(msgspec.Struct, frozen=True):
+    """What a deployment says of its model at /v1/models."""
+
+    created: int = 0
+    owned_by: str = "kvmig"
+    max_model_len: int | None = None
+
+
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """A model, and where its requests go."""
 
@@ -58,6 +66,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     """Who waits is let in by it: smaller ones first."""
     adapters: tuple[str, ...] = ()
+    card: ModelCard = ModelCard()
+    """As its last deployment said."""
 
 
 # -- from the server
