@@ -21,6 +21,7 @@ from kvmig.ground.clock import Clock
 from kvmig.ground.config import HttpConfig
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.proxy.call import DoorConnection
+from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import Directory
 from kvmig.proxy.door import Door
 from kvmig.proxy.messages import Route, Routes, Snapshot
@@ -191,13 +192,23 @@ class Site:
 
 @asynccontextmanager
 async def site(
-    folder: Path, *grants: KeyGrant, wall: Clock = time.time, **limits: Any
+    folder: Path,
+    *grants: KeyGrant,
+    wall: Clock = time.time,
+    pages: tuple[str, ...] = (),
+    **limits: Any,
 ) -> AsyncIterator[Site]:
-    """A door with one key that may use everything, and `grants`; it knows no models."""
+    """A door with one key that may use everything, and `grants`; it knows no models.
+
+    pages: origins of web pages that may call.
+    """
     shown, grant = key(scopes=("infer", "read", "admin"))
     wanted: list[str] = []
     api = str(folder / "api")
-    door = Door(Directory(), HttpConfig(**limits), api, wanted.append, wall=wall)
+    door = Door(
+        Directory(), HttpConfig(**limits), api, wanted.append, wall=wall,
+        cross_origin=CrossOrigin(pages),
+    )  # fmt: skip
     door.apply(Snapshot(version=1, pepper=PEPPER, keys=(grant, *grants)))
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]

@@ -71,6 +71,40 @@ def test_with_an_admin_key_the_apis_keys_are_not_enough() -> None:
     assert rules.admin({"authorization": "Bearer operator"}) is None
 
 
+OPERATORS = [
+    ("POST", "/v1/load_lora_adapter"), ("POST", "/sleep"), ("POST", "/collective_rpc"),
+    ("POST", "/inference/v1/abort_requests"), ("POST", "/pause"), ("DELETE", "/v1/anything"),
+    ("POST", "/scale_elastic_ep"), ("POST", "/reset_prefix_cache"),
+]  # fmt: skip
+CLIENTS = [
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/chat/completions/"), ("GET", "/v1/models"),
+    ("POST", "/score"), ("GET", "/v1/responses/resp_1"), ("POST", "/v1/responses/resp_1/cancel"),
+]  # fmt: skip
+OPERATOR, TENANT = ({"authorization": f"Bearer {one}"} for one in ("operator", "tenant"))
+
+
+@pytest.mark.parametrize("keys", [["tenant"], []])
+@pytest.mark.parametrize(("method", "path"), OPERATORS)
+def test_what_an_engine_has_beside_clients_routes_is_for_the_admin_key_alone(
+    method: str, path: str, keys: list[str]
+) -> None:
+    rules = access(keys, "operator", "0.0.0.0")
+    assert rules.denied(method, path, TENANT) is not None
+    assert rules.denied(method, path, OPERATOR) is None
+
+
+@pytest.mark.parametrize(("method", "path"), CLIENTS)
+def test_clients_routes_are_for_the_apis_keys(method: str, path: str) -> None:
+    rules = access(["tenant"], "operator", "0.0.0.0")
+    assert rules.denied(method, path, TENANT) is None
+    assert rules.denied(method, path, OPERATOR) is not None
+
+
+@pytest.mark.parametrize(("method", "path"), [*OPERATORS, *CLIENTS])
+def test_without_an_admin_key_the_apis_keys_open_all(method: str, path: str) -> None:
+    assert access(["tenant"], "", "0.0.0.0").denied(method, path, TENANT) is None
+
+
 def test_keys_come_from_vllms_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, "secret")
     assert api_keys(None) == ["secret"]

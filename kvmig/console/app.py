@@ -146,6 +146,13 @@ def up(
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that a stop lets running requests finish.")
     ] = 30.0,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of web pages that may call models, as https://chat.example.com; * for all"
+            " (default: none). May be given several times."
+        ),
+    ] = None,
 ) -> None:
     """Serve a fleet until Ctrl-C."""
     from kvmig.fleet.init import up as run
@@ -161,6 +168,7 @@ def up(
         threads=threads or max(1, cores() // 2),
         memory=memory,
         shutdown_timeout_s=shutdown_timeout,
+        allowed_origins=tuple(allowed_origins or ()),
     )
     status = run(check_settings(settings))
     if status:

@@ -350,6 +350,7 @@ class Init:
             api=str(self._settings.api),
             snapshot=str(self._settings.path("run", "snapshot")),
             shutdown_timeout_s=self._settings.shutdown_timeout_s,
+            allowed_origins=self._settings.allowed_origins,
         )
         spawn = partial(self._fork, PROXY, (self._sock.fileno(), heartbeat))
         return await Child.start("a proxy", spawn, launch)

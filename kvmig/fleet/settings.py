@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,8 @@ from kvmig.ground.errors import ConfigError
 
 DATA = "KVMIG_DATA"
 """Environment variable: the fleet's folder, where `--data` doesn't say."""
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@\"',]+")
+"""As a browser sends it."""
 SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
 
@@ -32,6 +35,8 @@ class FleetSettings(Discreet, frozen=True, kw_only=True):
     """Bytes of the host's that all models may take together; 0: all that there is."""
     shutdown_timeout_s: float = 30.0
     """That the end of a deployment lets running requests finish."""
+    allowed_origins: tuple[str, ...] = ()
+    """Of web pages that may call models; `*`: all."""
 
     def path(self, *parts: str) -> Path:
         """Of a file in the folder."""
@@ -88,6 +93,12 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
     ):
         if not least <= value <= most:
             raise ConfigError(f"{flag} is {value:g}, must be {least} to {most}")
+    for origin in settings.allowed_origins:
+        if ORIGIN.fullmatch(origin) is None:
+            raise ConfigError(
+                f"--allowed-origins is {origin!r:.150}, must be as https://chat.example.com, or *"
+                " for all; given several times for several"
+            )
     longest = settings.path("run", "d-" + "0" * 8 + ".sock")
     if len(os.fsencode(longest)) > SOCKET_BYTES:
         raise ConfigError(

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from kvmig.gateway.route_table import find_route
 from kvmig.ground.discreet import ADMIN_KEY
 
 PROXIED = ("forwarded", "x-forwarded-for", "x-real-ip")
@@ -80,20 +81,29 @@ class Access:
 
     openai: Rule
     admin: Rule
+    has_admin_key: bool = False
+    """Whether the operator has a key that tenants don't have."""
 
     def denied(self, method: str, path: str, headers: Mapping[str, str]) -> Denied | None:
         """The answer to a call that isn't let in; None for one that is.
 
         Without a key, clients may read the paths that vLLM shows to all (/health, /metrics, ...);
-        calls with a body need one on every path. Browsers send OPTIONS without any.
+        calls with a body need one on every path. Browsers send OPTIONS without any. What an engine
+        has beside the routes of clients (to load adapters, to sleep, to abort by an id, ...) is for
+        the operator, where there is a key for one.
         """
         if method == "OPTIONS":
             return None
-        if path.startswith(ADMIN):
+        if path.startswith(ADMIN) or (self.has_admin_key and is_for_operators(method, path)):
             return self.admin(headers)
         if method in ("GET", "HEAD") and not path.startswith(OPENAI):
             return None
         return self.openai(headers)
+
+
+def is_for_operators(method: str, path: str) -> bool:
+    """Whether a call changes something, and is none of a client's."""
+    return method not in ("GET", "HEAD") and find_route(method, path.rstrip("/")) is None
 
 
 def access(api_keys: Sequence[str], admin_key: str, bound: str) -> Access:
@@ -102,7 +112,8 @@ def access(api_keys: Sequence[str], admin_key: str, bound: str) -> Access:
     bound: the address that the server listens on.
     """
     keys = [admin_key] if admin_key else list(api_keys)
-    return Access(bearer(api_keys), bearer(keys) if keys else local_only(bound))
+    admin = bearer(keys) if keys else local_only(bound)
+    return Access(bearer(api_keys), admin, bool(admin_key))
 
 
 def is_loopback(host: str) -> bool:

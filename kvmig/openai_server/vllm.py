@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from uvicorn.config import LOGGING_CONFIG
 from vllm import envs
 from vllm.config import VllmConfig
@@ -113,6 +114,7 @@ class VllmServer(HttpTask):
         fetch_by(self._media)
         app: FastAPI = build_app(args, self._tasks, llm.model_config)
         stop_at_first_error(app)
+        let_pages_read_errors(app)
         await init_app_state(llm, app.state, args, self._tasks)
         keep_responses_apart(getattr(app.state, "openai_serving_responses", None))
         return app
@@ -162,6 +164,15 @@ def keep_responses_apart(responses: OpenAIServingResponses | None) -> None:
         responses.msg_store = OwnEntries()
         responses.event_store = OwnEntries()
         responses.background_tasks = OwnEntries()
+
+
+def let_pages_read_errors(app: FastAPI) -> None:
+    """Put what lets web pages read answers (vLLM's --allowed-origins) outside of all else: our
+    middleware's errors are answers, too.
+    """
+    pages: object = CORSMiddleware
+    app.user_middleware.sort(key=lambda one: one.cls is not pages)
+    app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already
 
 
 def keep_alive_s() -> int:

@@ -19,14 +19,15 @@ from kvmig.gateway.http import CALL_ID, Connection, accepted
 from kvmig.gateway.route_table import Api
 from kvmig.proxy.calls import error_body, error_event, heartbeat
 from kvmig.proxy.refusals import Refused
-from kvmig.proxy.relay import LAST_CHUNK, Head, Upstream
+from kvmig.proxy.relay import LAST_CHUNK, Chunked, Head, Unchunked, Upstream
 
 SHOWN = "kvmig.connection"
 """Key of an ASGI scope's connection and its cycle."""
 EVENTS = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-    b"cache-control: no-cache\r\ntransfer-encoding: chunked\r\n"
+    b"cache-control: no-cache\r\n"
 )
+CHUNKED = b"transfer-encoding: chunked\r\n"
 NOTHING = (b"", b"")
 CUT_S = 0.2
 """For what comes of the body of a call that may not go on."""
@@ -110,6 +111,10 @@ class Call:
         """For an answer that is on its way when the call may go on no more."""
         self.limits: list[tuple[bytes, bytes]] = []
         """Headers that tell of limits."""
+        self.cross_origin: list[tuple[bytes, bytes]] = []
+        """Headers of all its answers, for the browser of a page that calls."""
+        self.chunks = scope["http_version"] != "1.0"
+        """Whether its client knows chunks."""
 
     @property
     def address(self) -> str:
@@ -177,7 +182,13 @@ class Call:
     ) -> None:
         """All of it."""
         response = Response(body, status, {**(headers or {}), CALL_ID: self.call_id}, kind)
+        self.allow_page(response)
         await response(self.scope, self.receive, self.send)
+
+    def allow_page(self, response: Response) -> None:
+        """Let the page that calls read it."""
+        for name, value in self.cross_origin:
+            response.headers[name.decode()] = value.decode()
 
     async def refuse(self, why: Refused, unread: int = 0) -> None:
         """An error, in the form that fits what the client has got so far.
@@ -186,7 +197,7 @@ class Call:
         """
         if self.beats:
             self._write_chunk(error_event(self.api, why.status, str(why), why.code))
-            self.connection.transport.write(LAST_CHUNK)
+            self._write_last()
             self.finish()
             return
         own = [*self.limits, *why.headers]
@@ -208,22 +219,31 @@ class Call:
             own = b"x-request-id: %s\r\n" % self.call_id.encode()
             if not self.cycle.keep_alive:
                 own += b"connection: close\r\n"
+            if self.chunks:
+                own += CHUNKED
+            own += b"".join(b"%s: %s\r\n" % one for one in self.cross_origin)
             self.connection.transport.write(EVENTS + own + b"\r\n")
             self.cycle.response_started = True
         self._write_chunk(heartbeat(self.api, sentence))
         self.beats += 1
 
     def _write_chunk(self, data: bytes) -> None:
-        self.connection.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
+        chunk = b"%x\r\n%s\r\n" % (len(data), data) if self.chunks else data
+        self.connection.transport.write(chunk)
+
+    def _write_last(self) -> None:
+        if self.chunks:
+            self.connection.transport.write(LAST_CHUNK)
 
     # -- answers of a deployment
 
     def begin(self, head: Head, own: list[tuple[bytes, bytes]]) -> None:
         """Write its head, with headers of our own."""
-        own = [*own, *self.limits, (CALL_ID.encode(), self.call_id.encode())]
+        own = [*own, *self.limits, *self.cross_origin]
+        own.append((CALL_ID.encode(), self.call_id.encode()))
         if not self.cycle.keep_alive:
             own.append((b"connection", b"close"))
-        self.connection.transport.write(head.rewritten(own))
+        self.connection.transport.write(head.rewritten(own, chunks=self.chunks))
         self.cycle.response_started = True
 
     async def pass_on(self, upstream: Upstream) -> None:
@@ -233,7 +253,9 @@ class Call:
         if self.api == "responses":
             upstream.watch = self.numbers.feed
         try:
-            upstream.pass_to(connection.transport)
+            plain = not self.chunks and isinstance(upstream.framing, Chunked)
+            client = connection.transport
+            upstream.pass_to(Unchunked(client) if plain else client)
             if connection.flow.write_paused:
                 upstream.pause()
             await upstream.ended
@@ -248,7 +270,7 @@ class Call:
             why = self.cut or DIED
             number = self.numbers.next
             self._write_chunk(error_event(self.api, why.status, str(why), why.code, number))
-            self.connection.transport.write(LAST_CHUNK)
+            self._write_last()
             self.finish()
         else:
             self.cycle.keep_alive = False  # the client must see that something is missing

@@ -34,6 +34,7 @@ from kvmig.ground.config import BODIES, HttpConfig
 from kvmig.proxy.admission import Admission, Visit
 from kvmig.proxy.call import NOTHING, Call, Gone, on_lost_nothing
 from kvmig.proxy.calls import Asked, Body, asked, body_of, target
+from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import Directory, Found
 from kvmig.proxy.exposition import merged, parsed
 from kvmig.proxy.hold import Counted, Counts, Go, Hold, Stay, Waiter, left_s, verdict
@@ -77,11 +78,13 @@ class Door:
         wall: Clock = time.time,
         part: Part = WHOLE,
         since: float = -inf,
+        cross_origin: CrossOrigin | None = None,
     ) -> None:
         """api: path of the server's HTTP socket. want: tells the server of a cold model.
 
         age_s: of what is known. wall: Unix time. part: which proxy of how many this is.
-        since: by the clock, when it took the place of another one, or began.
+        since: by the clock, when it took the place of another one, or began. cross_origin: which
+        web pages may call; None: none.
         """
         self.directory = directory
         self.config = config
@@ -91,6 +94,7 @@ class Door:
         self.metrics = DoorMetrics(self.counts, age_s)
         self.admission = Admission(directory, clock, wall, part, since)
         self._part = part
+        self._cross_origin = cross_origin or CrossOrigin()
         self._api = api
         self._want = want
         self._clock = clock
@@ -146,6 +150,8 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         call = Call(scope, receive, send)
+        if self._is_for_pages(call):
+            call.cross_origin = self._cross_origin.answer_headers(call.headers)
         try:
             await self._serve(call)
         except Refused as why:
@@ -158,6 +164,7 @@ class Door:
             if no_body.unread and "expect" not in call.headers:
                 await gateway.discard(receive, no_body.unread)
             stage = ErrorStage(call.api, HttpCall(call.call_id), send, worded=True)
+            call.allow_page(no_body.answer)
             await no_body.answer(scope, receive, stage.send)
         except Gone:
             call.finish()
@@ -172,8 +179,23 @@ class Door:
             call.limits = [(b"connection", b"close")]
             sentence = "this proxy has as many clients as its open files are for (ulimit -Hn)"
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "proxy_full", 1.0)
+        elif self._is_for_pages(call) and self._cross_origin.is_preflight(
+            call.method, call.headers
+        ):
+            await self._answer_preflight(call)
         else:
             await self._let_in(call)
+
+    def _is_for_pages(self, call: Call) -> bool:
+        return not call.path.startswith(FLEET) and call.path != "/metrics"
+
+    async def _answer_preflight(self, call: Call) -> None:
+        """A browser asks, without a key, whether a page may call."""
+        if not self._cross_origin.allows(call.headers):
+            sentence = "pages of this origin may not call (kvmig up --allowed-origins)"
+            raise Refused(HTTPStatus.FORBIDDEN, sentence, "origin_not_allowed")
+        call.cross_origin += self._cross_origin.preflight_headers(call.headers)
+        await call.answer(HTTPStatus.NO_CONTENT, b"")
 
     async def _let_in(self, call: Call) -> None:
         """Raises Refused, 401 or 403, for a key that isn't good for the call."""

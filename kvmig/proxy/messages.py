@@ -32,6 +32,8 @@ class ProxyLaunch(Discreet, frozen=True, kw_only=True):
     server."""
     shutdown_timeout_s: float = 30.0
     http: HttpConfig = HttpConfig()
+    allowed_origins: tuple[str, ...] = ()
+    """Of web pages that may call; `*`: all."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from kvmig.ground.clock import monotonic
 from kvmig.ground.errors import StartupError
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.proxy.call import DoorConnection
+from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import Directory
 from kvmig.proxy.door import Door
 from kvmig.proxy.link import ServerLink
@@ -63,6 +64,7 @@ class Proxy(HttpTask):
             lambda: time.time() - self._heard_at,
             part=Part(launch.number, launch.proxies),
             since=monotonic(),
+            cross_origin=CrossOrigin(launch.allowed_origins),
         )
 
     async def start(self) -> None:

@@ -23,6 +23,8 @@ OWN = frozenset(
     }
 )  # fmt: skip
 """Headers of one connection only, and the one that the proxy sets."""
+CROSS_ORIGIN = b"access-control-"
+"""Begins headers for browsers, which are the proxy's to set."""
 LAST_CHUNK = b"0\r\n\r\n"
 ERROR_BYTES = 1 << 20
 """Of a deployment's error that is told at the end of a stream."""
@@ -49,10 +51,15 @@ class Head:
         """Whether a stream of events follows."""
         return self.get(b"content-type").startswith(b"text/event-stream")
 
-    def rewritten(self, own: list[tuple[bytes, bytes]]) -> bytes:
-        """As it goes to the client. own: the proxy's headers."""
+    def rewritten(self, own: list[tuple[bytes, bytes]], *, chunks: bool = True) -> bytes:
+        """As it goes to the client. own: the proxy's headers. chunks: whether it knows them."""
         lines = [self.line]
-        lines += [b"%s: %s" % one for one in self.headers if one[0] not in OWN]
+        dropped = OWN if chunks else OWN | {b"transfer-encoding"}
+        lines += [
+            b"%s: %s" % one
+            for one in self.headers
+            if one[0] not in dropped and not one[0].startswith(CROSS_ORIGIN)
+        ]
         lines += [b"%s: %s" % one for one in own]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
@@ -289,6 +296,41 @@ class Upstream(asyncio.Protocol):
             self.head.set_exception(self._broken or Broken("its connection ended"))
             self.head.exception()  # whoever waits hears; nobody may
         self._end()
+
+
+class Unchunked(asyncio.WriteTransport):
+    """Passes on what is in chunks, for a client of HTTP/1.0, which knows none."""
+
+    def __init__(self, client: asyncio.WriteTransport) -> None:
+        super().__init__()
+        self._client = client
+        self._unread = bytearray()
+        self._left = 0
+        """Of the chunk."""
+        self._over = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._unread += data
+        while self._unread and not self._over:
+            if not self._left and not self._begin_chunk():
+                return
+            part = bytes(self._unread[: self._left])
+            del self._unread[: len(part)]
+            self._left -= len(part)
+            if part:
+                self._client.write(part)
+
+    def _begin_chunk(self) -> bool:
+        """Whether one more line was there: a chunk's first one, or the end of one's last."""
+        end = self._unread.find(b"\n")
+        if end < 0:
+            return False
+        line = bytes(self._unread[:end])
+        del self._unread[: end + 1]
+        if line.strip():
+            self._left = int(line.split(b";", 1)[0], 16)  # the framing has read it before
+            self._over = not self._left
+        return True
 
 
 class Sink(asyncio.WriteTransport):
