@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from kvmig.engines.transformers.kind import TransformersKind, engine_fields, parse
+from kvmig.engines.vllm.kind import VllmKind
 from kvmig.gateway.isolation import OwnEntries, PromptSalts, current_tenant, make_salt
 from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.ground.config import ClusterConfig, HttpConfig, check
@@ -87,6 +88,26 @@ async def test_who_says_whose_call_it_is_is_believed_on_a_unix_socket_only(
 def test_users_cannot_be_isolated_on_a_port() -> None:
     with pytest.raises(ConfigError, match="--isolate-users is given, must be left out without --"):
         check(ClusterConfig(http=HttpConfig(isolate_users=True)))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "words",
+    [
+        ['--speculative-config={"method": "suffix"}'],
+        ["--speculative-config", '{"method": "suffix", "suffix_decoding_max_cached_requests": 9}'],
+        ["--speculative-config.method", "suffix"],
+    ],
+)
+def test_drafts_made_of_other_users_answers_are_refused_where_users_are_isolated(
+    words: list[str],
+) -> None:
+    config = ClusterConfig(http=HttpConfig(isolate_users=True, uds="/run/s"))
+    with pytest.raises(ConfigError, match="must have suffix_decoding_max_cached_requests 0, too"):
+        VllmKind().flags_for([str(BUNDLED), *words], config)
+    assert VllmKind().flags_for([str(BUNDLED), *words], ClusterConfig()) == []
+    own = '{"method": "suffix", "suffix_decoding_max_cached_requests": 0}'
+    assert VllmKind().flags_for([str(BUNDLED), f"--speculative-config={own}"], config) == []
 
 
 @pytest.mark.parametrize("isolated", [True, False])

@@ -152,7 +152,7 @@ async def test_a_stored_response_is_its_users_own(users: Users, model: str) -> N
         ("POST", "/v1/responses", after),
     ):
         answer = await users.call("bea", method, path, body)
-        assert answer.status_code == 404, answer.text
+        assert answer.status_code in (400, 404), answer.text  # the door knows owners, too
         assert "4711" not in answer.text
     assert (await users.call("anna", "GET", one)).json()["id"] == stored
     assert (await users.ask("anna", "/v1/responses", after))["previous_response_id"] == stored

@@ -36,6 +36,7 @@ from kvmig.engines.vllm.outputs import (
     failure,
 )
 from kvmig.gateway.errors import InstanceLost
+from kvmig.gateway.isolation import OwnEntries
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import NoInstance
 from kvmig.models import BUNDLED
@@ -204,6 +205,9 @@ async def test_a_front_end_comes_up_though_the_instance_that_it_heard_of_is_gone
     app = await server.make_app(cast("Router", Cluster()))
 
     assert "/v1/completions" in {getattr(route, "path", "") for route in app.routes}
+    responses = app.state.openai_serving_responses
+    for store in ("response_store", "msg_store", "event_store", "background_tasks"):
+        assert isinstance(getattr(responses, store), OwnEntries)
     await server.stop(0.0)
 
 

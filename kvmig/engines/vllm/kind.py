@@ -15,6 +15,7 @@ from functools import partial, reduce
 from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.gate import UnitShares
@@ -78,6 +79,8 @@ class VllmKind:
 
     def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
         refuse_remembered(config.lifecycle.front_ends, os.environ, words)
+        if config.http.isolate_users and any("spec" in word for word in words):
+            refuse_shared_drafts(flags.parse(list(words)).speculative_config)
         return scheduling_flags(words, config.priorities)
 
     def preloaded(self, present: str) -> str:
@@ -252,6 +255,20 @@ def scheduling_flags(argv: Sequence[str], classes: Sequence[PriorityClass]) -> l
                 f" {len(classes)} priority classes"
             )
     return [f"{_FLAG}=priority"]
+
+
+def refuse_shared_drafts(speculative: Mapping[str, Any] | None) -> None:
+    """Refuse drafts that are made of the answers of other users, who could see it by their pace.
+
+    Raises ConfigError.
+    """
+    given = speculative or {}
+    name = "suffix_decoding_max_cached_requests"
+    if given.get("method") == "suffix" and given.get(name) != 0:
+        raise ConfigError(
+            f"--speculative-config has the method suffix, must have {name} 0, too: drafts would be"
+            " made of other users' answers (or share_prefixes: true in the model's specification)"
+        )
 
 
 OMP_PAUSE_SOFT = 1
