@@ -165,6 +165,27 @@ async def test_errors_are_vllms_own_objects(
     assert body["code"] == status
 
 
+SLOW = ("((a+){1,99}){1,99}", "((a{1,90}){1,100})+", "(((a?){1,20}){1,20}){1,20}")
+"""Expressions within all bounds that xgrammar needs ever longer for, with each token."""
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"structured_outputs": {"regex": "((((a{1,200}){1,200}){1,200}){1,200}){1,200}"}}, "repeats"),
+    ({"structured_outputs": {"choice": [f"a{n}" for n in range(5000)]}}, "allowed are 4096"),
+    ({"structured_outputs": {"grammar": "root ::= " + "| ".join(["'a'"] * 20_000)}}, "characters"),
+    *(({"structured_outputs": {"regex": one}}, "the grammar takes too long") for one in SLOW),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), HOSTILE)
+async def test_a_grammar_that_takes_an_engine_long_ends_its_own_request_alone(
+    served: Served, client: openai.AsyncOpenAI, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(openai.APIError, match=words) as caught:
+        await client.completions.create(
+            model=served.model, prompt=PROMPT, max_tokens=400, temperature=0, extra_body=fields
+        )
+    assert isinstance(caught.value, openai.BadRequestError)
+
+
 async def test_a_tool_choice_without_a_tool_parser_is_vllms_own_error(
     served: Served, client: openai.AsyncOpenAI
 ) -> None:

@@ -98,7 +98,7 @@ _GROUP = re.compile(r"\?<?[=!]|(?:\?(?:[A-Za-z-]*:|P?<\w+>|[A-Za-z-]+(?=\))))?")
 
 
 def check_regex(field: str, pattern: str) -> None:
-    """Raises GrammarTooLarge for one that is long, or whose counted repeats are within each other."""
+    """Raises GrammarTooLarge for one that is long, or whose counts multiply to too much."""
     _most(field, "characters", len(pattern), MOST_REGEX)
     _Reader(field, pattern).read()
 
@@ -173,4 +173,4 @@ class _Reader:
         if closing < 0 or not (least + most).replace(" ", "").isdecimal():
             return None
         self._at = closing + 1
-        return int(most.strip() or least.strip() or 1)
+        return int((most.strip() or least.strip() or "1")[:18])

@@ -76,9 +76,9 @@ class InvalidTransition(KvmigError):
         self.history = history
 
 
-Failure = Literal["retry", "final", "quota"]
+Failure = Literal["retry", "final", "quota", "refused"]
 """Why a request can't go on. retry: another attempt may succeed. final: the request is to blame.
-quota: that of its key is used up."""
+quota: that of its key is used up. refused: it asks for what it may not have."""
 
 
 class NoInstance(KvmigError):

@@ -40,6 +40,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Frame
+from kvmig.engines.vllm.grammars import check_params
 from kvmig.engines.vllm.outputs import (
     CarefulOutputs,
     EngineClocks,
@@ -352,8 +353,12 @@ class RoutedLLM(AsyncLLM):
             await self.abort(request.request_id, internal=True)
             raise
 
-    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
-        async with contextlib.aclosing(super().generate(*args, **options)) as outputs:
+    async def generate(
+        self, prompt: Any, sampling_params: Any, *args: Any, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        check_params(sampling_params)  # before vLLM reads grammars here, between all streams
+        generated = super().generate(prompt, sampling_params, *args, **options)
+        async with contextlib.aclosing(generated) as outputs:
             async for output in outputs:
                 if (before := before_failure(output)) is not None:
                     yield before

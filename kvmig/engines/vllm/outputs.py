@@ -7,7 +7,7 @@ processor ends the task that hands out all streams, and with it the server.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from http import HTTPStatus
 from operator import length_hint
@@ -127,8 +127,21 @@ class QuotaError(GenerationError):
         self.status_code = HTTPStatus.TOO_MANY_REQUESTS
 
 
-_KINDS = {"retry": RetryableRequestError, "final": GenerationError, "quota": QuotaError}
-"""Answered with 503 and 500, in a stream as OpenAI's error object."""
+class RefusedError(GenerationError):
+    """The request asks for what it may not have. vLLM's handlers answer with its status."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.status_code = HTTPStatus.BAD_REQUEST
+
+
+_KINDS: dict[str, Callable[[str], Exception]] = {
+    "retry": RetryableRequestError,
+    "final": GenerationError,
+    "quota": QuotaError,
+    "refused": RefusedError,
+}
+"""Answered with 503, 500, 429 and 400, in a stream as OpenAI's error object."""
 
 
 def failure(reason: str, kind: Failure) -> str:

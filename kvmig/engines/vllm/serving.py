@@ -50,6 +50,7 @@ from kvmig.engines.vllm.config import (
     numerics_of,
 )
 from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.grammars import GrammarLimits
 from kvmig.engines.vllm.groups import one_device
 from kvmig.engines.vllm.load import Holdings, Listing
 from kvmig.engines.vllm.memory import BlockMemory
@@ -156,6 +157,7 @@ class ServingVllm:
         self._destination = Destination(core, self._memory.tables, self._offload)
         self._warm_step = WarmStep(core)
         self._seats = scheduler.max_num_active_reqs
+        self._grammars = GrammarLimits(core.structured_output_manager)
         self._builder = Builder(core)
         self._holdings = Holdings(scheduler, self._memory.tables, self.unmovable)
         self._balloon: Balloon | None = None
@@ -568,6 +570,7 @@ class ServingVllm:
     # -- from the engine's thread
 
     def _deliver(self, item: tuple[int, EngineCoreOutputs]) -> None:
+        self._grammars.explain(item[1])
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._hand_out, *item)
 

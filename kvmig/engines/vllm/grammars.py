@@ -1,0 +1,247 @@
+"""Bounds what the grammar of one request costs the others of its engine: time to compile, and time
+in each step.
+
+vLLM looks into grammars on the engine's own thread, between two steps of all requests, and compiles
+them on a thread or two. Here each has a budget. Where it is spent, the request ends with a
+sentence, and no other one does. Time is that of a thread's own computing: a busy machine uses up no
+budget. A request that moves, or runs again, begins with a new one, and pays for its tokens so far.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from kvmig.engines.grammar_bounds import GrammarTooLarge, check_grammar
+from kvmig.engines.vllm.outputs import failure
+from kvmig.ground.clock import Clock, monotonic
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BUDGET_S = 1.0
+"""What a grammar may take of the engine's thread, besides TOKEN_S for each token."""
+TOKEN_S = 0.005
+COMPILE_S = 10.0
+"""Longest time to compile one."""
+COMPILES = 2
+"""That are compiled at once."""
+ABANDONED = 4
+"""Compiles that go on though nobody waits for them any more; with so many no other one begins."""
+REMEMBERED = 1024
+"""Reasons of failures that nobody has asked for yet."""
+
+
+def check_params(params: object) -> None:
+    """Raises vLLM's error, answered with 400, for a grammar that is too large to begin with."""
+    wanted = params.structured_outputs if isinstance(params, SamplingParams) else None
+    if wanted is None:
+        return
+    try:
+        check_grammar(
+            json=wanted.json,
+            regex=wanted.regex,
+            choice=wanted.choice,
+            grammar=wanted.grammar,
+            structural_tag=wanted.structural_tag,
+        )
+    except GrammarTooLarge as error:
+        raise VLLMValidationError(str(error), parameter="structured_outputs") from error
+
+
+class TimedGrammar(StructuredOutputGrammar):
+    """Another grammar, until its budget is spent: from then on it takes no token."""
+
+    def __init__(self, inner: StructuredOutputGrammar) -> None:
+        self._inner = inner
+        self._spent_s = 0.0
+        self._tokens = 0
+
+    @property
+    def overspent(self) -> bool:
+        """Whether it has taken longer than it may."""
+        return self._spent_s > BUDGET_S + TOKEN_S * self._tokens
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        self._tokens += len(tokens)
+        if self.overspent:
+            return False
+        return self._timed(lambda: self._inner.accept_tokens(request_id, tokens))
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return [] if self.overspent else self._timed(lambda: self._inner.validate_tokens(tokens))
+
+    def rollback(self, num_tokens: int) -> None:
+        self._timed(lambda: self._inner.rollback(num_tokens))
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        if self.overspent:
+            bitmask[batch_index].fill_(-1)  # any token: the next one ends it
+        else:
+            self._timed(lambda: self._inner.fill_bitmask(bitmask, batch_index))
+
+    def is_terminated(self) -> bool:
+        return self._inner.is_terminated()
+
+    def reset(self) -> None:
+        self._inner.reset()
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        began = time.thread_time()
+        try:
+            return work()
+        finally:
+            self._spent_s += time.thread_time() - began
+
+
+class Compiling(Future[StructuredOutputGrammar]):
+    """A grammar that is compiled. vLLM looks again and again whether it is done: that ends it."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+        self.began: float | None = None
+        self.on_late: Callable[[], None] = lambda: None
+
+    def done(self) -> bool:
+        late = self.began is not None and self._clock() - self.began > COMPILE_S
+        if not super().done() and late:
+            self.finish(error=TimeoutError(f"compiling it takes longer than {COMPILE_S:g} s"))
+            self.on_late()
+        return super().done()
+
+    def finish(
+        self, grammar: StructuredOutputGrammar | None = None, error: BaseException | None = None
+    ) -> bool:
+        """Whether it was the first to say what became of it."""
+        with self._condition:
+            if super().done():
+                return False
+            if grammar is None:
+                self.set_exception(error)
+            else:
+                self.set_result(grammar)
+            return True
+
+
+class GrammarCompiler:
+    """Compiles grammars, in the place of vLLM's executor: no one keeps the threads from others."""
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Compiling, Callable[[], StructuredOutputGrammar]]] = deque()
+        self._running = 0
+        self._abandoned = 0
+
+    def submit(
+        self, create: Callable[[Request], StructuredOutputGrammar], request: Request
+    ) -> Future[StructuredOutputGrammar]:
+        """As an Executor's."""
+        one = Compiling(self._clock)
+        one.on_late = self._abandon
+        self._waiting.append((one, lambda: create(request)))
+        self._begin()
+        return one
+
+    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
+        """As an Executor's. Its threads are daemons: they end with the process."""
+        while self._waiting:
+            self._waiting.popleft()[0].cancel()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if not self._waiting or self._running >= COMPILES:
+                return
+            one, create = self._waiting.popleft()
+            if self._abandoned < ABANDONED:
+                self._running += 1
+                one.began = self._clock()
+                name = "kvmig-grammar"
+                threading.Thread(
+                    target=self._run, args=(one, create), name=name, daemon=True
+                ).start()
+                return
+        one.finish(error=RuntimeError("too many others are still being compiled, try again"))
+        self._begin()
+
+    def _run(self, one: Compiling, create: Callable[[], StructuredOutputGrammar]) -> None:
+        try:
+            in_time = one.finish(create())
+        except Exception as error:  # noqa: BLE001 - raised where vLLM asks for the grammar
+            in_time = one.finish(error=error)
+        with self._lock:
+            if in_time:
+                self._running -= 1
+            else:
+                self._abandoned -= 1
+        self._begin()
+
+    def _abandon(self) -> None:
+        with self._lock:
+            self._running -= 1
+            self._abandoned += 1
+        self._begin()
+
+
+class GrammarLimits:
+    """Puts an engine's grammars under their limits, and says why a request has ended for one."""
+
+    def __init__(self, manager: StructuredOutputManager) -> None:
+        self._reasons: OrderedDict[str, str] = OrderedDict()
+        self._create = manager._create_grammar
+        self._accept = manager.accept_tokens
+        if hasattr(manager, "executor"):  # it has none without a tokenizer, and no grammars then
+            manager.executor.shutdown()
+            manager.executor = GrammarCompiler()
+        manager._create_grammar = self._create_timed
+        manager.accept_tokens = self._accept_timed
+
+    def explain(self, outputs: EngineCoreOutputs) -> None:
+        """Write into outputs in error why they are, where a grammar is the reason."""
+        if not self._reasons:
+            return
+        for one in outputs.outputs:
+            if one.finish_reason is FinishReason.ERROR and one.stop_reason is None:
+                reason = self._reasons.pop(one.request_id, None)
+                one.stop_reason = None if reason is None else failure(reason, "refused")
+
+    def _create_timed(self, request: Request) -> StructuredOutputGrammar:
+        try:
+            return TimedGrammar(self._create(request))
+        except Exception as error:
+            self._note(request.request_id, f"the grammar can't be used: {str(error)[:200]}")
+            raise
+
+    def _accept_timed(self, request: Request, new_token_ids: list[int]) -> bool:
+        accepted = self._accept(request, new_token_ids)
+        guided = request.structured_output_request
+        grammar = None if guided is None else guided.grammar
+        if isinstance(grammar, TimedGrammar) and grammar.overspent:
+            sentence = (
+                f"the grammar takes too long: more than {BUDGET_S:g} s of the engine's time"
+                f" and {TOKEN_S * 1e3:g} ms a token"
+            )
+            self._note(request.request_id, sentence)
+            return False
+        return accepted
+
+    def _note(self, request_id: str, reason: str) -> None:
+        log.warning("request %s: %s", request_id, reason)
+        self._reasons[request_id] = reason
+        if len(self._reasons) > REMEMBERED:
+            self._reasons.popitem(last=False)

@@ -1,0 +1,212 @@
+"""A grammar costs the others of its engine no more than its budget."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from kvmig.engines.vllm.grammars import (
+    ABANDONED,
+    BUDGET_S,
+    COMPILE_S,
+    COMPILES,
+    GrammarCompiler,
+    GrammarLimits,
+    TimedGrammar,
+    check_params,
+)
+from tests.waiting import until
+
+
+class SlowGrammar(StructuredOutputGrammar):
+    """Takes everything, and computes so long for each token."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        self._compute()
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        self._compute()
+        return tokens
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        self._compute()
+        bitmask[batch_index].fill_(0)
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def reset(self) -> None: ...
+
+    def _compute(self) -> None:
+        began = time.thread_time()
+        while time.thread_time() - began < self._seconds:
+            pass
+
+
+def test_a_grammar_takes_no_token_once_its_budget_is_spent() -> None:
+    grammar = TimedGrammar(SlowGrammar(0.3))
+    taken = [grammar.accept_tokens("a", [1]) for _ in range(6)]
+    assert taken == [True, True, True, True, False, False]
+    mask = torch.zeros((1, 4), dtype=torch.int32)
+    began = time.thread_time()
+    grammar.fill_bitmask(mask, 0)
+    assert grammar.validate_tokens([1]) == []
+    assert time.thread_time() - began < 0.1
+    assert mask.tolist() == [[-1] * 4]
+
+
+def test_masks_are_paid_for_out_of_the_same_budget() -> None:
+    grammar = TimedGrammar(SlowGrammar(BUDGET_S / 2 + 0.1))
+    mask = torch.zeros((1, 4), dtype=torch.int32)
+    grammar.fill_bitmask(mask, 0)
+    assert not grammar.overspent
+    grammar.fill_bitmask(mask, 0)
+    assert grammar.overspent
+
+
+def test_a_long_answer_of_a_quick_grammar_goes_on() -> None:
+    grammar = TimedGrammar(SlowGrammar(0.001))
+    assert all(grammar.accept_tokens("a", [1]) for _ in range(2000))
+
+
+def test_waiting_for_a_processor_costs_a_grammar_nothing() -> None:
+    class Waits(SlowGrammar):
+        def _compute(self) -> None:
+            time.sleep(0.6)
+
+    grammar = TimedGrammar(Waits())
+    assert [grammar.accept_tokens("a", [1]) for _ in range(3)] == [True] * 3
+
+
+class Clock:
+    """Time goes on when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+REQUEST = cast("Request", SimpleNamespace(request_id="a"))
+
+
+async def test_a_grammar_that_compiles_for_ever_keeps_no_other_one_waiting() -> None:
+    clock, end = Clock(), threading.Event()
+    compiler = GrammarCompiler(clock)
+
+    def never(_: Request) -> StructuredOutputGrammar:
+        end.wait(60)
+        return SlowGrammar()
+
+    try:
+        slow = [compiler.submit(never, REQUEST) for _ in range(COMPILES)]
+        quick = compiler.submit(lambda _: SlowGrammar(), REQUEST)
+        assert not quick.done()
+        clock.now = COMPILE_S + 1
+        assert all(one.done() for one in slow)
+        with pytest.raises(TimeoutError, match="compiling it takes longer than 10 s"):
+            slow[0].result(0)
+        await until(quick.done)
+        assert isinstance(quick.result(), SlowGrammar)
+    finally:
+        end.set()
+
+
+async def test_with_many_that_nobody_waits_for_no_further_one_begins() -> None:
+    clock, end = Clock(), threading.Event()
+    compiler = GrammarCompiler(clock)
+
+    def never(_: Request) -> StructuredOutputGrammar:
+        end.wait(60)
+        return SlowGrammar()
+
+    for _ in range(ABANDONED):
+        one = compiler.submit(never, REQUEST)
+        clock.now += COMPILE_S + 1
+        assert one.done()
+    refused = compiler.submit(lambda _: SlowGrammar(), REQUEST)
+    with pytest.raises(RuntimeError, match="too many others"):
+        refused.result(0)
+    end.set()
+
+    def works() -> bool:
+        return isinstance(
+            compiler.submit(lambda _: SlowGrammar(), REQUEST).exception(5), type(None)
+        )
+
+    await until(works)
+
+
+class Manager:
+    """The part of vLLM's that is bounded."""
+
+    def __init__(self, grammar: StructuredOutputGrammar | Exception) -> None:
+        self.executor = SimpleNamespace(shutdown=lambda: None)
+        self._grammar = grammar
+
+    def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
+        if isinstance(self._grammar, Exception):
+            raise self._grammar
+        return self._grammar
+
+    def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
+        accepted: bool = request.structured_output_request.grammar.accept_tokens("a", tokens)
+        return accepted
+
+
+def ended(request_id: str) -> EngineCoreOutputs:
+    """As vLLM's scheduler ends a request whose grammar took no token, or didn't compile."""
+    return EngineCoreOutputs(
+        outputs=[EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)]
+    )
+
+
+def test_the_request_ends_with_a_sentence_and_another_error_without_one() -> None:
+    manager = Manager(SlowGrammar(BUDGET_S + 0.1))
+    limits = GrammarLimits(cast("StructuredOutputManager", manager))
+    grammar = manager._create_grammar(REQUEST)
+    guided = SimpleNamespace(grammar=grammar)
+    request = SimpleNamespace(request_id="a", structured_output_request=guided)
+    assert not manager.accept_tokens(request, [1])
+
+    for name, said in (("b", None), ("a", "refused: the grammar takes too long"), ("a", None)):
+        outputs = ended(name)
+        limits.explain(outputs)
+        reason = outputs.outputs[0].stop_reason
+        assert reason is None if said is None else str(reason).startswith(said)
+
+
+def test_a_grammar_that_does_not_compile_says_why() -> None:
+    manager = Manager(ValueError("it has no rule 'root'"))
+    limits = GrammarLimits(cast("StructuredOutputManager", manager))
+    with pytest.raises(ValueError, match="root"):
+        manager._create_grammar(REQUEST)
+    outputs = ended("a")
+    limits.explain(outputs)
+    expected = "refused: the grammar can't be used: it has no rule 'root'"
+    assert outputs.outputs[0].stop_reason == expected
+
+
+def test_too_large_a_grammar_is_vllms_own_kind_of_refusal() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"] * 5000))
+    with pytest.raises(VLLMValidationError, match="choice has 5000 entries, allowed are 4096"):
+        check_params(params)
+    check_params(SamplingParams())
