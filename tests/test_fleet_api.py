@@ -203,7 +203,6 @@ async def test_a_users_limits_come_to_all_keys_and_are_noted(api: Api) -> None:
         ({"period": "week"}, "period"),
         ({"quotas": {"nobody": {"tokens": 5}}}, "quotas: 'nobody' is no model, must be one of"),
         ({"quotas": {"a": {"tokens": 5, "period": "week"}}}, "quotas"),
-        ({"parallel": 1}, "parallel is 1, must be 2 or more: 2 proxies share it"),
     ],
 )
 async def test_a_limit_that_can_not_be_kept_is_refused_and_changes_nothing(

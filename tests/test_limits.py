@@ -7,59 +7,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.accounts.keys import Limits
-from kvmig.accounts.limits import MINUTE_S, Bucket, Limiter, Part, headers, let_in
+from kvmig.accounts.limits import MINUTE_S, Bucket, Limiter, OwnTally, headers, let_in
 
 TIMES = st.lists(st.floats(0, 300), min_size=1, max_size=300).map(sorted)
 
 
-@given(st.integers(1, 60), st.integers(1, 5), TIMES, st.integers(0, 10**6))
+@given(st.integers(1, 60), TIMES, st.lists(st.integers(1, 5), min_size=1))
 def test_in_no_window_more_requests_come_in_than_its_minutes_and_one_more_allow(
-    rpm: int, proxies: int, times: list[float], seed: int
+    rpm: int, times: list[float], sizes: list[int]
 ) -> None:
-    rpm = max(rpm, proxies)
-    doors = [Limiter(Limits(rpm=rpm), Part(number, proxies)) for number in range(proxies)]
+    door = Limiter(Limits(rpm=rpm))
     came = []
     for turn, now in enumerate(times):
-        door = doors[(turn * 7 + seed) % proxies]
-        if let_in([door], now) is None:
-            came.append(now)
-            door.leave()
-    for first, began in enumerate(came):
+        size = sizes[turn % len(sizes)]
+        if let_in([door], now, size) is None:
+            came.append((now, size))
+            door.leave(size)
+    for first, (began, _) in enumerate(came):
         for last in range(first, len(came)):
-            minutes = (came[last] - began) / MINUTE_S
-            assert last - first + 1 <= rpm * (minutes + 1) + 1e-6
-
-
-@given(st.integers(1, 60), st.integers(1, 8), TIMES, st.integers(0, 10**6), st.integers(2, 20))
-def test_nor_do_more_come_in_where_proxies_are_killed_and_know_nothing_of_before(
-    rpm: int, proxies: int, times: list[float], seed: int, every: int
-) -> None:
-    rpm = max(rpm, proxies)
-    limits = Limits(rpm=rpm)
-    doors = [Limiter(limits, Part(number, proxies)) for number in range(proxies)]
-    came = []
-    for turn, now in enumerate(times):
-        chosen = (turn * 7 + seed) % proxies
-        if turn % every == 0:
-            doors[chosen] = Limiter(Limits(), Part(chosen, proxies), since=now)
-            doors[chosen].renew(limits, now)
-        if let_in([doors[chosen]], now) is None:
-            came.append(now)
-            doors[chosen].leave()
-    for first, began in enumerate(came):
-        for last in range(first, len(came)):
-            minutes = (came[last] - began) / MINUTE_S
-            assert last - first + 1 <= rpm * (minutes + 1) + 1e-6
+            minutes = (came[last][0] - began) / MINUTE_S
+            requests = sum(size for _, size in came[first : last + 1])
+            assert requests <= rpm * (minutes + 1) + 1e-6
 
 
 def test_in_its_first_minute_a_proxy_lets_requests_in_at_the_limits_rate_alone() -> None:
-    limits = Limiter(Limits(rpm=3), since=100.0)
+    limits = Limiter(Limits(rpm=3), OwnTally(since=100.0))
     came = [now for now in range(100, 161) if let_in([limits], now) is None]
     assert came == [120, 140, 160]
 
 
 def test_after_its_first_minute_a_minutes_requests_may_come_to_a_proxy_at_once() -> None:
-    limits = Limiter(Limits(rpm=3), since=100.0)
+    limits = Limiter(Limits(rpm=3), OwnTally(since=100.0))
     assert [let_in([limits], 160.0) is None for _ in range(4)] == [True, True, True, False]
 
 
@@ -76,29 +54,34 @@ def test_a_request_that_comes_when_it_was_told_to_is_let_in(rpm: int, times: lis
     for now in times:
         refused = let_in([limits], now)
         if refused is not None:
+            assert refused.again_s is not None
             assert let_in([limits], now + refused.again_s + 1e-6) is None
             return
         limits.leave()
 
 
-@given(st.integers(1, 30), st.integers(1, 8), st.lists(st.tuples(st.integers(0, 7), st.booleans())))
+@given(st.integers(1, 30), st.lists(st.integers(-8, 8)))
 def test_never_more_requests_run_at_once_than_the_key_may_have(
-    parallel: int, proxies: int, events: list[tuple[int, bool]]
+    parallel: int, events: list[int]
 ) -> None:
-    doors = [Limiter(Limits(parallel=parallel), Part(n, proxies)) for n in range(proxies)]
-    for door, comes in ((doors[n % proxies], comes) for n, comes in events):
-        if comes:
-            let_in([door], 0.0)
-        elif door.running:
-            door.leave()
-        assert sum(one.running for one in doors) <= parallel
+    limits, running = Limiter(Limits(parallel=parallel)), 0
+    for requests in events:
+        if requests > 0:
+            fits = running + requests <= parallel
+            assert (let_in([limits], 0.0, requests) is None) == fits
+            running += requests * fits
+        elif running >= -requests:
+            limits.leave(-requests)
+            running += requests
+        assert limits.tally.running() == running
 
 
-@given(st.integers(1, 1000), st.integers(1, 64))
-def test_all_parts_together_are_the_whole(whole: int, proxies: int) -> None:
-    shares = [Part(number, proxies).share(whole) for number in range(proxies)]
-    assert sum(shares) == whole
-    assert max(shares) - min(shares) <= 1
+@pytest.mark.parametrize("limits", [Limits(parallel=3), Limits(rpm=3)])
+def test_a_call_of_more_sequences_than_the_limit_has_is_refused_for_good(limits: Limits) -> None:
+    refused = let_in([Limiter(limits)], 0.0, 4)
+    assert refused is not None
+    assert refused.again_s is None
+    assert "the call asks for 4 (n times its prompts): send fewer in a call" in refused.sentence
 
 
 def test_a_key_that_owes_tokens_waits_until_a_minutes_rate_has_paid_them_off() -> None:
@@ -148,7 +131,7 @@ def test_changed_terms_keep_what_runs() -> None:
     limits = Limiter(Limits(parallel=2))
     assert let_in([limits], 0.0) is None
 
-    limits.renew(Limits(parallel=1), 0.0)
+    limits.renew(Limits(parallel=1))
 
     refused = let_in([limits], 0.0)
     assert refused is not None
@@ -172,7 +155,7 @@ def test_whoever_one_limit_refuses_uses_nothing_of_another_one() -> None:
         "the user bea may have 1 requests at once, try again when one has ended"
     )
     assert dict(headers([key, user], 0.0))[b"x-ratelimit-remaining-requests"] == b"9"
-    assert (key.running, user.running) == (1, 1)
+    assert (key.tally.running(), user.tally.running()) == (1, 1)
 
 
 def test_headers_tell_of_the_limit_of_which_least_is_left() -> None:

@@ -107,6 +107,24 @@ async def test_a_limit_that_is_raised_lets_the_next_request_in(tmp_path: Path) -
     assert statuses == [200, 429, 200]
 
 
+async def test_a_call_counts_as_all_the_sequences_that_it_asks_for(tmp_path: Path) -> None:
+    given, grant = key(parallel=3, rpm=7)
+    call: dict[str, Any] = {"model": "count", "prompt": ["a", "b"]}
+    async with site(tmp_path, grant) as door, door.deployment() as there:
+        too_many = await door.ask({**call, "n": 2}, "/v1/completions", given=given)
+        left = [
+            (await door.ask(call, "/v1/completions", given=given)).headers["x-ratelimit-remaining-requests"]
+            for _ in range(3)
+        ]
+        late = await door.ask(call, "/v1/completions", given=given)
+    assert too_many.status_code == 400
+    assert error_of(too_many)["code"] == "too_many_sequences"
+    assert "the call asks for 4 (n times its prompts)" in error_of(too_many)["message"]
+    assert left == ["5", "3", "1"]
+    assert late.status_code == 429
+    assert len(there.got) == 3
+
+
 async def test_a_clock_that_jumps_by_an_hour_brings_no_new_minute(tmp_path: Path) -> None:
     given, grant = key(rpm=1)
     jumps_s, statuses = [0.0], []

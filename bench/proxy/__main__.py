@@ -116,7 +116,7 @@ def kvmig(proxies: int) -> Make:
         with ExitStack() as stack:
             with socket.create_server(("127.0.0.1", port), backlog=4096) as listening:
                 began = [
-                    stack.enter_context(kvmig_proxy(listening, number, proxies, folder))
+                    stack.enter_context(kvmig_proxy(listening, number, folder))
                     for number in range(proxies)
                 ]
             yield [one.pid for one in began]
@@ -136,11 +136,12 @@ def keep_snapshot(upstream: str, folder: Path) -> None:
 
 @contextmanager
 def kvmig_proxy(
-    listening: socket.socket, number: int, proxies: int, folder: Path
+    listening: socket.socket, number: int, folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     launch = ProxyLaunch(
-        name=f"proxy-{number}", number=number, proxies=proxies, links=str(folder / "links"),
-        api=str(folder / "api"), snapshot=str(folder / "snapshot"), shutdown_timeout_s=0.0,
+        name=f"proxy-{number}", number=number, tallies=str(folder / "limits"),
+        links=str(folder / "links"), api=str(folder / "api"),
+        snapshot=str(folder / "snapshot"), shutdown_timeout_s=0.0,
     )  # fmt: skip
     heard, told = os.pipe()
     with (folder / "log").open("ab") as log:

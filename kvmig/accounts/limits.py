@@ -1,19 +1,21 @@
 """Limits of keys and users: requests at once, requests and tokens a minute. Pure.
 
-Each proxy lets requests in by itself. Of requests it has an equal part of each limit, so that all
-proxies together never let in more. Tokens are counted by the server, which tells every proxy what
-was spent; no request is refused in the midst of its answer, the next one waits instead.
+A request is a sequence: a call with several answers or prompts counts as so many. What all proxies
+of a fleet let in is counted in one place (`Tallies`): a limit is the same however many there are.
+Tokens are counted by the server, which tells every proxy what was spent; no request is refused in
+the midst of its answer, the next one waits instead.
 
-A proxy doesn't know what came to the one before it, nor a server what was spent before it: each
-takes it that everybody has just used a minute's worth, so that a limit holds across its death.
+A server doesn't know what was spent before it, nor the first proxy what came before it: each takes
+it that everybody has just used a minute's worth, so that a limit holds across its death.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from kvmig.accounts.keys import THE_KEY, Limits
 
@@ -22,26 +24,98 @@ BUSY_S = 1.0
 """When a client may try again whose other requests still run."""
 
 
-class Part(NamedTuple):
-    """Of a limit: that of one proxy among so many."""
+class Arrivals(NamedTuple):
+    """Requests that came faster than the minute's rate pays them off: so many, at that time."""
 
-    number: int = 0
-    of: int = 1
+    requests: float = 0.0
+    at: float = -inf
 
-    def share(self, whole: int) -> int:
-        """So many of the whole; all parts together are the whole."""
-        return whole // self.of + (self.number % self.of < whole % self.of)
+    def now(self, rpm: int, now: float) -> float:
+        """So many are not paid off yet. Infinite ones are a whole minute's."""
+        requests = rpm if self.requests == inf else self.requests
+        return max(0.0, requests - (now - self.at) * rpm / MINUTE_S)
 
 
-WHOLE = Part()
-"""Of a proxy that is alone."""
+class Tally(Protocol):
+    """What all proxies have let in for one key, or one user."""
+
+    def running(self) -> int:
+        """Requests that run, or are held."""
+        ...
+
+    def arrivals(self) -> Arrivals:
+        """See there."""
+        ...
+
+    def enter(self, requests: int) -> None:
+        """So many more run."""
+        ...
+
+    def leave(self, requests: int) -> None:
+        """So many are over."""
+        ...
+
+    def note_arrivals(self, arrivals: Arrivals, forget_at: float) -> None:
+        """From now on these hold. forget_at: when nothing of them is left."""
+        ...
+
+
+class Tallies(Protocol):
+    """All of them."""
+
+    def of(self, whose: str) -> Tally:
+        """By `Limited.id`."""
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """Nobody else changes any within the block, which must be short."""
+        ...
+
+
+class OwnTally:
+    """Of a proxy that is alone."""
+
+    def __init__(self, since: float = -inf) -> None:
+        self._running = 0
+        self._arrivals = Arrivals(inf, since)
+
+    def running(self) -> int:
+        return self._running
+
+    def arrivals(self) -> Arrivals:
+        return self._arrivals
+
+    def enter(self, requests: int) -> None:
+        self._running += requests
+
+    def leave(self, requests: int) -> None:
+        self._running -= requests
+
+    def note_arrivals(self, arrivals: Arrivals, forget_at: float) -> None:
+        self._arrivals = arrivals
+
+
+class OwnTallies:
+    """Of a proxy that is alone."""
+
+    def __init__(self, since: float = -inf) -> None:
+        """since: when it began; what came before isn't known."""
+        self._since = since
+        self._all: dict[str, OwnTally] = {}
+
+    def of(self, whose: str) -> OwnTally:
+        return self._all.setdefault(whose, OwnTally(self._since))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        yield
 
 
 class Exceeded(NamedTuple):
-    """Why a request may not come in now, and when it may."""
+    """Why a request may not come in now, and when it may; None: never."""
 
     sentence: str
-    again_s: float
+    again_s: float | None
 
 
 @dataclass
@@ -84,99 +158,76 @@ class Left(NamedTuple):
 
 @dataclass
 class Limiter:
-    """What one proxy lets in for one key, or one user."""
+    """What is let in for one key, or one user."""
 
     limits: Limits
-    part: Part = WHOLE
+    tally: Tally = field(default_factory=OwnTally)
     name: str = THE_KEY
     """In a sentence."""
-    since: float = -inf
-    """Since when it counts; what came before isn't known."""
-    running: int = 0
     bucket: Bucket = field(init=False)
-    _due: float = field(init=False)
-    """When the next request would come if all came evenly (GCRA's theoretical arrival time)."""
 
     def __post_init__(self) -> None:
         self.bucket = Bucket(self.limits.tpm or 1)
-        self._due = self._latest_due
 
-    def renew(self, limits: Limits, now: float) -> None:
+    def renew(self, limits: Limits) -> None:
         """Other limits hold from now on; what came, runs, and was spent, counts on."""
-        came = max(0.0, self._due - now) / self._interval_s
         self.limits = limits
-        self._due = max(self._latest_due, now + came * self._interval_s)
         self.bucket.per_minute = limits.tpm or 1
 
-    def exceeded(self, now: float) -> Exceeded | None:
-        """Why no request may come in now; None: one may."""
-        if self.limits.parallel is not None and self.running >= self._parallel:
-            sentence = f"{self.name} may have {self.limits.parallel} requests at once"
-            return Exceeded(f"{sentence}{self._here}, try again when one has ended", BUSY_S)
-        if self.limits.rpm is not None and (wait_s := self._early_s(now)) > 0:
-            sentence = f"{self.name} may send {self.limits.rpm} requests a minute"
-            return Exceeded(f"{sentence}{self._here}, try again in {wait_s:.1f} s", wait_s)
-        if self.limits.tpm is not None and (wait_s := self.bucket.wait_s(now)) > 0:
-            sentence = f"{self.name} may use {self.limits.tpm} tokens a minute"
-            return Exceeded(f"{sentence}, try again in {wait_s:.1f} s", wait_s)
+    def exceeded(self, now: float, requests: int = 1) -> Exceeded | None:
+        """Why no call of so many requests may come in now; None: one may."""
+        parallel, rpm, tpm = self.limits.parallel, self.limits.rpm, self.limits.tpm
+        if parallel is not None and self.tally.running() + requests > parallel:
+            return self._refuse(f"have {parallel} requests at once", requests, parallel, BUSY_S)
+        if rpm is not None and (wait_s := self._early_s(rpm, now, requests)) > 0:
+            return self._refuse(f"send {rpm} requests a minute", requests, rpm, wait_s)
+        if tpm is not None and (wait_s := self.bucket.wait_s(now)) > 0:
+            return self._refuse(f"use {tpm} tokens a minute", 0, tpm, wait_s)
         return None
 
-    def enter(self, now: float) -> None:
-        """A request comes in; it must `leave`."""
-        if self.limits.rpm is not None:
-            self._due = max(self._due, now) + self._interval_s
-        self.running += 1
+    def enter(self, now: float, requests: int = 1) -> None:
+        """A call comes in; it must `leave`."""
+        if (rpm := self.limits.rpm) is not None:
+            count = self.tally.arrivals().now(rpm, now) + requests
+            self.tally.note_arrivals(Arrivals(count, now), now + count * MINUTE_S / rpm)
+        self.tally.enter(requests)
 
-    def leave(self) -> None:
-        """A request that was let in is over."""
-        self.running -= 1
+    def leave(self, requests: int = 1) -> None:
+        """A call that was let in is over."""
+        self.tally.leave(requests)
 
     def left(self, what: What, now: float) -> Left | None:
         """Of a limit; None: there is none."""
         rpm, tpm = self.limits.rpm, self.limits.tpm
         if what == "requests" and rpm is not None:
-            ahead_s = max(0.0, self._due - now)
-            left = int((self._spare_s - ahead_s) / self._interval_s + 1 + 1e-9)
-            return Left(max(0, left), rpm, ahead_s)
+            count = self.tally.arrivals().now(rpm, now)
+            return Left(max(0, int(rpm - count + 1e-9)), rpm, count * MINUTE_S / rpm)
         if what == "tokens" and tpm is not None:
             level = self.bucket.now(now)
             return Left(max(0, int(tpm - level)), tpm, level * MINUTE_S / tpm)
         return None
 
-    @property
-    def _parallel(self) -> int:
-        return self.part.share(self.limits.parallel or 0)
+    def _refuse(self, may: str, requests: int, most: int, again_s: float) -> Exceeded:
+        sentence = f"{self.name} may {may}"
+        if requests > most:
+            asks = f"the call asks for {requests} (n times its prompts): send fewer in a call"
+            return Exceeded(f"{sentence}, {asks}", None)
+        when = "when one has ended" if "at once" in may else f"in {again_s:.1f} s"
+        return Exceeded(f"{sentence}, try again {when}", again_s)
 
-    @property
-    def _here(self) -> str:
-        return f" ({self.part.of} proxies share that)" if self.part.of > 1 else ""
-
-    @property
-    def _interval_s(self) -> float:
-        """Between two requests that come evenly."""
-        return MINUTE_S * self.part.of / (self.limits.rpm or 1)
-
-    @property
-    def _spare_s(self) -> float:
-        """So much earlier a request may come: a minute's may come at once."""
-        return max(0.0, MINUTE_S - self._interval_s)
-
-    @property
-    def _latest_due(self) -> float:
-        """After all that may have come until `since`."""
-        return self.since + self._spare_s + self._interval_s
-
-    def _early_s(self, now: float) -> float:
-        return self._due - now - self._spare_s
+    def _early_s(self, rpm: int, now: float, requests: int) -> float:
+        """So much later the call may come in."""
+        over = self.tally.arrivals().now(rpm, now) + requests - rpm
+        return over * MINUTE_S / rpm if over > 1e-9 else 0.0
 
 
-def let_in(limiters: Sequence[Limiter], now: float) -> Exceeded | None:
-    """Let a request in past all of them; or past none, and say why."""
+def let_in(limiters: Sequence[Limiter], now: float, requests: int = 1) -> Exceeded | None:
+    """Let a call of so many requests in past all of them; or past none, and say why."""
     for one in limiters:
-        if (why := one.exceeded(now)) is not None:
+        if (why := one.exceeded(now, requests)) is not None:
             return why
     for one in limiters:
-        one.enter(now)
+        one.enter(now, requests)
     return None
 
 

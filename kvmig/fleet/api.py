@@ -331,7 +331,6 @@ def accounts_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
     @api.patch("/users/{name:path}")
     async def set_user(name: str, body: UserChange, actor: Actor = caller) -> Body:
         """Change a role, limits, or refuse all of the user's keys until they are enabled again."""
-        check_parts(body.rpm, body.parallel, backend.settings.proxies)
         limits = body.model_dump(include=set(LimitsBody.model_fields), exclude_unset=True)
         row = await backend.stored(
             store.set_user, name, actor, role=body.role, disabled=body.disabled, limits=limits
@@ -372,7 +371,6 @@ def accounts_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
             quotas=msgspec.convert(quotas, dict[str, ModelQuota]),
             **limits,
         )
-        check_parts(terms.rpm, terms.parallel, backend.settings.proxies)
         row, key = await backend.stored(store.create_key, body.user, body.name, terms, actor)
         await backend.changed()
         return {"key": key, "prefix": row.prefix}
@@ -380,7 +378,6 @@ def accounts_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
     @api.patch("/keys/{prefix}")
     async def limit_key(prefix: str, body: LimitsBody, actor: Actor = caller) -> Body:
         """Change the limits that the body names; all proxies know within a second."""
-        check_parts(body.rpm, body.parallel, backend.settings.proxies)
         limits = body.model_dump(exclude_unset=True)
         row = await backend.stored(store.limit_key, prefix, limits, actor)
         await backend.changed()
@@ -521,15 +518,6 @@ def check_day(field: str, day: str) -> None:
         sound = False
     if not sound:
         raise ConfigError(f"{field} is {day!r:.100}, must be a day (UTC) as 2026-11-01")
-
-
-def check_parts(rpm: int | None, parallel: int | None, proxies: int) -> None:
-    """Each proxy has its part of a limit, and needs one. Raises ConfigError."""
-    for name, value in (("rpm", rpm), ("parallel", parallel)):
-        if value is not None and 0 < value < proxies:
-            raise ConfigError(
-                f"{name} is {value}, must be {proxies} or more: {proxies} proxies share it"
-            )
 
 
 class BackupBody(BaseModel):

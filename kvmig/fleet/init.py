@@ -345,7 +345,7 @@ class Init:
         launch = ProxyLaunch(
             name=f"proxy-{secrets.token_hex(4)}",
             number=number,
-            proxies=self._settings.proxies,
+            tallies=str(self._settings.path("run", "limits")),
             links=str(self._settings.links),
             api=str(self._settings.api),
             snapshot=str(self._settings.path("run", "snapshot")),

@@ -27,7 +27,7 @@ from kvmig.accounts.keys import (
     quota_used_up,
     quotas_of,
 )
-from kvmig.accounts.limits import WHOLE, Exceeded, Limiter, Part, let_in
+from kvmig.accounts.limits import Exceeded, Limiter, OwnTallies, Tallies, let_in
 from kvmig.proxy.messages import QuotaLeft, Spent
 
 
@@ -68,6 +68,8 @@ class Visit:
     """Whether the server grants its tokens one by one, and so ends it by itself."""
     limiters: Sequence[Limiter] = ()
     """That count it."""
+    sequences: int = 1
+    """As so many requests."""
     ends: float = inf
     """When its key expires, by the steady clock: a wall clock may jump."""
     expires: float | None = field(default=None, repr=False)
@@ -82,15 +84,13 @@ class Admission:
         keys: KnownKeys,
         clock: Callable[[], float],
         wall: Callable[[], float],
-        part: Part = WHOLE,
-        since: float = -inf,
+        tallies: Tallies | None = None,
     ) -> None:
-        """clock: a steady one. wall: Unix time. part, since: see `Limiter`."""
+        """clock: a steady one. wall: Unix time. tallies: None: its own, of one that is alone."""
         self._keys = keys
         self._clock = clock
         self._wall = wall
-        self._part = part
-        self._since = since
+        self._tallies: Tallies = tallies or OwnTallies()
         self._visits: dict[str, set[Visit]] = {}
         """By the prefixes of their keys."""
         self._limiters: dict[str, Limiter] = {}
@@ -132,15 +132,17 @@ class Admission:
             return BAD_KEY
         return self._why_not(visit) or grant
 
-    def begin(self, visit: Visit) -> tuple[Exceeded | None, Sequence[Limiter]]:
-        """Let its request in past the limits; or say why not. With the limits that it met."""
+    def begin(self, visit: Visit, sequences: int = 1) -> tuple[Exceeded | None, Sequence[Limiter]]:
+        """Let its request, of so many sequences, in past the limits; or say why not. With the
+        limits that it met."""
         grant = self._keys.current(visit.prefix)
         if grant is None:
             return None, ()  # it was cut
         limiters = [self._limiter_of(one) for one in limited_by(grant)]
-        exceeded = let_in(limiters, self._clock())
+        with self._tallies.held():
+            exceeded = let_in(limiters, self._clock(), sequences)
         if exceeded is None:
-            visit.limiters = limiters
+            visit.limiters, visit.sequences = limiters, sequences
         return exceeded, limiters
 
     def has_quota(self, visit: Visit) -> bool:
@@ -153,7 +155,7 @@ class Admission:
     def leave(self, visit: Visit) -> None:
         """It is over."""
         for one in visit.limiters:
-            one.leave()
+            one.leave(visit.sequences)
         visits = self._visits[visit.prefix]
         visits.remove(visit)
         if not visits:
@@ -182,7 +184,7 @@ class Admission:
         """Take what the server says was used of limits."""
         now = self._clock()
         for whose, level in spent.owed.items():
-            limiter = self._limiters.setdefault(whose, self._limiter(Limits()))
+            limiter = self._limiters.setdefault(whose, self._limiter(whose, Limits()))
             limiter.bucket.told(level, now)
         self._left.update(spent.left)
         if spent.left:
@@ -219,11 +221,11 @@ class Admission:
     def _limiter_of(self, whose: Limited) -> Limiter:
         limiter = self._limiters.get(whose.id)
         if limiter is None:
-            limiter = self._limiters[whose.id] = self._limiter(whose.limits, whose.name)
+            limiter = self._limiters[whose.id] = self._limiter(whose.id, whose.limits, whose.name)
         elif limiter.limits != whose.limits:
             limiter.name = whose.name
-            limiter.renew(whose.limits, self._clock())
+            limiter.renew(whose.limits)
         return limiter
 
-    def _limiter(self, limits: Limits, name: str = THE_KEY) -> Limiter:
-        return Limiter(limits, self._part, name, self._since)
+    def _limiter(self, whose: str, limits: Limits, name: str = THE_KEY) -> Limiter:
+        return Limiter(limits, self._tallies.of(whose), name)

@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from math import inf
 from typing import Any, cast
 
 import msgspec
@@ -22,9 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvmig.accounts.keys import QUOTA_CODE, Denied, KeyGrant, no_model, quota_code
 from kvmig.accounts.keys import Scope as KeyScope
-from kvmig.accounts.limits import WHOLE, Part, headers
+from kvmig.accounts.limits import Tallies, headers
 from kvmig.gateway import request_body as gateway
 from kvmig.gateway.body_budget import BodyBudget
+from kvmig.gateway.call_work import sequences_of
 from kvmig.gateway.error_stage import ErrorStage
 from kvmig.gateway.http import PRIORITY, UNREAD_BYTES
 from kvmig.gateway.request_body import BodyRules
@@ -76,15 +76,15 @@ class Door:
         age_s: Callable[[], float] = lambda: 0.0,
         clock: Clock = monotonic,
         wall: Clock = time.time,
-        part: Part = WHOLE,
-        since: float = -inf,
+        number: int = 0,
+        tallies: Tallies | None = None,
         cross_origin: CrossOrigin | None = None,
     ) -> None:
         """api: path of the server's HTTP socket. want: tells the server of a cold model.
 
-        age_s: of what is known. wall: Unix time. part: which proxy of how many this is.
-        since: by the clock, when it took the place of another one, or began. cross_origin: which
-        web pages may call; None: none.
+        age_s: of what is known. wall: Unix time. number: of the proxy, among those that share the
+        port. tallies: of all these; None: it is alone. cross_origin: which web pages may call;
+        None: none.
         """
         self.directory = directory
         self.config = config
@@ -92,8 +92,8 @@ class Door:
         self.hold = Hold(BODIES * config.max_body)
         self.counts = Counts()
         self.metrics = DoorMetrics(self.counts, age_s)
-        self.admission = Admission(directory, clock, wall, part, since)
-        self._part = part
+        self.admission = Admission(directory, clock, wall, tallies)
+        self._number = number
         self._cross_origin = cross_origin or CrossOrigin()
         self._api = api
         self._want = want
@@ -128,7 +128,7 @@ class Door:
     def figures(self) -> bytes:
         """What this proxy has to tell Prometheus."""
         own = generate_latest(self.metrics.registry).decode()
-        return merged([parsed(({"proxy": str(self._part.number)}, own))])
+        return merged([parsed(({"proxy": str(self._number)}, own))])
 
     def close(self) -> None:
         """Hold nobody any more: the proxy stops."""
@@ -292,9 +292,11 @@ class Door:
 
     async def _infer(self, call: Call, visit: Visit, where: Asked) -> None:
         waiter = await self._prepare(call, visit, where)
-        exceeded, limiters = self.admission.begin(visit)
+        exceeded, limiters = self.admission.begin(visit, waiter.sequences)
         call.limits = headers(limiters, self._clock())
         if exceeded is not None:
+            if exceeded.again_s is None:
+                raise bad(exceeded.sentence, "too_many_sequences")
             status = HTTPStatus.TOO_MANY_REQUESTS
             raise Refused(status, exceeded.sentence, "rate_limit_exceeded", exceeded.again_s)
         counts = self.counts if waiter.works else Counts()  # what doesn't work keeps no model up
@@ -335,6 +337,7 @@ class Door:
             since=self._clock(),
             beats=body.stream,
             works=where.route.works,
+            sequences=sequences_of(where.route, content),
         )
 
     def _find_model(

@@ -46,6 +46,8 @@ class Waiter:
     since: float
     beats: bool
     """Whether its client can be kept with signs of life: it has asked for a stream."""
+    sequences: int = 1
+    """That it asks for."""
     works: bool = True
     """Whether an engine works for it, and so may be started for it."""
     number: int = 0

@@ -21,8 +21,9 @@ class ProxyLaunch(Discreet, frozen=True, kw_only=True):
     """Unique among the proxies of all times."""
     number: int = 0
     """The same for the next one in its place."""
-    proxies: int = 1
-    """How many share the port."""
+    tallies: str = ""
+    """Path of the file in which all that share the port count what they let in; empty: it is
+    alone."""
     links: str
     """Path of the server's socket for proxies."""
     api: str

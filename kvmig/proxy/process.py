@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
-from kvmig.accounts.limits import Part
+from kvmig.accounts.limits import OwnTallies
 from kvmig.cli.processes import Announcement, say, send_heartbeats
 from kvmig.controlplane.child import StopSignals, announce
 from kvmig.ground.clock import monotonic
@@ -26,6 +26,7 @@ from kvmig.proxy.directory import Directory
 from kvmig.proxy.door import Door
 from kvmig.proxy.link import ServerLink
 from kvmig.proxy.messages import Demand, Down, Figures, ProxyLaunch, Snapshot, Spent, Want
+from kvmig.proxy.shared_tallies import SharedTallies
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ class Proxy(HttpTask):
     """Make it inside a running event loop; `start`, then `stop`."""
 
     def __init__(self, launch: ProxyLaunch, listening: int) -> None:
-        """listening: descriptor of the port's socket. Raises OSError for one that is none."""
+        """listening: descriptor of the port's socket. Raises OSError for one that is none, and
+        where the file of the limits can't be had."""
         super().__init__(socket.socket(fileno=listening), lambda: self._uvicorn)
         self._launch = launch
         self._file = Path(launch.snapshot)
@@ -56,14 +58,15 @@ class Proxy(HttpTask):
         self._uvicorn: uvicorn.Server | None = None
         self._link: ServerLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._tallies = SharedTallies(Path(launch.tallies)) if launch.tallies else None
         self.door = Door(
             Directory(),
             launch.http,
             launch.api,
             self._want,
             lambda: time.time() - self._heard_at,
-            part=Part(launch.number, launch.proxies),
-            since=monotonic(),
+            number=launch.number,
+            tallies=self._tallies or OwnTallies(since=monotonic()),
             cross_origin=CrossOrigin(launch.allowed_origins),
         )
 
@@ -94,6 +97,8 @@ class Proxy(HttpTask):
             await asyncio.wait(self._tasks)
         if self._link is not None:
             await self._link.close()
+        if self._tallies is not None:
+            self._tallies.close()
 
     def cut(self) -> None:
         """Let `stop` wait no more."""
