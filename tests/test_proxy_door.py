@@ -113,7 +113,9 @@ async def test_a_call_counts_as_all_the_sequences_that_it_asks_for(tmp_path: Pat
     async with site(tmp_path, grant) as door, door.deployment() as there:
         too_many = await door.ask({**call, "n": 2}, "/v1/completions", given=given)
         left = [
-            (await door.ask(call, "/v1/completions", given=given)).headers["x-ratelimit-remaining-requests"]
+            (await door.ask(call, "/v1/completions", given=given)).headers[
+                "x-ratelimit-remaining-requests"
+            ]
             for _ in range(3)
         ]
         late = await door.ask(call, "/v1/completions", given=given)
