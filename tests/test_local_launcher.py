@@ -29,7 +29,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
     """The children that were started, in order."""
     children: list[FakeProcess] = []
 
-    def run(module: str, environment: Mapping[str, str]) -> Spawn:
+    def run(module: str, environment: Mapping[str, str], title: str = "") -> Spawn:
         async def spawn(stdin: int, announced: int) -> Process:
             if environment.get("BROKEN"):
                 raise StartupError(f"{module} can't be started")
