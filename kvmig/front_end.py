@@ -109,7 +109,7 @@ class FrontEnd:
         if config.http.usage_spool:
             meter = Meter(self._model, time.time)
             path = Path(config.http.usage_spool, f"{launch.name}.sqlite")
-            self._usage = UsageWriter(meter, path)
+            self._usage = UsageWriter(meter, path, config.http.quota_socket)
         self._quotas: Quotas | None = None
         if config.http.quota_socket and self._usage is not None:
             socket_path = config.http.quota_socket
@@ -138,6 +138,7 @@ class FrontEnd:
             args.api_key = [*args.api_key, launch.admin_key]
         if self._usage is not None:
             self._http.begin_work = self._usage.meter.enter
+            self._http.uncounted = self._usage.refusal
         self._membership = Membership(self._router)
         self._launcher = LauncherLink(
             launch.launcher, launch.secret, launch.name, self._membership.hear
@@ -199,7 +200,7 @@ class FrontEnd:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
             assert self._usage is not None
-            await self._usage.write()  # nothing is counted any more
+            await self._usage.close()  # nothing is counted any more
         self._sock.close()
 
     async def _empty(self) -> None:

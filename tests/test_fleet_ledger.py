@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from kvmig.accounts.keys import KeyTerms
-from kvmig.accounts.usage import Spool, UsageRecord
-from kvmig.fleet.ledger import AT_ONCE, merge, sums
+from kvmig.accounts.usage import HandOver, Spool, UsageRecord
+from kvmig.fleet.ledger import AT_ONCE, merge, sums, take
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import usage
 from tests.fleet_stores import ANNA, Place
@@ -203,3 +203,26 @@ def test_a_file_that_is_no_spool_is_refused_by_name(store: Store, tmp_path: Path
     path.write_bytes(b"nonsense " * 100)
     with pytest.raises(OSError, match=r"x\.sqlite: file is not a database"):
         merge(store.database, path)
+
+
+def handed(*records: UsageRecord) -> HandOver:
+    return HandOver("front-1", records)
+
+
+def test_what_was_handed_over_is_not_taken_back_by_what_the_spool_has(
+    store: Store, tmp_path: Path
+) -> None:
+    path = tmp_path / "front-1.sqlite"
+    Spool(path).write([record(1, output=3), record(2, output=5)])
+    last = record(1, output=10, ended=9.0, status="finished")
+    take(store.database, handed(last, record(2, output=9)))
+    for over in (False, True):
+        merge(store.database, path, over=over)
+        assert total(store) == (2, 0, 19)
+    assert rows(store) == [(1, 10, "finished"), (2, 9, "cut")]
+
+
+def test_what_is_handed_over_again_adds_nothing(store: Store) -> None:
+    for _ in range(2):
+        take(store.database, handed(record(1, output=10, ended=9.0, status="finished")))
+    assert total(store) == (1, 0, 10)

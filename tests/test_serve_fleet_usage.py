@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.unwritable import full
 from tests.fleets import PATH, Streamed, ToyFleet, answer, ask, counted, kill
 from tests.waiting import until
 
@@ -147,3 +148,41 @@ async def test_a_deployment_that_ends_has_written_all(fleet: ToyFleet, key: str)
         await answer(http, ask("a", 33))
     assert fleet.ask("DELETE", "models/a").status_code == 200
     assert (await asyncio.to_thread(used, fleet, key, 33))["output"] == 33
+
+
+async def test_a_deployment_whose_disk_is_full_hands_its_counts_over_before_it_ends(
+    fleet: ToyFleet, key: str
+) -> None:
+    fleet.add_toy("a")
+    async with fleet.client(key) as http:
+        await answer(http, ask("a", 5))
+        async with full(fleet.processes("kvmig.serve")):
+            for _ in range(10):
+                await answer(http, ask("a", 30))
+            deleted = await asyncio.to_thread(fleet.ask, "DELETE", "models/a")
+            assert deleted.status_code == 200
+            found = await asyncio.to_thread(used, fleet, key, 305)
+    assert (found["calls"], found["output"]) == (11, 305)
+
+
+async def test_calls_are_refused_while_nobody_can_keep_what_they_use(
+    fleet: ToyFleet, key: str
+) -> None:
+    fleet.add_toy("a")
+    answers = []
+    async with fleet.client(key) as http:
+        await answer(http, ask("a", 5))
+        pids = [*fleet.processes("kvmig.serve"), *fleet.processes("kvmig.fleet.server")]
+        async with full(pids), asyncio.timeout(PATIENCE_S):
+            while not answers or answers[-1].is_success:
+                answers.append(await http.post(PATH, json=ask("a", 10)))
+                await asyncio.sleep(0.25)
+        refused = answers.pop()
+        assert refused.status_code == 503
+        assert "what calls use can't be kept" in refused.json()["error"]["message"]
+        async with asyncio.timeout(PATIENCE_S):
+            while not (await http.post(PATH, json=ask("a", 10))).is_success:  # noqa: ASYNC110
+                await asyncio.sleep(0.25)
+    output = 5 + 10 * (len(answers) + 1)
+    found = await asyncio.to_thread(used, fleet, key, output)
+    assert found["output"] == output

@@ -7,8 +7,9 @@ be written, read and merged again and again, and counts once.
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -46,11 +47,44 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     end was killed, which leaves `ended` unknown."""
 
 
+HAND_OVER = b"usage "
+"""Begins a line in which a front end hands records over, and its answer once they are kept."""
+
+
+class HandOver(msgspec.Struct, frozen=True):
+    """Records that a front end can't write into its spool."""
+
+    source: str
+    records: Sequence[UsageRecord]
+
+
+RESERVE_BYTES = 2 << 20
+"""For the last records of a front end whose disk is full: some thousands of calls."""
+
+
 class Spool:
     """A SQLite file of records. The front end writes, the fleet's server takes. Blocking."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    @property
+    def source(self) -> str:
+        """The front end's name, as in the ledger."""
+        return self._path.stem
+
+    @property
+    def _reserved(self) -> Path:
+        return self._path.with_suffix(".reserve")
+
+    def reserve(self) -> None:
+        """Take room on the disk that nothing else may have. Raises OSError."""
+        with self._reserved.open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+
+    def use_reserve(self) -> None:
+        """Leave that room to the next records."""
+        self._reserved.unlink(missing_ok=True)
 
     def write(self, records: Iterable[UsageRecord]) -> None:
         """Keep them, in place of older ones of their numbers. Raises OSError."""

@@ -17,7 +17,7 @@ import msgspec
 from sqlalchemy import func, select
 from sqlalchemy.engine import Connection
 
-from kvmig.accounts.usage import Spool, UsageRecord
+from kvmig.accounts.usage import HandOver, Spool, UsageRecord
 from kvmig.fleet.quotas import settle
 from kvmig.fleet.tables import Database, api_keys, upsert, usage, usage_daily, users
 
@@ -52,10 +52,18 @@ def merge(database: Database, spool: Path, over: bool = False, after: int = 0) -
     if not records:
         return Merged(0, {}, after)
     with database.transaction() as connection:
-        rows = [_cut(one) if over else one for one in records]
-        tokens = _merge(connection, spool.stem, rows)
+        tokens = _merge(connection, file.source, records, over)
     file.forget(one for one in records if over or one.ended is not None)
     return Merged(len(records), tokens, records[-1].seq)
+
+
+def take(database: Database, handed: HandOver) -> Mapping[str, int]:
+    """Records that a front end couldn't write; tokens that are new, by the keys' ids.
+
+    Raises StoreError.
+    """
+    with database.transaction() as connection:
+        return _merge(connection, handed.source, handed.records)
 
 
 def _cut(record: UsageRecord) -> UsageRecord:
@@ -63,30 +71,59 @@ def _cut(record: UsageRecord) -> UsageRecord:
     return msgspec.structs.replace(record, status="cut") if running else record
 
 
-def _merge(connection: Connection, source: str, records: Sequence[UsageRecord]) -> Counter[str]:
-    """Tokens that are new, by the keys' ids."""
+def _merge(
+    connection: Connection, source: str, records: Sequence[UsageRecord], over: bool = False
+) -> Counter[str]:
+    """Tokens that are new, by the keys' ids. over: none of the calls runs any more."""
     seqs = [one.seq for one in records]
-    wanted = select(usage.c.seq, *(usage.c[name] for name in COUNTS)).where(
+    wanted = select(usage.c.seq, usage.c.status, *(usage.c[name] for name in COUNTS)).where(
         usage.c.source == source, usage.c.seq.in_(seqs)
     )
-    before = {seq: counts for seq, *counts in connection.execute(wanted)}
+    before = {seq: _Known(*known) for seq, *known in connection.execute(wanted)}
+    news = [_news(one, before.get(one.seq)) for one in records]
+    rows = [_cut(one) if over else one for one in news if one is not None]
+    if not rows:
+        return Counter()
     sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-    for one in records:
+    for one in rows:
         day = sums[_day(one.began), one.account, one.model]
         day["calls"] += one.seq not in before
-        for name, known in zip(COUNTS, before.get(one.seq, (0, 0, 0)), strict=True):
-            day[name] += getattr(one, name) - known
-    upsert(connection, usage, ("source", "seq"), [_row(source, one) for one in records])
+        known = before.get(one.seq, _Known("", 0, 0, 0))
+        for name in COUNTS:
+            day[name] += getattr(one, name) - getattr(known, name)
+    upsert(connection, usage, ("source", "seq"), [_row(source, one) for one in rows])
     days = [
         {"day": day, "key_id": key_id, "model": model, **{name: sum_[name] for name in SUMS}}
         for (day, key_id, model), sum_ in sums.items()
     ]
     upsert(connection, usage_daily, ("day", "key_id", "model"), days, add=SUMS)
-    settle(connection, source, records)
+    settle(connection, source, rows)
     tokens: Counter[str] = Counter()
     for (_, key_id, _), sum_ in sums.items():
         tokens[key_id] += sum_["prompt"] + sum_["output"]
     return tokens
+
+
+class _Known(NamedTuple):
+    """What the ledger has of a call."""
+
+    status: str
+    prompt: int
+    cached: int
+    output: int
+
+
+def _news(record: UsageRecord, known: _Known | None) -> UsageRecord | None:
+    """A record as far as it says more than the ledger has; None: it says less.
+
+    What was handed over may be newer than what the spool has.
+    """
+    if known is None or record.status != "running":
+        return record
+    if known.status != "running":
+        return None
+    newest = {name: max(getattr(record, name), getattr(known, name)) for name in COUNTS}
+    return msgspec.structs.replace(record, **newest)
 
 
 def _row(source: str, record: UsageRecord) -> dict[str, Any]:

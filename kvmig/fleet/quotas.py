@@ -30,7 +30,7 @@ from kvmig.accounts.keys import (
     quota_used_up,
     quotas_of,
 )
-from kvmig.accounts.usage import UsageRecord
+from kvmig.accounts.usage import HAND_OVER, HandOver, UsageRecord
 from kvmig.cli.environment import take_path
 from kvmig.fleet.tables import (
     Database,
@@ -45,6 +45,8 @@ from kvmig.ground.errors import ConfigError
 from kvmig.proxy.messages import QuotaLeft
 
 OVER = "the call is over"
+LINE_BYTES = 1 << 20
+"""Of a message of a front end."""
 
 log = logging.getLogger(__name__)
 
@@ -198,10 +200,16 @@ def left(database: Database, keys: Iterable[KeyGrant], now: float) -> dict[str, 
 class QuotaSocket:
     """Where front ends ask. `open` it inside a running event loop, then `close` it."""
 
-    def __init__(self, path: str, answer: Callable[[Ask], Awaitable[Granted]]) -> None:
-        """answer: may raise StoreError; the front end asks again then."""
+    def __init__(
+        self,
+        path: str,
+        answer: Callable[[Ask], Awaitable[Granted]],
+        take: Callable[[HandOver], Awaitable[None]],
+    ) -> None:
+        """answer, take: may raise StoreError; the front end tries again then."""
         self._path = path
         self._answer = answer
+        self._take = take
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -211,7 +219,7 @@ class QuotaSocket:
             sock = take_path(self._path)
         except OSError as error:
             raise ConfigError(f"{self._path} can't be used: {error}") from error
-        self._server = await asyncio.start_unix_server(self._connected, sock=sock)
+        self._server = await asyncio.start_unix_server(self._connected, sock=sock, limit=LINE_BYTES)
 
     async def close(self) -> None:
         """Disconnect all."""
@@ -229,6 +237,11 @@ class QuotaSocket:
         task.add_done_callback(self._tasks.discard)
         try:
             while line := await reader.readline():
+                if line.startswith(HAND_OVER):
+                    handed = msgspec.json.decode(line.removeprefix(HAND_OVER), type=HandOver)
+                    await self._take(handed)
+                    writer.write(HAND_OVER + b"\n")
+                    continue
                 granted = await self._answer(msgspec.json.decode(line, type=Ask))
                 writer.write(msgspec.json.encode(granted) + b"\n")
         except (StoreError, ValueError, ConnectionError) as error:

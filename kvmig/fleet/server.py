@@ -30,12 +30,12 @@ import uvloop
 from kvmig.accounts.allowances import Ask, Granted
 from kvmig.accounts.keys import BAD_KEY, KeyGrant, Keys, limited_by
 from kvmig.accounts.limits import Bucket
-from kvmig.accounts.usage import Spool
+from kvmig.accounts.usage import HandOver, Spool
 from kvmig.cli.environment import gpus, take_path
 from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.fleet.api import Backend, make_app
-from kvmig.fleet.ledger import AT_ONCE, Merged, merge, sums
+from kvmig.fleet.ledger import AT_ONCE, Merged, merge, sums, take
 from kvmig.fleet.memory import Memory
 from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.models import Models, Wanted, words
@@ -165,7 +165,7 @@ class FleetServer:
             lambda: self._backend.stored(sums, self._store.database, ("model",)),
         )
         self._links = ProxyLinks(str(settings.links), self._first, self._hear)
-        self._quotas = QuotaSocket(str(settings.quotas), self._grant)
+        self._quotas = QuotaSocket(str(settings.quotas), self._grant, self._take)
         self._since = monotonic()
         self._buckets: dict[str, Bucket] = {}
         """Of limits of tokens a minute, by `Limited.id`."""
@@ -274,6 +274,11 @@ class FleetServer:
         if key is None:
             return Granted(ask.number, 0, BAD_KEY.message)
         return await self._backend.stored(grant, self._store.database, key, ask)
+
+    async def _take(self, handed: HandOver) -> None:
+        """See `QuotaSocket`."""
+        tokens = await self._backend.stored(take, self._store.database, handed)
+        await self._tell_spent(tokens)
 
     async def ended(self) -> None:
         """Return, or raise, when something that must go on has ended."""

@@ -76,6 +76,8 @@ class HttpState:
     """Counts a call that was answered 429."""
     begin_work: Callable[[HttpCall], object] = lambda call: None
     """Hears of each call that engines shall work for."""
+    uncounted: Callable[[], str] = lambda: ""
+    """Why no such call is taken, for nobody would count it; empty: they are."""
     clock: Clock = monotonic
     keyed: bool = False
     """Whether calls without a proxy's word have keys of their own."""
@@ -218,6 +220,7 @@ class HttpMiddleware:
             if scope["method"] == "POST":
                 message, priority = check_priority(state, headers, message)
             if found is not None and found.route.works:
+                check_counted(state)
                 sequences = check_work(state, found.route, message["body"])
                 check_load(state, priority, call.account, sequences)
         except Refused as refused:
@@ -283,6 +286,13 @@ def check_open(state: HttpState, path: str) -> None:
     else:
         return
     raise Refused(problem(HTTPStatus.SERVICE_UNAVAILABLE, sentence, headers=RETRY_AFTER))
+
+
+def check_counted(state: HttpState) -> None:
+    """Raises Refused, 503, while what calls use can't be kept."""
+    if sentence := state.uncounted():
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        raise Refused(problem(status, sentence, headers=RETRY_AFTER))
 
 
 # -- the body
