@@ -1,11 +1,11 @@
 """Does the ledger have what clients got, whatever is killed meanwhile?
 
 `kvmig up` with two proxies and a model of two instances. Clients stream answers, take them as a
-whole, or leave early. Meanwhile the server, a proxy or the front end is killed (SIGKILL) at random
-moments, the database is locked for longer than the server waits for it, the disk is full for the
-server, or it comes back to a read-only database, streams move as the model is scaled down and up,
-and keys are revoked while they are used. Afterwards the ledger's row of every call is laid beside
-what its client got.
+whole, or leave early; some ask for beams, or for several prompts at once. Meanwhile the server, a
+proxy or the front end is killed (SIGKILL) at random moments, the database is locked for longer than
+the server waits for it, the disk is full for the server, or it comes back to a read-only database,
+streams move as the model is scaled down and up, and keys are revoked while they are used.
+Afterwards the ledger's row of every call is laid beside what its client got.
 
 A client that got all of its answer must find just that in the ledger. One that left, or was cut
 off, finds all that it got, and what was on its way. Only a killed front end may have lost what it
@@ -42,7 +42,7 @@ from bench import report
 from bench.models import model_folder
 from bench.site import ENGINE_FLAGS
 from bench.unwritable import full, read_only
-from kvmig.accounts.keys import QUOTA_WORDS
+from kvmig.accounts.keys import QUOTA_WORDS, RESERVED_WORDS
 from kvmig_tools.fleet import FleetUp
 
 MODEL = "m"
@@ -84,6 +84,9 @@ WORDS = {"server": "kvmig.fleet.server", "proxy": "kvmig.proxy", "front end": "k
 """Of the command line of each."""
 BREAKS = ("proxy", "front end")
 """Whose death ends streams."""
+Shape = Literal["plain", "beams", "batch"]
+BEAMS, BEAM_TOKENS = 3, (5, 40)
+PROMPTS, BATCH_TOKENS = 6, (5, 60)
 Fate = Literal["whole", "left", "cut", "refused", "unpaid"]
 """left: by its client. refused: before it began. unpaid: for want of quota."""
 EXACT = ("whole", "unpaid")
@@ -115,6 +118,7 @@ class Asked:
     """Prompt and output tokens, as the answer says."""
     fate: Fate = "cut"
     why: str = ""
+    shape: Shape = "plain"
 
     @property
     def output(self) -> int:
@@ -153,6 +157,15 @@ def body_of(start: int, tokens: int, stream: bool) -> dict[str, Any]:
     more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     prompt = f"Count: {start:04} {start + 1:04}"
     return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
+
+
+def shaped(shape: Shape, start: int, tokens: int) -> dict[str, Any]:
+    """A call with several answers."""
+    body = body_of(start, tokens, stream=False)
+    if shape == "beams":
+        return {**body, "n": BEAMS, "use_beam_search": True}
+    prompts = [body_of(start + number, tokens, stream=False)["prompt"] for number in range(PROMPTS)]
+    return {**body, "prompt": prompts}
 
 
 # -- what clients got, beside the ledger. Pure
@@ -236,8 +249,12 @@ def _lost(one: Asked, counted: int, faults: Iterable[Done]) -> float | None:
 class Clients:
     """All calls of a run."""
 
-    def __init__(self, fleet: FleetUp, keys: Sequence[str], seed: int) -> None:
+    def __init__(
+        self, fleet: FleetUp, keys: Sequence[str], seed: int, *, shapes: bool = True
+    ) -> None:
+        """shapes: whether the model takes beams and several prompts."""
         self.asked: list[Asked] = []
+        self._shapes = shapes
         self.wrong: list[str] = []
         self._fleet = fleet
         self._keys = keys
@@ -250,6 +267,9 @@ class Clients:
         while time.monotonic() < until:
             tokens, key = chance.randint(*TOKENS), chance.choice(self._keys)
             manner = chance.random()
+            if self._shapes and (shape := _shape(chance.random())) != "plain":
+                await self.ask_for_several(key, shape, chance)
+                continue
             leaves = chance.randint(1, tokens) if manner < 0.15 else None
             await self.call(key, tokens, chance.randrange(8000), leaves, manner < 0.85)
 
@@ -267,6 +287,24 @@ class Clients:
         finally:
             one.ended = time.monotonic()
         if not counted(start, tokens).startswith(one.text):
+            self.wrong.append(f"{one.call_id}: {one.text[:200]}")
+        return one
+
+    async def ask_for_several(self, key: str, shape: Shape, chance: random.Random) -> Asked:
+        """A call with several answers, whole."""
+        tokens = chance.randint(*(BEAM_TOKENS if shape == "beams" else BATCH_TOKENS))
+        answers, start = BEAMS if shape == "beams" else PROMPTS, chance.randrange(8000)
+        name = f"ledger-{next(self._ids)}"
+        one = Asked(name, key.split("-")[1], answers * tokens, time.monotonic(), shape=shape)
+        self.asked.append(one)
+        try:
+            await self._follow(one, key, shaped(shape, start, tokens), None)
+        except httpx.HTTPError as error:
+            one.fate, one.why = "cut", repr(error)
+        finally:
+            one.ended = time.monotonic()
+        wanted = "".join(counted(start + number, tokens) for number in range(answers))
+        if shape == "batch" and one.fate == "whole" and one.text != wanted:
             self.wrong.append(f"{one.call_id}: {one.text[:200]}")
         return one
 
@@ -291,8 +329,12 @@ class Clients:
                         return
 
 
+def _shape(chance: float) -> Shape:
+    return "beams" if chance < 0.1 else "batch" if chance < 0.2 else "plain"
+
+
 def _whole(one: Asked, answer: dict[str, Any]) -> None:
-    one.take(answer["choices"][0]["text"])
+    one.take("".join(choice["text"] for choice in answer["choices"]))
     one.told = _usage(answer)
     one.fate = "whole"
 
@@ -319,7 +361,7 @@ async def use_up(fleet: FleetUp, clients: Clients, streams: int, tokens: int) ->
     async def client(start: int) -> None:
         while True:
             calls.append(one := await clients.call(key, tokens, start))
-            if QUOTA_WORDS in one.why:
+            if QUOTA_WORDS in one.why and RESERVED_WORDS not in one.why:
                 return
             await asyncio.sleep(
                 0.0 if one.fate == "whole" else 0.1
@@ -555,7 +597,8 @@ def main(argv: list[str] | None = None) -> int:
     ):
         fleet.add(spec_of(options.model))
         fleet.until(f"models/{MODEL}", state="serving", serving=2)
-        clients = Clients(fleet, [new_key(fleet) for _ in range(KEYS)], options.seed)
+        keys, shapes = [new_key(fleet) for _ in range(KEYS)], options.model != "toy"
+        clients = Clients(fleet, keys, options.seed, shapes=shapes)
         nemesis = Nemesis(fleet, clients, options.seed)
         calm, amid = asyncio.run(load(fleet, clients, nemesis, seconds))
         rows = ledger_of(fleet)
@@ -564,10 +607,12 @@ def main(argv: list[str] | None = None) -> int:
     result.samples = [*odd, *({"wrong": sentence} for sentence in clients.wrong)]
     result.samples += [{"fault": one.fault, "at": round(one.at, 3)} for one in nemesis.done]
     fates = Counter(one.fate for one in clients.asked)
+    whole = Counter(one.shape for one in clients.asked if one.fate == "whole")
     killed = Counter(one.fault for one in nemesis.done)
     result.summary = {
         "calls": len(clients.asked),
         **{f"calls {fate}": fates[fate] for fate in get_args(Fate)},
+        **{f"whole calls, {shape}": whole[shape] for shape in get_args(Shape)},
         **{f"faults: {fault}": killed[fault] for fault in dict.fromkeys(FAULTS)},
         "tokens that clients got": sum(one.output for one in clients.asked),
         "tokens in the ledger": sum(row.output for row in rows),
@@ -582,7 +627,8 @@ def main(argv: list[str] | None = None) -> int:
         "sums that aren't those of the rows": {"min": 0, "max": 0},
         "longest that a front end lost, s": {"max": 1.5},
     }
-    prompt = max(one.told[0] for one in clients.asked if one.told is not None)
+    plain = (one for one in clients.asked if one.shape == "plain")
+    prompt = max(one.told[0] for one in plain if one.told is not None)
     in_quiet, amid_faults = delivered(calm, prompt), [delivered(one, prompt) for one in amid]
     result.summary |= {
         "moves in the ledger": sum(row.moves for row in rows),

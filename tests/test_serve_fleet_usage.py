@@ -169,7 +169,7 @@ async def test_calls_are_refused_while_nobody_can_keep_what_they_use(
     fleet: ToyFleet, key: str
 ) -> None:
     fleet.add_toy("a")
-    answers = []
+    answers: list[httpx.Response] = []
     async with fleet.client(key) as http:
         await answer(http, ask("a", 5))
         pids = [*fleet.processes("kvmig.serve"), *fleet.processes("kvmig.fleet.server")]
