@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -271,6 +271,48 @@ async def test_a_request_runs_again_only_with_the_adapter_that_it_began_with(
     await pair.b.entered()
 
     assert str((await pair.finish("again")).finish_reason) == "error"
+
+
+async def test_what_encoders_make_of_media_is_kept_by_adapter(
+    pair: Pair, one: LoRARequest, two: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    from tests.test_vllm_multimodal import with_image
+
+    core = pair.a.core
+    lora_config: Any = core.vllm_config.lora_config
+    monkeypatch.setattr(lora_config, "enable_tower_connector_lora", True)
+    same_name = msgspec.structs.replace(two, lora_name=one.lora_name)
+    identifiers = []
+    for lora in (one, same_name, one):
+        asked = with_image(20)
+        request = EngineCoreRequest(
+            "r", asked["prompt"], asked["images"], SamplingParams(), None, 0.0, lora, None, None
+        )
+        built, _ = core.preprocess_add_request(request)
+        identifiers.append(built.mm_features[0].identifier)
+    assert identifiers[0] == identifiers[2] != identifiers[1]
+
+
+@pytest.mark.parametrize("way", ["a copy that keeps its times", "a link"])
+def test_older_files_that_lie_there_now_are_others_to_a_request_that_would_run_again(
+    tmp_path: Path, way: str
+) -> None:
+    from kvmig.engines.vllm.lora import replaced_since
+
+    older, used = adapter(tmp_path, 11), adapter(tmp_path, 12)
+    time.sleep(0.05)  # a kernel's clock for files is coarser
+    began = time.time()
+    assert not replaced_since(used, began)
+    time.sleep(0.05)
+    if way == "a link":
+        shutil.move(used.lora_path, tmp_path / "gone")
+        Path(used.lora_path).symlink_to(older.lora_path)
+    else:
+        shutil.copytree(older.lora_path, used.lora_path, dirs_exist_ok=True)
+    assert replaced_since(used, began)
 
 
 async def loaded(side: Side, lora: LoRARequest, **fields: bool) -> None:

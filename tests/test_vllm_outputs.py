@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -28,7 +29,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
-from kvmig.engines.vllm.front import OutputQueue, RoutedLLM, cached_tokens
+from kvmig.engines.vllm.front import OutputQueue, RoutedLLM, cached_tokens, salt_request
 from kvmig.engines.vllm.outputs import (
     CarefulOutputs,
     before_failure,
@@ -42,6 +43,7 @@ from kvmig.ground.errors import NoInstance
 from kvmig.models import BUNDLED
 from kvmig.openai_server.vllm import VllmServer
 from tests.environment import environment
+from tests.test_vllm_multimodal import with_image
 from tests.vllm_pair import Pair
 from tests.vllm_side import ENVIRONMENT
 
@@ -191,6 +193,17 @@ async def test_a_request_that_no_instance_takes_leaves_nothing_behind() -> None:
         with pytest.raises(GracefulHTTPError, match="no instance serves"):
             await anext(outputs)
         assert llm.get_num_unfinished_requests() == 0
+
+
+def test_the_answers_of_one_call_have_one_salt_and_one_name_for_each_image() -> None:
+    whole = request("r", generating())
+    whole.mm_features = with_image(1)["images"]
+    first, last = copy.copy(whole), whole
+    for one in (first, last):
+        salt_request(one, "salt")
+    assert first.cache_salt == last.cache_salt == "salt"
+    names = [[one.identifier for one in answer.mm_features or ()] for answer in (first, last)]
+    assert names == [["salt:image 1"]] * 2
 
 
 async def test_a_front_end_comes_up_though_the_instance_that_it_heard_of_is_gone(

@@ -174,11 +174,15 @@ def decode_adapter(given: Any) -> LoRARequest:
 
 
 def replaced_since(adapter: LoRARequest | None, began: float) -> bool:
-    """Whether an adapter's files were written after a request with it came (in Unix time)."""
-    folder = Path("/" if adapter is None else adapter.lora_path)
+    """Whether an adapter's files came to lie there after a request with it came (in Unix time).
+
+    Also older files, which a copy or a link has put there: their inodes were changed by that.
+    """
+    folder = Path("/" if adapter is None else adapter.lora_path).expanduser()
     if adapter is None or not folder.is_dir():
         return False
-    return any(file.stat().st_mtime > began for file in folder.glob("adapter_*"))
+    seen = [folder.lstat(), *(file.stat() for file in folder.iterdir())]
+    return any(max(one.st_mtime, one.st_ctime) > began for one in seen)
 
 
 def load_adapter(core: AdapterCore, request: Request) -> None:
