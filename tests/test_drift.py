@@ -68,6 +68,14 @@ class Flags:
     device: str = "auto"
 ''',
     "tools.py": "def helper(one, two=2):\n    return one\n",
+    "server/api.py": """
+@router.post("/known/{name}/end", dependencies=[1])
+async def end(name):
+    queue.put("/not/a/route")
+
+
+router.add_api_route("/closed", end, methods=["POST"])
+""",
 }
 ADAPTER = """
 from engine.core import Base, Client, Core, Wire
@@ -100,6 +108,7 @@ distributions = ["engine"]
 supported = ["1.0"]
 ours = ["adapter.py"]
 judged = "tests.test_drift"
+routes = ["tests.test_drift", "server"]
 flags = ["engine.core:Flags"]
 client = ["engine.core:Front", "client", "Routing"]
 structs = ["engine.core:Wire"]
@@ -109,6 +118,7 @@ core = "engine.core:Core"
 [skipped]
 Ours = ["step"]
 """
+KNOWN_ROUTES = frozenset({("POST", "/known/{id}/end"), ("POST", "/closed")})
 ALLOWED, REFUSED, NO_FLAGS = {"model"}, {"device": "no"}, frozenset[str]()
 
 
@@ -128,6 +138,7 @@ def planted(folder: Path, file: str = "core.py", *changes: tuple[str, str]) -> T
         for old, new in changes if name == file else ():
             assert old in changed
             changed = changed.replace(old, new)
+        (package / name).parent.mkdir(exist_ok=True)
         (package / name).write_text(changed)
     return Tree(folder, "engine", "2.0" if changes else "1.0")
 
@@ -149,6 +160,24 @@ def look(contract: Contract, tmp_path: Path) -> Look:
 
 def test_nothing_is_found_where_nothing_changed(look: Look) -> None:
     assert look() == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "route"),
+    [
+        ("/known/{name}/end", "/known/{name}/begin", "POST /known/{id}/begin"),
+        ("router.post", "router.delete", "DELETE /known/{id}/end"),
+        ('"/closed", end', '"/open", end', "POST /open"),
+        ('methods=["POST"]', 'methods=["GET", "POST"]', "GET /closed"),
+        ('"/known/{name}/end"', "PREFIX + '/end'", "POST PREFIX + '/end'"),
+        ("async def end", '@app.websocket("/live")\nasync def end', "WEBSOCKET /live"),
+    ],
+)
+def test_a_route_that_is_in_no_list_of_ours_is_found(
+    look: Look, old: str, new: str, route: str
+) -> None:
+    found = look((old, new), file="server/api.py")
+    assert [(one.how, one.check, one.where) for one in found] == [(BREAKS, "route", route)]
 
 
 @pytest.mark.parametrize(

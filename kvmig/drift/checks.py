@@ -1,4 +1,4 @@
-"""Nine comparisons of what our sources use with what a tree of the engine has."""
+"""Ten comparisons of what our sources use with what a tree of the engine has."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvmig.drift.contract import Contract
+from kvmig.drift.routes import unknown_routes
 from kvmig.drift.source import Class, Function, Ref, Tree, attributes_set, flat, targets
 from kvmig.drift.uses import Derived, Uses
 from kvmig.ground.errors import ConfigError
@@ -58,6 +59,7 @@ def findings(contract: Contract, uses: Uses, tree: Tree, lock: Facts | None) -> 
         *flags(contract, tree),
         *client(contract, uses, tree),
         *unknown(contract, tree),
+        *routes(contract, tree),
     ]
     if lock is not None:
         names = {key(where, name) for where, name in relied(contract, uses)}
@@ -343,6 +345,13 @@ def unknown(contract: Contract, tree: Tree) -> Iterator[Finding]:
     for where in contract.structs:
         if tree.cls(*where) is None:
             yield Finding(BREAKS, "struct", f"{where[0]}:{where[1]}", "no such class")
+
+
+def routes(contract: Contract, tree: Tree) -> Iterator[Finding]:
+    """Each route of the engine's server is open to clients by our table, or closed by name."""
+    for file, (method, path) in unknown_routes(contract, tree):
+        what = f"{file} has a route that is in no list of ours"
+        yield Finding(BREAKS, "route", f"{method} {path}", what)
 
 
 # -- against a lock

@@ -24,6 +24,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     client: list[str] = []
     structs: list[str] = []
     relied: list[str] = []
+    routes: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Contract:
     that are called on them. client: (class, its attribute, our class that stands there). structs:
     those whose fields go over a wire. relied: methods, and functions (in a class ""), whose meaning
     counts, though nothing calls them here. flags: classes whose fields are flags; judged: our
-    module with ALLOWED, REFUSED, NO_FLAGS.
+    module with ALLOWED, REFUSED, NO_FLAGS. routes: our module with KNOWN_ROUTES, and the folder of
+    the engine's package where its server adds some.
     """
 
     file: Path
@@ -51,6 +53,7 @@ class Contract:
     client: tuple[Ref, str, str] | None = None
     structs: tuple[Ref, ...] = ()
     relied: tuple[tuple[Ref, str], ...] = ()
+    routes: tuple[str, str] | None = None
 
     @property
     def locks(self) -> Path:
@@ -100,4 +103,5 @@ def load(file: Path, root: Path) -> Contract:
         client=client,
         structs=tuple(map(ref, read.structs)),
         relied=tuple(map(_relied, read.relied)),
+        routes=(read.routes[0], read.routes[1]) if read.routes else None,
     )
