@@ -304,7 +304,7 @@ async def test_a_response_goes_on_only_from_one_of_its_user_and_model(tmp_path: 
             await respond(door, given, previous_response_id=previous)
             for given, previous in ((mine, made), (other, made), (mine, "resp_made_up"))
         ]
-    assert [one.status_code for one in asks] == [200, 400, 400]
+    assert [one.status_code for one in asks] == [200, 404, 404]
     assert error_of(asks[1])["code"] == "previous_response_not_found"
     assert len(there.got) == 2
 
@@ -352,6 +352,6 @@ def test_the_documentation_has_every_route_of_the_table_and_no_other() -> None:
                       page.read_text(), re.MULTILINE)  # fmt: skip
     words = {"tokens": "prompt and output", "prompt": "prompt", "nothing": "nothing"}
     places = {"body": "body", "form": "form", "answer": "id"}
-    assert rows == [
+    assert sorted(rows) == sorted(
         (one.method, one.path, places[one.model], words[one.charge]) for one in CLIENT_ROUTES
-    ]
+    )

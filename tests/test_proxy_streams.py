@@ -213,6 +213,46 @@ async def test_a_deployment_that_breaks_off_before_its_answer_is_said_to(
     assert len(there.got) == 1  # it may have begun: nobody asks twice
 
 
+# -- deployments that hang
+
+
+async def test_a_call_whose_deployment_hangs_is_answered_when_a_start_would_have_been_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.proxy.door.LOOK_S", 0.05)
+
+    async def hangs(got: Got) -> None:
+        await asyncio.sleep(30)
+
+    async with site(tmp_path) as door, door.deployment(hangs) as there:
+        asking = asyncio.create_task(door.ask())
+        await until(lambda: there.got)
+        door.tell(Route(name="count", state="starting", start_timeout_s=0.2))
+        async with asyncio.timeout(5):
+            answer = await asking
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "deployment_silent"
+    assert "count has not served for 0.2 s" in answer.json()["error"]["message"]
+    assert there.left == 1
+
+
+async def test_a_slow_answer_of_a_deployment_that_is_replaced_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.proxy.door.LOOK_S", 0.02)
+
+    async def slow(got: Got) -> None:
+        await asyncio.sleep(0.5)
+        got.json({"ok": True})
+
+    async with site(tmp_path) as door, door.deployment(slow) as there:
+        asking = asyncio.create_task(door.ask())
+        await until(lambda: there.got)
+        door.tell(Route(name="count", state="cold", start_timeout_s=0.1))
+        answer = await asking
+    assert answer.status_code == 200
+
+
 # -- revoked keys
 
 

@@ -142,20 +142,42 @@ async def test_a_user_gets_no_image_that_another_has_named_alike(users: Users) -
 async def test_a_stored_response_is_its_users_own(users: Users, model: str) -> None:
     secret = {"model": model, "input": "My number is 4711", "max_output_tokens": 4, "store": True}
     stored = (await users.ask("anna", "/v1/responses", secret))["id"]
-    one = f"/models/{model}/v1/responses/{stored}"
+    one, alone = f"/models/{model}/v1/responses/{stored}", f"/v1/responses/{stored}"
     after = {"model": model, "input": "Which?", "max_output_tokens": 4}
     after["previous_response_id"] = stored
 
     for method, path, body in (
         ("GET", one, None),
-        ("POST", f"{one}/cancel", None),
+        ("GET", alone, None),
+        ("POST", f"{alone}/cancel", None),
         ("POST", "/v1/responses", after),
     ):
         answer = await users.call("bea", method, path, body)
         assert answer.status_code in (400, 404), answer.text  # the door knows owners, too
         assert "4711" not in answer.text
-    assert (await users.call("anna", "GET", one)).json()["id"] == stored
+    for path in (one, alone):
+        assert (await users.call("anna", "GET", path)).json()["id"] == stored
     assert (await users.ask("anna", "/v1/responses", after))["previous_response_id"] == stored
+
+
+async def test_a_response_in_the_background_is_cancelled_by_its_id_alone(users: Users) -> None:
+    body = {"model": APART, "input": "On", "max_output_tokens": 1500, "background": True}
+    begun = await users.ask("anna", "/v1/responses", {**body, "store": True})
+    path = f"/v1/responses/{begun['id']}/cancel"
+    assert (await users.call("bea", "POST", path)).status_code == 404
+    ended = await users.call("anna", "POST", path)
+    assert ended.status_code == 200, ended.text
+    assert ended.json()["status"] == "cancelled"
+
+
+async def test_the_door_says_how_long_the_models_context_is(users: Users) -> None:
+    rows = (await users.call("anna", "GET", "/v1/models")).json()["data"]
+    known = {row["id"]: row.get("max_model_len") for row in rows}
+    assert known[APART] == 2048
+    row = (await users.call("anna", "GET", f"/models/{APART}/v1/models")).json()["data"][0]
+    assert row["owned_by"] == "vllm"
+    assert row["created"] > 1_700_000_000
+    assert "root" not in row
 
 
 async def test_a_fleets_model_fetches_nothing_for_its_users(users: Users) -> None:

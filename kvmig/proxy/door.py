@@ -41,7 +41,7 @@ from kvmig.proxy.hold import Counted, Counts, Go, Hold, Stay, Waiter, left_s, ve
 from kvmig.proxy.messages import Down, ModelDemand, Route, Routes, Spent
 from kvmig.proxy.metrics import DoorMetrics
 from kvmig.proxy.refusals import Refused, bad, refused
-from kvmig.proxy.relay import OWN, Broken, Chunked, Unframed, Upstream, error_of
+from kvmig.proxy.relay import OWN, Broken, Chunked, Head, Unframed, Upstream, error_of
 
 FLEET = "/kvmig/"
 """Prefix of the paths that the server answers."""
@@ -61,6 +61,8 @@ SWEEP_S = 0.5
 """Between two looks for calls whose keys have expired."""
 ORDER_S = 0.5
 """For the server's answer to a call whose key it has just revoked: an order may be its own end."""
+LOOK_S = 5.0
+"""Between two looks at the route of a deployment that has not begun its answer."""
 RESPONSES = "/v1/responses"
 
 
@@ -372,7 +374,7 @@ class Door:
         """Raises Refused for an answer to go on from that is not of the user's and the model's."""
         if previous and self.directory.model_of_answer(previous, grant) != model:
             sentence = f"previous_response_id: no response {previous[:150]!r}"
-            raise bad(sentence, "previous_response_not_found")
+            raise Refused(HTTPStatus.NOT_FOUND, sentence, "previous_response_not_found")
 
     def _make_request(self, call: Call, visit: Visit) -> None:
         """Ask the deployment, with what holds for the key at this moment."""
@@ -460,6 +462,24 @@ class Door:
             call.connection.on_lost = on_lost_nothing
         call.check()
 
+    async def _head(self, upstream: Upstream, model: str) -> Head:
+        """Of the answer. Raises Broken; or Refused, where the deployment hangs: its route has not
+        been ready for as long as a start may take.
+        """
+        since: float | None = None
+        while not upstream.head.done():
+            await asyncio.wait((upstream.head,), timeout=LOOK_S)
+            route = self.directory.routes.get(model)
+            if route is None or route.state != "starting":
+                since = None
+                continue
+            since = self._clock() if since is None else since
+            if self._clock() - since >= route.start_timeout_s:
+                sentence = f"{model} has not served for {route.start_timeout_s:g} s, try again"
+                status = HTTPStatus.SERVICE_UNAVAILABLE
+                raise Refused(status, sentence, "deployment_silent", route.start_s or 1.0)
+        return await upstream.head
+
     async def _relay(
         self,
         call: Call,
@@ -476,7 +496,7 @@ class Door:
             upstream.send(call.method, *call.asking)
             call.asking = NOTHING  # a stream may last for hours
             try:
-                head = await upstream.head
+                head = await self._head(upstream, model)
             except Broken as error:
                 call.check()
                 sentence = f"{model or 'the server'} broke off before it answered: {error}"
