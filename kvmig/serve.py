@@ -88,6 +88,8 @@ def main(argv: Sequence[str]) -> int:
         if config.lifecycle.check:
             argv = front.engine_argv
             shapes_of(kind.parse(argv), argv, own, planned_instances(config), kind.parse)
+            for words in [(), *own.values()]:
+                kind.check_config(kind.parse([*argv, *words]))
             return 0
         if config.ray is not None:
             return serve(front, own, trees, kind, None)

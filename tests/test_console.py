@@ -6,17 +6,21 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import typer
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
+from kvmig import __version__
 from kvmig.accounts.keys import Keys
 from kvmig.console import app as console
 from kvmig.console.client import KEY, Client
+from kvmig.console.common import day_of
 from kvmig.fleet import init
 from kvmig.fleet.api import Backend, make_app
 from kvmig.fleet.memory import Memory
@@ -184,6 +188,160 @@ def test_a_key_is_made_rotated_and_revoked(kvmig: Kvmig) -> None:
     assert [bool(one["revoked_at"]) for one in kvmig.json("key", "ls")] == [False, True]
     assert "has been revoked" in kvmig.refused("key", "revoke", new["prefix"])
     assert key not in kvmig("key", "ls")
+
+
+def commands(group: Any, *names: str) -> Iterator[tuple[str, ...]]:
+    """Names of all commands, by the words that call them."""
+    for name, one in group.commands.items():
+        if hasattr(one, "commands"):
+            yield from commands(one, *names, name)
+        else:
+            yield (*names, name)
+
+
+EVERY = sorted(commands(typer.main.get_command(console.app)))
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_every_command_but_up_takes_json(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(console.app, [*words, "--help"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    assert ("--json" in done.output) == (words != ("up",))
+
+
+def test_orders_answer_with_json(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    assert json.loads(kvmig("model", "off", "qwen", "--json"))["on"] is False
+    assert json.loads(kvmig("model", "show", "qwen", "--json"))["revisions"]
+    assert json.loads(kvmig("alias", "set", "best", "qwen", "--json"))["targets"] == {"qwen": 1}
+    kvmig("user", "add", "bea")
+    assert json.loads(kvmig("key", "add", "bea", "--json")).keys() == {"key", "prefix"}
+
+
+def test_a_model_is_shown_for_people(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    shown = kvmig("model", "show", "qwen")
+    assert shown.splitlines()[0] == "qwen"
+    assert f"source      path:{kvmig.folder}" in shown
+    assert "revisions" not in shown
+
+
+def test_a_models_flags_are_changed(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    kvmig("model", "set", "qwen", "--flags", "--max-model-len 8192", "--zero-after", "7")
+    (row,) = kvmig.json("model", "ls")
+    assert row["spec"]["flags"] == ["--max-model-len", "8192"]
+    assert (row["spec"]["instances"]["zero_after_s"], row["revision"]) == (7, 2)
+
+
+def test_why_a_model_failed_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {
+        "name": "count", "state": "failed", "serving": 0, "running": 0, "held": 0, "revision": 1,
+        "why": "the model's start failed: " + "a long sentence " * 9,
+        "spec": {"instances": {"min": 0, "max": 1}},
+    }  # fmt: skip
+    monkeypatch.setattr(Client, "get", lambda *_: {"data": [row]})
+    done = CliRunner().invoke(console.app, ["model", "ls"], env={"COLUMNS": "80"})
+    assert len(done.output.splitlines()) == 3
+    assert done.output.splitlines()[2] == f"count: {row['why']}"
+
+
+def test_the_fleet_at_a_glance_is_in_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"address": "http://x", "memory_bytes": 25276502016, "claimed_bytes": 1500}
+    monkeypatch.setattr(Client, "get", lambda *_: told)
+    shown = CliRunner().invoke(console.app, ["status"]).output
+    assert "memory 25.3 GB" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "day"),
+    [("today", "2026-11-26"), ("yesterday", "2026-11-25"), ("7d", "2026-11-19"), ("", "")],
+)
+def test_a_day_may_be_said_from_today(text: str, day: str) -> None:
+    assert day_of("--since", text, date(2026, 11, 26)) == day
+
+
+def test_a_day_that_is_none_is_refused_with_the_forms_of_one(kvmig: Kvmig) -> None:
+    assert kvmig.refused("usage", "--since", "monday", status=2) == (
+        "kvmig: --since is 'monday', must be a day (UTC) as 2026-11-01, today, yesterday or"
+        " 7d for so many days ago\n"
+    )
+    assert kvmig("usage", "--since", "yesterday", "--until", "today")
+
+
+def test_the_version_is_printed() -> None:
+    assert CliRunner().invoke(console.app, ["--version"]).output == f"kvmig {__version__}\n"
+
+
+@pytest.mark.parametrize("url", ["http://door:8080/v1", "http://door:8080/kvmig/v2"])
+def test_a_url_with_a_path_too_much_is_refused(url: str) -> None:
+    done = CliRunner().invoke(console.app, ["--url", url, "status"])
+    assert (done.exit_code, done.output) == (
+        2, f"kvmig: --url is {url!r}, must be the door's address alone: http://door:8080\n",
+    )  # fmt: skip
+
+
+def test_a_door_that_wants_a_key_says_how_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = httpx.MockTransport(lambda _: httpx.Response(401, json={"error": {"message": "no"}}))
+    http = httpx.Client(base_url="http://door", transport=refusing)
+    monkeypatch.setattr(httpx, "Client", lambda **_: http)
+    monkeypatch.delenv(KEY, raising=False)
+    done = CliRunner().invoke(console.app, ["--url", "http://door", "status"])
+    sentence = "http://door wants a key, and none was given: --key, or KVMIG_KEY"
+    assert done.output == f"kvmig: {sentence}\n"
+    done = CliRunner().invoke(console.app, ["--url", "http://door", "--key", "kv-x", "status"])
+    assert done.output == "kvmig: no\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--memory", "5XB"], "--memory is '5XB' must be a number of B, or one with a unit"),
+        (["--threads", "9999"], "--threads is 9999, must be 1 to"),
+    ],
+)
+def test_what_a_fleet_can_not_have_of_the_machine_is_refused(
+    tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    done = CliRunner().invoke(console.app, [f"--data={tmp_path}", "up", *words])
+    assert done.exit_code == 2
+    assert sentence in done.output
+
+
+def test_memory_is_given_with_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def up(settings: FleetSettings) -> int:
+        seen.append(settings.memory)
+        return 0
+
+    monkeypatch.setattr(init, "up", up)
+    CliRunner().invoke(console.app, [f"--data={tmp_path}", "up", "--memory", "5GB"])
+    assert seen == [5_000_000_000]
+
+
+def test_an_interrupt_stops_a_chats_answer_and_the_next_one_goes_on(
+    answering: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(_: Client, path: str, body: Any) -> Iterator[str]:
+        yield 'data: {"choices": [{"delta": {"content": "four"}}]}'
+        if len(body["messages"]) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "stream", lines)
+    words = ["--url", "http://door", "chat", "count"]
+    done = CliRunner().invoke(console.app, words, input="three\nsix\n")
+    assert (done.exit_code, done.stdout) == (0, "four\nfour\n")
+    done = CliRunner().invoke(console.app, [*words, "three"])
+    assert (done.exit_code, done.stdout) == (130, "four\n")
+
+
+def test_a_chat_prints_objects(answering: list[Any]) -> None:
+    words = ["--url", "http://door", "chat", "count", "three", "--json"]
+    done = CliRunner().invoke(console.app, words)
+    assert json.loads(done.stdout) == {
+        "role": "assistant", "content": "four five", "stopped": False,
+    }  # fmt: skip
 
 
 def test_a_name_that_looks_like_markup_is_shown_as_it_is(kvmig: Kvmig) -> None:

@@ -165,9 +165,9 @@ async def test_a_deployment_that_is_not_there_is_tried_again(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("path", "sign"),
     [
-        ("/v1/chat/completions", b": starting, 4 s left\n\n"),
-        ("/v1/completions", b": starting, 4 s left\n\n"),
-        ("/v1/responses", b": starting, 4 s left\n\n"),
+        ("/v1/chat/completions", b": starting, 0 s so far, some 4 s left\n\n"),
+        ("/v1/completions", b": starting, 0 s so far, some 4 s left\n\n"),
+        ("/v1/responses", b": starting, 0 s so far, some 4 s left\n\n"),
         ("/v1/messages", b'event: ping\ndata: {"type":"ping"}\n\n'),
     ],
 )
@@ -196,11 +196,11 @@ async def test_signs_of_life_come_again_and_again(
             client.stream("POST", "/v1/completions", json=BEATS) as answer,
         ):
             content, pieces = b"", answer.aiter_bytes()
-            while content.count(b": starting\n\n") < 3:
+            while content.count(b": starting, 0 s so far\n\n") < 3:
                 content += await anext(pieces)
             async with door.deployment(events):
                 content += b"".join([piece async for piece in pieces])
-    assert content.replace(b": starting\n\n", b"") == EVENT
+    assert content.replace(b": starting, 0 s so far\n\n", b"") == EVENT
 
 
 async def test_a_call_without_a_stream_gets_an_honest_status_however_late(tmp_path: Path) -> None:

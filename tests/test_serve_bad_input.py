@@ -37,6 +37,14 @@ REFUSED = [
     (["no/such/folder"], "MODEL is no/such/folder, must be a folder with a config.json"),
     ([], "MODEL is missing"),
     ([MODEL, "--block-size", "abc"], "argument --block-size: invalid int value: 'abc'"),
+    (
+        [MODEL, "--check", "--max-model-len", "100000000"],
+        "User-specified max_model_len (100000000) is greater than the derived max_model_len",
+    ),
+    (
+        [MODEL, "--check", "--enable-lora", "--lora-modules", f"a={MODEL}"],
+        f"adapter a: there is no {MODEL}/adapter_config.json",
+    ),
     ([MODEL, "--no-such-flag", "3"], "unrecognized arguments: --no-such-flag 3"),
     ([MODEL, "--config", "/no/such.yaml"], "vLLM's flags can't be read: [Errno 2] No such file"),
     ([MODEL, "--data-parallel-size", "2"], "use --instances N"),

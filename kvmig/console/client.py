@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
-from kvmig.ground.errors import KvmigError
+from kvmig.ground.errors import ConfigError, KvmigError
 
 URL, KEY = "KVMIG_URL", "KVMIG_KEY"
 """Environment variables: the door of a fleet elsewhere, and a key for it."""
@@ -18,6 +20,10 @@ TIMEOUT_S = 200.0
 """The first check of an engine's flags loads its libraries."""
 SILENCE_S = 600.0
 """Longest within an answer that streams: the prefill of a long prompt on a CPU."""
+
+
+APIS = ("/v1", "/kvmig", "/models")
+"""Paths of a door, which an address of it doesn't have."""
 
 
 class Failed(KvmigError):
@@ -30,7 +36,8 @@ class Client:
     def __init__(self, socket: str, url: str = "", key: str = "") -> None:
         """key: an admin's, for a fleet elsewhere."""
         url, key = url or os.environ.get(URL, ""), key or os.environ.get(KEY, "")
-        self.where = url or socket
+        self.where = check_url(url) or socket
+        self._lacks_key = bool(url) and not key
         self._folder = None if url else Path(socket).parent
         transport = None if url else httpx.HTTPTransport(uds=socket)
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -68,7 +75,7 @@ class Client:
             with self._http.stream("POST", path, json=body, timeout=wait) as answer:
                 if answer.is_error:
                     answer.read()
-                    raise Failed(sentence_of(answer))
+                    raise Failed(self._refusal(answer))
                 yield from answer.iter_lines()
         except httpx.HTTPError as error:
             raise Failed(f"{self.where} can't be reached: {error}") from error
@@ -87,8 +94,24 @@ class Client:
         except httpx.HTTPError as error:
             raise Failed(f"no fleet answers at {self.where} ({error}); {self._advice}") from error
         if answer.is_error:
-            raise Failed(sentence_of(answer))
+            raise Failed(self._refusal(answer))
         return answer.json()
+
+    def _refusal(self, answer: httpx.Response) -> str:
+        if answer.status_code == HTTPStatus.UNAUTHORIZED and self._lacks_key:
+            return f"{self.where} wants a key, and none was given: --key, or {KEY}"
+        return sentence_of(answer)
+
+
+def check_url(url: str) -> str:
+    """Returns it unchanged. Raises ConfigError for what is no door's address."""
+    parts = urlsplit(url)
+    if url and (parts.scheme not in ("http", "https") or not parts.netloc):
+        raise ConfigError(f"--url is {url!r:.200}, must be as http://HOST:PORT")
+    if parts.path.startswith(APIS):
+        door = f"{parts.scheme}://{parts.netloc}"
+        raise ConfigError(f"--url is {url!r:.200}, must be the door's address alone: {door}")
+    return url
 
 
 def holder_of(folder: Path) -> str:

@@ -58,6 +58,10 @@ class EngineKind(Protocol):
         """
         ...
 
+    def check_config(self, args: Namespace) -> None:
+        """What the model's own files say to the flags, without its weights. Raises ConfigError."""
+        ...
+
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
         """Whether what `args` wants runs on a machine with these GPUs. Raises ConfigError."""
         ...

@@ -133,6 +133,7 @@ ALLOWED = {
     "warm": get_args(Warm),
 }
 """Of each field that takes certain words."""
+GET_ONE = "`hf download NAME --local-dir FOLDER` fetches a model from the Hugging Face Hub"
 FIELDS = {"": Spec.__struct_fields__, "instances": Instances.__struct_fields__}
 """Of each struct; all others are floors."""
 
@@ -188,10 +189,13 @@ def check_spec(spec: Spec) -> Spec:
         _check_name(name)
     where = f"model {spec.name}"
     if not spec.source.startswith(PATH):
-        raise ConfigError(
-            f"{where}: source is {spec.source!r:.100}, must be path:FOLDER; the hub comes later"
-        )
+        said = f"{where}: source is {spec.source!r:.100}, must be path:FOLDER"
+        raise ConfigError(f"{said}; {GET_ONE}")
     if spec.engine != "toy":
+        if not Path(spec.folder).is_dir() and Path(spec.folder).is_absolute():
+            raise ConfigError(
+                f"{where}: source is {spec.folder!r:.200}, which is no folder here; {GET_ONE}"
+            )
         _check_folder(f"{where}: source", spec.folder)
     if spec.adapters and spec.engine != "vllm":
         raise ConfigError(f"{where}: adapters is given, must be left out: {spec.engine} has none")

@@ -546,7 +546,8 @@ def _starting(route: Route, waiter: Waiter, now: float) -> str:
     if route.why:
         return f"{route.state}: {route.why}"
     left = left_s(route, waiter, now)
-    return "starting" if left is None else f"starting, {left} s left"
+    waited = f"starting, {now - waiter.since:.0f} s so far"
+    return waited if left is None else f"{waited}, some {left} s left"
 
 
 async def _connect(path: str) -> Upstream | None:

@@ -79,6 +79,9 @@ class ToyKind:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}, must be more than 0")
         return args
 
+    def check_config(self, args: Namespace) -> None:
+        """Nothing: it has no files."""
+
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
         """It needs none."""
 

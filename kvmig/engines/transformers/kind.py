@@ -45,6 +45,10 @@ class TransformersKind:
     def parse(self, argv: list[str]) -> Namespace:
         return parse(argv)
 
+    def check_config(self, args: Namespace) -> None:
+        check_model(args.model)
+        parse_config(engine_fields(args))
+
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
         if args.device == "cuda" and not gpu_ids:
             raise ConfigError("--device is cuda, but this machine has no GPU that may be used")

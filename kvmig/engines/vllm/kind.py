@@ -71,6 +71,19 @@ class VllmKind:
         with _lacking_names_told():
             return flags.parse(argv)
 
+    def check_config(self, args: Namespace) -> None:
+        from kvmig.engines.vllm.config import engine_config, why_not
+
+        for one in args.lora_modules or ():
+            if not (Path(one.path) / "adapter_config.json").is_file():
+                raise ConfigError(f"adapter {one.name}: there is no {one.path}/adapter_config.json")
+        try:
+            engine_config(args)
+        except KvmigError:
+            raise
+        except Exception as error:  # whatever vLLM says about the model
+            raise ConfigError(why_not(error, args)) from error
+
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
         """Nothing: vLLM's build says what it runs on."""
 

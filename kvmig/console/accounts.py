@@ -1,0 +1,242 @@
+"""`kvmig user` and `kvmig key`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from kvmig.console.common import Json, done, said, show, table_of, time_of, where
+from kvmig.ground.errors import ConfigError
+
+key_app = typer.Typer(help="Keys of the API.", no_args_is_help=True)
+user_app = typer.Typer(help="Users, who have keys.", no_args_is_help=True)
+
+
+@user_app.command("add")
+@said
+def add_user(
+    name: str,
+    role: Annotated[str, typer.Option(help="user or admin.")] = "user",
+    as_json: Json = False,
+) -> None:
+    """Make a user."""
+    done(where.client().post("users", {"name": name, "role": role}), as_json)
+
+
+@user_app.command("set")
+@said
+def set_user(
+    name: str,
+    role: Annotated[str | None, typer.Option(help="user or admin.")] = None,
+    disabled: Annotated[
+        bool | None, typer.Option("--disable/--enable", help="Refuse all their keys, or not.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Change a user. Who has used something stays in the ledger: --disable is for who leaves."""
+    changed = {"role": role, "disabled": disabled}
+    done(where.client().patch(f"users/{quote(name)}", changed), as_json)
+
+
+@user_app.command("ls")
+@said
+def list_users(as_json: Json = False) -> None:
+    """All users."""
+    show(
+        where.client().get("users"),
+        as_json,
+        lambda found: table_of(
+            ["user", "role", "limits", ""],
+            [
+                (
+                    one["name"],
+                    one["role"],
+                    limits_of(one["limits"]),
+                    "disabled" if one["disabled"] else None,
+                )
+                for one in found["data"]
+            ],
+        ),
+    )
+
+
+Rpm = Annotated[int | None, typer.Option(help="Requests a minute; 0: no limit.")]
+Tpm = Annotated[int | None, typer.Option(help="Tokens a minute; 0: no limit.")]
+Parallel = Annotated[int | None, typer.Option(help="Requests at once; 0: no limit.")]
+Quota = Annotated[int | None, typer.Option(help="Tokens a period; 0: no limit.")]
+Period = Annotated[str | None, typer.Option(help="day, month or total.")]
+ModelQuotas = Annotated[
+    list[str] | None,
+    typer.Option(help="Tokens of one model: MODEL=TOKENS or MODEL=TOKENS/PERIOD; 0: no limit."),
+]
+
+
+@user_app.command("limit")
+@said
+def limit_user(
+    name: str,
+    rpm: Rpm = None,
+    tpm: Tpm = None,
+    parallel: Parallel = None,
+    quota: Quota = None,
+    period: Period = None,
+    model_quota: ModelQuotas = None,
+    as_json: Json = False,
+) -> None:
+    """Change limits of all keys of a user together; those that aren't named stay."""
+    body = changed_limits(period, model_quota, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
+    row = where.client().patch(f"users/{quote(name)}", body)
+    show(row, as_json, lambda found: limits_of(found["limits"]) or "no limits")
+
+
+def changed_limits(
+    period: str | None, of_models: list[str] | None, **numbers: int | None
+) -> dict[str, Any]:
+    """A body that names what changes; 0: no limit."""
+    body: dict[str, Any] = {name: n or None for name, n in numbers.items() if n is not None}
+    if period is not None:
+        body["period"] = period
+    return {**body, "quotas": model_quotas(of_models)} if of_models else body
+
+
+def model_quotas(given: list[str] | None) -> dict[str, dict[str, Any] | None]:
+    """Of `--model-quota`. Raises ConfigError."""
+    found: dict[str, dict[str, Any] | None] = {}
+    for one in given or ():
+        model, equals, said = one.rpartition("=")
+        tokens, slash, period = said.partition("/")
+        if not (model and equals and tokens.removeprefix("-").isdecimal()):
+            raise ConfigError(
+                f"--model-quota is {one!r}, must be MODEL=TOKENS or MODEL=TOKENS/PERIOD"
+            )
+        quota = {"tokens": int(tokens), "period": period if slash else "month"}
+        found[model] = quota if int(tokens) else None
+    return found
+
+
+@key_app.command("add")
+@said
+def add_key(
+    user: str,
+    name: Annotated[str, typer.Option(help="What it is for.")] = "",
+    model: Annotated[list[str] | None, typer.Option(help="Only these; else all.")] = None,
+    scope: Annotated[list[str] | None, typer.Option(help="infer, read, admin.")] = None,
+    cidr: Annotated[list[str] | None, typer.Option(help="Only from these networks.")] = None,
+    days: Annotated[float, typer.Option(help="Until it expires; 0: never.")] = 0.0,
+    rpm: Annotated[int | None, typer.Option(help="Requests a minute.")] = None,
+    tpm: Annotated[int | None, typer.Option(help="Tokens a minute.")] = None,
+    parallel: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
+    quota: Annotated[int | None, typer.Option(help="Tokens a period; not one more.")] = None,
+    period: Annotated[str, typer.Option(help="Of the quota: day, month or total.")] = "month",
+    model_quota: ModelQuotas = None,
+    as_json: Json = False,
+) -> None:
+    """Make a key; it is shown this once."""
+    body = {
+        "user": user,
+        "name": name,
+        "models": model,
+        "scopes": scope or ["infer"],
+        "cidrs": cidr,
+        "days": days,
+        "rpm": rpm,
+        "tpm": tpm,
+        "parallel": parallel,
+        "quota": quota,
+        "period": period,
+        "quotas": model_quotas(model_quota),
+    }
+    show(where.client().post("keys", body), as_json, lambda found: str(found["key"]))
+
+
+@key_app.command("ls")
+@said
+def list_keys(
+    left: Annotated[bool, typer.Option("--left", help="And what is left of quotas.")] = False,
+    as_json: Json = False,
+) -> None:
+    """All keys, by their prefixes; with a key of the scope read, those of its user."""
+    columns: tuple[str, ...] = (
+        "prefix",
+        "user",
+        "name",
+        "scopes",
+        "models",
+        "limits",
+        "expires",
+        "revoked",
+    )
+    answer = where.client().get("keys", left=left)
+    if left:
+        columns = (*columns, "left")
+    show(answer, as_json, lambda found: table_of(columns, map(key_row, found["data"])))
+
+
+def key_row(one: dict[str, Any]) -> Sequence[object]:
+    """Of `kvmig key ls`."""
+    terms = one["terms"]
+    models = None if terms["models"] is None else " ".join(terms["models"])
+    ends = [time_of(at) for at in (terms["expires"], one["revoked_at"])]
+    scopes = " ".join(terms["scopes"])
+    left = [left_of(one["left"])] if "left" in one else []
+    return one["prefix"], one["user"], one["name"], scopes, models, limits_of(terms), *ends, *left
+
+
+def left_of(quotas: Sequence[dict[str, Any]]) -> str | None:
+    """What is left of each, the key's own and those of its user."""
+    named = [
+        f"{one['left']} of the {one['whose']}'s {one['tokens']}/{one['period']}"
+        + (f" of {one['model']}" if one["model"] else "")
+        for one in quotas
+    ]
+    return ", ".join(named) or None
+
+
+def limits_of(terms: dict[str, Any]) -> str | None:
+    """Those that there are, as `kvmig key limit` and `kvmig user limit` take them."""
+    named = [f"{name} {terms[name]}" for name in ("rpm", "tpm", "parallel") if terms[name]]
+    if terms["quota"]:
+        named.append(f"quota {terms['quota']}/{terms['period']}")
+    for model, quota in terms["quotas"].items():
+        named.append(f"quota of {model} {quota['tokens']}/{quota['period']}")
+    return ", ".join(named) or None
+
+
+@key_app.command("limit")
+@said
+def limit_key(
+    prefix: str,
+    rpm: Rpm = None,
+    tpm: Tpm = None,
+    parallel: Parallel = None,
+    quota: Quota = None,
+    period: Period = None,
+    model_quota: ModelQuotas = None,
+    as_json: Json = False,
+) -> None:
+    """Change limits of a key; those that aren't named stay."""
+    body = changed_limits(period, model_quota, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
+    row = where.client().patch(f"keys/{quote(prefix)}", body)
+    show(row, as_json, lambda found: limits_of(found["terms"]) or "no limits")
+
+
+@key_app.command("rotate")
+@said
+def rotate_key(
+    prefix: str,
+    keep: Annotated[float, typer.Option(help="Seconds that the old one is good for.")] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Make another key with the same rights; the old one is refused, at once or after --keep."""
+    answer = where.client().post(f"keys/{quote(prefix)}/rotate?keep_s={keep:g}")
+    show(answer, as_json, lambda found: str(found["key"]))
+
+
+@key_app.command("revoke")
+@said
+def revoke_key(prefix: str, as_json: Json = False) -> None:
+    """Refuse it everywhere, within a second."""
+    done(where.client().delete(f"keys/{quote(prefix)}"), as_json)

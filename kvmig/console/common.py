@@ -1,0 +1,141 @@
+"""What the commands of `kvmig` have in common: which fleet, how they print, how they fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvmig.console.client import Client
+from kvmig.fleet.settings import FleetSettings, data_folder
+from kvmig.ground.errors import ConfigError, KvmigError
+
+Parameters = ParamSpec("Parameters")
+
+out = Console(highlight=False, markup=False)
+Json = Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")]
+SLOW_S = 1.5
+"""After which a command says what it waits for."""
+
+
+@dataclass
+class Where:
+    """The fleet that the command is for."""
+
+    data: str = ""
+    url: str = ""
+    key: str = ""
+
+    def client(self) -> Client:
+        """Of its server."""
+        settings = FleetSettings(data=data_folder(self.data))
+        return Client(str(settings.api), self.url, self.key)
+
+    def admin_key(self) -> str:
+        """A key for the door, as the fleet's folder has it where none is given."""
+        try:
+            return self.key or Path(data_folder(self.data), "admin-key").read_text().strip()
+        except OSError:
+            return ""
+
+
+where = Where()
+
+
+def said(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """A command whose errors are one sentence: exit code 2 for bad input, 1 for the rest."""
+
+    @wraps(command)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except ConfigError as error:
+            print(f"kvmig: {error}", file=sys.stderr)
+            raise typer.Exit(2) from error
+        except KvmigError as error:
+            print(f"kvmig: {error}", file=sys.stderr)
+            raise typer.Exit(1) from error
+
+    return run
+
+
+@contextmanager
+def patience(sentence: str) -> Iterator[None]:
+    """Say on stderr what takes so long, if it does."""
+    words = (f"kvmig: {sentence}",)
+    late = threading.Timer(SLOW_S, print, words, {"file": sys.stderr, "flush": True})
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def show(answer: Any, as_json: bool, table: Callable[[Any], Table | str]) -> None:
+    """Print an answer for people, or as it is."""
+    if as_json:
+        print(json.dumps(answer, indent=2))
+    elif isinstance(found := table(answer), str):
+        if found:
+            print(found)
+    else:
+        out.print(found)
+
+
+def done(answer: Any, as_json: bool) -> None:
+    """Print the answer to an order that says nothing to people."""
+    show(answer, as_json, lambda _: "")
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Rows under names."""
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*("-" if one is None else str(one) for one in row))
+    return table
+
+
+def time_of(at: float | None) -> str | None:
+    """A Unix time, for people."""
+    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(" ", "seconds")
+
+
+def size_of(count: float) -> str:
+    """Bytes, for people."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def day_of(flag: str, text: str, today: date) -> str:
+    """A day (UTC) from `today`, `yesterday`, `7d` (so many days ago) or as it is written.
+
+    Raises ConfigError.
+    """
+    ago = {"": None, "today": 0, "yesterday": 1}
+    if text in ago:
+        days = ago[text]
+    elif text.endswith("d") and text[:-1].isdecimal() and len(text) <= 5:
+        days = int(text[:-1])
+    else:
+        try:
+            return date.fromisoformat(text).isoformat()
+        except ValueError as error:
+            raise ConfigError(
+                f"{flag} is {text!r:.100}, must be a day (UTC) as 2026-11-01, today, yesterday or"
+                " 7d for so many days ago"
+            ) from error
+    return "" if days is None else (today - timedelta(days=days)).isoformat()
