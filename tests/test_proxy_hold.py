@@ -158,3 +158,24 @@ def test_a_refusal_says_when_to_try_again() -> None:
 @pytest.mark.parametrize("state", ["failed", "off"])
 def test_what_will_not_start_is_refused_whatever_the_time(state: RouteState) -> None:
     assert refusal(verdict(route(state), waiter(), 1e9)).status == 503
+
+
+def test_one_account_that_waits_leaves_as_many_places_as_it_has() -> None:
+    hold = Hold(100)
+    places = route(max_held=6)
+    for _ in range(3):
+        assert hold.enter(waiter(account="a"), places) is None
+    refused = refusal(hold.enter(waiter(account="a"), places))
+    assert (refused.status, "of yours" in str(refused)) == (429, True)
+    assert hold.enter(waiter(account="b"), places) is None
+
+
+def test_one_accounts_large_bodies_leave_room_for_those_of_others() -> None:
+    hold = Hold(100)
+    assert hold.enter(waiter(account="a", size=50), route()) is None
+    assert refusal(hold.enter(waiter(account="a", size=1), route())).status == 429
+    other = waiter(account="b", size=20)
+    assert hold.enter(other, route()) is None
+    hold.leave(other)
+    hold.leave(other)
+    assert hold.enter(waiter(account="b", size=25), route()) is None

@@ -132,6 +132,16 @@ class Admission:
             return BAD_KEY
         return self._why_not(visit) or grant
 
+    def look(self, visit: Visit) -> tuple[Exceeded | None, Sequence[Limiter]]:
+        """Why no request may come in now; None: one may. With the limits that it would meet."""
+        grant = self._keys.current(visit.prefix)
+        if grant is None:
+            return None, ()  # it was cut
+        limiters = [self._limiter_of(one) for one in limited_by(grant)]
+        now = self._clock()
+        reasons = (one.exceeded(now) for one in limiters)
+        return next((why for why in reasons if why is not None), None), limiters
+
     def begin(self, visit: Visit, sequences: int = 1) -> tuple[Exceeded | None, Sequence[Limiter]]:
         """Let its request, of so many sequences, in past the limits; or say why not. With the
         limits that it met."""

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvmig.gateway import request_body as gateway
+from kvmig.gateway.body_budget import BodyShare
 from kvmig.gateway.error_forms import EventNumbers, api_of
 from kvmig.gateway.http import CALL_ID, Connection, accepted
 from kvmig.gateway.route_table import Api
@@ -99,6 +100,8 @@ class Call:
         """Head and body, as they go on."""
         self.errand: tuple[bytes, list[tuple[bytes, bytes]], bytes] | None = None
         """Path, headers and body for a deployment, until it is asked."""
+        self.body: BodyShare | None = None
+        """What its body takes of the room for bodies, until all of it is written."""
         self.granted = False
         """Whether the server grants its tokens."""
         self.numbers = EventNumbers()
@@ -141,6 +144,11 @@ class Call:
         if content or self.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
             lines.append(b"content-length: %d" % len(content))
         self.asking = (b"\r\n".join(lines) + b"\r\n\r\n", content)
+
+    def give_body_back(self) -> None:
+        """Nothing of its body is kept here any more."""
+        if self.body is not None:
+            self.body.give_back()
 
     def check(self) -> None:
         """Raises Gone for a client that has left, Refused for a call that may not go on."""

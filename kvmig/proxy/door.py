@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvmig.accounts.keys import QUOTA_CODE, Denied, KeyGrant, no_model, quota_code
 from kvmig.accounts.keys import Scope as KeyScope
-from kvmig.accounts.limits import Tallies, headers
+from kvmig.accounts.limits import Exceeded, Limiter, Tallies, headers
 from kvmig.gateway import request_body as gateway
 from kvmig.gateway.body_budget import BodyBudget
 from kvmig.gateway.call_work import sequences_of
@@ -91,7 +91,7 @@ class Door:
         self.directory = directory
         self.config = config
         self.budget = BodyBudget(BODIES * config.max_body)
-        self.hold = Hold(BODIES * config.max_body)
+        self.hold = Hold(self.budget.most // 2)
         self.counts = Counts()
         self.metrics = DoorMetrics(self.counts, age_s)
         self.admission = Admission(directory, clock, wall, tallies)
@@ -172,6 +172,7 @@ class Door:
             call.finish()
         finally:
             call.over = True
+            call.give_body_back()
 
     async def _serve(self, call: Call) -> None:
         if call.path == "/health":
@@ -214,7 +215,7 @@ class Door:
         self._sweep_soon()
         try:
             if scope is None:
-                await self._ask_server(call)
+                await self._ask_server(call, visit)
             elif scope == "admin":
                 await self._tell_figures(call)
             else:
@@ -252,13 +253,17 @@ class Door:
             raise refused(no_model(where.listed))
         await call.answer(HTTPStatus.OK, msgspec.json.encode(answer))
 
-    async def _read(self, call: Call) -> bytes:
-        """The call's body. Raises Gone, Refused, or the gateway's Refused."""
+    async def _read(self, call: Call, visit: Visit) -> bytes:
+        """The call's body, which takes room of the key's user until it is written to somebody.
+
+        Raises Gone, Refused, or the gateway's Refused.
+        """
+        grant = self.directory.current(visit.prefix)
         headers = MutableHeaders(raw=call.scope["headers"])
-        rules = BodyRules(self.config.max_body, self.config.body_timeout_s)
-        share = self.budget.enter()
-        message = await gateway.read_body(rules, share, headers, call.receive_part)
-        share.give_back()
+        most = self.config.max_body
+        rules = BodyRules(most, self.config.body_timeout_s, unread=most)
+        call.body = self.budget.enter("" if grant is None else grant.user_id)
+        message = await gateway.read_body(rules, call.body, headers, call.receive_part)
         if message is None:
             raise Gone
         return cast("bytes", message["body"])
@@ -278,8 +283,8 @@ class Door:
         else:
             await self._relay(call, upstream, "", [])
 
-    async def _ask_server(self, call: Call) -> None:
-        content = await self._read(call)
+    async def _ask_server(self, call: Call, visit: Visit) -> None:
+        content = await self._read(call, visit)
         call.patience_s = ORDER_S
         headers = _passed(call, (FORWARDED, KVMIG))
         headers.append((b"x-forwarded-for", call.address.encode()))
@@ -293,14 +298,9 @@ class Door:
     # -- to a model
 
     async def _infer(self, call: Call, visit: Visit, where: Asked) -> None:
+        self._check_limits(call, *self.admission.look(visit))  # before it uploads its body
         waiter = await self._prepare(call, visit, where)
-        exceeded, limiters = self.admission.begin(visit, waiter.sequences)
-        call.limits = headers(limiters, self._clock())
-        if exceeded is not None:
-            if exceeded.again_s is None:
-                raise bad(exceeded.sentence, "too_many_sequences")
-            status = HTTPStatus.TOO_MANY_REQUESTS
-            raise Refused(status, exceeded.sentence, "rate_limit_exceeded", exceeded.again_s)
+        self._check_limits(call, *self.admission.begin(visit, waiter.sequences))
         counts = self.counts if waiter.works else Counts()  # what doesn't work keeps no model up
         counted = counts.arrive(waiter.model, self._clock())
         try:
@@ -310,11 +310,22 @@ class Door:
         finally:
             counted.be("over", self._clock())
 
+    def _check_limits(
+        self, call: Call, exceeded: Exceeded | None, limiters: Sequence[Limiter]
+    ) -> None:
+        """Raises Refused: 429, or 400 for a call that never may come in."""
+        call.limits = headers(limiters, self._clock())
+        if exceeded is not None:
+            if exceeded.again_s is None:
+                raise bad(exceeded.sentence, "too_many_sequences")
+            status = HTTPStatus.TOO_MANY_REQUESTS
+            raise Refused(status, exceeded.sentence, "rate_limit_exceeded", exceeded.again_s)
+
     async def _prepare(self, call: Call, visit: Visit, where: Asked) -> Waiter:
         """Know what the call asks for. Raises Refused, or Gone."""
         assert where.route is not None
         is_form = where.route.model == "form"
-        body = body_of(await self._read(call), call.headers, is_form=is_form)
+        body = body_of(await self._read(call, visit), call.headers, is_form=is_form)
         if where.answer_id:
             grant, found = self._find_answer(visit, where)
         else:
@@ -340,6 +351,7 @@ class Door:
             beats=body.stream,
             works=where.route.works,
             sequences=sequences_of(where.route, content),
+            account=grant.user_id,
         )
 
     def _find_model(
@@ -493,7 +505,7 @@ class Door:
         """
         call.connection.on_lost = upstream.abort
         try:
-            upstream.send(call.method, *call.asking)
+            upstream.send(call.method, *call.asking, written=call.give_body_back)
             call.asking = NOTHING  # a stream may last for hours
             try:
                 head = await self._head(upstream, model)

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from math import ceil
 from typing import Literal, NamedTuple
 
+from kvmig.gateway.body_budget import BodyBudget, BodyShare
 from kvmig.proxy.messages import ModelDemand, Route
 from kvmig.proxy.refusals import Refused
 
@@ -50,6 +51,10 @@ class Waiter:
     """That it asks for."""
     works: bool = True
     """Whether an engine works for it, and so may be started for it."""
+    account: str = ""
+    """Whose it is, which may have as much of the room as it leaves; empty: nobody's is known."""
+    share: BodyShare | None = None
+    """What its body takes of the room for those that wait."""
     number: int = 0
     """Of arrivals."""
     beaten: float | None = None
@@ -63,31 +68,35 @@ class Hold:
 
     def __init__(self, most_bytes: int) -> None:
         """most_bytes: of their bodies."""
-        self._most_bytes = most_bytes
-        self._bytes = 0
+        self._budget = BodyBudget(most_bytes)
         self._arrived = 0
         self._waiting: defaultdict[str, set[Waiter]] = defaultdict(set)
 
     def enter(self, waiter: Waiter, route: Route) -> Refused | None:
         """One more waits; or there are too many, and the request is refused."""
-        count = len(self._waiting[waiter.model])
-        if count >= route.max_held:
+        waiting = self._waiting[waiter.model]
+        own = sum(one.account == waiter.account for one in waiting) if waiter.account else 0
+        share = self._budget.enter(waiter.account)
+        if (count := len(waiting)) >= route.max_held:
             why = f"{count} requests wait for {route.name} to start, allowed are {route.max_held}"
-        elif self._bytes + waiter.size > self._most_bytes:
-            why = f"{self._bytes} bytes of requests wait for models to start, one more is too much"
+        elif own and own >= route.max_held - count:
+            why = f"{own} requests of yours wait for {route.name} to start, as many as others may"
+        elif share.take(waiter.size):
+            used = self._budget.used
+            why = f"{used} bytes of requests wait for models to start, one more is too much"
         else:
             self._arrived += 1
             waiter.number = self._arrived
-            self._waiting[waiter.model].add(waiter)
-            self._bytes += waiter.size
+            waiter.share = share
+            waiting.add(waiter)
             return None
         return Refused(HTTPStatus.TOO_MANY_REQUESTS, why, "model_starting", route.start_s or SOON_S)
 
     def leave(self, waiter: Waiter) -> None:
         """It waits no more, whatever for. May be told twice."""
-        if waiter in self._waiting[waiter.model]:
-            self._waiting[waiter.model].remove(waiter)
-            self._bytes -= waiter.size
+        self._waiting[waiter.model].discard(waiter)
+        if waiter.share is not None:
+            waiter.share.give_back()
         if not self._waiting[waiter.model]:
             del self._waiting[waiter.model]
 

@@ -207,16 +207,27 @@ class Upstream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._before = bytearray()
         self._client: asyncio.WriteTransport | None = None
+        self._on_written: Callable[[], None] | None = None
         self._broken: Broken | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
-    def send(self, method: str, request: bytes, body: bytes) -> None:
-        """Ask; once."""
+    def send(self, method: str, request: bytes, body: bytes, written: Callable[[], None]) -> None:
+        """Ask; once. written: is told when nothing of it is kept here any more."""
         assert self._transport is not None
         self._method = method
+        self._on_written = written
+        self._transport.set_write_buffer_limits(0)
         self._transport.writelines([request, body])
+        if not self._transport.get_write_buffer_size():
+            self.resume_writing()
+
+    def resume_writing(self) -> None:
+        """All of it is written."""
+        if self._on_written is not None:
+            self._on_written()
+            self._on_written = None
 
     def data_received(self, data: bytes) -> None:
         if self._client is None:
