@@ -7,6 +7,7 @@ thread, and a KV cache as large beside its weights as that model's (6 % at 3,500
 Its text means nothing; the bundled tokenizer makes it. `qwen3-0.6b` has random weights in just
 that model's shape: 28 layers, 8 KV heads of 128, a vocabulary of 151,936. `llama-1b-kv` has the KV
 cache of Llama 3.2 1B, 32 KiB a token, and hardly anything else, so that a CPU fills it in seconds.
+`long` is tiny, with a context of 131,072 tokens and Llama 3's vocabulary of 128,256.
 `device10ms` (or another number) is the bundled one on a worker that waits as for a GPU: see
 bench/paced.py.
 """
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 SEED = 1
 PACED = re.compile(r"device(\d+)ms")
-NAMES = ("count", "step10ms", "qwen3-0.6b", "llama-1b-kv", "device10ms")
+NAMES = ("count", "step10ms", "qwen3-0.6b", "llama-1b-kv", "long", "device10ms")
 HEAVY: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -61,7 +62,13 @@ LLAMA_KV: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 64,
 }
-MADE = {"step10ms": HEAVY, "qwen3-0.6b": QWEN3, "llama-1b-kv": LLAMA_KV}
+LONG: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+}
+MADE = {"step10ms": HEAVY, "qwen3-0.6b": QWEN3, "llama-1b-kv": LLAMA_KV, "long": LONG}
 
 
 def model_folder(name: str) -> Path:

@@ -48,6 +48,7 @@ from kvmig.engines.vllm.outputs import (
     check_failure,
     failure,
 )
+from kvmig.engines.vllm.texts import bound_texts
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.errors import Failure, NoInstance, QuotaUsedUp
 
@@ -327,6 +328,7 @@ class RoutedLLM(AsyncLLM):
                 usage_context=UsageContext.OPENAI_API_SERVER,
                 **options,
             )
+        bound_texts(self.renderer, self.model_config.max_model_len)
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return self._tasks  # vLLM asks the engine, which may be gone again while we start

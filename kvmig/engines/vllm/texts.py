@@ -1,0 +1,61 @@
+"""A text that is far too long is refused before all of it is in tokens.
+
+A tokenizer keeps some 150 bytes for each byte of a text, before anybody looks how many tokens it
+has. A long text is therefore counted piece by piece first, which takes the memory of one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.base import BaseRenderer
+from vllm.utils.async_utils import make_async
+
+PIECE = 1 << 16
+"""Characters that are counted at a time. Shorter texts are not counted before."""
+TRUNCATED = 262_144
+"""Tokens of a text that its call wants truncated, where the context has fewer."""
+
+
+def most_tokens(context: int, *, truncated: bool) -> int:
+    """Of a text in whole. One that is a little too long hears so from vLLM, in its own words."""
+    most = context + context // 4 + 1024
+    return max(most, TRUNCATED) if truncated else most
+
+
+def has_more_tokens(text: str, most: int, count: Callable[[str], int]) -> bool:
+    """Whether a text has more tokens. count: of a piece.
+
+    A cut may make two tokens of one, which are few beside those of a piece.
+    """
+    found = 0
+    for at in range(0, len(text), PIECE):
+        found += count(text[at : at + PIECE])
+        if found > most:
+            return True
+    return False
+
+
+def bound_texts(renderer: BaseRenderer[Any], context: int) -> None:
+    """Let the renderer refuse such texts. context: of the model, in tokens."""
+    whole = renderer._tokenize_prompt
+
+    def count(piece: str) -> int:
+        return len(renderer.get_tokenizer()(piece, add_special_tokens=False)["input_ids"])
+
+    def tokenize(prompt: Any, params: Any) -> Any:
+        most = most_tokens(context, truncated=params.truncate_prompt_tokens is not None)
+        text = prompt["prompt"]
+        if len(text) > PIECE and has_more_tokens(text, most, count):
+            raise VLLMValidationError(
+                f"This model's maximum context length is {context} tokens. However, your prompt "
+                f"contains more than {most} tokens. Please reduce the length of the input prompt.",
+                parameter="input_text",
+                value=len(text),
+            )
+        return whole(prompt, params)
+
+    renderer._tokenize_prompt = tokenize
+    renderer._tokenize_prompt_async = make_async(tokenize, executor=renderer._executor)
