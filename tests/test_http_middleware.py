@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from kvmig.gateway.http import PRIORITY, accepted, checked_body
+from kvmig.gateway.probes import probe_routes
 from kvmig.gateway.requests import current_call, current_call_id
 from kvmig.ground.priorities import PriorityClass, with_normal
 from tests.http_states import behind_middleware
@@ -79,6 +80,34 @@ async def knock(path: str, closed: bool = False, vacant: bool = False) -> httpx.
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         return await client.post(path)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("vacant", [False, True])
+@pytest.mark.parametrize("closed", [False, True])
+async def test_health_is_ready_exactly_when_calls_are_taken(
+    closed: bool, vacant: bool, broken: bool
+) -> None:
+    app = FastAPI()
+    state = behind_middleware(app, closed=closed, vacant=lambda: vacant)
+    app.router.routes.extend(probe_routes(state, lambda: broken))
+
+    @app.post("/v1/completions")
+    async def answer() -> Response:
+        return Response(status_code=500 if broken else 200)
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        call = await client.post("/v1/completions")
+        ready = [await client.get(path) for path in ("/health", "/ping")]
+        head = await client.head("/health")
+        live = await client.get("/live")
+
+    expected = 200 if call.status_code == 200 else 503
+    assert [one.status_code for one in (*ready, head)] == [expected] * 3
+    if call.status_code == 503:
+        assert ready[0].json() == call.json()
+    assert live.status_code == 200
 
 
 async def test_without_an_instance_new_requests_are_told_to_come_again() -> None:

@@ -504,3 +504,20 @@ async def test_without_the_server_its_paths_say_so(tmp_path: Path) -> None:
         answer = await client.get("/kvmig/v2/models")
     assert answer.status_code == 503
     assert error_of(answer)["message"] == "the fleet's server is not there, try again"
+
+
+async def test_a_door_that_stops_lives_and_is_not_ready(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.client("-") as client:
+        before = await client.get("/health")
+        door.door.close()
+        after, live = await client.get("/health"), await client.get("/live")
+    assert (before.status_code, after.status_code, live.status_code) == (200, 503, 200)
+
+
+async def test_a_message_that_is_too_large_is_refused_in_its_apis_form(tmp_path: Path) -> None:
+    async with site(tmp_path, max_body=2000) as door:
+        door.ready()
+        answer = await door.ask(b'{"model": "count"}' + b" " * 9000, path="/v1/messages")
+    assert answer.status_code == 413
+    error = answer.json()
+    assert (error["type"], error["error"]["type"]) == ("error", "request_too_large")

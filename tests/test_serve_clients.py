@@ -230,7 +230,9 @@ async def test_vllms_bench_serve_fails_no_request_while_they_move(
 # -- everything else
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/version", "/ping", "/openapi.json"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/live", "/v1/models", "/version", "/ping", "/openapi.json"]
+)
 async def test_vllms_routes_are_there(served: Served, path: str) -> None:
     answer = await asyncio.to_thread(httpx.get, f"{served.url}{path}", verify=False, timeout=60)
 

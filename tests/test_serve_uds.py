@@ -169,6 +169,7 @@ async def test_the_last_instance_leaves_when_it_is_empty_and_another_may_come(
         answers = [(await one).json()["choices"][0]["text"] for one in (running, later)]
         await until_rows(client, [])
         vacant = await client.post("/v1/completions", json=ask(10))
+        ready, live = await client.get("/health"), await client.get("/live")
         await client.post("/kvmig/v1/instances", json={})
         await until_rows(client, ["serving"])
         again = await client.post("/v1/completions", json=ask(10))
@@ -177,7 +178,9 @@ async def test_the_last_instance_leaves_when_it_is_empty_and_another_may_come(
     assert leaving.status_code == 202
     assert [row["state"] for row in serving.json()["data"]] == ["serving"]
     assert answers == [" 0019 0020"] * 2
-    assert vacant.status_code == 503
+    assert vacant.status_code == ready.status_code == 503
+    assert ready.json() == vacant.json()
+    assert live.status_code == 200
     assert again.json()["choices"][0]["text"] == " 0019 0020"
 
 

@@ -14,6 +14,7 @@ from kvmig.gateway.http import Connection, HttpState
 from kvmig.gateway.inventory import InstanceRow, cluster_rows
 from kvmig.gateway.launcher import LauncherLink, Membership
 from kvmig.gateway.metrics import Exposition
+from kvmig.gateway.probes import probe_routes
 from kvmig.gateway.router import Router
 
 
@@ -27,7 +28,7 @@ def extend(
 ) -> None:
     """Add kvmig's routes and state to `app`, before it serves; `HttpMiddleware` is there already.
 
-    Our /metrics takes the place of its own.
+    Our /metrics, /health and /ping take the place of its own.
     """
     rows_of_router = router.fleet.rows
 
@@ -46,7 +47,9 @@ def extend(
     async def metrics(_: Request) -> Response:
         return Response(await exposition.text(), media_type=CONTENT_TYPE_LATEST)
 
-    app.router.routes.insert(0, Route("/metrics", metrics))
+    engine = getattr(app.state, "engine_client", None)  # vLLM's
+    probes = probe_routes(http, lambda: engine is not None and engine.errored)
+    app.router.routes[:0] = [Route("/metrics", metrics), *probes]
     describe_beside_streams(app)
     app.state.kvmig = http
     app.state.connection = Connection.limited(http.config.send_timeout_s, http.count)

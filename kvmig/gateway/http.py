@@ -279,11 +279,8 @@ def check_open(state: HttpState, path: str) -> None:
 
     An operator may ask for instances when there is none.
     """
-    if state.closed:
-        sentence = "the server is stopping and takes no new requests"
-    elif state.vacant() and not path.startswith(ADMIN):
-        sentence = "no instance is there to run it"
-    else:
+    sentence = why_closed(state)
+    if sentence is None or (path.startswith(ADMIN) and not state.closed):
         return
     raise Refused(problem(HTTPStatus.SERVICE_UNAVAILABLE, sentence, headers=RETRY_AFTER))
 
@@ -293,6 +290,13 @@ def check_counted(state: HttpState) -> None:
     if sentence := state.uncounted():
         status = HTTPStatus.SERVICE_UNAVAILABLE
         raise Refused(problem(status, sentence, headers=RETRY_AFTER))
+
+
+def why_closed(state: HttpState) -> str | None:
+    """Why no call of a client is taken now; None: calls are taken."""
+    if state.closed:
+        return "the server is stopping and takes no new requests"
+    return "no instance is there to run it" if state.vacant() else None
 
 
 # -- the body

@@ -309,8 +309,8 @@ class Fleet:
         return [name for name, one in self._instances.items() if one.alive]
 
     def vacant(self) -> bool:
-        """Whether no instance is connected, so that new requests can't be taken."""
-        return not self.alive
+        """Whether no instance is connected and has reported: new requests can't be taken."""
+        return not any(one.alive and one.health is not None for one in self._instances.values())
 
     def fit(self, name: str) -> bool:
         """Whether the instance can be relied on."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from kvmig.engines.transformers.payload import Output
@@ -35,7 +35,7 @@ class Described(msgspec.Struct):
 
 
 class TokenServer(HttpTask):
-    """Serves completions, chats, /v1/models and /health."""
+    """Serves completions, chats and /v1/models."""
 
     def __init__(
         self, args: Namespace, sock: socket.socket, tokenizer: Callable[[], Tokenizer]
@@ -78,15 +78,6 @@ class TokenServer(HttpTask):
         app = FastAPI(title="kvmig", docs_url=None, redoc_url=None)
         app.add_middleware(HttpMiddleware)
         app.add_exception_handler(HTTPException, as_problem)
-
-        @app.get(
-            "/health",
-            response_class=Response,
-            responses={503: {"description": "There is no instance."}},
-        )
-        async def health() -> Response:
-            """200 while there is an instance to serve."""
-            return Response(status_code=503 if router.fleet.vacant() else 200)
 
         backend = Backend(router, self.sink, self._tokenizer)
         names = args.served_model_name or [args.model]

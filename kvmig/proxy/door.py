@@ -27,6 +27,7 @@ from kvmig.gateway.body_budget import BodyBudget
 from kvmig.gateway.call_work import sequences_of
 from kvmig.gateway.error_stage import ErrorStage
 from kvmig.gateway.http import PRIORITY, UNREAD_BYTES
+from kvmig.gateway.probes import LIVE_PATH
 from kvmig.gateway.request_body import BodyRules
 from kvmig.gateway.requests import HttpCall
 from kvmig.ground.clock import Clock, monotonic
@@ -176,8 +177,10 @@ class Door:
 
     async def _serve(self, call: Call) -> None:
         if call.path == "/health":
-            there = self.directory.version >= 0
+            there = self.directory.version >= 0 and not self._closed
             await call.answer(HTTPStatus.OK if there else HTTPStatus.SERVICE_UNAVAILABLE, b"")
+        elif call.path == LIVE_PATH:
+            await call.answer(HTTPStatus.OK, b"")
         elif call.connection.too_many:
             call.limits = [(b"connection", b"close")]
             sentence = "this proxy has as many clients as its open files are for (ulimit -Hn)"
