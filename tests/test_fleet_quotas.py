@@ -113,6 +113,19 @@ def test_what_others_have_reserved_is_not_used_up(store: Store, tmp_path: Path) 
     )
 
 
+def test_what_a_killed_front_end_has_left_behind_is_not_said_to_come_back(
+    store: Store, tmp_path: Path
+) -> None:
+    bea = key(store, 256)
+    grant(store.database, bea, asking(1))
+    spool = tmp_path / "front-1.sqlite"
+    Spool(spool).write([record(bea, 1, output=20)])
+    merge(store.database, spool, over=True)
+    refused = grant(store.database, bea, asking(2))
+    assert not refused.again
+    assert "is used up" in refused.why
+
+
 def test_a_call_that_has_used_its_grant_is_not_told_that_it_has_reserved_it(store: Store) -> None:
     bea = key(store, 256)
     grant(store.database, bea, asking(1))

@@ -150,10 +150,11 @@ def _ahead() -> Any:
 
 
 def _reserved(connection: Connection, quota: Quota, period: str, ask: Ask) -> int:
-    """Tokens of a quota that other calls were granted and may not have used. What this one was
-    granted it has used, or it would not ask."""
+    """Tokens of a quota that other calls were granted and may give back. What this one was granted
+    it has used, or it would not ask; and calls of a killed front end give nothing back."""
     others = (grants.c.source != ask.source) | (grants.c.seq != ask.seq)
-    wanted = _ahead().where(_counts(grants, quota, period), others)
+    runs = func.coalesce(usage.c.status, "running") == "running"
+    wanted = _ahead().where(_counts(grants, quota, period), others, runs)
     return int(connection.execute(wanted).scalar() or 0)
 
 
