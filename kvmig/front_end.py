@@ -88,6 +88,7 @@ class FrontEnd:
         from kvmig.gateway.http import HttpState
         from kvmig.gateway.isolation import PromptSalts
         from kvmig.gateway.launcher import LauncherLink, Membership
+        from kvmig.gateway.loop_watch import LoopWatch
         from kvmig.gateway.meter import Meter
         from kvmig.gateway.metrics import Metrics
         from kvmig.gateway.quotas import Quotas
@@ -145,6 +146,8 @@ class FrontEnd:
         )
         self._started = False
         self._writing: asyncio.Task[None] | None = None
+        self._watch = LoopWatch(REGISTRY, self._http.budget.take_seen)
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Return once requests are taken: the launcher has named the instances, and they answer.
@@ -170,6 +173,7 @@ class FrontEnd:
         gc.freeze()  # what is there by now stays
         gc.set_threshold(*COLLECT)
         await self._server.serve(app, self._own_signals)
+        self._watching = asyncio.create_task(self._watch.run(), name="loop watch")
 
     async def ended(self) -> None:
         """Wait until the HTTP server has stopped by itself."""
@@ -188,6 +192,9 @@ class FrontEnd:
 
     async def close(self) -> None:
         """End what still runs, stop serving, disconnect."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         self._router.give_up("the server stops")
         if self._started:
             await self._server.stop(GRACE_S)

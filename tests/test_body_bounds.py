@@ -62,6 +62,10 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "stop_token_ids": (CHAT, {"messages": [MESSAGE], "stop_token_ids": [1] * 50_000}),
     "logit_bias": (CHAT, {"messages": [], "logit_bias": dict.fromkeys(range(20_000), 1)}),
     "vllm_xargs": (COMPLETIONS, {"prompt": "a", "vllm_xargs": {"a": [1] * 50_000}}),
+    "some vllm_xargs": (
+        COMPLETIONS,
+        {"prompt": "a", "vllm_xargs": dict.fromkeys("abc", [1] * 400)},
+    ),
     "unknown field": (COMPLETIONS, {"prompt": "a", "anything": [{}] * 50_000}),
     "schema": (
         CHAT,

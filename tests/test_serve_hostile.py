@@ -18,6 +18,8 @@ import httpx
 import psutil
 import pytest
 
+from bench.hostile_bodies import hostile_calls
+from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import Stream, count_from, counted
@@ -207,3 +209,33 @@ async def test_every_route_keeps_to_its_schema_whatever_is_sent(served: Toys) ->
             if all(row["state"] == "serving" for row in rows):
                 break
             await asyncio.sleep(0.2)
+
+
+KINDS = (
+    "messages that are none", "tools", "names for the template", "prompts",
+    "logit_bias that is none",
+    "vllm_xargs, names", "unknown field", "schema, deep", "choice", "deep JSON",
+    "input that is none", "numbers as input",
+)  # fmt: skip
+
+
+async def test_vllms_front_end_refuses_what_is_too_much_and_its_streams_go_on(
+    two_instances: Served,
+) -> None:
+    headers = {"content-type": "application/json"}
+    answers: dict[tuple[str, str], int] = {}
+    stream = Stream(two_instances, COMPLETIONS, count_from(17, 1500))
+    await stream.reach(20)
+    async with httpx.AsyncClient(
+        base_url=two_instances.url, headers=headers, timeout=PATIENCE_S, verify=False
+    ) as http:
+        for call in hostile_calls(two_instances.model, 8192, KINDS.__contains__):
+            answer = await http.post(call.path, content=call.body)
+            answers[call.kind, call.size] = answer.status_code
+            assert "message" in answer.text or answer.status_code == 200
+        metrics = (await http.get("/metrics")).text
+    assert {kind for kind, _ in answers} == set(KINDS)
+    assert {status for (_, size), status in answers.items() if size == "huge"} == {413}
+    assert {status for (_, size), status in answers.items() if size == "fits"} <= {200, 400}
+    assert "kvmig_http_loop_stall_seconds_count" in metrics
+    counted(await stream.end(), 17)

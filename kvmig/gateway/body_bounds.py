@@ -35,6 +35,8 @@ TURNS = 1024
 """Messages of a conversation, or items of a response's input."""
 VALUES = 16_384
 """Values of a body that are no token ids of its prompts."""
+ARGUMENTS = 1024
+"""Values of what a call says to plug-ins of an engine."""
 DEPTH = 64
 """Lists and objects in each other."""
 FEW = 1024
@@ -42,6 +44,7 @@ FEW = 1024
 
 _IDS = frozenset(("prompt", "prompt_token_ids", "token_ids", "tokens"))
 _MANY_IDS = frozenset(("input", "items", "prompt"))
+_ARGUMENTS = frozenset(("vllm_xargs", "kv_transfer_params", "ec_transfer_params"))
 _MESSAGES = frozenset(("messages",))
 _INPUT = frozenset(("input",))
 
@@ -145,6 +148,8 @@ def check_fields(bound: BodyBound, fields: dict[str, Raw]) -> None:
         count = count_values(text)
         if name in bound.turn_fields and count > TURNS and text.startswith(b"["):
             _check_turns(name, text)
+        if name in _ARGUMENTS and count > ARGUMENTS:
+            raise _too_many(f"{name} has", "values", ARGUMENTS)
         if name in bound.id_fields and b"{" not in text:
             ids += count
         else:

@@ -21,6 +21,12 @@ class BodyBudget:
         self.most = most
         self.used = 0
         self._of: Counter[str] = Counter()
+        self._seen: set[str] = set()
+
+    def take_seen(self) -> set[str]:
+        """Accounts whose bodies were in since the last call."""
+        seen, self._seen = self._seen, set(self._of) - {""}
+        return seen
 
     def enter(self, account: str = "") -> BodyShare:
         """One more body, of which nothing has come yet. account: empty: nobody is known."""
@@ -41,6 +47,8 @@ class BodyBudget:
         """Count what is there, or is no more."""
         self.used += size
         self._of[account] += size
+        if account:
+            self._seen.add(account)
         if not self._of[account]:
             del self._of[account]
 
