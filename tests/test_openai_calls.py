@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 import httpx
+import openai
 import pytest
 from fastapi import FastAPI
+from pydantic import ValidationError
 
 from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode
 from kvmig.gateway.access import bearer
@@ -18,6 +20,7 @@ from kvmig.gateway.router import Router
 from kvmig.ground.errors import Failure, NoInstance
 from kvmig.kvtransfer.wire import Frame
 from kvmig.openai_server.answers import ChatAnswer, Piece, Token
+from kvmig.openai_server.bodies import ChatBody
 from kvmig.openai_server.generation import Backend, Choices, Generation, RequestQueues
 from kvmig.openai_server.routes import openai_api
 from tests.byte_tokens import EOS, Bytes
@@ -352,7 +355,9 @@ async def test_whole_numbers_may_be_written_with_a_fraction(
         ("chat/completions", "presence_penalty", 0.5, "0"),
         ("chat/completions", "response_format", {"type": "json_object"}, "{'type': 'text'}"),
         ("chat/completions", "tools", [{"type": "function"}], "[]"),
-        ("chat/completions", "tool_choice", "auto", "'none'"),
+        ("chat/completions", "tool_choice", "required", "'none' or 'auto'"),
+        ("chat/completions", "store", True, "False"),
+        ("chat/completions", "service_tier", "flex", "'auto' or 'default'"),
     ],
 )
 async def test_what_transformers_cannot_do_is_refused_with_the_value_that_is_allowed(
@@ -372,3 +377,60 @@ async def test_what_transformers_cannot_do_is_refused_with_the_value_that_is_all
     assert f"{field} is " in error["message"]
     assert f"must be {allowed} with this engine" in error["message"]
     assert not instances.submitted
+
+
+# -- what has no effect is no error
+
+SAID = {"role": "user", "content": "a"}
+NEUTRAL: dict[str, Any] = {
+    "n": 1, "user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k",
+    "service_tier": "auto", "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {},
+    "stream_options": None, "stop": None, "seed": None,
+}  # fmt: skip
+NEUTRAL_IN_CHATS: dict[str, Any] = NEUTRAL | {
+    "logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "auto",
+    "parallel_tool_calls": True, "response_format": {"type": "text"}, "store": False,
+    "functions": None, "function_call": "none", "modalities": ["text"], "audio": None,
+    "prediction": None, "reasoning_effort": None, "web_search_options": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", NEUTRAL_IN_CHATS)
+@pytest.mark.parametrize("null", [False, True])
+def test_a_field_of_a_chat_with_its_neutral_value_is_taken(field: str, null: bool) -> None:
+    value = None if null else NEUTRAL_IN_CHATS[field]
+    ChatBody.model_validate({"messages": [SAID], field: value})
+
+
+async def test_fields_of_a_completion_with_their_neutral_values_are_taken(
+    http: httpx.AsyncClient, instances: Instances
+) -> None:
+    instances.script = [out("b", "length")]
+    answer = await complete(http, **NEUTRAL)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_an_answers_own_message_is_taken_as_history(dropped: bool) -> None:
+    answer = ChatAnswer("id", "m", Bytes(100).spell)
+    whole: Any = answer.whole([Piece("b", 1, "stop", [])])
+    own = openai.types.chat.ChatCompletionMessage.model_validate(whole["choices"][0]["message"])
+    sent = own.model_dump(exclude_none=dropped)
+    sent |= {} if dropped else {"annotations": [], "audio": None, "tool_calls": None}
+    body = ChatBody.model_validate({"messages": [SAID, sent, SAID]})
+    assert body.messages[1].as_template_has_it() == {"role": "assistant", "content": "b"}
+
+
+def test_a_developers_message_is_a_systems_to_templates() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = ChatBody.model_validate({"messages": [{"role": "developer", "content": parts}]})
+    assert body.messages[0].as_template_has_it() == {"role": "system", "content": "ab"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tool_calls", [{"id": "1"}]), ("refusal", "no"), ("audio", {"id": "1"}), ("reasoning", "x")],
+)
+def test_what_a_message_would_lose_is_an_error(field: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=field):
+        ChatBody.model_validate({"messages": [{**SAID, field: value}]})

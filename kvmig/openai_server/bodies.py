@@ -151,8 +151,13 @@ class Body(_Strict):
     stop: Annotated[list[str], BeforeValidator(as_strings), STOPS] = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # without an effect here: whose call it is, and what only OpenAI does with it
     user: str | None = None
-    """Ignored."""
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
     # vLLM's own
     stop_token_ids: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(max_length=MOST_STOP_IDS)]
@@ -197,11 +202,26 @@ class CompletionBody(Body):
 
 
 class Message(_Strict):
-    """Message of a conversation."""
+    """Message of a conversation; an answer's own one, too, as clients send it back."""
 
     role: str
     content: Annotated[str, BeforeValidator(as_text), CONTENT]
     name: str | None = None
+    # what an answer without it has
+    refusal: Annotated[Any, Only("")] = None
+    annotations: Annotated[Any, Only([])] = None
+    audio: Annotated[Any, Only()] = None
+    function_call: Annotated[Any, Only()] = None
+    tool_calls: Annotated[Any, Only([])] = None
+    reasoning: Annotated[Any, Only("")] = None
+    reasoning_content: Annotated[Any, Only("")] = None
+
+    def as_template_has_it(self) -> dict[str, str]:
+        """Without what has no effect."""
+        own = self.model_dump(include={"role", "content", "name"}, exclude_none=True)
+        if self.role == "developer":  # OpenAI's newer name, which templates don't know
+            own["role"] = "system"
+        return own
 
 
 class ChatBody(Body):
@@ -216,7 +236,18 @@ class ChatBody(Body):
     """Number of the likeliest tokens; None: 0."""
     response_format: Annotated[Any, Only({"type": "text"})] = None
     tools: Annotated[Any, Only([])] = None
-    tool_choice: Annotated[Any, Only("none")] = None
+    tool_choice: Annotated[Any, Only("none", "auto")] = None
+    """Without tools both are the same."""
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only("none", "auto")] = None
+    store: Annotated[Any, Only(False)] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    audio: Annotated[Any, Only()] = None
+    prediction: Annotated[Any, Only()] = None
+    reasoning_effort: Annotated[Any, Only()] = None
+    verbosity: Annotated[Any, Only()] = None
+    web_search_options: Annotated[Any, Only()] = None
 
 
 def field_names(*bodies: type[BaseModel]) -> Sequence[str]:

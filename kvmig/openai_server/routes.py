@@ -80,7 +80,7 @@ def openai_api(backend: Backend, names: Sequence[str], max_tokens: int, rule: Ru
     async def chat(request: Request, body: ChatBody) -> Response:
         """One conversation."""
         runner.check_length("messages", *(one.content for one in body.messages))
-        messages = [one.model_dump(exclude_none=True) for one in body.messages]
+        messages = [one.as_template_has_it() for one in body.messages]
         try:
             prompt = await asyncio.to_thread(
                 backend.tokenizer.encode_chat, messages, body.chat_template_kwargs
