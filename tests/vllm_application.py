@@ -45,7 +45,7 @@ class EndingRouter:
         self.sentence = sentence
         self._running: set[asyncio.Task[None]] = set()
 
-    async def submit(self, request_id: str, *_: object) -> object:
+    async def submit(self, request_id: str, *_: object, **__: object) -> object:
         if self.end == "none":
             raise NoInstance(self.sentence)
         if self.end == "quota at once":
