@@ -96,6 +96,30 @@ async def test_the_request_after_a_minutes_last_is_told_when_to_come_again(tmp_p
     assert "may send 2 requests a minute, try again in" in error_of(answers[2])["message"]
 
 
+async def test_who_is_over_a_limit_hears_so_before_the_body_has_come(tmp_path: Path) -> None:
+    given, grant = key(rpm=1)
+    async with site(tmp_path, grant) as door, door.deployment():
+        await door.ask(given=given)
+        door.key = given
+        reader, writer = await door.connect()
+        call = door.call({"model": "count", "prompt": "x" * 9000}, "expect: 100-continue")
+        writer.write(call[:-9000])
+        async with asyncio.timeout(1):
+            head = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 429 ")
+    assert b"x-ratelimit-remaining-requests: 0" in head
+
+
+async def test_an_error_of_messages_has_anthropics_form_where_the_path_names_the_model(
+    tmp_path: Path,
+) -> None:
+    async with site(tmp_path) as door:
+        answer = await door.ask(path="/models/org/Name/v1/messages", given="no")
+    assert answer.status_code == 401
+    assert answer.json()["type"] == "error"
+
+
 async def test_a_limit_that_is_raised_lets_the_next_request_in(tmp_path: Path) -> None:
     given, grant = key(rpm=1)
     async with site(tmp_path, grant) as door, door.deployment():

@@ -18,7 +18,7 @@ from kvmig.gateway.body_budget import BodyShare
 from kvmig.gateway.error_forms import EventNumbers, api_of
 from kvmig.gateway.http import CALL_ID, Connection, accepted
 from kvmig.gateway.route_table import Api
-from kvmig.proxy.calls import error_body, error_event, heartbeat
+from kvmig.proxy.calls import error_body, error_event, heartbeat, unnamed
 from kvmig.proxy.refusals import Refused
 from kvmig.proxy.relay import LAST_CHUNK, Chunked, Head, Unchunked, Upstream
 
@@ -95,7 +95,7 @@ class Call:
         self.path: str = scope["path"]
         self.headers = Headers(raw=scope["headers"])
         self.call_id = accepted(self.headers.get(CALL_ID))
-        self.api: Api = api_of(self.path)
+        self.api: Api = api_of(unnamed(self.path))
         self.asking = NOTHING
         """Head and body, as they go on."""
         self.errand: tuple[bytes, list[tuple[bytes, bytes]], bytes] | None = None

@@ -72,6 +72,12 @@ def asked(method: str, path: str) -> Asked:
     raise Refused(status, sentence, "method_not_allowed", headers=headers)
 
 
+def unnamed(path: str) -> str:
+    """A path without the model that it names, as far as that can be told without a method."""
+    found = next((where for one in METHODS if (where := _route(one, path)) is not None), None)
+    return path if found is None else found.path
+
+
 def _route(method: str, path: str) -> Asked | None:
     if (match := find_route(method, path)) is not None:
         return Asked(match.route, path, None, match.answer_id)
