@@ -211,7 +211,7 @@ class FrontEnd:
         self._sock.close()
 
     async def _empty(self) -> None:
-        while self._router.live():  # noqa: ASYNC110 - the end of the last one is no event
+        while self._router.live() or self._router.held:  # noqa: ASYNC110 - the end of the last one is no event
             await asyncio.sleep(0.05)
 
 

@@ -14,12 +14,13 @@ import pytest
 from kvmig.fleet.deployments import InstanceRow, Told, Watched
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
 from kvmig.fleet.memory import Memory
-from kvmig.fleet.models import WANT_S, Models, Note, Wanted
+from kvmig.fleet.models import WANT_S, Models, Note, Wanted, classes_of
 from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
 from kvmig.fleet.room import Host
 from kvmig.fleet.schedule import Floor
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Instances, Spec
+from kvmig.ground.priorities import NORMAL
 from kvmig.proxy.messages import Demand, ModelDemand, Route, Want
 
 
@@ -488,3 +489,9 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
         bench.turn(1)
         await bench.ordered_all()
     assert ordered == [1, "i1", 1]
+
+
+def test_the_classes_that_calls_may_name_are_those_of_the_deployments_flags() -> None:
+    flags = ("--priority-class", "high=-1,headroom=100", "--priority_class=low=9", "--seed=0")
+    assert [one.name for one in classes_of(flags)] == ["high", "normal", "low"]
+    assert classes_of(()) == classes_of(("--priority-class",)) == (NORMAL,)

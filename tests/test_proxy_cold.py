@@ -10,10 +10,13 @@ from typing import Any
 import openai
 import pytest
 
+from kvmig.ground.priorities import NORMAL, PriorityClass
 from kvmig.proxy import hold
 from kvmig.proxy.messages import Route
 from tests.proxy_site import EVENT, Deployment, Got, Site, site
 from tests.waiting import until
+
+HIGH, LOW = PriorityClass("high", -1), PriorityClass("low", 9)
 
 BEATS = {"model": "count", "stream": True}
 
@@ -69,14 +72,34 @@ async def test_a_warm_models_answer_names_no_cold_start(tmp_path: Path) -> None:
 
 async def test_those_that_wait_go_on_by_priority_then_by_arrival(tmp_path: Path) -> None:
     async with site(tmp_path) as door:
-        door.tell(cold(priority=5))
+        door.tell(cold(priority=5, classes=(HIGH, NORMAL, LOW)))
         calls = []
-        for number, given in enumerate([{}, {"priority": 9}, {"priority": -1}, {}]):
+        named: list[dict[str, Any]] = [{}, {"priority": 9}, {"priority": "high"}, {}]
+        for number, given in enumerate(named):
             calls.append(ask(door, {"model": "count", "n": number, **given}))
             await until(lambda: held(door) == len(calls))
         async with door.deployment() as there:
             await asyncio.gather(*calls)
     assert [one.fields["n"] for one in there.got] == [2, 0, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "headers", "value"),
+    [
+        ({"priority": -(10**9)}, {}, "priority is -1000000000"),
+        ({"priority": "first"}, {}, "priority is 'first'"),
+        ({}, {"x-vllm-priority": "-5"}, "x-vllm-priority is -5"),
+    ],
+)
+async def test_a_class_that_the_model_does_not_have_is_refused_before_it_starts(
+    tmp_path: Path, given: dict[str, Any], headers: dict[str, str], value: str
+) -> None:
+    async with site(tmp_path) as door:
+        door.tell(cold(classes=(HIGH, NORMAL)))
+        answer = await door.ask({"model": "count", **given}, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"{value}, must be high (-1) or normal (0)"
+    assert door.wanted == []
 
 
 async def test_a_call_that_does_not_wait_hears_so_at_once(tmp_path: Path) -> None:

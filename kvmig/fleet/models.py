@@ -16,11 +16,13 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 from urllib.parse import quote
 
 import msgspec
 
+from kvmig.cli.flags import priority_classes
 from kvmig.fleet.autoscale import (
     PANIC_S,
     STABLE_S,
@@ -41,7 +43,8 @@ from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, Spec
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import USUAL_MOST
-from kvmig.ground.errors import StartupError
+from kvmig.ground.errors import ConfigError, StartupError
+from kvmig.ground.priorities import NORMAL, PriorityClass
 from kvmig.proxy.messages import Demand as ProxyDemand
 from kvmig.proxy.messages import ModelCard, Route, RouteState, Want
 
@@ -627,6 +630,7 @@ class Models:
             heartbeat_after_s=spec.heartbeat_after_s,
             max_held=spec.max_held,
             priority=spec.priority,
+            classes=classes_of(spec.flags),
             adapters=tuple(spec.adapters),
             card=model.card,
         )
@@ -634,6 +638,20 @@ class Models:
     def _note(self, model: Model, what: str) -> None:
         self.events.append(Event(self._wall(), model.wanted.name, what))
         log.info("%s: %s", model.wanted.name, what)
+
+
+@lru_cache(maxsize=1024)
+def classes_of(flags: tuple[str, ...]) -> tuple[PriorityClass, ...]:
+    """The priority classes that a deployment with these flags has."""
+    flag, given = "--priority-class", []
+    for at, one in enumerate(flags):
+        name, equals, value = one.partition("=")
+        if name.replace("_", "-") == flag:
+            given.append(value if equals else "".join(flags[at + 1 : at + 2]))
+    try:
+        return priority_classes(given)
+    except ConfigError:  # the deployment doesn't start, and says why
+        return (NORMAL,)
 
 
 def why_ended(ended: Ended) -> str:

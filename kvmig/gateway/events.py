@@ -47,7 +47,11 @@ def events_api(
             for report in reversed(newest):
                 yield event("migration", Migration.of(report).model_dump())
             if now != told or fresh or monotonic() - said >= HEARTBEAT_S:
-                shown = {"live": len(router.live()), "parked": now[0], "data": [*every.values()]}
+                shown = {
+                    "live": len(router.live()) + router.held,
+                    "parked": now[0],
+                    "data": [*every.values()],
+                }
                 yield event("instances", shown)
                 told, said = now, monotonic()
             await asyncio.sleep(LOOK_S)

@@ -340,7 +340,7 @@ def check_priority(
                 headers["content-length"] = str(len(body))
             message = {**message, "body": body}
         if (given := headers.get(PRIORITY)) is not None:
-            number = _checked_header(given, state.priorities)
+            number = checked_header(given, state.priorities)
             headers[PRIORITY] = str(number)
     except UnknownPriority as error:
         raise Refused(problem(HTTPStatus.BAD_REQUEST, str(error), error.param)) from error
@@ -363,21 +363,22 @@ def checked_body(body: bytes, classes: Sequence[PriorityClass]) -> tuple[bytes, 
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         cut = bytes(fields[PRIORITY_FIELD])[:100].decode(errors="replace")
         raise UnknownPriority(PRIORITY_FIELD, cut, classes) from None
-    number = _number_of(PRIORITY_FIELD, value, classes)
+    number = number_of(PRIORITY_FIELD, value, classes)
     if number == value:
         return body, number
     return msgspec.json.encode({**fields, PRIORITY_FIELD: number}), number
 
 
-def _checked_header(given: str, classes: Sequence[PriorityClass]) -> int:
+def checked_header(given: str, classes: Sequence[PriorityClass]) -> int:
+    """The number of the class that the header names. Raises UnknownPriority."""
     try:
         value: int | str = int(given)
     except ValueError:
         value = given
-    return _number_of(PRIORITY, value, classes)
+    return number_of(PRIORITY, value, classes)
 
 
-def _number_of(param: str, value: Any, classes: Sequence[PriorityClass]) -> int:
+def number_of(param: str, value: Any, classes: Sequence[PriorityClass]) -> int:
     """The number of the class that `value`, a name or a number, means. Raises UnknownPriority."""
     found = None
     if isinstance(value, str):

@@ -19,6 +19,7 @@ from kvmig.engines.base import Frame
 from kvmig.gateway.errors import InstanceLost, NoDestination, UnknownInstance
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
+from kvmig.gateway.turns import Queues
 from kvmig.ground.clock import Clock
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import NoInstance, PeerError, TransportError
@@ -389,6 +390,13 @@ class Fleet:
             for load in loads
             if load.waiting
         )
+
+    def queues(self) -> Queues:
+        """How many wait in the queues of instances that may get more."""
+        serving = [
+            one for one in self._view.view(self._clock()).instances if self.fit(one.instance)
+        ]
+        return Queues(len(serving), sum(one.load.waiting for one in serving))
 
     def rows(self) -> list[InstanceRow]:
         """All instances as last heard of."""

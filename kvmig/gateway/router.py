@@ -67,6 +67,7 @@ from kvmig.gateway.requests import (
 )
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
+from kvmig.gateway.turns import Turns
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.errors import PeerError
@@ -142,6 +143,7 @@ class Router:
             config.scheduler.inexact_moves,
         )
         self._refusals = RefusalCounter()
+        self._turns = Turns(self.fleet.queues, self._is_fresh)
         self._fences: dict[tuple[str, int], asyncio.Task[bool]] = {}
         """Destinations that are asked whether they committed: by run id and epoch."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -255,6 +257,9 @@ class Router:
             if search is not None:  # whose first step has one beam, and its last one all
                 tokens, most = prompt_tokens + search.width - 1, None
             allowance = await self._quotas.begin(call, prompt, tokens, most)
+        arrived = self._clock()
+        if call is not None and call.tenant:
+            await self._turns.wait(request_id, priority, call.tenant)
         instance = self.fleet.dispatch(prompt_tokens, priority, Submit(request_id), payload)
         self._table.add(
             LiveRequest(
@@ -265,7 +270,7 @@ class Router:
                 prompt_tokens=prompt_tokens,
                 priority=priority,
                 payload=payload,
-                arrived=self._clock(),
+                arrived=arrived,
                 call=call,
                 allowance=allowance,
                 search=search,
@@ -289,12 +294,18 @@ class Router:
         self._ownership.abort(requests)
 
     def give_up(self, reason: str) -> None:
-        """End all live requests: each client gets an error."""
+        """End all live requests, and those that wait for their turn: each client gets an error."""
+        self._turns.give_up(reason)
         self._ownership.give_up(list(self._table), reason)
 
     def live(self) -> list[str]:
         """Ids of all requests that have not ended."""
         return list(self._table.live)
+
+    @property
+    def held(self) -> int:
+        """Requests that wait for their turn to be sent to an instance."""
+        return len(self._turns)
 
     async def requests(self) -> list[RequestRow]:
         """All live requests: ours in order of arrival, then those of other front ends.
@@ -414,6 +425,7 @@ class Router:
             case LoadReport():
                 self.fleet.report(message)
                 self._observer.messages_refused(message.instance, message.refused)
+                self._turns.go_on()
             case CallDone() | Requests() | Fenced() | OrderDone():
                 self._questions.answer(message.call_id, message, payload)
             case Migrated():
@@ -545,6 +557,11 @@ class Router:
         self._ownership.run_again(overdue, "tokens of its last owner were lost")
         self._give_up_unread()
         self._ownership.tick()
+        self._turns.go_on()
+
+    def _is_fresh(self, request_id: str) -> bool:
+        request = self._table.live.get(request_id)
+        return request is not None and request.first_at is None
 
     def _give_up_unread(self) -> None:
         most = self._config.http.max_unread

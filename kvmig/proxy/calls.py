@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -106,7 +106,8 @@ class Body(NamedTuple):
     content: bytes
     model: str | None = None
     stream: bool = False
-    priority: int | None = None
+    priority: Any = None
+    """Of its class, or the class's name; None: it names none."""
     form: Form | None = None
     previous: str | None = None
     """Id of the response that it goes on from."""
@@ -149,9 +150,8 @@ def body_of(content: bytes, headers: Mapping[str, str], *, is_form: bool = False
         raise bad(f"the body is no JSON object: {str(error)[:200]}") from error
     if model is not None and not isinstance(model, str):
         raise bad(f"model is {shorten_value(model)}, must be a model's name")
-    number = priority if type(priority) is int else None
     known = previous if isinstance(previous, str) else None
-    return Body(content, model, stream is True, number, previous=known)
+    return Body(content, model, stream is True, priority, previous=known)
 
 
 def _form_body(content: bytes, kind: str) -> Body:

@@ -7,7 +7,6 @@ What a key allows is asked of `admission`, from a call's head on and after each 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -26,7 +25,14 @@ from kvmig.gateway import request_body as gateway
 from kvmig.gateway.body_budget import BodyBudget
 from kvmig.gateway.call_work import sequences_of
 from kvmig.gateway.error_stage import ErrorStage
-from kvmig.gateway.http import PRIORITY, UNREAD_BYTES
+from kvmig.gateway.http import (
+    PRIORITY,
+    PRIORITY_FIELD,
+    UNREAD_BYTES,
+    UnknownPriority,
+    checked_header,
+    number_of,
+)
 from kvmig.gateway.probes import LIVE_PATH
 from kvmig.gateway.request_body import BodyRules
 from kvmig.gateway.requests import HttpCall
@@ -402,13 +408,19 @@ class Door:
         call.ask(path, passed, content)
 
     def _priority(self, call: Call, body: Body, model: str) -> int:
-        given = call.headers.get(PRIORITY, "")
-        with contextlib.suppress(ValueError):
-            return int(given[:20])
-        if body.priority is not None:
-            return body.priority
+        """Raises Refused for a class that the model doesn't have."""
         route = self.directory.routes.get(model)
-        return 0 if route is None else route.priority
+        if route is None:
+            return 0
+        given = call.headers.get(PRIORITY)
+        try:
+            if given is not None:
+                return checked_header(given, route.classes)
+            if body.priority is not None:
+                return number_of(PRIORITY_FIELD, body.priority, route.classes)
+        except UnknownPriority as error:
+            raise bad(str(error), "unknown_priority") from error
+        return route.priority
 
     def _cold_start(self, waiter: Waiter) -> list[tuple[bytes, bytes]]:
         if not waiter.number:

@@ -10,6 +10,7 @@ import msgspec
 from kvmig.accounts.keys import KeyGrant
 from kvmig.ground.config import HttpConfig
 from kvmig.ground.discreet import Discreet
+from kvmig.ground.priorities import NORMAL, PriorityClass
 
 RouteState = Literal["cold", "starting", "ready", "failed", "off"]
 
@@ -67,7 +68,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """That a streaming client waits without a byte."""
     max_held: int = 1000
     priority: int = 0
-    """Who waits is let in by it: smaller ones first."""
+    """Of calls that name none. Who waits is let in by it: smaller ones first."""
+    classes: tuple[PriorityClass, ...] = (NORMAL,)
+    """That calls may name."""
     adapters: tuple[str, ...] = ()
     card: ModelCard = ModelCard()
     """As its last deployment said."""
