@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import secrets
 import socket
@@ -15,15 +16,18 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvmig.accounts.usage import Spool
 from kvmig.cli.processes import (
     HEARTBEAT_TIMEOUT_S,
     Child,
     Heartbeats,
+    Process,
     deaths_in_a_row,
     end_loading,
     first_of,
@@ -38,6 +42,7 @@ from kvmig.ground.discreet import Discreet
 from kvmig.ground.errors import StartupError
 
 if TYPE_CHECKING:
+    from kvmig.cli.forks import SharedForks
     from kvmig.gateway.quotas import Quotas
     from kvmig.gateway.usage import UsageWriter
 
@@ -46,6 +51,8 @@ COLLECT = (20_000, 20, 50)
 again: with 10,000 streams that costs a fifth of a front end's time, and frees little."""
 GRACE_S = 2.0
 """Time for connections to close once no request runs any more."""
+
+log = logging.getLogger(__name__)
 
 
 class FrontLaunch(Discreet, frozen=True, kw_only=True):
@@ -231,26 +238,37 @@ def forget_gauges(folder: Path, pid: int) -> None:
         one.unlink(missing_ok=True)
 
 
+MODULE = "kvmig.front_process"
 CLOSE_S = 5.0
 """Time for a front end to close, once nothing runs any more."""
 
 
 class FrontEnds:
-    """Several front ends in processes of their own, used like one `FrontEnd`.
+    """Front ends in processes of their own, used like one `FrontEnd`.
 
     All listen on one socket, so no connection waits for one that is gone. A front end that dies or
     hangs is started again; its streams are over, for their connections were its own.
     """
 
-    def __init__(self, launch: FrontLaunch, sock: socket.socket) -> None:
-        """launch: of each front end, but for the name. sock: listening; the caller closes it."""
+    def __init__(
+        self, launch: FrontLaunch, sock: socket.socket, forks: SharedForks | None = None
+    ) -> None:
+        """launch: of each front end, but for the name. sock: listening; the caller closes it.
+
+        forks: what they are forked from; None: each loads the engine's libraries by itself.
+        """
         self._launch = launch
+        self._forks = forks
+        self._names: dict[int, str] = {}
         self._sock = sock
         self._children: dict[int, Child] = {}
         self._heartbeats: dict[int, Heartbeats] = {}
         self._keeping: list[asyncio.Task[None]] = []
-        self._metrics = tempfile.TemporaryDirectory(prefix="kvmig-metrics-")
-        self._environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics.name}
+        self._metrics: tempfile.TemporaryDirectory[str] | None = None
+        self._environment = dict(os.environ)
+        if launch.config.lifecycle.front_ends > 1:  # a single one sums nothing up
+            self._metrics = tempfile.TemporaryDirectory(prefix="kvmig-metrics-")
+            self._environment["PROMETHEUS_MULTIPROC_DIR"] = self._metrics.name
 
     async def start(self) -> None:
         """Return once all take requests. Raises StartupError; `close` it then, too."""
@@ -285,7 +303,10 @@ class FrontEnds:
         self._stop_keeping()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await asyncio.gather(*map(self._end, list(self._children)))
-        self._metrics.cleanup()
+        if self._metrics is not None:
+            self._metrics.cleanup()
+        if self._forks is not None:
+            self._forks.close()
 
     def _stop_keeping(self) -> None:
         for task in self._keeping:
@@ -301,18 +322,38 @@ class FrontEnds:
             listening=shared[0],
             heartbeat=shared[1],
         )
-        title = f"of {launch.whose}" if launch.whose else ""
-        spawn = running("kvmig.front_process", self._environment, shared, title)
-        child = await Child.start(f"front end {number}", spawn, launch)
+        self._names[number] = launch.name
+        child = await Child.start(f"front end {number}", partial(self._spawn, shared), launch)
         self._children[number] = child
         await child.ready(launch.config.start_timeout_s)
+
+    async def _spawn(self, shared: list[int], stdin: int, announced: int) -> Process:
+        title = f"of {self._launch.whose}" if self._launch.whose else ""
+        if self._forks is not None:
+            try:
+                descriptors = (stdin, 1, 2, announced, *shared)
+                return await self._forks.fork(MODULE, self._environment, descriptors, title)
+            except StartupError as error:
+                log.warning("%s; a front end starts by itself, which takes longer", error)
+        return await running(MODULE, self._environment, shared, title)(stdin, announced)
 
     async def _end(self, number: int, timeout_s: float = CLOSE_S) -> None:
         if (child := self._children.pop(number, None)) is not None:
             await child.stop(timeout_s)
-            forget_gauges(Path(self._metrics.name), child.pid)
+            if self._metrics is not None:
+                forget_gauges(Path(self._metrics.name), child.pid)
+            self._leave_spool(self._names[number])
         if (heartbeats := self._heartbeats.pop(number, None)) is not None:
             heartbeats.close()
+
+    def _leave_spool(self, name: str) -> None:
+        """Let the fleet's server know that nobody writes this front end's spool any more."""
+        if not (folder := self._launch.config.http.usage_spool):
+            return
+        try:
+            Spool(Path(folder, f"{name}.sqlite")).leave()
+        except OSError as error:  # then it is counted to its end when the deployment ends
+            log.warning("%s", error)
 
     async def _keep(self, number: int) -> None:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,8 @@
-"""`python -m kvmig.front_process [TITLE] DESCRIPTOR`: a front end, for the launcher only."""
+"""`python -m kvmig.front_process [TITLE] ANNOUNCED [LISTENING HEARTBEAT]`: a front end.
+
+For the launcher only. LISTENING and HEARTBEAT are descriptors, in place of those that the launch
+document has: a fork has its own numbers for them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
+import msgspec
 import uvloop
 
 from kvmig.cli.processes import Announcement, begin_loading, leave, quiet, say, send_heartbeats
@@ -49,15 +54,21 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
         await front.close()
 
 
-def main(argv: Sequence[str]) -> int:
-    """Launch document on stdin, readiness on the file descriptor that is the last word."""
-    if not 2 <= len(argv) <= 3 or not argv[-1].isdecimal():
-        print("usage: python -m kvmig.front_process [TITLE] DESCRIPTOR", file=sys.stderr)
+def main(words: Sequence[str]) -> int:
+    """Launch document on stdin, readiness on the file descriptor ANNOUNCED."""
+    numbers = [int(word) for word in words if word.isdecimal()]
+    if len(numbers) not in (1, 3) or len(words) - len(numbers) > 1:
+        print(
+            "usage: python -m kvmig.front_process [TITLE] ANNOUNCED [LISTENING HEARTBEAT]",
+            file=sys.stderr,
+        )
         return 2
-    descriptor = int(argv[-1])
+    descriptor, *own = numbers
     begin_loading()
     try:
         launch = read_launch(FrontLaunch)
+        if own:
+            launch = msgspec.structs.replace(launch, listening=own[0], heartbeat=own[1])
         quiet(launch.name)
         kind_of(launch.config.engine).prepare()
         uvloop.run(run(launch, descriptor))
@@ -71,4 +82,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv))
+    leave(main(sys.argv[1:]))

@@ -40,7 +40,10 @@ from kvmig.engines.kind import kind_of
 from kvmig.ground.config import ENGINES, ClusterConfig
 from kvmig.ground.errors import ConfigError, KvmigError, StartupError
 
-FRONT_END = ("kvmig.serve", "kvmig.gateway.app", "kvmig.gateway.metrics", "kvmig.gateway.router")
+FRONT_END = (
+    "kvmig.serve", "kvmig.front_process", "kvmig.gateway.app", "kvmig.gateway.metrics",
+    "kvmig.gateway.router",
+)  # fmt: skip
 API = {"vllm": "kvmig.openai_server.vllm"}
 """Of a front end, by engine; others' is `token_server`."""
 

@@ -33,6 +33,7 @@ from kvmig.cli.environment import (
     too_few_files,
     weights_of,
 )
+from kvmig.cli.forks import HANDED, SharedForks
 from kvmig.cli.local import Host
 from kvmig.cli.processes import Launcher, begin_loading, leave, quiet, say, send_heartbeats
 from kvmig.cli.ray_launcher import RayLauncher
@@ -65,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
         kind = kind_of(config.engine)
         if help_wanted is not None:
             return show_help(help_wanted, kind)
+        handed = os.environ.get(HANDED, "")
+        forks = SharedForks(config.engine, handed) if handed else None
         secret = cluster_secret(os.environ)
         admin_key = os.environ.pop(ADMIN_KEY, "")
         if config.allow_untested_vllm:
@@ -94,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         if config.ray is not None:
             return serve(front, own, trees, kind, None)
         with Host(config.engine, planned_instances(config)) as host:
-            return serve(front, own, trees, kind, host)
+            return serve(front, own, trees, kind, host, forks)
     except KvmigError as error:
         say(str(error))
         return 2
@@ -120,8 +123,11 @@ def serve(
     trees: Trees,
     kind: EngineKind,
     host: Host | None,
+    forks: SharedForks | None = None,
 ) -> int:
     """Serve until a signal; returns the exit code. own: flags by instance; host: None with Ray.
+
+    forks: what front ends are forked from that have processes of their own.
 
     Raises KvmigError.
     """
@@ -176,7 +182,7 @@ def serve(
             whose,
         )
         front = msgspec.structs.replace(front, config=config, engine_argv=argv, whose=whose)
-        return uvloop.run(Server(cluster, front, args, sock).run())
+        return uvloop.run(Server(cluster, front, args, sock, forks).run())
 
 
 def whose_server(args: Namespace, sock: socket.socket) -> str:
@@ -246,9 +252,18 @@ class Server:
     """One cluster with its front ends, from start to end."""
 
     def __init__(
-        self, cluster: Cluster, launch: FrontLaunch, args: Namespace, sock: socket.socket
+        self,
+        cluster: Cluster,
+        launch: FrontLaunch,
+        args: Namespace,
+        sock: socket.socket,
+        forks: SharedForks | None = None,
     ) -> None:
-        """launch: of the front ends, but for the launcher's endpoint. args: its flags, parsed."""
+        """launch: of the front ends, but for the launcher's endpoint. args: its flags, parsed.
+
+        forks: what front ends are forked from that have processes of their own.
+        """
+        self._forks = forks
         self._cluster = cluster
         self._launch = launch
         self._config = launch.config
@@ -331,10 +346,11 @@ class Server:
 
     async def _start_front(self, launcher: str) -> None:
         launch = msgspec.structs.replace(self._launch, launcher=launcher)
-        if self._config.lifecycle.front_ends == 1:
+        lifecycle = self._config.lifecycle
+        if lifecycle.front_ends == 1 and not lifecycle.front_apart:
             self._front = FrontEnd(launch, self._args, self._sock, self._take_signals)
         else:
-            self._front = FrontEnds(launch, self._sock)
+            self._front = FrontEnds(launch, self._sock, self._forks)
         await self._front.start()
 
     async def _serve(self) -> None:

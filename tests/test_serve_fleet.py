@@ -207,6 +207,27 @@ async def test_a_deployment_that_hangs_is_ended_with_its_streams_and_starts_agai
     assert ended(launcher)
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_front_end_that_dies_or_hangs_leaves_the_instances(
+    fleet: ToyFleet, how: signal.Signals
+) -> None:
+    fleet.add_toy("a")
+    fleet.hold(8)
+    stream = Streamed(fleet, ask("a", 60))
+    await stream.reach(8)
+    starts = fleet.get("status")["starts"]
+    (front,) = fleet.processes("kvmig.front_process")
+    os.kill(front, how)
+    await asyncio.wait([stream.task])
+    fleet.hold(None)
+
+    assert stream.error is not None
+    async with fleet.client() as client:
+        assert await answer(client, ask("a")) == counted(10)
+    assert fleet.get("status")["starts"] == starts, "the model was loaded again"
+    assert fleet.processes("kvmig.front_process") not in ([], [front])
+
+
 @pytest.mark.long
 async def test_a_nursery_that_hangs_is_ended_and_what_it_has_forked_goes_on(
     fleet: ToyFleet,

@@ -113,6 +113,25 @@ class Spool:
         with self._open() as file, file:
             file.executemany("DELETE FROM records WHERE seq = ? AND record = ?", rows)
 
+    def leave(self) -> None:
+        """Nobody will write it any more: its front end has ended. Raises OSError."""
+        self._left.touch()
+
+    @property
+    def left(self) -> bool:
+        """Whether nobody writes it any more."""
+        return self._left.exists()
+
+    @property
+    def _left(self) -> Path:
+        return self._path.with_suffix(".left")
+
+    def remove(self) -> None:
+        """All that is of it. Raises OSError."""
+        for ending in ("", "-wal", "-shm"):
+            Path(f"{self._path}{ending}").unlink(missing_ok=True)
+        self._left.unlink(missing_ok=True)
+
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:

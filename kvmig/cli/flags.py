@@ -477,6 +477,11 @@ def _add_lifecycle(root: _Parser) -> None:
         metavar="SECONDS",
     )
     group.add("--front-ends", "front_ends", "HTTP processes that share the port")
+    group.add(
+        "--front-apart",
+        "front_apart",
+        "give also a single HTTP process a process of its own: it may die, instances stay",
+    )
     group.add("--check", "check", "read all flags, say what is wrong with them, and end")
     group.add(
         "--end-with-stdin",

@@ -431,6 +431,41 @@ class ForkServer:
         self._forks.clear()
 
 
+class SharedForks:
+    """What a server forks of the fork server that it was handed, besides its instances.
+
+    Make it before an engine's libraries are loaded, which change the environment.
+    """
+
+    def __init__(self, engine: str, address: str) -> None:
+        """address: of the fork server's socket."""
+        self._address = address
+        self._wanted = {ENGINE: engine, SERVERS: digest(os.environ)}
+        self._server: ForkServer | None = None
+
+    async def fork(
+        self,
+        module: str,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
+        title: str = "",
+    ) -> Fork:
+        """What `python -m module [TITLE]` would be, with copies of the descriptors: stdin, stdout,
+        stderr, then those whose numbers are its last words. Raises StartupError."""
+        if self._server is None or self._server.gone:
+            self._server = ForkServer(await asyncio.to_thread(self._join))
+        order = ForkOrder(module, (title,) if title else (), environment)
+        return await self._server.carry_out(order, descriptors)
+
+    def close(self) -> None:
+        """Leave it; what it has forked doesn't mind."""
+        if self._server is not None and not self._server.gone:
+            self._server.close()
+
+    def _join(self) -> socket.socket:
+        return join(self._address, {**likeness(), **self._wanted})
+
+
 class Fork:
     """A `processes.Process` whose parent is the fork server, which tells how it ends.
 

@@ -129,7 +129,7 @@ def turn(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action |
 
 def _listened(life: Life, seen: Seen, now: float) -> Life:
     """With what is known of it since when it should serve, or be parked, and does not."""
-    if seen.parked or (seen.ready and life.state != "parked"):
+    if seen.parked or seen.ready:  # a front end that came again knows not that it is parked
         return replace(life, lost_at=None)
     return life if life.lost_at is not None else replace(life, lost_at=now)
 

@@ -701,6 +701,7 @@ def words(
         f"--quota-socket={settings.quotas}",
         "--media-urls=named",
         "--end-with-stdin",
+        "--front-apart",
         f"--instances={len(units) or max(1, spec.least)}",
         *(f"--instance-unit=i{at}: {unit}" for at, unit in enumerate(units)),
         f"--max-instances={_most(spec)}",

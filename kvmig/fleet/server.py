@@ -227,7 +227,7 @@ class FleetServer:
                 over = self._models.is_over(folder.name)  # it writes nothing any more
                 try:
                     for path in sorted(folder.glob("*.sqlite")):
-                        await self._merge(path, over)
+                        await self._take_spool(path, over)
                     if over:
                         await asyncio.to_thread(remove_empty, folder)
                 except (StoreError, OSError) as error:
@@ -239,6 +239,14 @@ class FleetServer:
                 log.warning("%d calls that had ended were granted tokens: taken back", found)
         except StoreError as error:
             log.warning("grants of ended calls stay for now: %s", error)
+
+    async def _take_spool(self, path: Path, over: bool) -> None:
+        """Raises StoreError, OSError."""
+        spool = Spool(path)
+        left = spool.left  # before it is read: who ends last has written all by then
+        await self._merge(path, over or left)
+        if left and not await asyncio.to_thread(spool.read, most=1):
+            await asyncio.to_thread(spool.remove)
 
     async def _merge(self, spool: Path, over: bool) -> None:
         """All of it. Raises StoreError, OSError."""

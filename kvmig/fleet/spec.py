@@ -48,6 +48,7 @@ OURS = {
     "--allowed-headers": "of `kvmig up --allowed-origins`",
     "--allow-credentials": "of `kvmig up --allowed-origins`",
     "--end-with-stdin": "the fleet's own",
+    "--front-apart": "the fleet's own",
     "--heartbeat-descriptor": "the fleet's own",
     "--instances": "instances.min",
     "--max-instances": "instances.max",

@@ -160,6 +160,9 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a drain hasn't moved by then goes on elsewhere by recompute."""
     front_ends: int = 1
     """Processes that share the port."""
+    front_apart: bool = False
+    """Whether also a single front end has a process of its own, so that its end leaves the
+    instances."""
     check: bool = False
     """Whether only the flags are read."""
     end_with_stdin: bool = False
