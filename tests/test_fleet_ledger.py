@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
 from kvmig.accounts.keys import KeyTerms
-from kvmig.accounts.usage import HandOver, Spool, UsageRecord
+from kvmig.accounts.usage import Damaged, HandOver, Kept, Spool, UsageRecord, read_record
 from kvmig.fleet.ledger import AT_ONCE, merge, sums, take
+from kvmig.fleet.setaside import keep_records, keep_spool
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import usage
 from tests.fleet_stores import ANNA, Place
@@ -84,7 +90,7 @@ def test_what_is_written_while_it_is_merged_is_not_forgotten(
     spool.write([record(output=10, ended=9.0)])
     forget = Spool.forget
 
-    def later(self: Spool, merged: list[UsageRecord]) -> None:
+    def later(self: Spool, merged: list[Kept]) -> None:
         spool.write([record(output=12, ended=10.0)])  # one more sequence of the call
         forget(self, merged)
 
@@ -226,3 +232,79 @@ def test_what_is_handed_over_again_adds_nothing(store: Store) -> None:
     for _ in range(2):
         take(store.database, handed(record(1, output=10, ended=9.0, status="finished")))
     assert total(store) == (1, 0, 10)
+
+
+def spoiled(path: Path, seq: int, raw: object) -> None:
+    """Put anything into a spool in place of a record."""
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", (seq, raw))
+
+
+BAD = {
+    "cut short": b'{"seq":2,"call_id":"c',
+    "of a newer kvmig": b'{"seq":2,"call_id":"c","account":"k","model":"a","began":"2026-01-01"}',
+    "another number": b'{"seq":7,"call_id":"c","account":"k","model":"a","began":1}',
+    "far away": b'{"seq":2,"call_id":"c","account":"k","model":"a","began":1e300}',
+    "too many": b'{"seq":2,"call_id":"c","account":"k","model":"a","began":1,"output":1' + b"0" * 30
+    + b"}",
+    "less than none": b'{"seq":2,"call_id":"c","account":"k","model":"a","began":1,"output":-1}',
+    "NUL": b'{"seq":2,"call_id":"c\\u0000","account":"k","model":"a","began":1}',
+    "text": "no bytes",
+    "a number": 7,
+    "nothing of that": b"",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", BAD.values(), ids=list(BAD))
+def test_a_record_that_cannot_be_read_is_told_and_the_others_are_merged(
+    raw: object, store: Store, tmp_path: Path
+) -> None:
+    path = tmp_path / "front-1.sqlite"
+    spool = Spool(path)
+    spool.write([record(seq, output=10, ended=1.0) for seq in (1, 2, 3)])
+    spoiled(path, 2, raw)
+    merged = merge(store.database, path)
+    assert total(store) == (2, 0, 20)
+    assert [one.seq for one in merged.unread] == [2]
+    spool.forget(merged.unread)
+    assert spool.rows() == []
+
+
+def test_a_record_with_fields_that_this_kvmig_does_not_know_counts_and_goes(
+    store: Store, tmp_path: Path
+) -> None:
+    path = tmp_path / "front-1.sqlite"
+    spool = Spool(path)
+    spool.write([])
+    newer = json.loads(msgspec.json.encode(record(1, output=10, ended=1.0)))
+    spoiled(path, 1, json.dumps({**newer, "carbon_g": 3}).encode())
+    merge(store.database, path)
+    assert total(store) == (1, 0, 10)
+    assert spool.rows() == []
+
+
+def test_a_spool_that_is_no_database_is_told_by_its_own_error_and_set_aside(
+    store: Store, tmp_path: Path
+) -> None:
+    path = tmp_path / "front-1.sqlite"
+    path.write_bytes(b"anything" * 1000)
+    with pytest.raises(Damaged, match=r"front-1\.sqlite"):
+        merge(store.database, path)
+    first = keep_spool(tmp_path / "aside", path)
+    path.write_bytes(b"again")
+    second = keep_spool(tmp_path / "aside", path)
+    assert first.read_bytes() == b"anything" * 1000
+    assert second.read_bytes() == b"again"
+    assert not path.exists()
+
+
+def test_records_that_are_set_aside_are_kept_as_they_are(tmp_path: Path) -> None:
+    path = keep_records(
+        tmp_path / "aside", "front-1", [read_record(2, b"\xff{"), read_record(3, 7)]
+    )
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(one["seq"], base64.b64decode(one["record"])) for one in kept] == [
+        (2, b"\xff{"),
+        (3, b"7"),
+    ]
+    assert path.stat().st_mode & 0o777 == 0o600

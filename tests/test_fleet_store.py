@@ -18,7 +18,7 @@ from sqlalchemy import delete, text, update
 from kvmig.accounts.keys import Keys, KeyTerms
 from kvmig.fleet.spec import FleetFile
 from kvmig.fleet.store import Actor, KeyRow, NotThere, Store, Taken
-from kvmig.fleet.tables import StoreError, audit
+from kvmig.fleet.tables import StoreError, api_keys, audit, revisions
 from kvmig.ground.errors import ConfigError
 from tests.fleet_stores import ANNA, Place
 
@@ -175,6 +175,52 @@ def beas(store: Store, **terms: Any) -> tuple[KeyRow, str]:
     """A key of a new user's, bea, and what she is shown."""
     store.add_user("bea", "user", ANNA)
     return store.create_key("bea", "laptop", KeyTerms(**terms), ANNA)
+
+
+@pytest.mark.parametrize("wrong", [{"name": 7}, [], {"name": "qwen", "engine": "of tomorrow"}])
+def test_a_model_that_cannot_be_read_is_named_and_the_others_are_there(
+    wrong: object, store: Store, place: Place
+) -> None:
+    for name in ("one", "two"):
+        store.add_model(place.spec(name), ANNA)
+    store.add_model(place.spec("bad"), ANNA)
+    ids = {one.name: one.model_id for one in store.models()}
+    with store.database.transaction() as connection:
+        bad = update(revisions).where(revisions.c.model_id == ids["bad"])
+        connection.execute(bad.values(spec=wrong))
+    rows, _ = store.catalogue()
+    assert [one.name for one in rows] == ["one", "two"]
+    assert [one.name for one in store.models()] == ["one", "two"]
+    assert store.set_aside.count == {"model": 1}
+    with pytest.raises(StoreError, match="bad"):
+        store.model("bad")
+
+
+def test_a_key_that_cannot_be_read_lets_nobody_in_and_the_others_do(store: Store) -> None:
+    store.add_user("bea", "user", ANNA)
+    keys = [store.create_key("bea", name, KeyTerms(), ANNA)[0] for name in ("one", "bad")]
+    with store.database.transaction() as connection:
+        bad = update(api_keys).where(api_keys.c.id == keys[1].key_id)
+        connection.execute(bad.values(terms={"scopes": "of tomorrow"}))
+    changes = store.key_changes()
+    assert keys[0].prefix in [one.prefix for one in changes.granted]
+    assert changes.revoked == (keys[1].prefix,)
+    listed = [one.prefix for one in store.keys("bea")]
+    assert listed == [keys[0].prefix]
+    assert store.set_aside.count == {"key": 1}
+
+
+def test_a_column_of_json_that_has_none_is_as_any_row_that_cannot_be_read(
+    store: Store, place: Place
+) -> None:
+    if store.database.path is None:
+        pytest.skip("PostgreSQL keeps JSON only")
+    store.add_model(place.spec("one"), ANNA)
+    store.add_model(place.spec("two"), ANNA)
+    with store.database.transaction() as connection:
+        cut = "UPDATE revisions SET spec = substr(spec, 1, 9) WHERE spec LIKE '%two%'"
+        connection.exec_driver_sql(cut)
+    assert [one.name for one in store.models()] == ["one"]
 
 
 def test_the_first_start_has_an_admin_key_once(store: Store) -> None:

@@ -156,7 +156,7 @@ async def test_a_deployment_whose_disk_is_full_hands_its_counts_over_before_it_e
     fleet.add_toy("a")
     async with fleet.client(key) as http:
         await answer(http, ask("a", 5))
-        async with full(fleet.processes("kvmig.serve")):
+        async with full(fleet.processes("kvmig.front_process")):
             for _ in range(10):
                 await answer(http, ask("a", 30))
             deleted = await asyncio.to_thread(fleet.ask, "DELETE", "models/a")
@@ -172,7 +172,7 @@ async def test_calls_are_refused_while_nobody_can_keep_what_they_use(
     answers: list[httpx.Response] = []
     async with fleet.client(key) as http:
         await answer(http, ask("a", 5))
-        pids = [*fleet.processes("kvmig.serve"), *fleet.processes("kvmig.fleet.server")]
+        pids = [*fleet.processes("kvmig.front_process"), *fleet.processes("kvmig.fleet.server")]
         async with full(pids), asyncio.timeout(PATIENCE_S):
             while not answers or answers[-1].is_success:
                 answers.append(await http.post(PATH, json=ask("a", 10)))
@@ -186,3 +186,31 @@ async def test_calls_are_refused_while_nobody_can_keep_what_they_use(
     output = 5 + 10 * (len(answers) + 1)
     found = await asyncio.to_thread(used, fleet, key, output)
     assert found["output"] == output
+
+
+async def test_records_and_spools_that_cannot_be_read_are_set_aside_and_the_server_goes_on(
+    fleet: ToyFleet, key: str
+) -> None:
+    fleet.add_toy("a")
+    (server,) = fleet.processes("kvmig.fleet.server")
+    async with fleet.client(key) as client:
+        await answer(client, ask("a"))
+        await asyncio.to_thread(used, fleet, key, 10)
+        spool = max(
+            (fleet.folder / "spools").rglob("front-*.sqlite"), key=lambda one: one.stat().st_mtime
+        )
+        with contextlib.closing(sqlite3.connect(spool)) as file, file:
+            file.execute("INSERT INTO records VALUES (1000000, ?)", (b'{"seq":1000000,"call',))
+        broken = spool.with_name("front-broken.sqlite")
+        broken.write_bytes(b"no database" * 1000)
+        aside = fleet.folder / "set-aside"
+        await until(lambda: len(list(aside.glob("*"))) == 2)
+        await answer(client, ask("a"))
+    await asyncio.to_thread(used, fleet, key, 20)
+    assert (aside / "front-broken.sqlite").read_bytes() == b"no database" * 1000
+    (record,) = (aside / f"{spool.stem}.jsonl").read_text().splitlines()
+    assert "truncated" in record
+    assert fleet.processes("kvmig.fleet.server") == [server]
+    text = fleet.ask("GET", "metrics").text
+    assert 'kvmig_set_aside_total{kind="record"} 1.0' in text
+    assert 'kvmig_set_aside_total{kind="spool"} 1.0' in text

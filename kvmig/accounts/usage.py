@@ -11,10 +11,11 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
+DAMAGES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 Status = Literal["running", "finished", "cut"]
 
 
@@ -62,6 +63,63 @@ RESERVE_BYTES = 2 << 20
 """For the last records of a front end whose disk is full: some thousands of calls."""
 
 
+class Kept(NamedTuple):
+    """A record as a spool has it."""
+
+    seq: int
+    raw: object
+    """Its bytes, or what else is there."""
+    record: UsageRecord | None
+    """None: it can't be read."""
+    why: str = ""
+    """Why it can't."""
+
+
+MOST_COUNT = 2**53
+MOST_NUMBER = 2**31 - 1
+MOST_TIME = 1e11
+
+
+def read_record(seq: int, raw: object) -> Kept:
+    """Read what may be cut short, of another kvmig, or anything."""
+    if not isinstance(raw, bytes):
+        return Kept(seq, raw, None, "it is no text")
+    try:
+        record = msgspec.json.decode(raw, type=UsageRecord)
+    except msgspec.MsgspecError as error:
+        return Kept(seq, raw, None, str(error))
+    wrong = _wrong(seq, record)
+    return Kept(seq, raw, None if wrong else record, wrong)
+
+
+def _wrong(seq: int, record: UsageRecord) -> str:
+    """Which field has a value that no call has; empty: none."""
+    if record.seq != seq:
+        return f"its seq is {record.seq}, must be {seq}"
+    for name, most in (
+        ("seq", MOST_NUMBER),
+        ("prompt", MOST_COUNT),
+        ("cached", MOST_COUNT),
+        ("output", MOST_COUNT),
+        ("sequences", MOST_NUMBER),
+        ("moves", MOST_NUMBER),
+        ("reruns", MOST_NUMBER),
+        ("began", MOST_TIME),
+        ("ended", MOST_TIME),
+    ):
+        value = getattr(record, name)
+        if value is not None and not 0 <= value <= most:
+            return f"its {name} is {value}, must be 0 to {most:g}"
+    for name in ("call_id", "account", "model"):
+        if "\0" in getattr(record, name):
+            return f"its {name} has a NUL"
+    return ""
+
+
+class Damaged(OSError):
+    """A spool is no database, or a damaged one."""
+
+
 class Spool:
     """A SQLite file of records. The front end writes, the fleet's server takes. Blocking."""
 
@@ -97,21 +155,31 @@ class Spool:
             )
 
     def read(self, after: int = 0, most: int = 5_000) -> list[UsageRecord]:
-        """Those with greater numbers than `after`, in their order. Raises OSError."""
+        """What can be read of `rows`. Raises OSError."""
+        return [one.record for one in self.rows(after, most) if one.record is not None]
+
+    def rows(self, after: int = 0, most: int = 5_000) -> list[Kept]:
+        """Those with greater numbers than `after`, in their order, whatever they say.
+
+        Raises OSError.
+        """
         with self._open() as file:
             rows = file.execute(
-                "SELECT record FROM records WHERE seq > ? ORDER BY seq LIMIT ?", (after, most)
+                "SELECT seq, record FROM records WHERE seq > ? ORDER BY seq LIMIT ?", (after, most)
             )
-            return [msgspec.json.decode(record, type=UsageRecord) for (record,) in rows]
+            return [read_record(seq, raw) for seq, raw in rows]
 
-    def forget(self, merged: Iterable[UsageRecord]) -> None:
+    def forget(self, kept: Iterable[Kept]) -> None:
         """Drop those that are kept elsewhere, unless others have taken their places.
 
         Raises OSError.
         """
-        rows = [(one.seq, msgspec.json.encode(one)) for one in merged]
+        rows = [(one.seq, one.raw) for one in kept]
         with self._open() as file, file:
-            file.executemany("DELETE FROM records WHERE seq = ? AND record = ?", rows)
+            file.executemany(
+                "DELETE FROM records WHERE seq = ? AND CAST(record AS BLOB) IS CAST(? AS BLOB)",
+                rows,
+            )
 
     def leave(self) -> None:
         """Nobody will write it any more: its front end has ended. Raises OSError."""
@@ -130,6 +198,7 @@ class Spool:
         """All that is of it. Raises OSError."""
         for ending in ("", "-wal", "-shm"):
             Path(f"{self._path}{ending}").unlink(missing_ok=True)
+        self.use_reserve()
         self._left.unlink(missing_ok=True)
 
     @contextlib.contextmanager
@@ -138,6 +207,7 @@ class Spool:
             file = sqlite3.connect(self._path, timeout=5.0)
         except sqlite3.Error as error:
             raise OSError(f"{self._path}: {error}") from error
+        file.text_factory = bytes
         try:
             file.execute("PRAGMA journal_mode = WAL")
             file.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing
@@ -146,6 +216,8 @@ class Spool:
             )
             yield file
         except sqlite3.Error as error:
+            if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGES:
+                raise Damaged(f"{self._path}: {error}") from error
             raise OSError(f"{self._path}: {error}") from error
         finally:
             file.close()

@@ -17,7 +17,7 @@ import msgspec
 from sqlalchemy import func, select
 from sqlalchemy.engine import Connection
 
-from kvmig.accounts.usage import HandOver, Spool, UsageRecord
+from kvmig.accounts.usage import HandOver, Kept, Spool, UsageRecord
 from kvmig.fleet.quotas import settle
 from kvmig.fleet.tables import Database, api_keys, upsert, usage, usage_daily, users
 
@@ -38,6 +38,8 @@ class Merged(NamedTuple):
     """Prompt and output together, by the keys' ids."""
     last: int
     """Number of the last record."""
+    unread: Sequence[Kept] = ()
+    """Those that can't be read; they stay in the spool."""
 
 
 def merge(database: Database, spool: Path, over: bool = False, after: int = 0) -> Merged:
@@ -48,13 +50,17 @@ def merge(database: Database, spool: Path, over: bool = False, after: int = 0) -
     the front end was killed under those that say so.
     """
     file = Spool(spool)
-    records = file.read(after, AT_ONCE)
-    if not records:
+    kept = file.rows(after, AT_ONCE)
+    if not kept:
         return Merged(0, {}, after)
-    with database.transaction() as connection:
-        tokens = _merge(connection, file.source, records, over)
-    file.forget(one for one in records if over or one.ended is not None)
-    return Merged(len(records), tokens, records[-1].seq)
+    records = [one.record for one in kept if one.record is not None]
+    tokens: Mapping[str, int] = {}
+    if records:
+        with database.transaction() as connection:
+            tokens = _merge(connection, file.source, records, over)
+    file.forget(one for one in kept if one.record and (over or one.record.ended is not None))
+    unread = [one for one in kept if one.record is None]
+    return Merged(len(kept), tokens, kept[-1].seq, unread)
 
 
 def take(database: Database, handed: HandOver) -> Mapping[str, int]:

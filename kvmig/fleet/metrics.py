@@ -38,11 +38,16 @@ class FleetMetrics:
         proxies: Callable[[], Iterable[str]],
         usage: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
         clock: Clock = monotonic,
+        set_aside: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """proxies: what each has told last. usage: sums by model."""
+        """proxies: what each has told last. usage: sums by model.
+
+        set_aside: how much could not be read, by kind.
+        """
         self._models = models
         self._proxies = proxies
         self._usage = usage
+        self._set_aside = set_aside
         self._clock = clock
         self._missed: Counter[str] = Counter()
         self._lock = asyncio.Lock()
@@ -69,7 +74,7 @@ class FleetMetrics:
             *(({"model": name}, text) for name, text in zip(sockets, texts, strict=True)),
             *(({}, text) for text in self._proxies()),
         ]
-        own = [*of_models(every), *of_usage(usage), self._misses()]
+        own = [*of_models(every), *of_usage(usage), self._misses(), of_set_aside(self._set_aside())]
         return await asyncio.to_thread(lambda: merged([own, *map(parsed, parts)]))
 
     async def _scrape(self, model: str, socket: str) -> str:
@@ -141,6 +146,18 @@ def of_models(models: Iterable[Model]) -> list[Metric]:
         for (way, reason), count in one.scaled.items():
             scaled.add_metric([name, way, reason], count)
     return [state, desired, ready, claim, entered, evicted, scaled]
+
+
+def of_set_aside(count: Mapping[str, int]) -> Metric:
+    """What could not be read since the server's start."""
+    found = CounterMetricFamily(
+        "kvmig_set_aside",
+        "Records, spools, keys, users and models on disk that the server could not read.",
+        labels=["kind"],
+    )
+    for kind, number in count.items():
+        found.add_metric([kind], number)
+    return found
 
 
 def of_usage(sums: Iterable[Mapping[str, Any]]) -> list[Metric]:

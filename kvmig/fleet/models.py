@@ -248,7 +248,11 @@ class Models:
             case Running(deployments):
                 self._told = True
                 for one in deployments:
-                    self._adopt(one)
+                    try:
+                        self._adopt(one)
+                    except msgspec.DecodeError as error:  # of another kvmig; nobody knows whose
+                        log.error("deployment %s ends, its note: %s", one.deployment, error)
+                        self._order(Stop(one.deployment))
             case Started(deployment, pid):
                 if (model := self._whose.get(deployment)) is not None:
                     model.pid = pid

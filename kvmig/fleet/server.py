@@ -30,7 +30,7 @@ import uvloop
 from kvmig.accounts.allowances import Ask, Granted
 from kvmig.accounts.keys import BAD_KEY, KeyGrant, Keys, limited_by
 from kvmig.accounts.limits import Bucket
-from kvmig.accounts.usage import HandOver, Spool
+from kvmig.accounts.usage import Damaged, HandOver, Kept, Spool
 from kvmig.cli.environment import gpus, take_path
 from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import announce, read_launch, until_stopped
@@ -42,6 +42,7 @@ from kvmig.fleet.models import Models, Wanted, words
 from kvmig.fleet.orders import MESSAGE_BYTES, Check, Checked, News, Order, encode, news_of
 from kvmig.fleet.quotas import QuotaSocket, grant, left, sweep
 from kvmig.fleet.replacing import Wanted as Placed
+from kvmig.fleet.setaside import keep_records, keep_spool
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store
@@ -144,6 +145,9 @@ class FleetServer:
         self._settings = settings
         self._store = Store(settings.database_url, settings.path("pepper"))
         self._thread = ThreadPoolExecutor(1, "store")
+        self._set_aside = self._store.set_aside
+        self._aside = settings.path("set-aside")
+        """Folder of usage that can't be read."""
         self._version = 0
         self._grants: dict[str, KeyGrant] = {}
         self._grants_by_id: dict[str, KeyGrant] = {}
@@ -163,6 +167,7 @@ class FleetServer:
             self._models,
             self._figures.values,
             lambda: self._backend.stored(sums, self._store.database, ("model",)),
+            set_aside=lambda: self._set_aside.count,
         )
         self._links = ProxyLinks(str(settings.links), self._first, self._hear)
         self._quotas = QuotaSocket(str(settings.quotas), self._grant, self._take)
@@ -196,7 +201,12 @@ class FleetServer:
         self._keys = Keys(self._store.pepper)
         await self.reload()
         if (wanted := await stored(self._store.placement)) is not None:
-            await self._backend.replacer.take(msgspec.convert(wanted, Placed))
+            try:
+                placed = msgspec.convert(wanted, Placed)
+            except msgspec.ValidationError as error:  # the database keeps it; nothing is placed
+                self._set_aside.add("placement", "of the database", error)
+            else:
+                await self._backend.replacer.take(placed)
         await self._quotas.open()
         self._init.listen()  # what runs is judged by the catalogue
         await self._models.look(LOOK_S)  # until then proxies go on with what they know
@@ -227,7 +237,10 @@ class FleetServer:
                 over = self._models.is_over(folder.name)  # it writes nothing any more
                 try:
                     for path in sorted(folder.glob("*.sqlite")):
-                        await self._take_spool(path, over)
+                        try:
+                            await self._take_spool(path, over)
+                        except Damaged as error:
+                            await self._set_spool_aside(path, error)
                     if over:
                         await asyncio.to_thread(remove_empty, folder)
                 except (StoreError, OSError) as error:
@@ -245,8 +258,20 @@ class FleetServer:
         spool = Spool(path)
         left = spool.left  # before it is read: who ends last has written all by then
         await self._merge(path, over or left)
-        if left and not await asyncio.to_thread(spool.read, most=1):
+        if left and not await asyncio.to_thread(spool.rows, most=1):
             await asyncio.to_thread(spool.remove)
+
+    async def _set_spool_aside(self, path: Path, why: Damaged) -> None:
+        """What it held is lost to the ledger. Its front end begins another one. Raises OSError."""
+        into = await asyncio.to_thread(keep_spool, self._aside, path)
+        self._set_aside.add("spool", str(into), why)
+
+    async def _set_records_aside(self, path: Path, unread: Sequence[Kept]) -> None:
+        """Raises OSError."""
+        into = await asyncio.to_thread(keep_records, self._aside, path.stem, unread)
+        for one in unread:
+            self._set_aside.add("record", f"{one.seq} of {into}", one.why)
+        await asyncio.to_thread(Spool(path).forget, unread)
 
     async def _merge(self, spool: Path, over: bool) -> None:
         """All of it. Raises StoreError, OSError."""
@@ -255,6 +280,8 @@ class FleetServer:
             database = self._store.database
             merged = await self._backend.stored(merge, database, spool, over, merged.last)
             await self._tell_spent(merged.tokens)
+            if merged.unread:
+                await self._set_records_aside(spool, merged.unread)
 
     async def _tell_spent(self, tokens: Mapping[str, int]) -> None:
         """Let proxies know what was used of limits. tokens: by keys' ids. Raises StoreError."""
@@ -424,7 +451,7 @@ class FleetServer:
 
 def remove_empty(folder: Path) -> None:
     """Remove the spools of a deployment that has ended, once all is counted. Raises OSError."""
-    if not any(Spool(path).read(most=1) for path in folder.glob("*.sqlite")):
+    if not any(Spool(path).rows(most=1) for path in folder.glob("*.sqlite")):
         shutil.rmtree(folder)
 
 

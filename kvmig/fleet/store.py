@@ -31,6 +31,7 @@ from kvmig.accounts.keys import (
     new_key,
 )
 from kvmig.fleet.limits import changed, check_models, named_of
+from kvmig.fleet.setaside import SetAside, converted
 from kvmig.fleet.spec import (
     NAME,
     NAMES,
@@ -162,6 +163,8 @@ class Store:
         self._pepper_file = pepper
         self._pepper = b""
         self._clock = clock
+        self.set_aside = SetAside()
+        """Rows that can't be read."""
 
     @property
     def pepper(self) -> bytes:
@@ -220,7 +223,11 @@ class Store:
     def models(self) -> list[ModelRow]:
         """All, by name."""
         with self.database.transaction(reading=True) as connection:
-            return [_model_row(row) for row in connection.execute(_newest()).mappings()]
+            return self._models(connection)
+
+    def _models(self, connection: Connection) -> list[ModelRow]:
+        rows = connection.execute(_newest()).mappings()
+        return self.set_aside.readable("model", rows, _model_row)
 
     def model(self, name: str) -> ModelRow:
         """Raises NotThere."""
@@ -237,8 +244,7 @@ class Store:
     def catalogue(self) -> tuple[list[ModelRow], Mapping[str, Mapping[str, int]]]:
         """All models, by name, and the aliases with weights."""
         with self.database.transaction(reading=True) as connection:
-            rows = [_model_row(row) for row in connection.execute(_newest()).mappings()]
-            return rows, _aliases(connection)
+            return self._models(connection), _aliases(connection)
 
     def fleet(self) -> FleetFile:
         """The whole catalogue, as a file would say it."""
@@ -366,7 +372,7 @@ class Store:
         """All, by name."""
         with self.database.transaction(reading=True) as connection:
             found = connection.execute(select(users).order_by(users.c.name)).mappings()
-            return [_user_row(row) for row in found]
+            return self.set_aside.readable("user", found, _user_row)
 
     def add_user(self, name: str, role: str, actor: Actor) -> UserRow:
         """Raises Taken, ConfigError."""
@@ -415,7 +421,8 @@ class Store:
         if user is not None:
             wanted = wanted.where(users.c.name == user)
         with self.database.transaction(reading=True) as connection:
-            return [_key_row(row) for row in connection.execute(wanted).mappings()]
+            rows = connection.execute(wanted).mappings()
+            return self.set_aside.readable("key", rows, _key_row)
 
     def create_key(self, user: str, name: str, terms: KeyTerms, actor: Actor) -> tuple[KeyRow, str]:
         """Make a key; return it with what its user is shown, once. Raises NotThere, ConfigError."""
@@ -490,13 +497,12 @@ class Store:
         """What has happened to keys since a version; since 0: all of them."""
         wanted = _keys_of_users().where(api_keys.c.version > since)
         with self.database.transaction(reading=True) as connection:
-            granted, revoked = [], []
-            for row in connection.execute(wanted).mappings():
-                if row["revoked_at"] is None and not row["disabled"]:
-                    granted.append(_grant(row))
-                else:
-                    revoked.append(row["prefix"])
-            return KeyChanges(_version(connection), tuple(granted), tuple(revoked))
+            rows = connection.execute(wanted).mappings().all()
+            valid = [row for row in rows if row["revoked_at"] is None and not row["disabled"]]
+            granted = self.set_aside.readable("key", valid, _grant)
+            known = {one.prefix for one in granted}  # one that can't be read lets nobody in
+            revoked = tuple(row["prefix"] for row in rows if row["prefix"] not in known)
+            return KeyChanges(_version(connection), tuple(granted), revoked)
 
     def _add_user(self, connection: Connection, name: str, role: Role, actor: Actor) -> UserRow:
         if connection.execute(select(users.c.id).where(users.c.name == name)).first():
@@ -723,7 +729,7 @@ def _user_row(row: RowMapping) -> UserRow:
         role=row["role"],
         disabled=row["disabled"],
         created=row["created"],
-        limits=msgspec.convert(row["limits"], Limits),
+        limits=converted(row, "limits", Limits),
     )
 
 
@@ -758,7 +764,7 @@ def _key_row(row: RowMapping) -> KeyRow:
         prefix=row["prefix"],
         name=row["name"],
         user=row["user"],
-        terms=msgspec.convert(row["terms"], KeyTerms),
+        terms=converted(row, "terms", KeyTerms),
         created=row["created"],
         revoked_at=row["revoked_at"],
         origin=row["origin"],

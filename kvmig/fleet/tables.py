@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,6 +64,17 @@ class StoreError(KvmigError):
 
 class Unusable(StoreError, ConfigError):
     """Nor will it do it later: it is damaged, read-only, of a newer kvmig, or something else's."""
+
+
+class Garbled:
+    """What a column of JSON has in place of JSON; it fits no type."""
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return Garbled()
 
 
 metadata = MetaData()
@@ -326,8 +338,9 @@ def _engine(url: URL, wait_s: float) -> Engine:
     arguments: dict[str, Any] = {"timeout": wait_s} if lite else {"connect_timeout": CONNECT_S}
     try:
         engine = create_engine(
-            url, pool_size=1, max_overflow=0, pool_pre_ping=not lite, connect_args=arguments
-        )
+            url, pool_size=1, max_overflow=0, pool_pre_ping=not lite, connect_args=arguments,
+            json_deserializer=_read_json,
+        )  # fmt: skip
     except ImportError as error:
         raise ConfigError(f"{url.drivername} needs kvmig[postgres]: {error}") from error
     if lite:
