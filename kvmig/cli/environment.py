@@ -100,6 +100,14 @@ def raise_open_files() -> int:
     return hard
 
 
+LONG_BYTES = 1 << 20
+
+
+def take_long(sock: socket.socket) -> None:
+    """Let packets of a Unix socket be as long as Linux allows: twice its net.core.wmem_max."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONG_BYTES)
+
+
 def too_few_files(allowed: int, max_waiting: int, front_ends: int) -> str:
     """Say why they aren't enough for the clients that may wait; empty if they are."""
     needed = -(-max_waiting // front_ends) + SPARE_FILES

@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
 import hashlib
 import importlib
 import logging
@@ -32,7 +33,7 @@ from pathlib import Path
 import msgspec
 import setproctitle
 
-from kvmig.cli.environment import with_tree
+from kvmig.cli.environment import take_long, with_tree
 from kvmig.cli.loaded import note
 from kvmig.cli.processes import UNSEEN, begin_loading, end_loading, leave, quiet, say
 from kvmig.controlplane.child import lead_group
@@ -55,6 +56,7 @@ TELL_S = 1.0
 ENGINE = "engine"
 INSTANCES, SERVERS = "the environment of instances", "the environment of servers"
 """What a `Loaded` names besides `likeness`; environments by their `digest`."""
+NO_FILE_S = 0.2
 LLUMLET = "kvmig.cli.llumlet"
 ENGINES = "kvmig.cli.forks"
 LOADED = "kvmig.cli.loaded"
@@ -63,8 +65,8 @@ GPUS = "/dev/nvidia"
 """Files of NVIDIA's driver, opened by cuInit: it fails in a fork of who has called it."""
 TITLE_ROOM = " " * 200
 """The last word of a fork server's command line: the titles of its forks take the line's place."""
-MESSAGE_BYTES = 1 << 18
-"""More than an environment has, and than Linux lets through."""
+MESSAGE_BYTES = 1 << 20
+"""More than Linux lets through, with `take_long`."""
 
 
 class ForkOrder(msgspec.Struct, frozen=True, tag=True):
@@ -110,6 +112,7 @@ ForkNews = Loaded | Forked | Refused | Ended
 
 def send_order(sock: socket.socket, order: ForkOrder, descriptors: Sequence[int]) -> None:
     """Order a fork, which gets copies of the descriptors. Raises OSError."""
+    take_long(sock)
     rights = array.array("i", descriptors)
     sock.sendmsg([msgspec.msgpack.encode(order)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
 
@@ -589,6 +592,15 @@ def serve(clients: list[socket.socket], listening: Listening | None = None) -> i
     return become(*forked)
 
 
+def _ready(watched: Sequence[socket.socket | int]) -> list[socket.socket | int]:
+    """Wait until some can be read. Not by select(), which knows files up to number 1,023 only."""
+    poll = select.poll()
+    numbers = {one if isinstance(one, int) else one.fileno(): one for one in watched}
+    for number in numbers:
+        poll.register(number, select.POLLIN)
+    return [numbers[number] for number, _ in poll.poll()]
+
+
 class _Forking:
     """The fork server's sockets, and whose each fork is."""
 
@@ -620,7 +632,7 @@ class _Forking:
         watched: list[socket.socket | int] = [self._hears, *self.clients]
         if self.listening is not None:
             watched += self.listening.sock, self.listening.lifeline
-        ready, _, _ = select.select(watched, [], [])
+        ready = _ready(watched)
         if self._hears in ready:
             os.read(self._hears, 4096)
             for news in ended():
@@ -638,8 +650,13 @@ class _Forking:
         return None
 
     def _take(self, listening: Listening) -> None:
-        with contextlib.suppress(OSError):  # whoever came has gone again
+        try:
             client, _ = listening.sock.accept()
+        except OSError as error:  # whoever came has gone again; or no file is left for anybody
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(NO_FILE_S)  # who waits would be asked for again at once
+            return
+        with contextlib.suppress(OSError):
             client.setblocking(False)
             if user_of(client) != os.geteuid():
                 client.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -50,6 +51,7 @@ SETTLE_S = 1.0
 """From its start until it leases what nobody has claimed, at least: members of an agent that has
 died are back by then (`kvmig.controlplane.unit_member.RETRY_S`), but for one that is stopped."""
 TICK_S = 0.5
+NO_FILE_S = 0.5
 """Between two looks at the rule while nobody tells anything."""
 
 
@@ -79,6 +81,8 @@ class UnitAgent:
         self._turns = UnitTurns(turns or Turns())
         self._tenants: dict[str, Tenant] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._again: asyncio.TimerHandle | None = None
+        """Lets clients in again, after there was no file for one."""
         self._loop = asyncio.get_running_loop()
         self._settled_at = self._loop.time() + settle_s
         self._settled = False
@@ -90,7 +94,7 @@ class UnitAgent:
     async def run(self) -> None:
         """Serve until it is cancelled."""
         self._sock.setblocking(False)
-        self._loop.add_reader(self._sock.fileno(), self._accept)
+        self._listen()
         try:
             while True:
                 if not self._settled:
@@ -98,6 +102,8 @@ class UnitAgent:
                 self._tell()
                 await asyncio.sleep(TICK_S if self._settled else SETTLE_S / 20)
         finally:
+            if self._again is not None:
+                self._again.cancel()
             self._loop.remove_reader(self._sock.fileno())
             for task in list(self._tasks):
                 task.cancel()
@@ -130,11 +136,17 @@ class UnitAgent:
 
     # -- connections
 
+    def _listen(self) -> None:
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
     def _accept(self) -> None:
         try:
             sock, _ = self._sock.accept()
         except OSError as error:
             log.warning("nobody could be let in: %s", error)
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # who waits would come again at once
+                self._loop.remove_reader(self._sock.fileno())
+                self._again = self._loop.call_later(NO_FILE_S, self._listen)
             return
         _, user = credentials(sock)
         if user != os.geteuid():

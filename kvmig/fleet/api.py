@@ -206,10 +206,13 @@ def fleet_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
         check_day("until", until)
         return {"data": await backend.stored(sums, store.database, fields, since, until, user)}
 
+    backing_up = asyncio.Lock()
+
     @api.post("/backup")
     async def backup(body: BackupBody, _: Actor = caller) -> Body:
         """Copy the database to a path on the server's disk."""
-        await backend.stored(store.backup, Path(body.path))
+        async with backing_up:  # the store's thread goes on with orders meanwhile
+            await asyncio.to_thread(store.backup, Path(body.path))
         return {"path": body.path}
 
     return api

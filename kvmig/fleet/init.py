@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvmig.cli.environment import raise_open_files, take_port
+from kvmig.cli.environment import raise_open_files, take_long, take_port
 from kvmig.cli.forks import HANDED, ForkOrder, ForkServer, join
 from kvmig.cli.processes import (
     Child,
@@ -331,6 +333,8 @@ class Init:
 
     async def _begin_server(self, heartbeat: int) -> Child:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for one in (ours, theirs):
+            take_long(one)
         ours.setblocking(False)
         self._forget_server()
         with theirs:
@@ -422,7 +426,12 @@ class Init:
                 self._unsent.popleft()
         except BlockingIOError:
             loop.add_writer(self._server, self._send)
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EMSGSIZE:
+                self._unsent.popleft()
+                log.error("news for the server is too long, and is lost")
+                self._send()
+                return
             self._forget_server()
 
     # -- deployments
@@ -534,7 +543,7 @@ class Init:
             await asyncio.sleep(LOG_LOOK_S)
             for path in self._settings.path("logs").glob("*.log"):
                 try:
-                    turn_log(path)
+                    await asyncio.to_thread(turn_log, path)
                 except OSError as error:
                     log.warning("%s is not shortened: %s", path, error)
 
@@ -648,5 +657,5 @@ def turn_log(path: Path) -> None:
     Raises OSError.
     """
     if path.stat().st_size > LOG_BYTES:
-        path.with_suffix(".log.1").write_bytes(path.read_bytes())
+        shutil.copyfile(path, path.with_suffix(".log.1"))
         os.truncate(path, 0)

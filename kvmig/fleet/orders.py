@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-MESSAGE_BYTES = 1 << 18
+MESSAGE_BYTES = 1 << 20
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

@@ -212,6 +212,7 @@ class QuotaSocket:
         self._answer = answer
         self._take = take
         self._server: asyncio.Server | None = None
+        self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
@@ -227,6 +228,7 @@ class QuotaSocket:
         if self._server is None:
             return
         self._server.close()
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -245,7 +247,10 @@ class QuotaSocket:
                     continue
                 granted = await self._answer(msgspec.json.decode(line, type=Ask))
                 writer.write(msgspec.json.encode(granted) + b"\n")
-        except (StoreError, ValueError, ConnectionError) as error:
+        except asyncio.CancelledError:
+            if not self._closed:  # else it is as it should: asyncio would print a traceback
+                raise
+        except (StoreError, msgspec.DecodeError, ValueError, ConnectionError) as error:
             log.warning("quota: %s", error)
         finally:
             writer.close()

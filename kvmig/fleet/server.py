@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import math
@@ -112,8 +113,13 @@ class InitLink:
                 self._unsent.popleft()
         except BlockingIOError:
             loop.add_writer(self._sock, self._send)
-        except OSError:  # init has gone, and so will this process
-            self._unsent.clear()
+        except OSError as error:
+            if error.errno == errno.EMSGSIZE:  # that one alone can't be sent
+                self._unsent.popleft()
+                log.error("an order to init is too long, and is lost")
+                self._send()
+                return
+            self._unsent.clear()  # init has gone, and so will this process
 
     def _read(self) -> None:
         try:

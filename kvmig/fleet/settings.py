@@ -109,13 +109,38 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
 
 
 def make_folders(settings: FleetSettings) -> None:
-    """The folder and what is in it, for this user alone. Raises ConfigError."""
-    for folder in (settings.path(), settings.path("run"), settings.path("logs"), settings.spools):
-        try:
+    """The folder and what is in it, for this user alone. Raises ConfigError.
+
+    A folder that others use for something else is left as it is.
+    """
+    whole = settings.path()
+    try:
+        if whole.exists() and (wrong := _not_ours(whole)):
+            raise ConfigError(f"--data is {settings.data}, {wrong}")
+        for folder in (whole, settings.path("run"), settings.path("logs"), settings.spools):
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
-        except OSError as error:
-            raise ConfigError(f"--data {settings.data} can't be used: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--data {settings.data} can't be used: {error}") from error
+
+
+def _not_ours(folder: Path) -> str:
+    """Why an existing folder isn't taken; empty: it is a fleet's, is empty, or for us alone.
+
+    Raises OSError.
+    """
+    found = folder.stat()
+    if not folder.is_dir():
+        return "must be a folder"
+    if found.st_uid != os.geteuid():
+        return f"a folder of user {found.st_uid}, must be this user's"
+    alone = not found.st_mode & 0o077
+    if alone or (folder / "run").is_dir() or not any(folder.iterdir()):
+        return ""
+    return (
+        "a folder with other files, which others may read; must be a new one, an empty one, or for"
+        " this user alone (chmod 700)"
+    )
 
 
 class ServerLaunch(msgspec.Struct, frozen=True):

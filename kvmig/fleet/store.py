@@ -12,7 +12,6 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -30,6 +29,7 @@ from kvmig.accounts.keys import (
     check_terms,
     new_key,
 )
+from kvmig.fleet.copies import copy_sqlite
 from kvmig.fleet.limits import changed, check_models, named_of
 from kvmig.fleet.setaside import SetAside, converted
 from kvmig.fleet.spec import (
@@ -185,7 +185,8 @@ class Store:
         self.database.close()
 
     def backup(self, path: Path) -> None:
-        """Copy the database into a new file while it is in use. The pepper's file isn't in it."""
+        """Copy the database into a new file while it is in use; on any thread, for it has a
+        connection of its own. The pepper's file isn't in it."""
         if self.database.path is None:
             raise ConfigError("a backup of PostgreSQL is its own tools' work: run pg_dump")
         if not path.is_absolute() or not str(path).isprintable():
@@ -197,8 +198,7 @@ class Store:
             part.unlink(missing_ok=True)
             part.touch(mode=0o600)
             try:
-                with self.database.raw() as source, closing(sqlite3.connect(part)) as target:
-                    source.backup(target)
+                copy_sqlite(self.database.path, part)
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)

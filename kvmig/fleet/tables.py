@@ -236,6 +236,7 @@ class Database:
         self._url = _checked_url(url)
         self._wait_s = wait_s
         self._lock: IO[str] | None = None
+        self._file_lock: IO[bytes] | None = None
         self._engine = _engine(self._url, wait_s)
         self.name = self._url.render_as_string() if self.path is None else str(self.path)
 
@@ -255,6 +256,9 @@ class Database:
             if self.path is not None:
                 self._lock = _take_lock(self.path)
                 with self._errors():
+                    if not self.path.exists():
+                        self.path.touch(mode=0o600)
+                    self._file_lock = _take_file(self.path)
                     _check_file(self.path)
             with self.transaction() as connection:
                 if _schema_of(connection, self.name) < SCHEMA:
@@ -269,9 +273,10 @@ class Database:
     def close(self) -> None:
         """Leave it to the next server."""
         self._engine.dispose()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        for one in (self._file_lock, self._lock):
+            if one is not None:
+                one.close()
+        self._file_lock = self._lock = None
 
     @contextlib.contextmanager
     def transaction(self, *, reading: bool = False) -> Iterator[Connection]:
@@ -376,7 +381,8 @@ def _begin_sqlite(connection: Connection) -> None:
 
 def _take_lock(path: Path) -> IO[str]:
     """The lock of a database's one server: on a file of its own, which holds the server's pid."""
-    beside = path.with_name(path.name + ".lock")
+    found = path.resolve()
+    beside = found.with_name(found.name + ".lock")
     try:
         file = beside.open("a+")
     except OSError as error:
@@ -394,10 +400,27 @@ def _take_lock(path: Path) -> IO[str]:
     return file
 
 
+def _take_file(path: Path) -> IO[bytes]:
+    """The same by the file itself, which may have several names: hard links, bind mounts.
+
+    SQLite's own locks are of another kind, and don't meet this one.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise StoreError(f"the fleet's database {path} can't be used: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        said = f"the fleet's database {path} is in use by another server, under another name"
+        raise StoreError(said) from error
+    return file
+
+
 def _check_file(path: Path) -> None:
-    """Look at a file without changing it; make one for this user alone if there is none."""
-    if not path.exists() or not path.stat().st_size:
-        path.touch(mode=0o600)
+    """Look at a file without changing it; a new one is empty."""
+    if not path.stat().st_size:
         return
     looking = create_engine(
         "sqlite://",

@@ -59,6 +59,7 @@ class ProxyLinks:
         self._first = first
         self._hear = hear
         self._server: asyncio.Server | None = None
+        self._closed = False
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -80,6 +81,7 @@ class ProxyLinks:
         if self._server is None:
             return
         self._server.close()
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -104,6 +106,9 @@ class ProxyLinks:
                 self._send(name, writer, message)
             while True:
                 self._hear(name, await receive(reader, Want | Demand | Figures))
+        except asyncio.CancelledError:
+            if not self._closed:  # else it is as it should: asyncio would print a traceback
+                raise
         except (EOFError, ConnectionError, TimeoutError):
             pass  # it has gone
         except (ValueError, msgspec.DecodeError) as error:
