@@ -150,8 +150,9 @@ class Setup:
         self._uv: dict[str, str] | None = None
         """Its environment, once it's there."""
 
-    def run(self, what: str, command: list[str], **more: str) -> str:
+    def run(self, what: str, command: list[str], failed: str = "failed", **more: str) -> str:
         """Run one step; returns its standard output. more: variables that the user may have set.
+        failed: what is shown of a step that fails.
 
         Raises SetupError with the step and the reason.
         """
@@ -192,7 +193,7 @@ class Setup:
             said = log.read()
         head = f"\r  {what}" if live else f"  {what}"
         if process.returncode != 0:
-            print(f"{head}: failed", file=self.out, flush=True)
+            print(f"{head}: {failed}", file=self.out, flush=True)
             raise SetupError(f"{what} failed: {reason(said)} (all of it in {self.log})")
         print(f"{head}: {time.monotonic() - start:.0f} s", file=self.out, flush=True)
         return output
@@ -312,7 +313,8 @@ class Setup:
             command = [str(self.python), "-m", "pip", "download", "--quiet", "--no-deps"]
             command += ["--disable-pip-version-check", f"{name}=={version}", "--dest", str(place)]
             try:
-                self.run(f"{name} {version}, beside the installed one", command)
+                lacks = "failed" if name == names[-1] else f"there is none, {names[-1]} instead"
+                self.run(f"{name} {version}, beside the installed one", command, failed=lacks)
             except SetupError:
                 if name == names[-1]:
                     raise

@@ -34,6 +34,13 @@ async def test_a_call_without_a_good_key_gets_401_as_openai_says_it(
     assert error_of(answer)["code"] == "invalid_api_key"
 
 
+async def test_who_looks_with_a_browser_is_told_what_this_is(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.client() as client:
+        answer = await client.get("/", headers={"authorization": ""})
+    assert answer.status_code == 200
+    assert answer.json()["what"] == "the door of a kvmig fleet: an OpenAI API, for programs"
+
+
 async def test_a_key_may_come_as_anthropics_clients_send_it(tmp_path: Path) -> None:
     async with site(tmp_path) as door, door.deployment(), door.client("-") as client:
         client.headers.pop("authorization")

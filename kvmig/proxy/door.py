@@ -52,6 +52,14 @@ from kvmig.proxy.relay import OWN, Broken, Chunked, Head, Unframed, Upstream, er
 
 FLEET = "/kvmig/"
 """Prefix of the paths that the server answers."""
+GREETING = msgspec.json.encode(
+    {
+        "what": "the door of a kvmig fleet: an OpenAI API, for programs",
+        "models": "/v1/models",
+        "key": "authorization: Bearer kv-...",
+    }
+)
+"""For who looks with a browser."""
 FIGURES = b"/kvmig/v2/metrics"
 COLD = "x-kvmig-cold"
 COLD_MS = b"x-kvmig-cold-start-ms"
@@ -187,6 +195,8 @@ class Door:
             await call.answer(HTTPStatus.OK if there else HTTPStatus.SERVICE_UNAVAILABLE, b"")
         elif call.path == LIVE_PATH:
             await call.answer(HTTPStatus.OK, b"")
+        elif call.method == "GET" and call.path == "/":
+            await call.answer(HTTPStatus.OK, GREETING)
         elif call.connection.too_many:
             call.limits = [(b"connection", b"close")]
             sentence = "this proxy has as many clients as its open files are for (ulimit -Hn)"
