@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -13,7 +14,7 @@ from vllm.v1.structured_output.backend_outlines import OutlinesBackend
 
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
-from kvmig.engines.vllm.grammar_caches import SALTS, SaltedGrammars, apart
+from kvmig.engines.vllm.grammar_caches import SALTS, SaltedGrammars, apart, empty_compiler
 from kvmig.models import BUNDLED
 from tests.environment import environment
 from tests.vllm_side import ENVIRONMENT
@@ -75,3 +76,15 @@ def test_regular_expressions_of_outlines_are_kept_by_salt_too() -> None:
     found: Any = apart(backend)
     assert dict(found.cache) == {}
     assert backend.cache
+
+
+def test_every_compiler_of_a_backend_is_a_salts_own(grammars: SaltedGrammars) -> None:
+    """vLLM 0.33 has a second one, for structural tags."""
+    compile_for(grammars, "anna")
+    shared: Any = copy.copy(grammars.backend)
+    shared.full_vocab_compiler = shared.compiler
+    shared.other_compiler = empty_compiler(shared.compiler)
+    found: Any = apart(shared)
+    assert found.compiler is found.full_vocab_compiler
+    every = {id(found.compiler), id(found.other_compiler), id(shared.compiler)}
+    assert len(every | {id(shared.other_compiler)}) == 4

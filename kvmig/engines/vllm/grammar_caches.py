@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 from vllm import envs
@@ -18,6 +19,9 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+if TYPE_CHECKING:
+    from xgrammar import GrammarCompiler
 
 SALTS = 32
 """Whose grammars are kept at once; they share as much memory as those without a salt have."""
@@ -39,7 +43,7 @@ class SaltedGrammars(StructuredOutputManager):
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
         salted = copy.copy(self)
         salted.backend = self.backend_of(request.cache_salt)
-        grammar: StructuredOutputGrammar = StructuredOutputManager._create_grammar(salted, request)
+        grammar: StructuredOutputGrammar = super(SaltedGrammars, salted)._create_grammar(request)
         return grammar
 
     def backend_of(self, salt: str | None) -> StructuredOutputBackend:
@@ -61,15 +65,25 @@ def apart(backend: StructuredOutputBackend) -> StructuredOutputBackend:
         import xgrammar
 
         found = copy.copy(backend)
-        found.compiler = xgrammar.GrammarCompiler(
-            backend.compiler.compile_regex("a").tokenizer_info,  # it says it nowhere else
-            max_threads=THREADS,
-            cache_enabled=True,
-            cache_limit_bytes=envs.VLLM_XGRAMMAR_CACHE_MB * 2**20 // SALTS,
-        )
+        own: dict[int, xgrammar.GrammarCompiler] = {}
+        for name, value in vars(backend).items():  # with 0.33 there are two, or one by two names
+            if isinstance(value, xgrammar.GrammarCompiler):
+                setattr(found, name, own.setdefault(id(value), empty_compiler(value)))
         return found
     if hasattr(backend, "cache"):  # outlines: of regular expressions, in memory or on a disk
         found = copy.copy(backend)
         found.cache = LRUCache(maxsize=INDEXES)
         return found
     return backend
+
+
+def empty_compiler(compiler: GrammarCompiler) -> GrammarCompiler:
+    """A compiler for the same tokens, with nothing compiled yet."""
+    import xgrammar
+
+    return xgrammar.GrammarCompiler(
+        compiler.compile_regex("a").tokenizer_info,  # it says it nowhere else
+        max_threads=THREADS,
+        cache_enabled=True,
+        cache_limit_bytes=envs.VLLM_XGRAMMAR_CACHE_MB * 2**20 // SALTS,
+    )

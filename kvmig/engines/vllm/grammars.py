@@ -160,8 +160,9 @@ class GrammarCompiler:
 
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
         """As an Executor's. Its threads are daemons: they end with the process."""
-        while self._waiting:
-            self._waiting.popleft()[0].cancel()
+        for compiling, _ in self._waiting:
+            compiling.cancel()
+        self._waiting.clear()
 
     def _begin(self) -> None:
         with self._lock:
