@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvmig.fleet.deployments import InstanceRow, Told, Watched
+from kvmig.gateway.body_bounds import ModelReach
 from kvmig.ground.errors import StartupError
 from kvmig.proxy.messages import ModelCard
 from tests.waiting import until
@@ -40,6 +41,12 @@ class Deployment:
                     return
                 if path == "/v1/models":
                     self._list(writer)
+                    continue
+                if path == "/kvmig/v1/model":
+                    body = b'{"id": "m", "reach": {"tokens": 4096, "longest": 64, "media": false}}'
+                    writer.write(
+                        b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+                    )
                     continue
                 if method == "POST":
                     length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
@@ -117,4 +124,5 @@ async def test_a_deployment_that_serves_is_asked_what_its_model_is_like(
 ) -> None:
     _, watched = deployment
     await until(lambda: watched.card)
-    assert watched.card == ModelCard(created=17, owned_by="vllm", max_model_len=4096)
+    reach = ModelReach(4096, 64, media=False)
+    assert watched.card == ModelCard(created=17, owned_by="vllm", max_model_len=4096, reach=reach)

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Set
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
+from kvmig.gateway.body_bounds import ModelReach
 from kvmig.ground.errors import StartupError
 from kvmig.proxy.messages import ModelCard
 
@@ -28,6 +29,8 @@ ADMIN = "/kvmig/v1"
 
 log = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
 
 class InstanceRow(msgspec.Struct, frozen=True):
     """The part of an instance's row that counts here."""
@@ -43,9 +46,12 @@ class InstanceRow(msgspec.Struct, frozen=True):
     weights: str = ""
 
 
-class ModelRow(ModelCard, frozen=True):
+class ModelRow(msgspec.Struct, frozen=True):
     """Of the list of its models. parent: of an adapter."""
 
+    created: int = 0
+    owned_by: str = "kvmig"
+    max_model_len: int | None = None
     parent: str | None = None
 
 
@@ -53,6 +59,20 @@ class ModelList(msgspec.Struct, frozen=True):
     """The answer of /v1/models."""
 
     data: tuple[ModelRow, ...] = ()
+
+
+class Reach(msgspec.Struct, frozen=True):
+    """See `ModelReach`."""
+
+    tokens: int
+    longest: int
+    media: bool
+
+
+class ModelAnswer(msgspec.Struct, frozen=True):
+    """The answer of /kvmig/v1/model."""
+
+    reach: Reach | None = None
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -190,16 +210,23 @@ class Watched:
     async def _learn(self) -> None:
         """Ask for its model's card; when it has no answer now, it is asked at the next event."""
         try:
-            answer = await self._http.get("/v1/models", timeout=CARD_S)
-            rows = msgspec.json.decode(answer.raise_for_status().content, type=ModelList).data
+            rows = (await self._get("/v1/models", ModelList)).data
+            reach = (await self._get(f"{ADMIN}/model", ModelAnswer)).reach
         except (httpx.HTTPError, msgspec.DecodeError) as error:
-            log.warning("a deployment does not list its models: %r", error)
+            log.warning("a deployment does not say what its model is like: %r", error)
             return
         for row in rows:
             if row.parent is None:
-                self.card = ModelCard(row.created, row.owned_by, row.max_model_len)
+                known = None
+                if reach is not None:
+                    known = ModelReach(reach.tokens, reach.longest, reach.media)
+                self.card = ModelCard(row.created, row.owned_by, row.max_model_len, known)
                 self._changed()
                 return
+
+    async def _get(self, path: str, kind: type[Answer]) -> Answer:
+        answer = await self._http.get(path, timeout=CARD_S)
+        return msgspec.json.decode(answer.raise_for_status().content, type=kind)
 
 
 def sentence_of(answer: httpx.Response) -> str:

@@ -227,6 +227,7 @@ class Models:
             if model.wanted.spec != one.spec or not model.claim:
                 model.claim = self.memory.claim(one.spec)
                 model.parked_claim = self.memory.parked(one.spec)
+                model.card = msgspec.structs.replace(model.card, reach=None)  # it may have another
             model.wanted = one
         for name, model in self._models.items():
             model.removed = name not in named

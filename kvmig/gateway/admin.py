@@ -21,6 +21,7 @@ from kvmig.controlplane.messages import (
     StopDrain,
 )
 from kvmig.gateway.access import Rule
+from kvmig.gateway.body_bounds import ModelReach
 from kvmig.gateway.inventory import InstanceRow, RequestRow
 from kvmig.gateway.launcher import LauncherLink
 from kvmig.gateway.problems import PROBLEMS, ErrorBody, Responses, guarded
@@ -43,10 +44,12 @@ def admin_api(
     rows: Callable[[], Sequence[InstanceRow]],
     model: str,
     rule: Rule,
+    reach: ModelReach | None = None,
 ) -> APIRouter:
-    """Routes that show instances, requests and migrations, and move a request.
+    """Routes that show the model, instances, requests and migrations, and move a request.
 
-    rows: of all instances, now. model: the served model's name. rule: who may call them.
+    rows: of all instances, now. model: the served model's name. rule: who may call them. reach: of
+    the model; None: it isn't known.
     """
     errors: Responses = {status: {"model": ErrorBody} for status in (400, 404, 409, 503, 504)}
     api = APIRouter(
@@ -56,6 +59,11 @@ def admin_api(
         route_class=guarded(rule, tuple(MigrationBody.model_fields)),
     )
     changing = APIRouter(route_class=guarded(rule, tuple(ChangeBody.model_fields)))
+
+    @api.get("/model")
+    async def served() -> ModelBody:
+        """What the model can use of one prompt, which bounds the bodies of calls."""
+        return ModelBody(id=model, reach=reach and ReachBody(**reach._asdict()))
 
     @api.get("/instances")
     async def instances() -> Listing[Instance]:
@@ -213,6 +221,21 @@ class Listing(BaseModel, Generic[Row]):
 
     object: Literal["list"] = "list"
     data: list[Row]
+
+
+class ReachBody(BaseModel):
+    """What a model can use of one prompt."""
+
+    tokens: int = Field(description="Of a prompt and its answer.")
+    longest: int = Field(description="Bytes of its tokenizer's longest token.")
+    media: bool = Field(description="Whether it takes images, audio or video.")
+
+
+class ModelBody(BaseModel):
+    """The served model."""
+
+    id: str
+    reach: ReachBody | None = Field(description="null where it isn't known.")
 
 
 class OfUnit(BaseModel):

@@ -35,7 +35,7 @@ def extend(
     def rows() -> list[InstanceRow]:
         return cluster_rows(rows_of_router(), membership.members)
 
-    app.include_router(admin_api(router, rows, model, http.access.admin))
+    app.include_router(admin_api(router, rows, model, http.access.admin, http.reach))
     app.include_router(instances_api(launcher, rows, model, http.access.admin))
     app.include_router(
         events_api(router, rows, model, http.access.admin, closed=lambda: http.closed)

@@ -7,6 +7,7 @@ the time for which a front end's event loop works on it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -58,6 +59,17 @@ class ModelReach(NamedTuple):
     """Bytes of its tokenizer's longest token."""
     media: bool = False
     """Whether it takes images, audio or video."""
+
+
+def widest(reaches: Iterable[ModelReach | None]) -> ModelReach | None:
+    """What is of use to one of several models at least; None: it isn't known of all of them, or
+    there are none."""
+    found = list(reaches)
+    known = [one for one in found if one is not None]
+    if not known or len(known) < len(found):
+        return None
+    tokens, longest, media = zip(*known, strict=True)
+    return ModelReach(max(tokens), max(longest), any(media))
 
 
 class BodyBound(NamedTuple):

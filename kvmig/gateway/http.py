@@ -27,14 +27,21 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvmig.gateway.access import ADMIN, Access
 from kvmig.gateway.answer_usage import UsageReader
-from kvmig.gateway.body_bounds import BodyCheck, ModelReach, bound_of, largest_size
+from kvmig.gateway.body_bounds import ModelReach, largest_size
 from kvmig.gateway.body_budget import BodyBudget
 from kvmig.gateway.call_work import work_of
 from kvmig.gateway.error_forms import api_of
 from kvmig.gateway.error_stage import ErrorStage
 from kvmig.gateway.load_shedding import LoadShedding
 from kvmig.gateway.problems import denial, problem, shorten_value
-from kvmig.gateway.request_body import RETRY_AFTER, BodyRules, Refused, discard, read_body
+from kvmig.gateway.request_body import (
+    RETRY_AFTER,
+    BodyRules,
+    Refused,
+    discard,
+    read_body,
+    rules_of,
+)
 from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.gateway.route_table import ClientRoute, RouteMatch, find_route
 from kvmig.ground.clock import Clock, monotonic
@@ -106,16 +113,8 @@ class HttpState:
 
     def body_rules(self, found: RouteMatch | None, headers: MutableHeaders) -> BodyRules:
         """What holds for the body of such a call."""
-        most, timeout_s = self.config.max_body, self.config.body_timeout_s
-        if self.reach is None:
-            return BodyRules(most, timeout_s, unread=most)
-        bound = bound_of(self.reach, None if found is None else found.route)
-        form = headers.get("content-type", "").lower().startswith("multipart/")
-        check = BodyCheck(bound, json=not form)
-        if bound.size < most:
-            why = "more is of no use to the model"
-            return BodyRules(bound.size, timeout_s, check, why, unread=most)
-        return BodyRules(most, timeout_s, check, unread=most)
+        route = None if found is None else found.route
+        return rules_of(self.config, self.reach, route, headers)
 
     def payer(self, call: HttpCall, headers: MutableHeaders) -> str:
         """Whose part of the room for bodies a call's body takes; empty: nobody's is known."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -11,9 +12,11 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
-from kvmig.gateway.body_bounds import BodyCheck, TooMuch
+from kvmig.gateway.body_bounds import BodyCheck, ModelReach, TooMuch, bound_of
 from kvmig.gateway.body_budget import BodyShare
 from kvmig.gateway.problems import problem
+from kvmig.gateway.route_table import ClientRoute
+from kvmig.ground.config import HttpConfig
 
 DISCARD_S = 2.0
 """Longest time for what comes of a body that is refused."""
@@ -46,6 +49,34 @@ class BodyRules(NamedTuple):
     """What bounds it."""
     unread: int = 64_000_000
     """Bytes of a refused one that are taken, and dropped, so that its client sees the answer."""
+
+
+def rules_of(
+    config: HttpConfig,
+    reach: ModelReach | None,
+    route: ClientRoute | None,
+    headers: Mapping[str, str],
+) -> BodyRules:
+    """What holds for the body of such a call. reach: of its model; None: it isn't known, and bounds
+    nothing. headers: names in lower case."""
+    most, timeout_s = config.max_body, config.body_timeout_s
+    if reach is None:
+        return BodyRules(most, timeout_s, unread=most)
+    bound = bound_of(reach, route)
+    form = headers.get("content-type", "").lower().startswith("multipart/")
+    check = BodyCheck(bound, json=not form)
+    if bound.size < most:
+        why = "more is of no use to the model"
+        return BodyRules(bound.size, timeout_s, check, why, unread=most)
+    return BodyRules(most, timeout_s, check, unread=most)
+
+
+def check_whole(rules: BodyRules, body: bytes) -> None:
+    """Raises Refused, 413, for a body that was read by other rules."""
+    rules = rules._replace(unread=0)
+    if len(body) > rules.most:
+        raise _too_large(rules)
+    _look(rules, body, body)
 
 
 async def read_body(
@@ -88,16 +119,22 @@ async def _read(
         _take(rules, share, part)
         ends = not message.get("more_body", False)
         body = b"".join(parts) if ends else b""
-        if rules.check is not None:
-            try:
-                rules.check.feed(part)
-                if ends:
-                    rules.check.check(body)
-            except TooMuch as error:
-                status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-                raise Refused(problem(status, str(error)), rules.unread) from error
+        _look(rules, part, body if ends else None)
         if ends:
             return {"type": "http.request", "body": body, "more_body": False}
+
+
+def _look(rules: BodyRules, part: bytes, whole: bytes | None) -> None:
+    """whole: the body, once it is there."""
+    if rules.check is None:
+        return
+    try:
+        rules.check.feed(part)
+        if whole is not None:
+            rules.check.check(whole)
+    except TooMuch as error:
+        status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        raise Refused(problem(status, str(error)), rules.unread) from error
 
 
 def _take(rules: BodyRules, share: BodyShare, part: bytes) -> None:

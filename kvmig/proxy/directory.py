@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvmig.accounts.keys import KeyGrant
 from kvmig.accounts.keys import Keys as KnownKeys
+from kvmig.gateway.body_bounds import ModelReach, widest
 from kvmig.proxy.answer_ids import model_of_answer, new_answer_id
 from kvmig.proxy.messages import Aliases, Keys, Known, Route, Routes, Snapshot
 
@@ -33,10 +34,13 @@ class Directory:
         self._keys = KnownKeys(b"")
         self._aliases: Mapping[str, Mapping[str, int]] = {}
         self._adapters: dict[str, str] = {}
+        self._reaches: dict[tuple[str, ...] | None, ModelReach | None] = {}
+        """By what keys may use; forgotten when models change."""
 
     def apply(self, message: Known) -> set[str]:
         """Take what the server tells; the models whose routes have changed."""
         changed: set[str] = set()
+        self._reaches.clear()
         match message:
             case Snapshot():
                 changed = set(self.routes) | {route.name for route in message.routes}
@@ -125,6 +129,24 @@ class Directory:
         for name, route in every:
             if route.state != "off" and (grant.models is None or name in grant.models):
                 yield name, route
+
+    def reach(self, grant: KeyGrant, name: str | None) -> ModelReach | None:
+        """What is of use to the models that a call may be for; None: it isn't known of all.
+
+        name: of the model, that its path has; None: the body says it.
+        """
+        if name is not None:
+            return self._widest((name,))
+        if grant.models not in self._reaches:
+            self._reaches[grant.models] = self._widest(grant.models)
+        return self._reaches[grant.models]
+
+    def _widest(self, names: Iterable[str] | None) -> ModelReach | None:
+        """None: all names."""
+        if names is None:
+            return widest(one.card.reach for one in self.routes.values())
+        models = {model for name in names for model in self.models_of(name)}
+        return widest(self.routes[one].card.reach for one in models if one in self.routes)
 
     def models_of(self, name: str) -> Iterable[str]:
         """Models that a name may mean."""

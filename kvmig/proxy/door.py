@@ -22,6 +22,7 @@ from kvmig.accounts.keys import QUOTA_CODE, Denied, KeyGrant, no_model, quota_co
 from kvmig.accounts.keys import Scope as KeyScope
 from kvmig.accounts.limits import Exceeded, Limiter, Tallies, headers
 from kvmig.gateway import request_body as gateway
+from kvmig.gateway.body_bounds import ROOM, ModelReach
 from kvmig.gateway.body_budget import BodyBudget
 from kvmig.gateway.call_work import sequences_of
 from kvmig.gateway.error_stage import ErrorStage
@@ -34,7 +35,7 @@ from kvmig.gateway.http import (
     number_of,
 )
 from kvmig.gateway.probes import LIVE_PATH
-from kvmig.gateway.request_body import BodyRules
+from kvmig.gateway.request_body import BodyRules, check_whole, rules_of
 from kvmig.gateway.requests import HttpCall
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import BODIES, HttpConfig
@@ -272,15 +273,13 @@ class Door:
             raise refused(no_model(where.listed))
         await call.answer(HTTPStatus.OK, msgspec.json.encode(answer))
 
-    async def _read(self, call: Call, visit: Visit) -> bytes:
+    async def _read(self, call: Call, visit: Visit, rules: BodyRules) -> bytes:
         """The call's body, which takes room of the key's user until it is written to somebody.
 
         Raises Gone, Refused, or the gateway's Refused.
         """
         grant = self.directory.current(visit.prefix)
         headers = MutableHeaders(raw=call.scope["headers"])
-        most = self.config.max_body
-        rules = BodyRules(most, self.config.body_timeout_s, unread=most)
         call.body = self.budget.enter("" if grant is None else grant.user_id)
         message = await gateway.read_body(rules, call.body, headers, call.receive_part)
         if message is None:
@@ -303,7 +302,10 @@ class Door:
             await self._relay(call, upstream, "", [])
 
     async def _ask_server(self, call: Call, visit: Visit) -> None:
-        content = await self._read(call, visit)
+        most = min(ROOM, self.config.max_body)
+        why = "an order to the server needs no more"
+        rules = BodyRules(most, self.config.body_timeout_s, None, why, self.config.max_body)
+        content = await self._read(call, visit, rules)
         call.patience_s = ORDER_S
         headers = _passed(call, (FORWARDED, KVMIG))
         headers.append((b"x-forwarded-for", call.address.encode()))
@@ -344,12 +346,17 @@ class Door:
         """Know what the call asks for. Raises Refused, or Gone."""
         assert where.route is not None
         is_form = where.route.model == "form"
-        body = body_of(await self._read(call, visit), call.headers, is_form=is_form)
+        reach = self._reach_before(visit, where)
+        rules = rules_of(self.config, reach, where.route, call.headers)
+        body = body_of(await self._read(call, visit, rules), call.headers, is_form=is_form)
         if where.answer_id:
             grant, found = self._find_answer(visit, where)
         else:
             name = where.model or body.model
             grant, found = self._find_model(call, visit, name, where.route.charge != "nothing")
+        if (known := self.directory.routes[found.model].card.reach) != reach:
+            own = rules_of(self.config, known, where.route, call.headers)
+            check_whole(own, body.content)
         more = {}
         if where.path == RESPONSES:
             self._check_previous(body.previous, grant, found.model)
@@ -372,6 +379,11 @@ class Door:
             sequences=sequences_of(where.route, content),
             account=grant.user_id,
         )
+
+    def _reach_before(self, visit: Visit, where: Asked) -> ModelReach | None:
+        """What of the body is of use, as far as that can be known before it is there."""
+        grant = self.directory.current(visit.prefix)
+        return None if grant is None else self.directory.reach(grant, where.model)
 
     def _find_model(
         self, call: Call, visit: Visit, name: str | None, charged: bool

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from kvmig.accounts.keys import KeyGrant
+from kvmig.gateway.body_bounds import ModelReach
 from kvmig.ground.config import HttpConfig
 from kvmig.ground.discreet import Discreet
 from kvmig.ground.priorities import NORMAL, PriorityClass
@@ -39,11 +40,13 @@ class ProxyLaunch(Discreet, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """What a deployment says of its model at /v1/models."""
+    """What a deployment says of its model."""
 
     created: int = 0
     owned_by: str = "kvmig"
     max_model_len: int | None = None
+    reach: ModelReach | None = None
+    """What bounds bodies; None: it isn't known."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
