@@ -187,8 +187,8 @@ def test_patience_starts_with_the_last_that_went_missing() -> None:
 def test_only_a_missing_instance_is_confirmed_to_have_crashed() -> None:
     seen = Crashes()
     seen.confirmed("never ran there")
-    seen.missed("a", 1.0)
-    seen.missed("a", 2.0)
+    seen.missed("a", 1.0, 0)
+    seen.missed("a", 2.0, 0)
     assert seen.missing == {"a": 1.0}
     seen.confirmed("a")
     seen.confirmed("a")
@@ -205,6 +205,52 @@ def test_an_instance_that_returned_does_not_count() -> None:
 def test_a_restarted_instance_counts_each_time() -> None:
     seen = Crashes()
     for at in (0.0, 5.0):
-        seen.missed("a", at)
+        seen.missed("a", at, 0)
         seen.confirmed("a")
     assert seen.verdict(9.0, 2) == "poison"
+
+
+def test_a_hang_counts_as_a_crash_at_once_and_its_end_not_again() -> None:
+    seen = Crashes()
+    seen.missed("a", 0.0, 0)  # silent before
+    seen.hung("a", 0, blamed=True)
+    seen.hung("a", 0, blamed=True)
+    seen.missed("a", 1.0, 0)
+    seen.confirmed("a")
+    assert (seen.crashed, seen.missing) == (["a"], {})
+    seen.hung("a", 2, blamed=True)
+    assert seen.verdict(9.0, 2) == "poison"
+    assert seen.sentence() == "instances a and a hung while they ran this request"
+
+
+def test_who_came_during_a_hang_is_to_blame_neither_for_it_nor_for_the_end_of_the_instance() -> (
+    None
+):
+    seen = Crashes()
+    seen.hung("a", 0, blamed=False)
+    seen.missed("a", 1.0, 0)
+    seen.confirmed("a")
+    assert (seen.crashed, seen.missing) == ([], {})
+    seen.missed("a", 2.0, 1)
+    seen.confirmed("a")
+    assert seen.crashed == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("hung", "crashed", "sentence"),
+    [
+        (["a"], [], "instance a hung while it ran this request"),
+        ([], ["b"], "instance b crashed while it ran this request"),
+        (["a"], ["b"], "instances a and b hung or crashed while they ran this request"),
+    ],
+)
+def test_the_sentence_says_what_became_of_the_instances(
+    hung: list[str], crashed: list[str], sentence: str
+) -> None:
+    seen = Crashes()
+    for name in hung:
+        seen.hung(name, 0, blamed=True)
+    for name in crashed:
+        seen.missed(name, 0.0, 1)
+        seen.confirmed(name)
+    assert seen.sentence() == sentence

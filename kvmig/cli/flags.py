@@ -582,7 +582,7 @@ def _add_faults(root: _Parser) -> None:
     group.add(
         "--max-crashes",
         "max_crashes",
-        "a request that ran on so many instances as they crashed isn't run again",
+        "a request that ran on so many instances as they crashed or hung isn't run again",
     )
 
 

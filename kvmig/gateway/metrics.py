@@ -105,7 +105,7 @@ class Metrics(Observer):
         )
         self._poisoned = counter(
             "kvmig_requests_poisoned_total",
-            "Requests that were failed because instances crashed while they ran them.",
+            "Requests that were failed because instances crashed or hung while they ran them.",
         )
         self._unread = counter(
             "kvmig_requests_unread_total",
@@ -160,7 +160,7 @@ class Metrics(Observer):
         self._tokens.inc(tokens)
 
     def poisoned(self) -> None:
-        """A request was failed because instances crashed while they ran it."""
+        """A request was failed because instances crashed or hung while they ran it."""
         self._poisoned.inc()
 
     def unread(self) -> None:

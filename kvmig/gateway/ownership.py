@@ -186,9 +186,10 @@ class Ownership:
                 request.crashes.returned(instance)
                 request.reconnected.add(instance)
         for instance, ailment in ailing.items():
+            if ailment == "hung" and self.missing.get(instance) != "hung":
+                self._blame_for_hang(instance)
             self._miss(instance, ailment)
-            if self._instances.any_fit():
-                self._leave_ailing(instance, f"instance {instance} is {ailment}")
+            self._leave_ailing(instance, f"instance {instance} is {ailment}")
         self._leave_lost()
         self.place()
 
@@ -204,15 +205,27 @@ class Ownership:
     def _leave(self, requests: Sequence[LiveRequest], instance: str, reason: str) -> None:
         now = self._clock()
         for request in requests:
-            request.crashes.missed(instance, now)
+            request.crashes.missed(instance, now, request.run)
             self._displace(request, reason)
 
-    def _leave_ailing(self, instance: str, reason: str) -> None:
-        """The instance may come back: requests that had better wait for its fate stay there."""
-        now = self._clock()
+    def _blame_for_hang(self, instance: str) -> None:
+        """A step has been running for `step_timeout_s`, as far as the instance can measure it: who
+        came during it isn't to blame.
+        """
+        began = self._clock() - self._config.step_timeout_s / 2
         for request in self._running(instance):
-            request.crashes.missed(instance, now)
-            if request.crashes.verdict(now, self._config.max_crashes) == "run":
+            request.crashes.hung(instance, request.run, blamed=request.placed <= began)
+
+    def _leave_ailing(self, instance: str, reason: str) -> None:
+        """The instance may come back: requests that had better wait for its fate stay there, and
+        all do that have nowhere to go.
+        """
+        now, fit = self._clock(), self._instances.any_fit()
+        for request in self._running(instance):
+            if fit:
+                request.crashes.missed(instance, now, request.run)
+            verdict = request.crashes.verdict(now, self._config.max_crashes)
+            if verdict == "poison" or (fit and verdict == "run"):
                 self._displace(request, reason)
 
     def _leave_lost(self) -> None:
@@ -221,7 +234,7 @@ class Ownership:
         for request in self._table:
             if (instance := request.instance) not in alive and instance is not None:
                 if instance in self.missing:
-                    request.crashes.missed(instance, now)
+                    request.crashes.missed(instance, now, request.run)
                 self._displace(request, f"instance {instance}, which ran it, is lost")
             elif request.moved_to in request.reconnected:
                 self._displace(request, f"instance {instance}, where it went, was lost meanwhile")
@@ -255,13 +268,9 @@ class Ownership:
         """Whether the request needs no place any more: it runs, or it has failed."""
         verdict = request.crashes.verdict(now, self._config.max_crashes)
         if verdict == "poison":
-            names = " and ".join(request.crashes.crashed)
             self._observer.poisoned()
-            self.give_up(
-                [request],
-                f"instances {names} crashed while they ran this request: it isn't run again",
-                "final",
-            )
+            told = f"{request.crashes.sentence()}: it isn't run again"
+            self.give_up([request], told, "final")
             return True
         if verdict == "wait":
             return False
@@ -288,7 +297,7 @@ class Ownership:
             fit=True,
             begun=request.begun,
         )
-        request.unplaced_since = None
+        request.unplaced_since, request.placed = None, self._clock()
         request.splicer.restart(instance)
         self._observer.ran_again(tokens)
         log.warning(

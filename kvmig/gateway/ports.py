@@ -129,7 +129,7 @@ class Observer:
         """A request runs again on another instance; so many tokens are to be recomputed."""
 
     def poisoned(self) -> None:
-        """A request was failed because instances crashed while they ran it."""
+        """A request was failed because instances crashed or hung while they ran it."""
 
     def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
         """A process has refused so many messages since its start, by reason. Told often."""

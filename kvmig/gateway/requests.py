@@ -72,6 +72,8 @@ class LiveRequest:
     """The request as submitted, to run it again elsewhere."""
     arrived: float
     """In the router's clock."""
+    placed: float = 0.0
+    """When its present run was sent to an instance, in the router's clock."""
     call: HttpCall | None = None
     allowance: Allowance[Any] | None = None
     """What pays for its tokens; None: they cost nothing."""
@@ -157,20 +159,39 @@ Verdict = Literal["run", "wait", "poison"]
 
 @dataclass(slots=True)
 class Crashes:
-    """Instances that went while they ran the request. Pure.
+    """Instances that hung or went while they ran the request. Pure.
 
-    An instance is missing when its connection is lost or it is silent, hung or failed: it may
-    come back. Only the launcher, which sees the process, knows that it crashed.
+    An instance is missing when its connection is lost or it is silent or failed: it may come back.
+    Only the launcher, which sees the process, knows that it crashed. A hang is known at once, and
+    counts as a crash does, whether the instance comes back or not.
     """
 
     crashed: list[str] = field(default_factory=list)
-    """Names, in the order of their crashes; a restarted one may be in it again."""
+    """Names, in the order of their crashes and hangs; one that serves again may be in it again."""
     missing: dict[str, float] = field(default_factory=dict)
     """Name -> since when."""
+    hangs: int = 0
+    """How many of `crashed` are hangs."""
+    judged: dict[str, int] = field(default_factory=dict)
+    """Name -> the run of the request during which it last hung: that run counts once there."""
 
-    def missed(self, instance: str, now: float) -> None:
-        """The instance is missing, and the request ran there."""
-        self.missing.setdefault(instance, now)
+    def missed(self, instance: str, now: float, run: int) -> None:
+        """The instance is missing, and this run of the request was there."""
+        if self.judged.get(instance) != run:
+            self.missing.setdefault(instance, now)
+
+    def hung(self, instance: str, run: int, *, blamed: bool) -> None:
+        """The instance hangs while it has this run of the request.
+
+        blamed: whether the request was there before the hang began.
+        """
+        if self.judged.get(instance) == run:
+            return
+        self.judged[instance] = run
+        self.missing.pop(instance, None)
+        if blamed:
+            self.crashed.append(instance)
+            self.hangs += 1
 
     def returned(self, instance: str) -> None:
         """The instance is back. Unknown ones are ignored."""
@@ -180,6 +201,14 @@ class Crashes:
         """The instance has crashed. Ignored if it wasn't missing: the request didn't run there."""
         if self.missing.pop(instance, None) is not None:
             self.crashed.append(instance)
+
+    def sentence(self) -> str:
+        """What became of the instances."""
+        how = "crashed"
+        if self.hangs:
+            how = "hung" if self.hangs == len(self.crashed) else "hung or crashed"
+        who = f"instance{'s' * (len(self.crashed) > 1)} {' and '.join(self.crashed)}"
+        return f"{who} {how} while {'they' if len(self.crashed) > 1 else 'it'} ran this request"
 
     def verdict(self, now: float, most: int) -> Verdict:
         """Whether the request may run on a further instance; `most` crashes make it poison.

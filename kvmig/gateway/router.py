@@ -271,6 +271,7 @@ class Router:
                 priority=priority,
                 payload=payload,
                 arrived=arrived,
+                placed=self._clock(),
                 call=call,
                 allowance=allowance,
                 search=search,

@@ -110,7 +110,7 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     failover_timeout_s: float = 120.0
     """How long a request whose instance is lost waits for one that it can run on."""
     max_crashes: int = 2
-    """A request that saw so many instances crash while it ran there isn't run again."""
+    """A request that saw so many instances crash or hang while it ran there isn't run again."""
 
 
 MediaUrls = Literal["public", "named"]
