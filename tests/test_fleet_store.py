@@ -327,7 +327,7 @@ def test_one_admin_remains(store: Store, change: dict[str, str | bool]) -> None:
 @pytest.mark.parametrize(
     ("name", "role", "sentence"),
     [
-        ("Bea", "user", "name is 'Bea', must be"),
+        ("be a", "user", "name is 'be a', must be"),
         ("bea", "root", "role is 'root', must be admin or"),
     ],
 )

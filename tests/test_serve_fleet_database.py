@@ -99,7 +99,7 @@ async def test_without_postgres_models_serve_and_the_next_server_waits_for_it(
 async def test_a_damaged_database_is_refused_by_name_and_left_as_it_is(tmp_path: Path) -> None:
     fleet = ToyFleet(tmp_path)
     file = fleet.folder / "kvmig.sqlite"
-    file.parent.mkdir()
+    file.parent.mkdir(mode=0o700)
     file.write_bytes(b"certainly no database, " * 500)
     with pytest.raises(StartupError, match=r"kvmig\.sqlite is no SQLite database"):
         fleet.start()

@@ -55,7 +55,7 @@ async def test_a_deployment_that_is_stopped_costs_its_own_part_only(fleet: ToyFl
     async with fleet.client() as client:
         for model in "ab":
             await answer(client, ask(model, 10))
-    (stopped,) = fleet.processes("--served-model-name=b")
+    (stopped,) = fleet.processes("kvmig.front_process of b ")
     os.kill(stopped, signal.SIGSTOP)
     await asyncio.sleep(CACHE_S)
     try:

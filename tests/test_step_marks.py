@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ def test_a_step_leaves_its_event_before_anybody_is_told_of_its_blocks(
     core = StepCore.__new__(StepCore)
     core.cadence_meter, core.hold = CadenceMeter(), StepHold()
     core.stepping, core.phase = nullcontext(), None
+    core.scheduler = SimpleNamespace(lora_config=None)
     core.after_step = lambda: calls.append("event")
     core.between_steps = lambda: calls.append("blocks")
     assert core._process_engine_step()

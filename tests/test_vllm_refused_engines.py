@@ -157,7 +157,7 @@ def lora_core(max_loras: int | None, *running: int) -> Any:
     def broken(adapter: object) -> None:
         raise ValueError("no such file")
 
-    return SimpleNamespace(scheduler=made, add_lora=broken, is_sleeping=lambda: False)
+    return SimpleNamespace(scheduler=made, load_adapter=broken, is_sleeping=lambda: False)
 
 
 def adapted(adapter: int | None) -> Any:
