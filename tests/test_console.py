@@ -178,12 +178,16 @@ def test_a_user_is_disabled_and_enabled(kvmig: Kvmig) -> None:
 def test_a_key_is_made_rotated_and_revoked(kvmig: Kvmig) -> None:
     kvmig.add_model()
     kvmig("user", "add", "bea")
-    key = kvmig("key", "add", "bea", "--name", "laptop", "--model", "qwen", "--days", "2").strip()
+    classes = ("--class", "low", "--class", "normal")
+    options = ("--name", "laptop", "--model", "qwen", "--days", "2", *classes)
+    key = kvmig("key", "add", "bea", *options).strip()
     _, prefix, _ = key.split("-", 2)
     other = kvmig("key", "rotate", prefix, "--keep", "60").strip()
     old, new = kvmig.json("key", "ls")
     assert (old["prefix"], new["prefix"]) == (prefix, other.split("-", 2)[1])
     assert old["terms"]["expires"] < new["terms"]["expires"]
+    assert new["terms"]["classes"] == ["low", "normal"]
+    assert "classes" in kvmig("key", "ls")
     kvmig("key", "revoke", new["prefix"])
     assert [bool(one["revoked_at"]) for one in kvmig.json("key", "ls")] == [False, True]
     assert "has been revoked" in kvmig.refused("key", "revoke", new["prefix"])

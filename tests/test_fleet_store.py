@@ -235,14 +235,27 @@ def test_the_first_start_has_an_admin_key_once(store: Store) -> None:
 def test_a_key_is_granted_as_it_was_made(store: Store, place: Place) -> None:
     store.add_model(place.spec(), ANNA)
     store.add_user("bea", "user", ANNA)
-    terms = KeyTerms(models=("qwen",), cidrs=("10.0.0.0/8",), expires=2e6, rpm=1, tpm=2, parallel=3)
+    terms = KeyTerms(
+        models=("qwen",), cidrs=("10.0.0.0/8",), classes=("low",), expires=2e6, rpm=1, tpm=2,
+        parallel=3,
+    )  # fmt: skip
     row, shown = store.create_key("bea", "laptop", terms, ANNA)
     granted = Keys(store.pepper, store.key_changes().granted).find(shown)
     assert granted is not None
     assert (granted.models, granted.cidrs, granted.expires) == (terms.models, terms.cidrs, 2e6)
     assert (granted.rpm, granted.tpm, granted.parallel, granted.user) == (1, 2, 3, "bea")
+    assert granted.classes == ("low",)
     assert store.keys("bea") == [row]
     assert row.terms == terms
+
+
+def test_a_key_of_before_there_were_classes_may_use_all(store: Store) -> None:
+    row, _ = beas(store)
+    with store.database.transaction() as connection:
+        terms = {"scopes": ["infer"]}
+        connection.execute(update(api_keys).where(api_keys.c.prefix == row.prefix).values(terms=terms))
+    (granted,) = store.key_changes().granted
+    assert (granted.scopes, granted.classes) == (("infer",), None)
 
 
 def test_no_secret_is_kept(store: Store) -> None:

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple, get_args
 import msgspec
 
 from kvmig.ground.errors import ConfigError
+from kvmig.ground.priorities import CLASS_NAME
 
 Scope = Literal["infer", "read", "admin"]
 """infer: requests to models. read: keys and usage of the key's own user. admin: the fleet's API."""
@@ -36,6 +37,7 @@ PEPPER_BYTES = 32
 FORM = re.compile(r"kv-([0-9a-z]{8})-([A-Za-z0-9_-]{43})")
 MODEL_LENGTH = 260
 """Of two names and a colon, at least."""
+CLASS_LENGTH = 64
 MOST = 10**12
 """Of requests and tokens a minute."""
 QUOTA_CODE = "insufficient_quota"
@@ -79,6 +81,8 @@ class KeyTerms(Limits, frozen=True, kw_only=True):
     """Names that requests may give; None: all."""
     cidrs: tuple[str, ...] | None = None
     """Networks that requests may come from; None: all."""
+    classes: tuple[str, ...] | None = None
+    """Priority classes that requests may name; None: all."""
     expires: float | None = None
     """Unix time."""
 
@@ -304,6 +308,14 @@ def check_terms(terms: KeyTerms, now: float) -> None:
             raise ConfigError(
                 f"models has {name!r:.100}, must be names of 1 to {MODEL_LENGTH} printable"
                 " characters"
+            )
+    if terms.classes is not None and not terms.classes:
+        raise ConfigError("classes is empty, must name priority classes; leave it out for all")
+    for name in terms.classes or ():
+        if len(name) > CLASS_LENGTH or not CLASS_NAME.fullmatch(name):
+            raise ConfigError(
+                f"classes has {name!r:.100}, must be names of priority classes: a letter, then"
+                f" letters, digits, - or _, at most {CLASS_LENGTH}"
             )
     if terms.cidrs is not None and not terms.cidrs:
         raise ConfigError("cidrs is empty, must name networks; leave it out for all")

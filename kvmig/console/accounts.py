@@ -125,6 +125,9 @@ def add_key(
     model: Annotated[list[str] | None, typer.Option(help="Only these; else all.")] = None,
     scope: Annotated[list[str] | None, typer.Option(help="infer, read, admin.")] = None,
     cidr: Annotated[list[str] | None, typer.Option(help="Only from these networks.")] = None,
+    priority_class: Annotated[
+        list[str] | None, typer.Option("--class", help="Only these priority classes; else all.")
+    ] = None,
     days: Annotated[float, typer.Option(help="Until it expires; 0: never.")] = 0.0,
     rpm: Annotated[int | None, typer.Option(help="Requests a minute.")] = None,
     tpm: Annotated[int | None, typer.Option(help="Tokens a minute.")] = None,
@@ -141,6 +144,7 @@ def add_key(
         "models": model,
         "scopes": scope or ["infer"],
         "cidrs": cidr,
+        "classes": priority_class,
         "days": days,
         "rpm": rpm,
         "tpm": tpm,
@@ -182,7 +186,11 @@ def key_row(one: dict[str, Any]) -> Sequence[object]:
     ends = [time_of(at) for at in (terms["expires"], one["revoked_at"])]
     scopes = " ".join(terms["scopes"])
     left = [left_of(one["left"])] if "left" in one else []
-    return one["prefix"], one["user"], one["name"], scopes, models, limits_of(terms), *ends, *left
+    classes = terms.get("classes")
+    limits = limits_of(terms)
+    if classes is not None:
+        limits = ", ".join([*([limits] if limits else []), f"classes {' '.join(classes)}"])
+    return one["prefix"], one["user"], one["name"], scopes, models, limits, *ends, *left
 
 
 def left_of(quotas: Sequence[dict[str, Any]]) -> str | None:

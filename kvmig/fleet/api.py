@@ -370,6 +370,7 @@ def accounts_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
             scopes=tuple(body.scopes),
             models=None if body.models is None else tuple(body.models),
             cidrs=None if body.cidrs is None else tuple(body.cidrs),
+            classes=None if body.classes is None else tuple(body.classes),
             expires=time.time() + body.days * DAY_S if body.days else None,
             quotas=msgspec.convert(quotas, dict[str, ModelQuota]),
             **limits,
@@ -508,6 +509,9 @@ class KeyBody(LimitsBody):
     models: list[str] | None = Field(default=None, description="Only these; null: all.")
     scopes: list[Literal["infer", "read", "admin"]] = Field(default=["infer"], min_length=1)
     cidrs: list[str] | None = Field(default=None, description="Only from there; null: anywhere.")
+    classes: list[str] | None = Field(
+        default=None, description="Only these priority classes; null: all."
+    )
     days: float = Field(
         default=0.0, ge=0, le=36500, allow_inf_nan=False, description="0: for ever."
     )

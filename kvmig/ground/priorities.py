@@ -10,7 +10,7 @@ import msgspec
 
 from kvmig.ground.errors import ConfigError
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _FLAG = "--priority-class"
 
 
@@ -72,7 +72,7 @@ def check_classes(classes: Sequence[PriorityClass]) -> None:
     for at, one in enumerate(classes):
         rules: tuple[tuple[bool, str, object, str], ...] = (
             (
-                _NAME.fullmatch(one.name) is not None,
+                CLASS_NAME.fullmatch(one.name) is not None,
                 "name",
                 repr(one.name),
                 "a letter, then letters, digits, - or _",

@@ -26,14 +26,7 @@ from kvmig.gateway.body_bounds import ROOM, ModelReach
 from kvmig.gateway.body_budget import BodyBudget
 from kvmig.gateway.call_work import sequences_of
 from kvmig.gateway.error_stage import ErrorStage
-from kvmig.gateway.http import (
-    PRIORITY,
-    PRIORITY_FIELD,
-    UNREAD_BYTES,
-    UnknownPriority,
-    checked_header,
-    number_of,
-)
+from kvmig.gateway.http import PRIORITY, UNREAD_BYTES
 from kvmig.gateway.probes import LIVE_PATH
 from kvmig.gateway.request_body import BodyRules, check_whole, rules_of
 from kvmig.gateway.requests import HttpCall
@@ -48,6 +41,7 @@ from kvmig.proxy.exposition import merged, parsed
 from kvmig.proxy.hold import Counted, Counts, Go, Hold, Stay, Waiter, left_s, verdict
 from kvmig.proxy.messages import Down, ModelDemand, Route, Routes, Spent
 from kvmig.proxy.metrics import DoorMetrics
+from kvmig.proxy.priority_choice import Chosen, choose_class
 from kvmig.proxy.refusals import Refused, bad, refused
 from kvmig.proxy.relay import OWN, Broken, Chunked, Head, Unframed, Upstream, error_of
 
@@ -368,10 +362,14 @@ class Door:
             passed.append((b"content-type", body.form.content_type))
         passed.append((ACCOUNT, grant.key_id.encode()))
         passed.append((TENANT, grant.user_id.encode()))
+        chosen = self._choose_class(call, body, found.model, grant)
+        if chosen.runs_as is not None:
+            passed = [one for one in passed if one[0] != PRIORITY.encode()]
+            passed.append((PRIORITY.encode(), str(chosen.runs_as).encode()))
         call.errand = (target(where.path, call.scope["query_string"]), passed, content)
         return Waiter(
             model=found.model,
-            priority=self._priority(call, body, found.model),
+            priority=chosen.waits_as,
             size=len(content),
             since=self._clock(),
             beats=body.stream,
@@ -429,20 +427,13 @@ class Door:
             passed = [*passed, (QUOTA, b"1")]
         call.ask(path, passed, content)
 
-    def _priority(self, call: Call, body: Body, model: str) -> int:
-        """Raises Refused for a class that the model doesn't have."""
+    def _choose_class(self, call: Call, body: Body, model: str, grant: KeyGrant) -> Chosen:
+        """Raises Refused for a class that the model doesn't have, or the key may not use."""
         route = self.directory.routes.get(model)
         if route is None:
-            return 0
-        given = call.headers.get(PRIORITY)
-        try:
-            if given is not None:
-                return checked_header(given, route.classes)
-            if body.priority is not None:
-                return number_of(PRIORITY_FIELD, body.priority, route.classes)
-        except UnknownPriority as error:
-            raise bad(str(error), "unknown_priority") from error
-        return route.priority
+            return Chosen(0)
+        named = call.headers.get(PRIORITY)
+        return choose_class(route.classes, route.priority, grant.classes, named, body.priority)
 
     def _cold_start(self, waiter: Waiter) -> list[tuple[bytes, bytes]]:
         if not waiter.number:

@@ -1,0 +1,55 @@
+"""Which priority class a call is of, by what it names and what its key allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from kvmig.gateway.http import PRIORITY_FIELD, UnknownPriority, checked_header, number_of
+from kvmig.ground.priorities import PriorityClass, class_of
+from kvmig.proxy.refusals import Refused, bad
+
+NORMAL_NUMBER = 0
+"""Of the class that a deployment gives to calls that name none."""
+
+
+class Chosen(NamedTuple):
+    """A call's class."""
+
+    waits_as: int
+    """Who waits is let in by it: smaller ones first."""
+    runs_as: int | None = None
+    """That the deployment gives it, whatever the call says; None: what it says, or none."""
+
+
+def choose_class(
+    classes: Sequence[PriorityClass],
+    of_model: int,
+    allowed: Sequence[str] | None,
+    header: str | None,
+    field: Any,
+) -> Chosen:
+    """Raises Refused for a class that the model doesn't have, or that the key may not use.
+
+    of_model: of calls that name none. allowed: classes that the key may use; None: all.
+    header, field: what the call names, the header before the body's field; None: nothing.
+    """
+    try:
+        number = None
+        if header is not None:
+            number = checked_header(header, classes)
+        elif field is not None:
+            number = number_of(PRIORITY_FIELD, field, classes)
+    except UnknownPriority as error:
+        raise bad(str(error), "unknown_priority") from error
+    if allowed is None:
+        return Chosen(of_model if number is None else number)
+    own = [one.priority for one in classes if one.name in allowed]
+    if number is None:
+        number = max(own, default=NORMAL_NUMBER) if NORMAL_NUMBER not in own else NORMAL_NUMBER
+    if number not in own:
+        name = class_of(classes, number).name
+        sentence = f"the API key may not use the priority class {name}, it may use "
+        raise Refused(HTTPStatus.FORBIDDEN, sentence + ", ".join(allowed), "class_not_allowed")
+    return Chosen(number, number)
