@@ -200,6 +200,23 @@ async def test_a_key_that_owes_tokens_waits_and_another_does_not(tmp_path: Path)
     assert other.status_code == 200
 
 
+async def test_an_answer_says_what_is_left_of_a_quota(tmp_path: Path) -> None:
+    given, grant = key(quota=1000, tpm=600, quotas={"count": ModelQuota(500, "total")})
+    word = "x-ratelimit-{}-tokens"
+    told = []
+    async with site(tmp_path, grant, wall=lambda: 1000.0) as door, door.deployment():
+        for tokens, of_model in ((900, 500), (300, 500), (300, 7)):
+            left = {
+                grant.key_id: QuotaLeft(tokens, 1060.0),
+                f"{grant.key_id} count": QuotaLeft(of_model, None),
+            }
+            door.door.apply(Spent(owed={grant.key_id: 0.0}, left=left))
+            headers = (await door.ask(given=given)).headers
+            told.append([headers.get(word.format(one)) for one in ("limit", "remaining", "reset")])
+    assert told[1:] == [["1000", "300", "60.000s"], ["500", "7", None]]
+    assert told[0][:2] == ["500", "500"]
+
+
 @pytest.mark.parametrize(
     ("left", "status"),
     [(QuotaLeft(0, None), 429), (QuotaLeft(0, 4e9), 429), (QuotaLeft(0, 1.0), 200),

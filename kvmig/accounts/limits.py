@@ -148,12 +148,12 @@ What = Literal["requests", "tokens"]
 
 
 class Left(NamedTuple):
-    """Of a limit a minute."""
+    """Of a limit a minute, or of a quota."""
 
     left: int
     limit: int
     reset_s: float
-    """Until all of it is left."""
+    """Until all of it is left; infinite: it never is again."""
 
 
 @dataclass
@@ -231,16 +231,23 @@ def let_in(limiters: Sequence[Limiter], now: float, requests: int = 1) -> Exceed
     return None
 
 
-def headers(limiters: Sequence[Limiter], now: float) -> list[tuple[bytes, bytes]]:
-    """As OpenAI's clients know them: of the limits those of which least is left."""
+def headers(
+    limiters: Sequence[Limiter], now: float, quotas: Sequence[Left] = ()
+) -> list[tuple[bytes, bytes]]:
+    """As OpenAI's clients know them: of the limits those of which least is left.
+
+    quotas: of tokens, as they are now.
+    """
     found: list[tuple[bytes, bytes]] = []
     for what in get_args(What):
         states = [left for one in limiters if (left := one.left(what, now)) is not None]
+        states += quotas if what == "tokens" else ()
         if states:
             least, word = min(states), what.encode()
             found += [
                 (b"x-ratelimit-limit-" + word, b"%d" % least.limit),
                 (b"x-ratelimit-remaining-" + word, b"%d" % least.left),
-                (b"x-ratelimit-reset-" + word, b"%.3fs" % least.reset_s),
             ]
+            if least.reset_s < inf:
+                found.append((b"x-ratelimit-reset-" + word, b"%.3fs" % least.reset_s))
     return found

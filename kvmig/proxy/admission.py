@@ -27,7 +27,7 @@ from kvmig.accounts.keys import (
     quota_used_up,
     quotas_of,
 )
-from kvmig.accounts.limits import Exceeded, Limiter, OwnTallies, Tallies, let_in
+from kvmig.accounts.limits import Exceeded, Left, Limiter, OwnTallies, Tallies, let_in
 from kvmig.proxy.messages import QuotaLeft, Spent
 
 
@@ -161,6 +161,17 @@ class Admission:
         quotas = () if grant is None or not visit.charged else quotas_of(grant, visit.model)
         visit.granted = bool(quotas)
         return visit.granted
+
+    def quotas_left(self, visit: Visit) -> list[Left]:
+        """What is left of the quotas that hold for it, as far as the server has said it."""
+        grant = self._keys.current(visit.prefix)
+        quotas = () if grant is None or not visit.charged else quotas_of(grant, visit.model or "")
+        wall = self._wall()
+        return [
+            left.now(one.tokens, wall)
+            for one in quotas
+            if (left := self._left.get(one.id)) is not None
+        ]
 
     def leave(self, visit: Visit) -> None:
         """It is over."""

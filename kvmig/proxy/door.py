@@ -313,9 +313,9 @@ class Door:
     # -- to a model
 
     async def _infer(self, call: Call, visit: Visit, where: Asked) -> None:
-        self._check_limits(call, *self.admission.look(visit))  # before it uploads its body
+        self._check_limits(call, visit, *self.admission.look(visit))  # before it uploads its body
         waiter = await self._prepare(call, visit, where)
-        self._check_limits(call, *self.admission.begin(visit, waiter.sequences))
+        self._check_limits(call, visit, *self.admission.begin(visit, waiter.sequences))
         counts = self.counts if waiter.works else Counts()  # what doesn't work keeps no model up
         counted = counts.arrive(waiter.model, self._clock())
         try:
@@ -326,10 +326,14 @@ class Door:
             counted.be("over", self._clock())
 
     def _check_limits(
-        self, call: Call, exceeded: Exceeded | None, limiters: Sequence[Limiter]
+        self,
+        call: Call,
+        visit: Visit,
+        exceeded: Exceeded | None,
+        limiters: Sequence[Limiter],
     ) -> None:
         """Raises Refused: 429, or 400 for a call that never may come in."""
-        call.limits = headers(limiters, self._clock())
+        call.limits = headers(limiters, self._clock(), self.admission.quotas_left(visit))
         if exceeded is not None:
             if exceeded.again_s is None:
                 raise bad(exceeded.sentence, "too_many_sequences")

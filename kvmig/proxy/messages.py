@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Literal
 
 import msgspec
 
 from kvmig.accounts.keys import KeyGrant
+from kvmig.accounts.limits import Left
 from kvmig.gateway.body_bounds import ModelReach
 from kvmig.ground.config import HttpConfig
 from kvmig.ground.discreet import Discreet
@@ -127,6 +129,13 @@ class QuotaLeft(msgspec.Struct, frozen=True, array_like=True):
     def says_no(self, now: float) -> bool:
         """Whether nothing is left at that Unix time."""
         return self.tokens <= 0 and (self.anew is None or now < self.anew)
+
+    def now(self, whole: int, now: float) -> Left:
+        """What is left at that Unix time of a quota of so many tokens."""
+        if self.anew is not None and self.anew <= now:
+            return Left(whole, whole, 0.0)
+        reset_s = inf if self.anew is None else self.anew - now
+        return Left(max(0, self.tokens), whole, reset_s)
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
