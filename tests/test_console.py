@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +273,30 @@ def test_a_day_that_is_none_is_refused_with_the_forms_of_one(kvmig: Kvmig) -> No
     assert kvmig("usage", "--since", "yesterday", "--until", "today")
 
 
+def test_old_calls_are_deleted_from_the_ledger(kvmig: Kvmig) -> None:
+    today = datetime.now(UTC).date()
+    day = (today - timedelta(days=90)).isoformat()
+    for words in (("--keep-days", "90"), ("--before", "90d"), ("--before", day)):
+        shown = kvmig("usage", "prune", *words)
+        assert shown == f"the rows of 0 calls before {day} are deleted\n"
+    assert json.loads(kvmig("usage", "prune", "--before", day, "--json"))["rows"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "prune takes --keep-days or --before, one of them"),
+        (("--keep-days", "3", "--before", "9d"), "prune takes --keep-days or --before, one"),
+        (("--keep-days", "0"), "--keep-days is 0, must be 1 to 9999"),
+        (("--before", "monday"), "--before is 'monday', must be a day"),
+    ],
+)
+def test_which_calls_are_deleted_is_said_in_one_way(
+    kvmig: Kvmig, words: tuple[str, ...], sentence: str
+) -> None:
+    assert kvmig.refused("usage", "prune", *words, status=2).startswith(f"kvmig: {sentence}")
+
+
 def test_the_version_is_printed() -> None:
     assert CliRunner().invoke(console.app, ["--version"]).output == f"kvmig {__version__}\n"
 
@@ -300,6 +324,7 @@ def test_a_door_that_wants_a_key_says_how_one_is_given(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (["--keep-usage-days", "-1"], "--keep-usage-days is -1, must be 0 to 36500"),
         (["--memory", "5XB"], "--memory is '5XB' must be a number of B, or one with a unit"),
         (["--threads", "9999"], "--threads is 9999, must be 1 to"),
     ],

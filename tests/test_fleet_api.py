@@ -306,6 +306,34 @@ async def test_a_day_that_is_none_is_refused_with_the_form_of_one(api: Api, day:
         assert answer == (400, f"{field} is {day!r}, must be a day (UTC) as 2026-11-01")
 
 
+async def test_old_rows_of_the_ledger_are_deleted_by_an_admins_order(api: Api) -> None:
+    admin = str(await api.backend.stored(api.store.first_admin_key))
+    bea = await key_of(api, "bea", scopes=["read"])
+    spool = Spool(api.folder / "front-1.sqlite")
+    old = UsageRecord(seq=1, call_id="c", account="k", model="a", began=0.0, ended=1.0, output=7)
+    spool.write([msgspec.structs.replace(old, status="finished")])
+    await api.backend.stored(merge, api.store.database, api.folder / "front-1.sqlite")
+    _, before = await api.ask("GET", "usage")
+    order = {"before": "2026-01-01"}
+    status, _ = await api.ask("POST", "usage/prune", order, **bearing(bea))
+    assert status == 403
+    answer = await api.ask("POST", "usage/prune", order, **bearing(admin))
+    assert answer == (200, {"before": "2026-01-01", "rows": 1, "more": False})
+    assert await api.ask("GET", "usage") == (200, before)
+    _, rows = await api.ask("GET", "audit?limit=1")
+    assert [(one["actor"][:7], one["action"]) for one in rows["data"]] == [
+        ("admin (", "usage.prune")
+    ]
+
+
+@pytest.mark.parametrize("day", ["9999-01-01", "2026-02-30", "90d"])
+async def test_rows_of_a_day_that_is_not_over_yet_or_is_none_are_not_deleted(
+    api: Api, day: str
+) -> None:
+    status, sentence = said(await api.ask("POST", "usage/prune", {"before": day}))
+    assert (status, sentence.startswith(f"before is {day!r}, must be a day")) == (400, True)
+
+
 async def test_a_model_that_an_alias_stands_for_is_removed_after_the_alias(api: Api) -> None:
     await add_model(api)
     await api.ask("PUT", "aliases/canary", {"targets": {"qwen": 3}})

@@ -134,7 +134,9 @@ async def test_without_the_database_there_is_no_usage_but_all_the_rest(tmp_path:
     models = Serving(tmp_path)
     models.found.clear()
     proxies = ('kvmig_proxy_running{model="a",proxy="0"} 2.0\n',)
-    text = (await FleetMetrics(models, lambda: proxies, locked).text()).decode()
+    made = FleetMetrics(models, lambda: proxies, locked, free=lambda: {"data": 5})
+    text = (await made.text()).decode()
+    assert 'kvmig_disk_free_bytes{of="data"} 5.0' in text
     assert 'kvmig_proxy_running{model="a",proxy="0"} 2.0' in text
 
 

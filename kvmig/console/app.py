@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +20,6 @@ from kvmig.console.client import KEY, Client, Failed
 from kvmig.console.common import (
     Json,
     Where,
-    day_of,
     patience,
     said,
     show,
@@ -32,6 +29,7 @@ from kvmig.console.common import (
     where,
 )
 from kvmig.console.models import CHECKING, alias_app, model_app, placement_app
+from kvmig.console.usage import usage_app
 from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml
 from kvmig.ground.errors import ConfigError
@@ -49,6 +47,7 @@ app.add_typer(alias_app, name="alias")
 app.add_typer(placement_app, name="placement")
 app.add_typer(key_app, name="key")
 app.add_typer(user_app, name="user")
+app.add_typer(usage_app, name="usage")
 
 DATABASE = "KVMIG_DATABASE"
 """Environment variable: the URL of `kvmig up --database`."""
@@ -106,6 +105,12 @@ def up(
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that a stop lets running requests finish.")
     ] = 30.0,
+    keep_usage_days: Annotated[
+        int,
+        typer.Option(
+            help="Days that the ledger keeps a row for each call; 0: for ever. Sums of days stay."
+        ),
+    ] = 400,
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
@@ -132,6 +137,7 @@ def up(
         threads=threads or max(1, cores() // 2),
         memory=bytes_of("--memory", memory),
         shutdown_timeout_s=shutdown_timeout,
+        keep_usage_days=keep_usage_days,
         allowed_origins=tuple(allowed_origins or ()),
     )
     status = run(check_settings(settings))
@@ -213,31 +219,6 @@ def audit(
             ],
         ),
     )
-
-
-@app.command()
-@said
-def usage(
-    by: Annotated[str, typer.Option(help="Some of key, user, model, day.")] = "model",
-    since: Annotated[
-        str, typer.Option(help="First day (UTC): 2026-11-01, today, yesterday, 7d.")
-    ] = "",
-    until: Annotated[str, typer.Option(help="Last day, likewise.")] = "",
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Calls and tokens; the largest first; with a key of the scope read, those of its user."""
-    today = datetime.now(UTC).date()
-    first, last = day_of("--since", since, today), day_of("--until", until, today)
-    answer = where.client().get("usage", by=by, since=first, until=last)
-    columns = [*(one for one in by.split(",") if one), "calls", "prompt", "cached", "output"]
-    rows = [[one[name] for name in columns] for one in answer["data"]]
-    if as_csv:
-        writer = csv.writer(sys.stdout)
-        writer.writerow(columns)
-        writer.writerows(rows)
-    else:
-        show(answer, as_json, lambda _: table_of(columns, rows))
 
 
 @app.command()

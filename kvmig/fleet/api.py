@@ -32,6 +32,7 @@ from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.models import Model, Models
 from kvmig.fleet.quotas import left
 from kvmig.fleet.replacing import Replacer, Wanted
+from kvmig.fleet.retention import Retention, day_before, prune
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Spec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, Actor, ModelRow, NotThere, Store, Taken
@@ -44,6 +45,8 @@ from kvmig.replace import ReplaceFailed
 PREFIX = "/kvmig/v2"
 LOG_LINES = 1000
 DAY_S = 86400.0
+PRUNE_S = 20.0
+"""That one order deletes rows, at most."""
 LeftQuery = Annotated[bool, Query(alias="left")]
 
 Body = dict[str, Any]
@@ -69,9 +72,12 @@ class Backend:
     metrics: Callable[[], Awaitable[bytes]]
     """The whole fleet's, as Prometheus reads them."""
     replacer: Replacer = field(init=False)
+    retention: Retention = field(init=False)
 
     def __post_init__(self) -> None:
         self.replacer = Replacer(self.models)
+        database = self.store.database
+        self.retention = Retention(lambda *args: self.stored(prune, database, *args), time.time)
 
     async def stored(
         self, call: Callable[Parameters, Result], *args: Parameters.args, **kw: Parameters.kwargs
@@ -119,7 +125,8 @@ def make_app(backend: Backend) -> FastAPI:
 
     caller = Depends(actor)
     for api in (
-        fleet_api(backend, caller, Depends(reader)),
+        fleet_api(backend, caller),
+        usage_api(backend, caller, Depends(reader)),
         accounts_api(backend, caller, Depends(reader)),
         models_api(backend, caller),
         placement_api(backend, caller),
@@ -128,8 +135,8 @@ def make_app(backend: Backend) -> FastAPI:
     return app
 
 
-def fleet_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
-    """Routes of the fleet as a whole. caller: who calls. reader: see `who_reads`."""
+def fleet_api(backend: Backend, caller: Any) -> APIRouter:
+    """Routes of the fleet as a whole. caller: who calls."""
     api, store, models = APIRouter(), backend.store, backend.models
 
     @api.get("/status")
@@ -186,7 +193,23 @@ def fleet_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
         """Who changed what, newest first."""
         return {"data": msgspec.to_builtins(await backend.stored(store.audit, None, limit))}
 
-    @api.get("/usage")
+    backing_up = asyncio.Lock()
+
+    @api.post("/backup")
+    async def backup(body: BackupBody, _: Actor = caller) -> Body:
+        """Copy the database to a path on the server's disk."""
+        async with backing_up:  # the store's thread goes on with orders meanwhile
+            await asyncio.to_thread(store.backup, Path(body.path))
+        return {"path": body.path}
+
+    return api
+
+
+def usage_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
+    """Routes of the ledger. reader: see `who_reads`."""
+    api, store = APIRouter(prefix="/usage"), backend.store
+
+    @api.get("")
     async def usage(
         by: str = "model",
         since: str = "",
@@ -206,14 +229,17 @@ def fleet_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
         check_day("until", until)
         return {"data": await backend.stored(sums, store.database, fields, since, until, user)}
 
-    backing_up = asyncio.Lock()
+    @api.post("/prune")
+    async def prune_usage(body: PruneBody, actor: Actor = caller) -> Body:
+        """Delete rows of calls that began before a day (UTC) and are over; the days' sums stay.
 
-    @api.post("/backup")
-    async def backup(body: BackupBody, _: Actor = caller) -> Body:
-        """Copy the database to a path on the server's disk."""
-        async with backing_up:  # the store's thread goes on with orders meanwhile
-            await asyncio.to_thread(store.backup, Path(body.path))
-        return {"path": body.path}
+        `more`: time was up before all were deleted; ask again.
+        """
+        check_day("before", body.before)
+        if body.before > (today := day_before(time.time(), 0)):
+            raise ConfigError(f"before is {body.before!r}, must be a day until today, {today}")
+        rows, more = await backend.retention.prune(body.before, actor, PRUNE_S)
+        return {"before": body.before, "rows": rows, "more": more}
 
     return api
 
@@ -525,6 +551,14 @@ def check_day(field: str, day: str) -> None:
         sound = False
     if not sound:
         raise ConfigError(f"{field} is {day!r:.100}, must be a day (UTC) as 2026-11-01")
+
+
+class PruneBody(BaseModel):
+    """Which rows of the ledger go."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    before: str = Field(min_length=1, description="A day (UTC); its own calls stay.")
 
 
 class BackupBody(BaseModel):

@@ -2,7 +2,8 @@
 
 A record says all of its call so far. Merging it writes the call's row and adds what is new since
 the last merge to the day's sums, in one transaction; so a record that is merged again, after
-whatever has died in between, adds nothing.
+whatever has died in between, adds nothing. Nor does it once its row was deleted
+(`kvmig.fleet.retention`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sqlalchemy import func, select
 from sqlalchemy.engine import Connection
 
 from kvmig.accounts.usage import HandOver, Kept, Spool, UsageRecord
+from kvmig.fleet.pruned import among
 from kvmig.fleet.quotas import settle
 from kvmig.fleet.tables import Database, api_keys, upsert, usage, usage_daily, users
 
@@ -86,7 +88,8 @@ def _merge(
         usage.c.source == source, usage.c.seq.in_(seqs)
     )
     before = {seq: _Known(*known) for seq, *known in connection.execute(wanted)}
-    news = [_news(one, before.get(one.seq)) for one in records]
+    pruned = among(connection, source, [seq for seq in seqs if seq not in before])
+    news = [_news(one, before.get(one.seq)) for one in records if one.seq not in pruned]
     rows = [_cut(one) if over else one for one in news if one is not None]
     if not rows:
         return Counter()

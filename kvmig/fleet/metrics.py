@@ -39,15 +39,17 @@ class FleetMetrics:
         usage: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
         clock: Clock = monotonic,
         set_aside: Callable[[], Mapping[str, int]] = dict,
+        free: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """proxies: what each has told last. usage: sums by model.
 
-        set_aside: how much could not be read, by kind.
+        set_aside: how much could not be read, by kind. free: bytes of disks, by what is on them.
         """
         self._models = models
         self._proxies = proxies
         self._usage = usage
         self._set_aside = set_aside
+        self._free = free
         self._clock = clock
         self._missed: Counter[str] = Counter()
         self._lock = asyncio.Lock()
@@ -74,7 +76,13 @@ class FleetMetrics:
             *(({"model": name}, text) for name, text in zip(sockets, texts, strict=True)),
             *(({}, text) for text in self._proxies()),
         ]
-        own = [*of_models(every), *of_usage(usage), self._misses(), of_set_aside(self._set_aside())]
+        own = [
+            *of_models(every),
+            *of_usage(usage),
+            self._misses(),
+            of_set_aside(self._set_aside()),
+            of_disks(self._free()),
+        ]
         return await asyncio.to_thread(lambda: merged([own, *map(parsed, parts)]))
 
     async def _scrape(self, model: str, socket: str) -> str:
@@ -157,6 +165,16 @@ def of_set_aside(count: Mapping[str, int]) -> Metric:
     )
     for kind, number in count.items():
         found.add_metric([kind], number)
+    return found
+
+
+def of_disks(free: Mapping[str, int]) -> Metric:
+    """Room for what the fleet writes."""
+    found = GaugeMetricFamily(
+        "kvmig_disk_free_bytes", "Free bytes of the disk that has the fleet's files.", labels=["of"]
+    )
+    for name, count in free.items():
+        found.add_metric([name], count)
     return found
 
 

@@ -32,6 +32,7 @@ from kvmig.accounts.keys import (
 )
 from kvmig.accounts.usage import HAND_OVER, HandOver, UsageRecord
 from kvmig.cli.environment import take_path
+from kvmig.fleet.pruned import among
 from kvmig.fleet.tables import (
     Database,
     StoreError,
@@ -104,10 +105,12 @@ def _refusal(ask: Ask, quota: Quota, spare: int, reserved: int) -> Granted:
 
 
 def _is_over(connection: Connection, ask: Ask) -> bool:
-    """Whether the call's last record is here: its question waited for longer than it ran."""
+    """Whether the call's last record is or was here: its question waited longer than it ran."""
     over = (usage.c.status != "running") | usage.c.ended.is_not(None)
     wanted = select(usage.c.seq).where(usage.c.source == ask.source, usage.c.seq == ask.seq, over)
-    return connection.execute(wanted).first() is not None
+    if connection.execute(wanted).first() is not None:
+        return True
+    return bool(among(connection, ask.source, [ask.seq]))
 
 
 def _counts(rows: Table, quota: Quota, period: str) -> ColumnElement[bool]:

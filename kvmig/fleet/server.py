@@ -36,6 +36,7 @@ from kvmig.cli.environment import gpus, take_path
 from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.fleet.api import Backend, make_app
+from kvmig.fleet.disk import disks_of
 from kvmig.fleet.ledger import AT_ONCE, Merged, merge, sums, take
 from kvmig.fleet.memory import Memory
 from kvmig.fleet.metrics import FleetMetrics
@@ -167,6 +168,7 @@ class FleetServer:
         memory = Memory(settings.memory, on_gpu=bool(gpus()))
         self._models = Models(settings, self._order, self._tell_routes, memory, wall=time.time)
         self._init = InitLink(to_init, self._hear_init)
+        self._disks = disks_of(settings.path(), self._store.database.path)
         self._figures: dict[str, str] = {}
         """Metrics of proxies."""
         self._metrics = FleetMetrics(
@@ -174,6 +176,7 @@ class FleetServer:
             self._figures.values,
             lambda: self._backend.stored(sums, self._store.database, ("model",)),
             set_aside=lambda: self._set_aside.count,
+            free=self._disks.free,
         )
         self._links = ProxyLinks(str(settings.links), self._first, self._hear)
         self._quotas = QuotaSocket(str(settings.quotas), self._grant, self._take)
@@ -195,6 +198,8 @@ class FleetServer:
         self._turning: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        """None: rows of the ledger stay for ever."""
         self._http: uvicorn.Server | None = None
 
     async def start(self) -> None:
@@ -219,6 +224,9 @@ class FleetServer:
         await self._links.open()
         self._turning = asyncio.create_task(self._models.run(), name="models")
         self._counting = asyncio.create_task(self._count(), name="usage")
+        if days := self._settings.keep_usage_days:
+            keeping = self._backend.retention.run(days)
+            self._keeping = asyncio.create_task(keeping, name="retention")
         await self._serve(take_path(str(self._settings.api)))
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -238,6 +246,7 @@ class FleetServer:
             await asyncio.sleep(MERGE_S)
             if monotonic() - swept > SWEEP_S:
                 swept = monotonic()
+                await asyncio.to_thread(self._disks.look)
                 await self._sweep()
             for folder in sorted(self._settings.spools.iterdir()):
                 over = self._models.is_over(folder.name)  # it writes nothing any more
@@ -326,13 +335,16 @@ class FleetServer:
         assert self._turning is not None
         assert self._serving is not None
         assert self._counting is not None
-        tasks = (self._turning, self._serving, self._counting)
+        tasks = [self._turning, self._serving, self._counting]
+        if self._keeping is not None:
+            tasks.append(self._keeping)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         done.pop().result()
 
     async def close(self) -> None:
         """End all but the deployments, which run on."""
-        for task in (self._turning, self._counting):
+        self._backend.retention.close()
+        for task in (self._turning, self._counting, self._keeping):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

@@ -35,6 +35,8 @@ class FleetSettings(Discreet, frozen=True, kw_only=True):
     """Bytes of the host's that all models may take together; 0: all that there is."""
     shutdown_timeout_s: float = 30.0
     """That the end of a deployment lets running requests finish."""
+    keep_usage_days: int = 400
+    """That a call's row stays in the ledger; 0: for ever."""
     allowed_origins: tuple[str, ...] = ()
     """Of web pages that may call models; `*`: all."""
 
@@ -90,6 +92,7 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
         ("--threads", settings.threads, 1, 4096),
         ("--memory", settings.memory, 0, 1 << 50),
         ("--shutdown-timeout", settings.shutdown_timeout_s, 0, 86400),
+        ("--keep-usage-days", settings.keep_usage_days, 0, 36500),
     ):
         if not least <= value <= most:
             raise ConfigError(f"{flag} is {value:g}, must be {least} to {most}")

@@ -42,7 +42,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.ground.errors import ConfigError, KvmigError
 
-SCHEMA = 7
+SCHEMA = 8
 """The newest migration's number."""
 LOCK_KEY = 0x6B766D6967
 """Of PostgreSQL's advisory lock."""
@@ -184,6 +184,14 @@ usage_daily = Table(
     Column("prompt", BigInteger, nullable=False),
     Column("cached", BigInteger, nullable=False, server_default="0"),
     Column("output", BigInteger, nullable=False),
+)
+
+usage_pruned = Table(
+    "usage_pruned",
+    metadata,
+    Column("source", Text, primary_key=True),
+    Column("first", Integer, primary_key=True, autoincrement=False),
+    Column("last", Integer, nullable=False),
 )
 
 grants = Table(
