@@ -253,7 +253,9 @@ def test_a_key_of_before_there_were_classes_may_use_all(store: Store) -> None:
     row, _ = beas(store)
     with store.database.transaction() as connection:
         terms = {"scopes": ["infer"]}
-        connection.execute(update(api_keys).where(api_keys.c.prefix == row.prefix).values(terms=terms))
+        connection.execute(
+            update(api_keys).where(api_keys.c.prefix == row.prefix).values(terms=terms)
+        )
     (granted,) = store.key_changes().granted
     assert (granted.scopes, granted.classes) == (("infer",), None)
 
