@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import anthropic
 import httpx
@@ -14,6 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from tests.vllm_application import MODEL, End, EndingRouter, application, client_of
 
@@ -207,3 +208,79 @@ async def test_what_the_middleware_refuses_has_the_apis_form(
             "message": "the server is stopping and takes no new requests",
         },
     }
+
+
+# -- values that no field should have
+
+WRONG = [
+    "7", '"x"', "[]", "{}", "null", "-1", "true", "1e400", "NaN", "1" + "0" * 26, "[[7], [[]]]",
+    '{"a": {"b": [7]}}', "[{}]", "[null]", '"\\ud800"', '["\\ud800"]', '{"type": "function"}',
+    '[{"type": "function"}]', '{"json": 7}',
+]  # fmt: skip
+"""As JSON, and as what Python's reader takes for it."""
+SMALL = {
+    **BODIES,
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": CHAT["messages"]},
+    "/tokenize": {"model": MODEL, "prompt": "Count"},
+    "/detokenize": {"model": MODEL, "tokens": [1]},
+}
+
+
+def body_fields(app: FastAPI, path: str) -> list[str]:
+    """Of a route, or of all kinds of bodies that it takes."""
+    (route,) = (one for one in app.routes if isinstance(one, APIRoute) and one.path == path)
+    assert route.body_field is not None
+    kind = route.body_field.field_info.annotation
+    kinds = [kind] if hasattr(kind, "model_fields") else get_args(kind)
+    return sorted({name for one in kinds for name in getattr(one, "model_fields", {})})
+
+
+@pytest.mark.parametrize("path", SMALL)
+async def test_no_value_of_any_field_is_a_fault_of_the_server(
+    served: tuple[FastAPI, EndingRouter], path: str
+) -> None:
+    app, router = served
+    router.end, router.sentence = "none", ""
+    faults = []
+    async with client_of(app, **{"content-type": "application/json"}) as client:
+        for name in body_fields(app, path):
+            rest = json.dumps({key: one for key, one in SMALL[path].items() if key != name})
+            for value in WRONG:
+                body = f'{{"{name}": {value}, {rest[1:]}'
+                answer = await client.post(path, content=body)
+                if answer.status_code not in (200, 400, 404, 503):
+                    faults.append((name, value, answer.text))
+    assert faults == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("structured_outputs", 7, "structured_outputs is, or has in it, a value of a type"),
+        ("top_k", 10**26, "top_k can't be sent to the model: an integer must fit into 64 bits"),
+        ("stop", "\ud800", "stop can't be sent to the model: a text must not have half a"),
+        ("session_id", "\ud800", "session_id can't be sent to the model"),
+    ],
+)
+async def test_what_breaks_a_check_is_the_clients_mistake_and_named(
+    served: tuple[FastAPI, EndingRouter], path: str, field: str, value: object, sentence: str
+) -> None:
+    app, _ = served
+    async with client_of(app, **{"content-type": "application/json"}) as client:
+        answer = await client.post(path, content=json.dumps({**BODIES[path], field: value}))
+    assert answer.status_code == 400, answer.text
+    assert sentence in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] in (field, f"body.{field}")
+
+
+async def test_a_tool_without_a_function_is_named_though_another_field_asks_for_it(
+    served: tuple[FastAPI, EndingRouter],
+) -> None:
+    app, _ = served
+    choice = {"type": "function", "function": {"name": "f"}}
+    body = {**CHAT, "tools": [{"type": "function"}], "tool_choice": choice}
+    async with client_of(app) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert "the body lacks 'function'" in answer.json()["error"]["message"]

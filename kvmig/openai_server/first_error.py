@@ -16,6 +16,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import CoreConfig, CoreSchema, SchemaValidator
 
+from kvmig.openai_server.body_checks import CarefulValidator
+
 _LISTS = ("list", "set", "frozenset", "tuple")
 
 
@@ -37,7 +39,8 @@ def _body_fields(dependant: Dependant) -> Iterator[ModelField]:
 def _stop(field: ModelField) -> None:
     adapter = field._type_adapter
     _mark(adapter.core_schema, set())
-    adapter.validator = SchemaValidator(adapter.core_schema, cast("CoreConfig", field.config))
+    validator = SchemaValidator(adapter.core_schema, cast("CoreConfig", field.config))
+    adapter.validator = cast("SchemaValidator", CarefulValidator(validator))
 
 
 def _mark(node: Any, seen: set[int]) -> None:

@@ -40,6 +40,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Frame
+from kvmig.engines.vllm.encoding import check_bytes, encode_request
 from kvmig.engines.vllm.grammars import check_params
 from kvmig.engines.vllm.outputs import (
     CarefulOutputs,
@@ -249,7 +250,7 @@ class RoutingClient(AsyncMPClient):
                 request.external_req_id or request.request_id,
                 prompt,
                 request.priority,
-                self._encoder.encode(request),
+                encode_request(self._encoder, request),
                 0 if (asked := request.sampling_params) is None else asked.max_tokens,
                 whole=asked is not None and asked.output_kind is RequestOutputKind.FINAL_ONLY,
             )
@@ -313,6 +314,7 @@ class RoutedLLM(AsyncLLM):
     ) -> None:
         """tasks: what the engines can do. salts: see `RoutingClient`."""
         self._tasks = tasks
+        self._encoder = MsgpackEncoder()
         client = RoutingClient(config, requests, outputs, num_instances, salts)
         with (
             patch.object(
@@ -358,6 +360,7 @@ class RoutedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: Any, *args: Any, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
+        check_bytes(self._encoder, sampling_params)
         check_params(sampling_params)  # before vLLM reads grammars here, between all streams
         generated = super().generate(prompt, sampling_params, *args, **options)
         async with contextlib.aclosing(generated) as outputs:
