@@ -41,7 +41,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm.encoding import check_bytes, encode_request
-from kvmig.engines.vllm.grammars import check_params
+from kvmig.engines.vllm.grammar_checks import GrammarChecks, backend_check
 from kvmig.engines.vllm.outputs import (
     CarefulOutputs,
     EngineClocks,
@@ -331,6 +331,18 @@ class RoutedLLM(AsyncLLM):
                 **options,
             )
         bound_texts(self.renderer, self.model_config.max_model_len)
+        self._salts = salts
+        # `generate` checks grammars: let vLLM's processor, on the event loop, not do so once more.
+        config, self.input_processor.structured_outputs_config = (
+            self.input_processor.structured_outputs_config, None,
+        )  # fmt: skip
+        tokenizer = self.renderer.tokenizer
+        self._grammars = GrammarChecks(backend_check(self.model_config, config, tokenizer))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        if (grammars := getattr(self, "_grammars", None)) is not None:  # vLLM's __del__ calls this
+            grammars.close()
+        super().shutdown(timeout)
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return self._tasks  # vLLM asks the engine, which may be gone again while we start
@@ -361,7 +373,8 @@ class RoutedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: Any, *args: Any, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         check_bytes(self._encoder, sampling_params)
-        check_params(sampling_params)  # before vLLM reads grammars here, between all streams
+        salt = "" if self._salts is None else self._salts.salt_of(None)
+        await self._grammars.check(sampling_params, salt)
         generated = super().generate(prompt, sampling_params, *args, **options)
         async with contextlib.aclosing(generated) as outputs:
             async for output in outputs:
