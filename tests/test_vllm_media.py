@@ -12,6 +12,8 @@ import pytest
 import pytest_asyncio
 from fastapi import FastAPI
 
+from bench.hostile_bodies import png
+from kvmig.engines.vllm import flags
 from kvmig.openai_server.media_fetch import NOT_FETCHED
 from kvmig.openai_server.vllm_media import FILE_NOT_READ
 from tests.tiny_blip2 import make
@@ -99,3 +101,15 @@ async def test_an_url_that_is_of_no_use_is_the_clients_mistake(
         answer = await client.post(path, json=bodies(url)[path])
     assert answer.status_code == 400, answer.text
     assert sentence in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", bodies(""))
+async def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(
+    app: FastAPI, path: str
+) -> None:
+    url = f"data:image/png;base64,{png(8000).decode()}"
+    async with client_of(app) as client:
+        answer = await client.post(path, json=bodies(url)[path])
+    assert answer.status_code == 400, answer.text
+    assert "64000000 pixels" in answer.json()["error"]["message"]
+    assert str(flags.IMAGE_PIXELS) in answer.json()["error"]["message"]

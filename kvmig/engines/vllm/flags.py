@@ -13,6 +13,10 @@ from kvmig.ground.errors import ConfigError
 _UNKNOWN = "kvmig doesn't know it, nor what it does to requests that move"
 
 
+IMAGE_PIXELS = 1 << 24
+"""Of one image, at most: a photo of 16 megapixels; vLLM's own bound is eleven times as much."""
+
+
 def set_environment() -> None:
     """Set what must be set before vLLM is imported; what the user has set stays."""
     set_offline()
@@ -21,6 +25,7 @@ def set_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_MAX_IMAGE_PIXELS", str(IMAGE_PIXELS))
 
 
 def parse(argv: list[str]) -> Namespace:
