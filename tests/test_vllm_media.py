@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -16,11 +17,13 @@ from bench.hostile_bodies import png
 from kvmig.engines.vllm import flags
 from kvmig.openai_server.media_fetch import NOT_FETCHED
 from kvmig.openai_server.vllm_media import FILE_NOT_READ
+from tests.environment import environment
 from tests.tiny_blip2 import make
 from tests.vllm_application import MODEL, application, client_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
+PIXELS = "VLLM_MAX_IMAGE_PIXELS"
 TEMPLATE = "{% for one in messages %}{% for part in one.content %}<image>{% endfor %}{% endfor %}"
 
 
@@ -105,8 +108,13 @@ async def test_an_url_that_is_of_no_use_is_the_clients_mistake(
 
 @pytest.mark.parametrize("path", bodies(""))
 async def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(
-    app: FastAPI, path: str
+    app: FastAPI, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with environment({}):
+        os.environ.pop(PIXELS, None)
+        flags.set_environment()
+        said = os.environ[PIXELS]
+    monkeypatch.setenv(PIXELS, said)
     url = f"data:image/png;base64,{png(8000).decode()}"
     async with client_of(app) as client:
         answer = await client.post(path, json=bodies(url)[path])
