@@ -110,7 +110,8 @@ REQUEST = cast("Request", SimpleNamespace(request_id="a"))
 
 async def test_a_grammar_that_compiles_for_ever_keeps_no_other_one_waiting() -> None:
     clock, end = Clock(), threading.Event()
-    compiler = GrammarCompiler(clock)
+    said: list[str] = []
+    compiler = GrammarCompiler(clock, lambda _, why: said.append(why))
 
     def never(_: Request) -> StructuredOutputGrammar:
         end.wait(60)
@@ -122,6 +123,7 @@ async def test_a_grammar_that_compiles_for_ever_keeps_no_other_one_waiting() -> 
         assert not quick.done()
         clock.now = COMPILE_S + 1
         assert all(one.done() for one in slow)
+        assert said == [f"compiling it takes longer than {COMPILE_S:g} s"] * COMPILES
         with pytest.raises(TimeoutError, match="compiling it takes longer than 10 s"):
             slow[0].result(0)
         await until(quick.done)

@@ -116,13 +116,20 @@ class Compiling(Future[StructuredOutputGrammar]):
         self._clock = clock
         self.began: float | None = None
         self.on_late: Callable[[], None] = lambda: None
+        self.on_refused: Callable[[str], None] = lambda _: None
+        """Takes why it is not compiled, before anybody sees that it failed."""
 
     def done(self) -> bool:
         late = self.began is not None and self._clock() - self.began > COMPILE_S
         if not super().done() and late:
-            self.finish(error=TimeoutError(f"compiling it takes longer than {COMPILE_S:g} s"))
+            self.refuse(TimeoutError(f"compiling it takes longer than {COMPILE_S:g} s"))
             self.on_late()
         return super().done()
+
+    def refuse(self, error: Exception) -> None:
+        """Compile it no more."""
+        self.on_refused(str(error))
+        self.finish(error=error)
 
     def finish(
         self, grammar: StructuredOutputGrammar | None = None, error: BaseException | None = None
@@ -141,8 +148,12 @@ class Compiling(Future[StructuredOutputGrammar]):
 class GrammarCompiler:
     """Compiles grammars, in the place of vLLM's executor: no one keeps the threads from others."""
 
-    def __init__(self, clock: Clock = monotonic) -> None:
+    def __init__(
+        self, clock: Clock = monotonic, refused: Callable[[str, str], None] = lambda *_: None
+    ) -> None:
+        """refused: takes a request's id, and why its grammar is not compiled."""
         self._clock = clock
+        self._refused = refused
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Compiling, Callable[[], StructuredOutputGrammar]]] = deque()
         self._running = 0
@@ -154,6 +165,7 @@ class GrammarCompiler:
         """As an Executor's."""
         one = Compiling(self._clock)
         one.on_late = self._abandon
+        one.on_refused = lambda reason: self._refused(request.request_id, reason)
         self._waiting.append((one, lambda: create(request)))
         self._begin()
         return one
@@ -177,7 +189,7 @@ class GrammarCompiler:
                     target=self._run, args=(one, create), name=name, daemon=True
                 ).start()
                 return
-        one.finish(error=RuntimeError("too many others are still being compiled, try again"))
+        one.refuse(RuntimeError("too many others are still being compiled, try again"))
         self._begin()
 
     def _run(self, one: Compiling, create: Callable[[], StructuredOutputGrammar]) -> None:
@@ -208,7 +220,7 @@ class GrammarLimits:
         self._accept = manager.accept_tokens
         if hasattr(manager, "executor"):  # it has none without a tokenizer, and no grammars then
             manager.executor.shutdown()
-            manager.executor = GrammarCompiler()
+            manager.executor = GrammarCompiler(refused=self._note_unusable)
         manager._create_grammar = self._create_timed
         manager.accept_tokens = self._accept_timed
 
@@ -225,7 +237,7 @@ class GrammarLimits:
         try:
             return TimedGrammar(self._create(request))
         except Exception as error:
-            self._note(request.request_id, f"the grammar can't be used: {str(error)[:200]}")
+            self._note_unusable(request.request_id, str(error))
             raise
 
     def _accept_timed(self, request: Request, new_token_ids: list[int]) -> bool:
@@ -240,6 +252,9 @@ class GrammarLimits:
             self._note(request.request_id, sentence)
             return False
         return accepted
+
+    def _note_unusable(self, request_id: str, why: str) -> None:
+        self._note(request_id, f"the grammar can't be used: {why[:200]}")
 
     def _note(self, request_id: str, reason: str) -> None:
         log.warning("request %s: %s", request_id, reason)
