@@ -56,7 +56,8 @@ PARTS = {
     "kvmig.nursery": "nursery",
     "kvmig.cli.llumlet": "instance",
     "kvmig.cli.scheduler": "scheduler",
-    "kvmig.serve": "front end",
+    "kvmig.front_process": "front end",
+    "kvmig.serve": "launcher",
 }
 """By words of the command line; the first that is there."""
 

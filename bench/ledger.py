@@ -80,7 +80,7 @@ FAULTS: tuple[Fault, ...] = (
     "server", "server", "server", "proxy", "proxy", "front end", "lock", "full", "read-only",
     "scale", "revoke",
 )  # fmt: skip
-WORDS = {"server": "kvmig.fleet.server", "proxy": "kvmig.proxy", "front end": "kvmig.serve"}
+WORDS = {"server": "kvmig.fleet.server", "proxy": "kvmig.proxy", "front end": "kvmig.front_process"}
 """Of the command line of each."""
 BREAKS = ("proxy", "front end")
 """Whose death ends streams."""
