@@ -22,6 +22,7 @@ APART = (
     "kvmig/engines/transformers/",
     "kvmig/engines/vllm/",
     "kvmig/kernels/",
+    "kvmig/openai_server/body_checks.py",
     "kvmig/openai_server/media_fetch.py",
     "kvmig/openai_server/vllm",
     "kvmig/testing/",
