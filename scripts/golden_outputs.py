@@ -1,0 +1,415 @@
+"""What kvmig shows to its users and writes for others, as text: the outputs of `scripts/golden.py`.
+
+Each is the same from any working tree at the same commit. As far as possible it is made from the
+objects themselves, without a server that runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+ROOT = Path(__file__).resolve().parent.parent
+Files = dict[str, str]
+"""Text by the name of its file."""
+WIDTH = "100"
+ENVIRONMENT = {
+    "COLUMNS": WIDTH,
+    "TERMINAL_WIDTH": WIDTH,
+    "TERM": "dumb",
+    "NO_COLOR": "1",
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Of all that is started or imported here; `make_environment` sets it."""
+COLOURING = ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS")
+MOST_S = 600.0
+"""For one command."""
+TEST_IDS = "tests.txt"
+
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "serve": ("kvmig.serve", "--help"),
+    "serve-all-toy": ("kvmig.serve", "--engine=toy", "--help=all"),
+    "serve-all-transformers": ("kvmig.serve", "--engine=transformers", "--help=all"),
+    "serve-all-vllm": ("kvmig.serve", "--help=all"),
+    "place": ("kvmig.place", "--help"),
+    "replace": ("kvmig.replace", "--help"),
+    "unit": ("kvmig.unit", "--help"),
+    "shared-fork-server": ("kvmig.nursery",),
+    "drift": ("kvmig.drift", "--help"),
+    "check": ("kvmig_tools.check", "--help"),
+    "demo": ("kvmig_tools.demo", "--help"),
+    "draw-handshake": ("kvmig_tools.draw_handshake", "--help"),
+    "profile": ("kvmig_tools.profile", "--help"),
+    "simulate": ("kvmig_tools.simulate", "--help"),
+    "train-count": ("kvmig_tools.train_count", "--help"),
+}
+"""Modules that people start, with the arguments that make them describe themselves."""
+
+
+def make_environment() -> None:
+    """Let this process and its children print alike everywhere; before anything else is made."""
+    os.environ.update(ENVIRONMENT)
+    for name in COLOURING:
+        os.environ.pop(name, None)
+
+
+def started(*command: str) -> subprocess.CompletedProcess[str]:
+    """`python -m` of that, ended."""
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=MOST_S,
+        check=False,
+    )
+
+
+def plain(text: str) -> str:
+    """Without what differs between machines and working trees."""
+    for path, name in ((str(ROOT), "ROOT"), (sys.prefix, "PREFIX"), (str(Path.home()), "HOME")):
+        text = text.replace(path, name)
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
+def pretty(value: object) -> str:
+    """As JSON, whose objects are in the order of their names."""
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+# -- what people read
+
+
+def helps() -> Files:
+    """The help of each command that people start."""
+    found = {}
+    for name, command in COMMANDS.items():
+        done = started(*command)
+        found[f"{name}.txt"] = plain(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
+    return found
+
+
+def console_helps() -> Files:
+    """The help of `kvmig` and of each of its commands."""
+    import typer
+    from typer.testing import CliRunner
+
+    from kvmig.console.app import app
+
+    found = {}
+
+    def visit(command: Any, path: tuple[str, ...]) -> None:
+        shown = CliRunner().invoke(app, [*path, "--help"], prog_name="kvmig")
+        found[f"{'-'.join(('kvmig', *path))}.txt"] = plain(shown.output)
+        for name, inner in sorted(getattr(command, "commands", {}).items()):
+            visit(inner, (*path, name))
+
+    visit(typer.main.get_command(app), ())
+    return found
+
+
+def environment_variables() -> Files:
+    """All names that begin with KVMIG_ in the sources."""
+    texts = (path.read_text() for path in (ROOT / "kvmig").rglob("*.py"))
+    found = {name for text in texts for name in re.findall(r"\bKVMIG_[A-Z0-9_]*[A-Z0-9]", text)}
+    return {"environment.txt": "".join(f"{name}\n" for name in sorted(found))}
+
+
+# -- what programs read
+
+
+def descriptions() -> Files:
+    """/openapi.json of a fleet's server and of each kind of front end, and clients' routes."""
+    from kvmig.fleet.api import make_app
+    from kvmig.gateway.route_table import CLIENT_ROUTES
+
+    return {
+        "fleet.json": pretty(make_app(Mock()).openapi()),
+        "front-end.json": pretty(asyncio.run(_token_description())),
+        "front-end-vllm.json": plain(pretty(asyncio.run(_vllm_description()))),
+        "client-routes.txt": "".join(f"{tuple(one)}\n" for one in CLIENT_ROUTES),
+    }
+
+
+async def _token_description() -> object:
+    from kvmig.openai_server.token_server import TokenServer
+
+    args = Namespace(model="model", served_model_name=None, api_key=[], max_model_len=0)
+    with socket.socket() as sock:
+        server = TokenServer(args, sock, Mock)
+        await server.load()
+        return _described(await server.make_app(Mock()))
+
+
+async def _vllm_description() -> object:
+    from tests.vllm_application import application
+
+    async with application() as (app, _):
+        return _described(app)
+
+
+def _described(app: Any) -> object:
+    """With kvmig's own routes."""
+    from kvmig.gateway.app import extend
+
+    extend(app, _http_state(), Mock(), Mock(), Mock(), "model")
+    return app.openapi()
+
+
+def _http_state() -> Any:
+    from prometheus_client import CollectorRegistry
+
+    from kvmig.gateway.access import access
+    from kvmig.gateway.http import HttpState
+    from kvmig.ground.config import HttpConfig
+    from kvmig.ground.priorities import NORMAL
+
+    return HttpState(HttpConfig(), access([], "", "127.0.0.1"), (NORMAL,), CollectorRegistry())
+
+
+def metrics() -> Files:
+    """Each metric of kvmig's with its type, labels, bounds and help, by kind of process."""
+    from kvmig.fleet.metrics import FleetMetrics, of_disks, of_models, of_set_aside, of_usage
+    from kvmig.gateway.loop_watch import LoopWatch
+    from kvmig.gateway.metrics import ClassCollector, InstanceCollector, Metrics, UnitCollector
+    from kvmig.ground.priorities import NORMAL
+    from kvmig.proxy.metrics import DoorMetrics
+
+    state = _http_state()
+    Metrics(state.registry, (NORMAL,))
+    LoopWatch(state.registry, set)
+    for collector in (
+        InstanceCollector(tuple),
+        UnitCollector(tuple),
+        ClassCollector(tuple, (NORMAL,)),
+    ):
+        state.registry.register(collector)
+    proxy = DoorMetrics(Mock(states=dict), lambda: 0.0)
+    server = FleetMetrics(Mock(), Mock(), Mock())
+    of_fleet = [*of_models([]), *of_usage([]), of_set_aside({}), of_disks({}), server._misses()]
+    return {
+        "front-end.txt": _listed(_families(state.registry)),
+        "proxy.txt": _listed(_families(proxy.registry)),
+        "fleet.txt": _listed((one, one) for one in of_fleet),
+    }
+
+
+def _families(registry: Any) -> Iterable[tuple[object, Any]]:
+    """(what has the names of the labels, metric)."""
+    from prometheus_client.metrics import MetricWrapperBase
+
+    for collector in list(registry._collector_to_names):
+        for metric in collector.collect():
+            yield collector if isinstance(collector, MetricWrapperBase) else metric, metric
+
+
+def _listed(metrics: Iterable[tuple[Any, Any]]) -> str:
+    lines = []
+    for labelled, metric in metrics:
+        labels = ", ".join(labelled._labelnames)
+        bounds = getattr(labelled, "_upper_bounds", None) or getattr(labelled, "_kwargs", {}).get(
+            "buckets"
+        )
+        bounded = f" bounds {[float(one) for one in bounds]}" if bounds else ""
+        lines.append(f"{metric.name} {metric.type} ({labels}){bounded}: {metric.documentation}\n")
+    return "".join(sorted(lines))
+
+
+def wire() -> Files:
+    """A message of each type, by protocol, in hexadecimal."""
+    from scripts.corpus import PROTOCOLS, TYPES, example, local_messages, name_of, recorded
+
+    every = {"control": {name_of(kind): recorded(example(kind)) for kind in TYPES}}
+    every |= {name: local_messages(protocol) for name, protocol in PROTOCOLS.items()}
+    return {
+        f"{name}.txt": "".join(f"{one} {data.hex()}\n" for one, data in sorted(messages.items()))
+        for name, messages in every.items()
+    }
+
+
+def documents() -> Files:
+    """Launch documents and files, every field filled in, and with what fields are by default."""
+    import msgspec
+
+    from kvmig.cli.processes import Announcement, LlumletLaunch
+    from kvmig.controlplane.scheduler_process import SchedulerLaunch, SchedulerReady
+    from kvmig.fleet.settings import ServerLaunch
+    from kvmig.fleet.spec import FleetFile, Spec
+    from kvmig.front_end import FrontLaunch
+    from kvmig.ground.config import ClusterConfig
+    from kvmig.proxy.messages import ProxyLaunch
+    from scripts.corpus import example
+
+    filled: dict[str, type[msgspec.Struct]] = {
+        "llumlet": LlumletLaunch,
+        "scheduler": SchedulerLaunch,
+        "scheduler-ready": SchedulerReady,
+        "announcement": Announcement,
+        "front-end": FrontLaunch,
+        "proxy": ProxyLaunch,
+        "fleet-server": ServerLaunch,
+        "fleet": FleetFile,
+    }
+    found = {
+        f"{name}.json": pretty(msgspec.to_builtins(example(kind))) for name, kind in filled.items()
+    }
+    found["config-defaults.json"] = pretty(msgspec.to_builtins(ClusterConfig()))
+    found["spec-defaults.json"] = pretty(msgspec.to_builtins(Spec(name="a", source="path:/a")))
+    return found
+
+
+def schema() -> Files:
+    """The database's tables and migrations, and the table of a front end's spool."""
+    from alembic.script import ScriptDirectory
+
+    from kvmig.accounts.usage import Spool
+    from kvmig.fleet import migrations
+    from kvmig.fleet.store import Store
+    from kvmig.fleet.tables import SCHEMA
+
+    (folder,) = migrations.__path__
+    steps = ScriptDirectory(folder).walk_revisions()
+    revisions = [f"{one.revision} after {one.down_revision}: {one.doc}\n" for one in steps]
+    with tempfile.TemporaryDirectory() as at:
+        store = Store(f"sqlite:///{at}/kvmig.sqlite", Path(at, "pepper"))
+        store.open()
+        store.close()
+        Spool(Path(at, "spool.sqlite")).write([])
+        tables = {name: _tables(Path(at, f"{name}.sqlite")) for name in ("kvmig", "spool")}
+    return {
+        "database.txt": tables["kvmig"],
+        "spool.txt": tables["spool"],
+        "revisions.txt": f"schema {SCHEMA}\n" + "".join(revisions),
+    }
+
+
+PARTS = {
+    "column": "SELECT * FROM pragma_table_info(?)",
+    "foreign key": "SELECT * FROM pragma_foreign_key_list(?)",
+    "index": "SELECT * FROM pragma_index_list(?)",
+}
+"""Of a table; the first value of a row is its place among them."""
+
+
+def _tables(path: Path) -> str:
+    """Of a SQLite file, whichever migrations have made it: columns by name, indices, triggers."""
+    import sqlite3
+
+    lines = []
+    file = sqlite3.connect(path)
+    try:
+        for kind, name, sql in file.execute(
+            "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
+        ).fetchall():
+            if kind != "table":
+                lines.append(f"{kind} {name}: {' '.join((sql or 'of a constraint').split())}")
+                continue
+            lines.append(f"table {name}")
+            for part, query in PARTS.items():
+                rows = file.execute(query, (name,)).fetchall()
+                lines += sorted(f"  {part} {row[1:]}" for row in rows)
+    finally:
+        file.close()
+    return "".join(f"{line}\n" for line in lines)
+
+
+def signatures() -> Files:
+    """What is public, whichever module it is in."""
+    from scripts.public_api import signatures as every
+
+    blocks: list[str] = []
+    for line in every().splitlines():
+        if re.match(r" {4}\S", line):
+            blocks.append("")
+        if line.startswith("    "):
+            blocks[-1] += f"{line}\n"
+    return {"signatures.txt": "".join(sorted(blocks))}
+
+
+def tests() -> Files:
+    """The names of all tests, each with its file."""
+    done = started("pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests")
+    ids = [line for line in done.stdout.splitlines() if "::" in line and ".py" in line]
+    if done.returncode or not ids:
+        raise RuntimeError(f"tests can't be collected:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    pairs = (one.partition("::")[::2] for one in ids)
+    return {TEST_IDS: plain("".join(sorted(f"{name}\t{file}\n" for file, name in pairs)))}
+
+
+# -- what is decided
+
+
+def checker() -> Files:
+    """The model checker's counts of states."""
+    done = started("kvmig_tools.check")
+    text = re.sub(r" +(cpu s|\d+\.\d)$", "", done.stdout, flags=re.MULTILINE)
+    text = re.sub(r" in [\d.]+ s\.$", ".", text, flags=re.MULTILINE)
+    return {"checker.txt": plain(f"exit status {done.returncode}\n{text}{done.stderr}")}
+
+
+def policies() -> Files:
+    """`bench.policies --quick`: figures of each policy on each workload."""
+    with tempfile.TemporaryDirectory() as at:
+        file = Path(at, "policies.json")
+        workers = str(os.cpu_count() or 1)
+        _succeed("bench.policies", "--quick", "--workers", workers, "--out", str(file))
+        return {"policies.json": _figures(file)}
+
+
+def paper() -> Files:
+    """`bench.paper --quick`: the page, the raw figures, the summary."""
+    with tempfile.TemporaryDirectory() as at:
+        file, docs = Path(at, "paper.json"), Path(at, "docs")
+        _succeed("bench.paper", "--quick", "--docs", str(docs), "--out", str(file))
+        lines = sorted((docs / "paper.jsonl").read_text().splitlines())  # as they came
+        return {
+            "paper.json": _figures(file),
+            "paper.md": plain((docs / "paper.md").read_text()),
+            "paper.jsonl": "".join(f"{line}\n" for line in lines),
+        }
+
+
+def _succeed(*command: str) -> None:
+    done = started(*command)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def _figures(file: Path) -> str:
+    """Of a benchmark's file: all but the machine and the time."""
+    found: dict[str, object] = json.loads(file.read_text())
+    kept = {name: found[name] for name in ("settings", "summary", "targets", "samples")}
+    return pretty(kept)
+
+
+OUTPUTS: Mapping[str, Callable[[], Files]] = {
+    "help": helps,
+    "console": console_helps,
+    "environment": environment_variables,
+    "openapi": descriptions,
+    "metrics": metrics,
+    "wire": wire,
+    "documents": documents,
+    "schema": schema,
+    "signatures": signatures,
+    "tests": tests,
+    "checker": checker,
+    "policies": policies,
+    "paper": paper,
+}
+"""By the name of its folder."""
+SLOW = ("checker", "policies", "paper")
