@@ -43,7 +43,7 @@ class Instances:
 
     async def submit(
         self, request_id: str, external_id: str, tokens: int, priority: int, payload: list[Frame],
-        most: int | None, *, whole: bool,
+        most: int | None, *, whole: bool, logprobs: int,
     ) -> str:  # fmt: skip
         if not self.there:
             raise NoInstance("no instance takes requests")

@@ -165,7 +165,7 @@ def test_a_pooling_request_that_fails_says_why(
 class Cluster:
     """In place of a router: no instance serves."""
 
-    async def submit(self, *_: object, whole: bool) -> object:
+    async def submit(self, *_: object, **__: object) -> object:
         raise NoInstance("no instance serves")
 
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None:

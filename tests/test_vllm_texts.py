@@ -17,7 +17,9 @@ from vllm.exceptions import VLLMValidationError  # noqa: E402
 from kvmig.engines.vllm.texts import (  # noqa: E402
     PIECE,
     TRUNCATED,
+    WORDS,
     bound_texts,
+    check_words,
     has_more_tokens,
     most_tokens,
 )
@@ -89,3 +91,11 @@ async def test_a_text_that_is_a_little_too_long_hears_so_from_vllm() -> None:
     bound_texts(cast("Any", renderer), 4 * PIECE)
     text = "a" * 5 * PIECE
     assert await renderer._tokenize_prompt_async({"prompt": text}, params()) == len(text)
+
+
+def test_forbidden_words_are_bounded_in_all() -> None:
+    check_words(None)
+    check_words(["a" * (WORDS // 2)] * 2)
+    for words in (["a" * (WORDS + 1)], ["ab"] * WORDS):
+        with pytest.raises(VLLMValidationError, match=f"bad_words has .* allowed are {WORDS}"):
+            check_words(words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvmig.accounts.allowances import Allowance
 from kvmig.engines.base import Frame
+from kvmig.gateway.answer_room import AnswerRoom, part
 from kvmig.gateway.answer_usage import Usage
 from kvmig.gateway.body_budget import BodyShare
 from kvmig.gateway.error_forms import ApiError
@@ -81,6 +82,8 @@ class LiveRequest:
     """The beam search that it is a step of."""
     whole: bool = False
     """Whether its client gets no token before the last."""
+    logprobs: int = 0
+    """Log-probabilities that come with each of its tokens."""
 
     # what the client has
     first_at: float | None = None
@@ -231,7 +234,7 @@ class HttpCall:
 
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
-        "answered", "body", "call_id", "failure", "left", "over", "quota", "request_ids",
+        "answered", "body", "call_id", "failure", "left", "over", "quota", "request_ids", "room",
         "status", "tenant", "told",
     )  # fmt: skip
 
@@ -250,6 +253,8 @@ class HttpCall:
         """Of a call that has asked for tokens of its key's quota."""
         self.body: BodyShare | None = None
         """What its body takes of the room for bodies, until the engine has the prompt."""
+        self.room = AnswerRoom()
+        """For what is kept of its answer."""
         self.request_ids: set[str] = set()
         self.over = False
         """Whether nothing more comes of it: it has its answer, or its client has left."""
@@ -355,6 +360,11 @@ class HttpCall:
         return request.splicer.next - self._marks.setdefault(
             request.request_id, request.splicer.next
         )
+
+    def has_too_much(self, requests: Iterable[LiveRequest]) -> bool:
+        """Whether more is kept of its answer than may be. requests: of it, that live."""
+        unread = ((one.logprobs, self.unread(one)) for one in requests if not one.whole)
+        return self.room.full(sum(part(tokens, tokens * each) for each, tokens in unread))
 
 
 current_call: ContextVar[HttpCall | None] = ContextVar("current_call", default=None)

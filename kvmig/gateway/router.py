@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Coroutine, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -33,6 +33,7 @@ from kvmig.controlplane.messages import (
     Span,
     Submit,
 )
+from kvmig.gateway import answer_room
 from kvmig.gateway.errors import (
     AlreadyMigrating,
     CallTimeout,
@@ -58,6 +59,7 @@ from kvmig.gateway.ports import Decode, Item, Observer, Sink
 from kvmig.gateway.questions import Questions
 from kvmig.gateway.quotas import Output, Quotas
 from kvmig.gateway.requests import (
+    HttpCall,
     LiveRequest,
     RequestTable,
     call_of,
@@ -70,7 +72,7 @@ from kvmig.gateway.streams import Streams
 from kvmig.gateway.turns import Turns
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import PeerError
+from kvmig.ground.errors import AnswerTooLarge, PeerError
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.wire import Frame, RefusalCounter
@@ -245,13 +247,22 @@ class Router:
         most: int | None = None,
         *,
         whole: bool = False,
+        logprobs: int = 0,
+        prompt_logprobs: int = 0,
+        numbers: int = 0,
     ) -> str:
         """Send a new request to the instance that the policy picks, and return its name.
 
         The payload is kept as long as the request lives. most: output tokens; None: that isn't
-        known. whole: its client gets no token before the last. Raises NoInstance, QuotaUsedUp.
+        known. whole: its client gets no token before the last. logprobs: that come with each
+        token; prompt_logprobs: with its prompt; numbers: of its embedding. Raises NoInstance,
+        QuotaUsedUp, AnswerTooLarge.
         """
         call, search, allowance = current_call.get(), current_search.get(), None
+        if call is not None:
+            call.room.keep(0, prompt_logprobs, numbers)
+            if call.room.full():
+                raise AnswerTooLarge(answer_room.sentence())
         if self._quotas is not None and call is not None:
             prompt, tokens = search or external_id, prompt_tokens
             if search is not None:  # whose first step has one beam, and its last one all
@@ -276,6 +287,7 @@ class Router:
                 allowance=allowance,
                 search=search,
                 whole=whole and search is None,
+                logprobs=logprobs,
             )
         )
         return instance
@@ -423,6 +435,8 @@ class Router:
             case Outputs():
                 for span, item in self._streams.take(instance.name, message, payload):
                     self._splice(instance.name, span, item)
+                if self._streams.too_large:
+                    self._end_too_large()
             case LoadReport():
                 self.fleet.report(message)
                 self._observer.messages_refused(message.instance, message.refused)
@@ -557,6 +571,7 @@ class Router:
         overdue = [one for one in self._table if one.splicer.waits_since(long_ago)]
         self._ownership.run_again(overdue, "tokens of its last owner were lost")
         self._give_up_unread()
+        self._end_too_large()
         self._ownership.tick()
         self._turns.go_on()
 
@@ -573,6 +588,17 @@ class Router:
         self._ownership.give_up(unread, reason, "final")
         for _ in unread:
             self._observer.unread()
+
+    def _end_too_large(self) -> None:
+        """Calls of whose answers more is kept than may be end with an error."""
+        live: defaultdict[HttpCall, list[LiveRequest]] = defaultdict(list)
+        for one in self._table:
+            if one.call is not None:
+                live[one.call].append(one)
+        self._streams.too_large.clear()
+        for call, requests in live.items():
+            if call.has_too_much(requests):
+                self._ownership.give_up(requests, answer_room.sentence(), "refused")
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)

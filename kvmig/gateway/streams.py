@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from kvmig.controlplane.messages import Outputs, Span
 from kvmig.gateway.ports import Decode, Instances, Item, Observer, Sink
 from kvmig.gateway.quotas import Quotas
-from kvmig.gateway.requests import LiveRequest, RequestTable
+from kvmig.gateway.requests import HttpCall, LiveRequest, RequestTable
 from kvmig.gateway.splice import Action
 from kvmig.ground.clock import Clock
 from kvmig.ground.errors import Failure, PeerError
@@ -80,6 +80,8 @@ class Streams:
         self._observer = observer
         self._clock = clock
         self._spreads: dict[str, _Spread] = {}
+        self.too_large: set[HttpCall] = set()
+        """Calls of whose answers more is kept than may be: they are to end."""
 
     def take(
         self, instance: str, outputs: Outputs, payload: Sequence[memoryview]
@@ -157,6 +159,11 @@ class Streams:
     def _keep(self, request: LiveRequest, item: Item, instance: str, now: float) -> None:
         """The next run goes on after these tokens; the client knows nothing of runs."""
         request.output_token_ids += item.new_token_ids
+        if request.whole and request.call is not None:
+            tokens = len(item.new_token_ids)
+            request.call.room.keep(tokens, tokens * request.logprobs)
+            if request.call.room.full():
+                self.too_large.add(request.call)
         if request.run:
             item.request_id = request.request_id
         if request.first_at is None and request.splicer.next:

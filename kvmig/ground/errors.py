@@ -89,6 +89,10 @@ class QuotaUsedUp(KvmigError):
     """The quota of a request's key has no tokens left."""
 
 
+class AnswerTooLarge(KvmigError):
+    """A request's answer would be more than a front end keeps of one call's."""
+
+
 class ContractViolation(KvmigError):
     """An engine's adapter broke a rule of the Engine port (see `kvmig.engines.checked`)."""
 

@@ -28,6 +28,12 @@ from kvmig.openai_server.answers import Answer, Piece, Token, usage
 from kvmig.openai_server.bodies import StreamOptions
 from kvmig.openai_server.text import Detokenizer, StopStrings
 
+_STATUSES: dict[Failure, HTTPStatus] = {
+    "retry": HTTPStatus.SERVICE_UNAVAILABLE,
+    "quota": HTTPStatus.TOO_MANY_REQUESTS,
+    "refused": HTTPStatus.BAD_REQUEST,
+}
+
 
 class Failed(GatewayError):
     """A request that began can't go on."""
@@ -35,8 +41,7 @@ class Failed(GatewayError):
     def __init__(self, message: str, kind: Failure) -> None:
         super().__init__(message)
         if kind != "final":
-            again, used_up = HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS
-            self.status = again if kind == "retry" else used_up
+            self.status = _STATUSES[kind]
 
 
 class Tokenizer(Protocol):
@@ -177,6 +182,7 @@ class Generation:
                 [encode(self._request)],
                 self._request.max_tokens,
                 whole=self._whole,
+                logprobs=0 if (wanted := self._request.logprobs) is None else wanted + 1,
             )
         except NoInstance as error:
             raise Failed(str(error), "retry") from error

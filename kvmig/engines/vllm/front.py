@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import msgspec
 from vllm.config import VllmConfig
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.tasks import SupportedTask
@@ -40,6 +40,11 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.engines.base import Frame
+from kvmig.engines.vllm.answer_sizes import (
+    logprobs_of_each_token,
+    logprobs_of_prompt,
+    numbers_of,
+)
 from kvmig.engines.vllm.encoding import check_bytes, encode_request
 from kvmig.engines.vllm.grammar_checks import GrammarChecks, backend_check
 from kvmig.engines.vllm.outputs import (
@@ -49,9 +54,9 @@ from kvmig.engines.vllm.outputs import (
     check_failure,
     failure,
 )
-from kvmig.engines.vllm.texts import bound_texts
+from kvmig.engines.vllm.texts import bound_texts, check_words
 from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.errors import Failure, NoInstance, QuotaUsedUp
+from kvmig.ground.errors import AnswerTooLarge, Failure, NoInstance, QuotaUsedUp
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +74,9 @@ class RequestRouter(Protocol):
         most: int | None,
         *,
         whole: bool,
+        logprobs: int,
+        prompt_logprobs: int,
+        numbers: int,
     ) -> object: ...
 
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
@@ -244,6 +252,8 @@ class RoutingClient(AsyncMPClient):
         prompt = len(request.prompt_token_ids or ()) or (
             0 if request.prompt_embeds is None else len(request.prompt_embeds)
         )
+        asked, model = request.sampling_params, self.vllm_config.model_config
+        vocabulary = model.get_vocab_size()
         try:
             await self._requests.submit(
                 request.request_id,
@@ -251,9 +261,15 @@ class RoutingClient(AsyncMPClient):
                 prompt,
                 request.priority,
                 encode_request(self._encoder, request),
-                0 if (asked := request.sampling_params) is None else asked.max_tokens,
+                0 if asked is None else asked.max_tokens,
                 whole=asked is not None and asked.output_kind is RequestOutputKind.FINAL_ONLY,
+                logprobs=logprobs_of_each_token(asked, vocabulary),
+                prompt_logprobs=logprobs_of_prompt(asked, prompt, vocabulary),
+                numbers=numbers_of(request.pooling_params, prompt, model),
             )
+        except AnswerTooLarge as error:
+            name = "input" if asked is None else "prompt_logprobs"
+            raise VLLMValidationError(str(error), parameter=name) from error
         except NoInstance as error:
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
         except QuotaUsedUp as error:
@@ -373,6 +389,7 @@ class RoutedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: Any, *args: Any, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         check_bytes(self._encoder, sampling_params)
+        check_words(getattr(sampling_params, "bad_words", None))
         salt = "" if self._salts is None else self._salts.salt_of(None)
         await self._grammars.check(sampling_params, salt)
         generated = super().generate(prompt, sampling_params, *args, **options)

@@ -6,7 +6,7 @@ has. A long text is therefore counted piece by piece first, which takes the memo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -15,6 +15,8 @@ from vllm.utils.async_utils import make_async
 
 PIECE = 1 << 16
 """Characters that are counted at a time. Shorter texts are not counted before."""
+WORDS = 8192
+"""Characters of all words that a call forbids: vLLM spells them on the event loop, each twice."""
 TRUNCATED = 262_144
 """Tokens of a text that its call wants truncated, where the context has fewer."""
 
@@ -36,6 +38,16 @@ def has_more_tokens(text: str, most: int, count: Callable[[str], int]) -> bool:
         if found > most:
             return True
     return False
+
+
+def check_words(words: Sequence[str] | None) -> None:
+    """Raises VLLMValidationError for words that a call forbids (`bad_words`), and are too long."""
+    length = sum(map(len, words or ()))
+    if length > WORDS:
+        raise VLLMValidationError(
+            f"bad_words has {length} characters in all, allowed are {WORDS}",
+            parameter="bad_words", value=length,
+        )  # fmt: skip
 
 
 def bound_texts(renderer: BaseRenderer[Any], context: int) -> None:
