@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -12,7 +12,8 @@ from typing import Any, Literal, cast
 import httpx
 import msgspec
 from fastapi import FastAPI
-from vllm.v1.engine import EngineCoreOutput, EngineCoreReadyResponse
+from vllm.v1.engine import EngineCoreOutput, EngineCoreReadyResponse, EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
@@ -34,6 +35,31 @@ READY = EngineCoreReadyResponse(
     pipeline_parallel_size=1, decode_context_parallel_size=1, data_parallel_rank=0,
     max_num_seqs=4, max_num_batched_tokens=128, instance_id="", supports_lora=False, max_loras=0,
 )  # fmt: skip
+
+
+Put = Callable[[str, EngineCoreRequest], Sequence[EngineCoreOutput]]
+
+
+class AnsweringRouter:
+    """In place of a router: each request gets the outputs that `put` makes for it."""
+
+    def __init__(self, server: VllmServer, put: Put) -> None:
+        self._server = server
+        self._put = put
+
+    async def submit(
+        self, request_id: str, external: str, tokens: int, priority: int,
+        payload: Sequence[Frame], *_: object, **__: object,
+    ) -> object:  # fmt: skip
+        request = MsgpackDecoder(EngineCoreRequest).decode(payload)
+        outputs = self._put(request_id, request)
+        asyncio.get_running_loop().call_soon(self._server.sink.deliver, 0, outputs, None)
+        return None
+
+    async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
+
+    async def call(self, method: str, payload: Sequence[Frame]) -> Mapping[str, Sequence[Frame]]:
+        raise NoInstance("it has no methods")
 
 
 class EndingRouter:
@@ -74,9 +100,9 @@ class EndingRouter:
 
 @asynccontextmanager
 async def application(
-    *more: str, model: Path = BUNDLED
+    *more: str, model: Path = BUNDLED, put: Put | None = None
 ) -> AsyncIterator[tuple[FastAPI, EndingRouter]]:
-    """The application, and what ends its requests."""
+    """The application, and what ends its requests. put: makes their outputs, in place of that."""
     argv = [str(model), "--enforce-eager", f"--served-model-name={MODEL}", *more]
     with environment(ENVIRONMENT), socket.socket() as sock:
         flags.set_environment()
@@ -84,7 +110,8 @@ async def application(
         await server.load()
     server.learn([msgspec.msgpack.encode((READY, ("generate",)))])
     router = EndingRouter(server, "retry", "")
-    app = await server.make_app(cast("Router", router))
+    answering = router if put is None else AnsweringRouter(server, put)
+    app = await server.make_app(cast("Router", answering))
     behind_state(app)
     try:
         yield app, router

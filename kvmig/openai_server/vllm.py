@@ -38,8 +38,10 @@ from kvmig.gateway.media_rules import MediaRules
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
 from kvmig.ground.config import KEEP_ALIVE_S
+from kvmig.openai_server.body_threads import check_beside_loop
 from kvmig.openai_server.first_error import stop_at_first_error
 from kvmig.openai_server.http_task import HttpTask
+from kvmig.openai_server.vllm_answers import make_beside_loop
 from kvmig.openai_server.vllm_beams import count_beams_as_one
 from kvmig.openai_server.vllm_errors import note_failures
 from kvmig.openai_server.vllm_media import fetch_by
@@ -98,6 +100,7 @@ class VllmServer(HttpTask):
     async def make_app(self, router: Router) -> FastAPI:
         args = self._args
         count_beams_as_one()
+        make_beside_loop()
         self._llm = llm = RoutedLLM(
             self._config,
             router,
@@ -114,6 +117,7 @@ class VllmServer(HttpTask):
         fetch_by(self._media)
         app: FastAPI = build_app(args, self._tasks, llm.model_config)
         stop_at_first_error(app)
+        check_beside_loop()
         let_pages_read_errors(app)
         await init_app_state(llm, app.state, args, self._tasks)
         keep_responses_apart(getattr(app.state, "openai_serving_responses", None))
