@@ -18,7 +18,9 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from kvmig.engines.vllm import worker
+from kvmig.engines.vllm.bad_words import write_once
 from kvmig.engines.vllm.lora import check_loads
+from kvmig.engines.vllm.prompt_logprobs import compute_in_parts
 
 WORKER_TIMEOUT_S = 60.0
 """A worker that doesn't answer for so long is lost, and the engine with it."""
@@ -76,6 +78,8 @@ def prepare_workers(core: EngineCore) -> None:
         _in_workers(core, worker.ask_for_tiles)
     if not uses_v2(core):
         _in_workers(core, worker.keep_cpu_generators_from_chunks)
+        _in_workers(core, compute_in_parts)
+        _in_workers(core, write_once)
         if core.scheduler.kv_cache_config.has_mamba_layers:
             _in_workers(core, worker.forget_states_of_the_ended)
     if core.vllm_config.speculative_config is not None:
