@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from bench.hostile_grammars import SCHEMAS, structured
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 MILLION = 10**6
@@ -46,8 +48,18 @@ def _numbered(before: str, item: str, count: int, after: str) -> bytes:
 Maker = Callable[[int], bytes]
 
 
-def _kinds(model: str) -> Iterator[tuple[str, str, Maker, int, int]]:
-    """Kind, path, maker, huge count and the largest that fits (0: as many as the context)."""
+Kind = tuple[str, str, Maker, int, int]
+"""Its name, path, maker, huge count and the largest that fits (0: as many as the context)."""
+
+
+def _kinds(model: str) -> Iterator[Kind]:
+    yield from _bodies(model)
+    yield from _grammars(model)
+    yield from _answers(model)
+    yield from _texts(model)
+
+
+def _bodies(model: str) -> Iterator[Kind]:
     name = f'"model": {json.dumps(model)}, "max_tokens": 4'
     prompt = f'{{{name}, "prompt": "a", '
     chat = f'{{{name}, "messages": [{json.dumps(ASKS)}], '
@@ -181,6 +193,143 @@ def _kinds(model: str) -> Iterator[tuple[str, str, Maker, int, int]]:
             f' "image_url": {{"url": "data:image/png;base64,{png(side).decode()}"}}}}]}}]}}'
         ).encode(), PNG_SIDE, 500,
     )  # fmt: skip
+
+
+def _grammars(model: str) -> Iterator[Kind]:
+    """Grammars of all forms, in each API that takes them."""
+    name = f'"model": {json.dumps(model)}, "max_tokens": 4'
+    for prompts in (1, 256):
+        for kind, fits, make in structured(name, prompts):
+            yield kind, COMPLETIONS, make, 20 * fits, fits
+    schema = SCHEMAS[0]
+    tool = f'{{"type": "function", "name": "f", "parameters": {schema.of(8)}}}'
+    response = f'{{"model": {json.dumps(model)}, "max_output_tokens": 4, "input": "a", '
+    yield (
+        "tools of responses", RESPONSES,
+        lambda count: _repeat(f'{response}"tools": [', tool, count, "]}"), MILLION // 20, 180,
+    )  # fmt: skip
+    yield (
+        "text.format of responses", RESPONSES,
+        lambda count: (
+            f'{response}"text": {{"format": {{"type": "json_schema", "name": "s", "schema": '
+            f"{schema.of(count)}}}}}}}"
+        ).encode(), 100_000, schema.fits,
+    )  # fmt: skip
+    anthropic = f'{{{name}, "messages": [{json.dumps(ASKS)}], "tools": ['
+    yield (
+        "tools of Anthropic's", MESSAGES,
+        lambda count: _repeat(
+            anthropic, f'{{"name": "f", "input_schema": {schema.of(8)}}}', count, "]}"
+        ), MILLION // 20, 180,
+    )  # fmt: skip
+    wants = f'{{{name}, "prompt": "a", "structured_outputs": '
+    yield (
+        "rules of a grammar", COMPLETIONS,
+        lambda count: (
+            f'{wants}{{"grammar": "root ::= r0' + "".join(
+                f'\\nr{one} ::= [a-z] r{one + 1} | \\"x\\"' for one in range(count)
+            ) + f'\\nr{count} ::= \\"y\\""}}}}'
+        ).encode(), 100_000, 1800,
+    )  # fmt: skip
+    tags = ", ".join(
+        f'{{"begin": "<f{one}>", "schema": {SCHEMAS[0].of(4)}, "end": "</f>"}}' for one in range(9)
+    )
+    yield (
+        "structural tag", COMPLETIONS,
+        lambda count: (
+            f"{wants}" + json.dumps({"structural_tag": (
+                f'{{"type": "structural_tag", "structures": [{", ".join([tags] * count)}],'
+                ' "triggers": ["<f"]}'
+            )}) + "}"
+        ).encode(), 2000, 20,
+    )  # fmt: skip
+
+
+def _answers(model: str) -> Iterator[Kind]:
+    """Small calls with large answers, or answers that take an engine's step long."""
+    named = f'{{"model": {json.dumps(model)}, '
+    completion = named + '"temperature": 1.0, "prompt": "a", '
+    chat = f'{named}"temperature": 1.0, "messages": [{json.dumps(ASKS)}], '
+
+    def ids(before: str) -> Maker:
+        return lambda count: _repeat(named + before + ' "prompt": [', "1", count, "]}")
+
+    def number(before: str) -> Maker:
+        return lambda count: f"{before}{count}}}".encode()
+
+    yield "prompt_logprobs", COMPLETIONS, ids('"max_tokens": 1, "prompt_logprobs": 20,'), 0, 1500
+    yield "echo", COMPLETIONS, ids('"max_tokens": 1, "echo": true, "logprobs": 20,'), 0, 1500
+    yield (
+        "logprobs of a completion", COMPLETIONS,
+        number(f'{completion}"logprobs": 20, "n": 16, "max_tokens": '), 100_000, 90,
+    )  # fmt: skip
+    yield (
+        "logprobs of a chat", CHAT,
+        number(f'{chat}"logprobs": true, "top_logprobs": 20, "n": 16, "max_tokens": '),
+        100_000, 90,
+    )  # fmt: skip
+    yield (
+        "logprobs of a stream", CHAT,
+        number(f'{chat}"logprobs": true, "top_logprobs": 20, "stream": true, "max_tokens": '),
+        100_000, 90,
+    )  # fmt: skip
+    yield (
+        "logprob_token_ids", COMPLETIONS,
+        lambda count: _numbered(
+            completion + '"max_tokens": 90, "logprob_token_ids": [', "#", count, "]}"
+        ), MILLION, 128,
+    )  # fmt: skip
+    yield (
+        "long prompt, many answers", COMPLETIONS,
+        ids('"max_tokens": 1, "temperature": 1.0, "n": 16,'), 30 * MILLION, 0,
+    )  # fmt: skip
+    yield (
+        "beams", COMPLETIONS,
+        number(f'{named}"prompt": "a", "use_beam_search": true, "n": 10, "max_tokens": '),
+        100_000, 50,
+    )  # fmt: skip
+    yield (
+        "beams of a long prompt", COMPLETIONS,
+        ids('"max_tokens": 8, "use_beam_search": true, "n": 10,'), 30 * MILLION, 0,
+    )  # fmt: skip
+    yield (
+        "bad words, each another", COMPLETIONS,
+        lambda count: _numbered(
+            completion + '"max_tokens": 4, "bad_words": [', '"w#"', count, "]}"
+        ),
+        MILLION, 16_000,
+    )  # fmt: skip
+    yield (
+        "long bad word", COMPLETIONS,
+        lambda count: f'{completion}"max_tokens": 4, "bad_words": ["{"a " * count}"]}}'.encode(),
+        30 * MILLION, 0,
+    )  # fmt: skip
+    yield (
+        "long stop strings", COMPLETIONS,
+        lambda count: (
+            f'{completion}"max_tokens": 90, "stop": ["{"a" * count}", "{"b" * count}"]}}'
+        ).encode(), 30 * MILLION, 0,
+    )  # fmt: skip
+
+
+def _texts(model: str) -> Iterator[Kind]:
+    """Texts of which each is a prompt: for models that embed, score or classify."""
+    named = f'{{"model": {json.dumps(model)}, '
+
+    def lists(before: str) -> Maker:
+        return lambda count: _repeat(before, '"a"', count, "]}")
+
+    for path in ("/v1/embeddings", "/pooling", "/classify"):
+        yield f"texts of {path}", path, lists(named + '"input": ['), MILLION, 256
+    yield (
+        "texts of token ids", "/v1/embeddings",
+        lambda count: _repeat(named + '"input": [[', "1", count, "]]}"), 30 * MILLION, 0,
+    )  # fmt: skip
+    yield "texts of /v2/embed", "/v2/embed", lists(named + '"texts": ['), MILLION, 256
+    scored = f'{named}"text_1": "a", "text_2": ['
+    ranked = f'{named}"query": "a", "documents": ['
+    for path, before in (("/score", scored), ("/rerank", ranked)):
+        yield f"documents of {path}", path, lists(before), MILLION, 256
 
 
 def png(side: int) -> bytes:
