@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from kvmig.cli.processes import begin_loading, end_loading
+from kvmig.fleet.store import Store
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests import fake_gpu, postgres
@@ -103,6 +105,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if SESSION.over:
         verdict = "FAILED, too many: " if SESSION.too_many else ""
         terminalreporter.write_line(f"{verdict}{SESSION}")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_begins() -> None:
+    """A library may change the root logger where it is imported: with vLLM's application comes one
+    that lets errors through only, for the rest of the process."""
+    root = logging.getLogger()
+    root.setLevel(logging.WARNING)
+    for handler in root.handlers:
+        handler.setLevel(logging.NOTSET)
 
 
 @pytest.fixture
@@ -212,6 +224,15 @@ def place(request: pytest.FixtureRequest) -> Place:
     """Where a store may be opened: each kind of database."""
     found: Place = request.getfixturevalue(f"{request.param}_place")
     return found
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[Store]:
+    """Of a fleet, in each kind of database; nobody is in it."""
+    made = place.store()
+    made.open()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

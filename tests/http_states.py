@@ -20,21 +20,11 @@ def behind_middleware(
     *,
     closed: bool = False,
     vacant: Callable[[], bool] = lambda: False,
+    added: bool = False,
 ) -> HttpState:
-    """Put `app` behind it, with a state of its own."""
-    app.add_middleware(HttpMiddleware)
-    return behind_state(app, http, priorities, closed=closed, vacant=vacant)
-
-
-def behind_state(
-    app: Starlette,
-    http: HttpConfig | None = None,
-    priorities: Sequence[PriorityClass] = (NORMAL,),
-    *,
-    closed: bool = False,
-    vacant: Callable[[], bool] = lambda: False,
-) -> HttpState:
-    """Give an application that has the middleware a state of its own."""
+    """Give `app` the middleware, unless it was added before, with a state of its own."""
+    if not added:
+        app.add_middleware(HttpMiddleware)
     rules = access([], "", "127.0.0.1")
     state = HttpState(
         http or HttpConfig(), rules, priorities, CollectorRegistry(), closed=closed, vacant=vacant

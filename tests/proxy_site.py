@@ -17,7 +17,7 @@ import msgspec
 
 from kvmig.accounts.keys import KeyGrant, KeyTerms, Limits, new_key
 from kvmig.cli.environment import take_path
-from kvmig.ground.clock import Clock
+from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import HttpConfig
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.proxy.call import DoorConnection
@@ -194,6 +194,7 @@ class Site:
 async def site(
     folder: Path,
     *grants: KeyGrant,
+    clock: Clock = monotonic,
     wall: Clock = time.time,
     pages: tuple[str, ...] = (),
     **limits: Any,
@@ -206,7 +207,7 @@ async def site(
     wanted: list[str] = []
     api = str(folder / "api")
     door = Door(
-        Directory(), HttpConfig(**limits), api, wanted.append, wall=wall,
+        Directory(), HttpConfig(**limits), api, wanted.append, clock=clock, wall=wall,
         cross_origin=CrossOrigin(pages),
     )  # fmt: skip
     door.apply(Snapshot(version=1, pepper=PEPPER, keys=(grant, *grants)))

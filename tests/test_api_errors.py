@@ -50,6 +50,16 @@ async def served() -> AsyncIterator[tuple[FastAPI, EndingRouter]]:
         yield made
 
 
+async def ended(
+    served: tuple[FastAPI, EndingRouter], path: str, end: End, sentence: str, **more: Any
+) -> httpx.Response:
+    """The answer to a call that ends so. more: fields of its body."""
+    app, router = served
+    router.end, router.sentence = end, sentence
+    async with client_of(app) as client:
+        return await client.post(path, json={**BODIES[path], **more})
+
+
 def events(text: str) -> Iterator[tuple[str, Any]]:
     """Names and data of a stream's events."""
     for block in text.split("\n\n"):
@@ -68,11 +78,7 @@ def events(text: str) -> Iterator[tuple[str, Any]]:
 async def test_a_stream_ends_with_its_apis_own_error(
     served: tuple[FastAPI, EndingRouter], path: str, end: End, sentence: str, status: int
 ) -> None:
-    app, router = served
-    router.end, router.sentence = end, sentence
-    async with client_of(app) as client:
-        text = (await client.post(path, json={**BODIES[path], "stream": True})).text
-
+    text = (await ended(served, path, end, sentence, stream=True)).text
     *_, (name, last) = events(text)
     if path == "/v1/messages":
         assert (name, last["type"]) == ("error", "error")
@@ -96,11 +102,7 @@ async def test_a_stream_ends_with_its_apis_own_error(
 async def test_an_answer_is_its_apis_own_error(
     served: tuple[FastAPI, EndingRouter], path: str, end: End, sentence: str, status: int
 ) -> None:
-    app, router = served
-    router.end, router.sentence = end, sentence
-    async with client_of(app) as client:
-        answer = await client.post(path, json=BODIES[path])
-
+    answer = await ended(served, path, end, sentence)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["message"] == sentence

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,6 @@ from kvmig.fleet.tables import usage
 from tests.fleet_stores import ANNA, Place
 
 DAY = 86400.0
-
-
-@pytest.fixture
-def store(place: Place) -> Iterator[Store]:
-    made = place.store()
-    made.open()
-    yield made
-    made.close()
 
 
 def record(seq: int = 1, **more: Any) -> UsageRecord:

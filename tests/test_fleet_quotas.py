@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,9 @@ DAY_S = 86400.0
 
 
 @pytest.fixture
-def store(place: Place) -> Iterator[Store]:
-    made = place.store()
-    made.open()
-    made.add_user("bea", "user", ANNA)
-    yield made
-    made.close()
+def store(store: Store) -> Store:
+    store.add_user("bea", "user", ANNA)
+    return store
 
 
 def key(store: Store, quota: int | None = 1000, period: Period = "day") -> KeyGrant:

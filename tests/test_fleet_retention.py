@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -27,17 +26,9 @@ from kvmig.fleet.retention import Retention, day_before, prune
 from kvmig.fleet.store import Actor, Store
 from kvmig.fleet.tables import usage, usage_pruned
 from tests.examples import examples
-from tests.fleet_stores import ANNA, Place
+from tests.fleet_stores import ANNA
 
 DAY = 86400.0
-
-
-@pytest.fixture
-def store(place: Place) -> Iterator[Store]:
-    made = place.store()
-    made.open()
-    yield made
-    made.close()
 
 
 def record(seq: int, day: int = 0, **more: Any) -> UsageRecord:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,6 @@ from kvmig.fleet.store import Actor, KeyRow, NotThere, Store, Taken
 from kvmig.fleet.tables import StoreError, api_keys, audit, revisions
 from kvmig.ground.errors import ConfigError
 from tests.fleet_stores import ANNA, Place
-
-
-@pytest.fixture
-def store(place: Place) -> Iterator[Store]:
-    made = place.store()
-    made.open()
-    yield made
-    made.close()
-
 
 # -- models
 

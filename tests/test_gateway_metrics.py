@@ -60,6 +60,20 @@ def test_refused_messages_are_those_since_the_start_of_their_process() -> None:
     assert (shown("early"), shown("version")) == (1, 0)
 
 
+async def test_of_an_instance_that_was_removed_no_refused_messages_are_shown() -> None:
+    registry = CollectorRegistry()
+
+    def shown() -> float | None:
+        labels = {"process": "0", "reason": "early"}
+        return registry.get_sample_value("kvmig_messages_refused", labels)
+
+    async with cluster(observer=Metrics(registry, [NORMAL])) as it:
+        it.router.messages_refused("0", {"early": 2})
+        assert shown() == 2
+        await it.router.remove_instance("0")
+    assert not shown()
+
+
 def test_only_gaps_between_two_tokens_are_observed() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry, [NORMAL])

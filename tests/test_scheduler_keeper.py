@@ -14,6 +14,7 @@ from kvmig.cli.scheduler import SchedulerKeeper
 from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.ground.config import ClusterConfig
+from kvmig.ground.errors import StartupError
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.wire import RefusalCounter
 from tests.waiting import until
@@ -86,6 +87,33 @@ async def test_a_scheduler_that_lives_without_its_connection_gives_way_to_anothe
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert children[1].stopped
+
+
+async def test_while_no_scheduler_is_there_nothing_is_said_of_what_it_has_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    children: list[FakeChild] = []
+
+    async def start(*_: object) -> FakeChild:
+        if children:
+            raise StartupError("no process can be started")
+        children.append(FakeChild())
+        return children[0]
+
+    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr(scheduler, "GRACE_S", 0.01)
+    cluster = FakeCluster()
+    keeper = SchedulerKeeper(ClusterConfig(), SECRET, cluster)  # type: ignore[arg-type]
+    keeping = asyncio.create_task(keeper.run())
+    async with asyncio.timeout(20):
+        await until(lambda: children)
+        await children[0].told()
+        children[0].server.send(b"launcher", MessagesRefused("scheduler", {"early": 1}))
+        await until(lambda: cluster.scheduler_refusals)
+        children[0].server.close()
+        await until(lambda: not cluster.scheduler_refusals)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
 
 
 async def test_a_scheduler_that_hangs_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:

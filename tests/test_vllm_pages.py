@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmig.ground.config import HttpConfig
-from tests.http_states import behind_state
+from tests.http_states import behind_middleware
 from tests.vllm_application import MODEL, application, client_of
 
 PAGE = "https://chat.example.com"
@@ -16,9 +16,9 @@ ALLOW = ("--allowed-origins", f'["{PAGE}"]')
 async def test_a_page_that_may_call_can_read_our_middlewares_errors(more: tuple[str, ...]) -> None:
     async with application(*ALLOW, *more) as (app, _):
         async with client_of(app, origin=PAGE, authorization="Bearer tenant") as client:
-            behind_state(app, HttpConfig(max_body=1000))
+            behind_middleware(app, HttpConfig(max_body=1000), added=True)
             large = await client.post("/v1/completions", content=b"x" * 2000)
-            behind_state(app, vacant=lambda: True)
+            behind_middleware(app, vacant=lambda: True, added=True)
             vacant = await client.post("/v1/completions", json={"model": MODEL, "prompt": "a"})
             asks = {"access-control-request-method": "POST"}
             preflight = await client.options("/v1/completions", headers=asks)

@@ -22,7 +22,7 @@ from kvmig.ground.errors import Failure, NoInstance, QuotaUsedUp
 from kvmig.models import BUNDLED
 from kvmig.openai_server.vllm import VllmServer
 from tests.environment import environment
-from tests.http_states import behind_state
+from tests.http_states import behind_middleware
 from tests.vllm_side import ENVIRONMENT
 
 MODEL = "count"
@@ -112,7 +112,7 @@ async def application(
     router = EndingRouter(server, "retry", "")
     answering = router if put is None else AnsweringRouter(server, put)
     app = await server.make_app(cast("Router", answering))
-    behind_state(app)
+    behind_middleware(app, added=True)
     try:
         yield app, router
     finally:

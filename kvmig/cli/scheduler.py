@@ -82,7 +82,6 @@ class SchedulerKeeper:
         hearing: asyncio.Task[str] | None = None
         try:
             endpoint = await child.ready(SCHEDULER_TIMEOUT_S)
-            self._cluster.scheduler_refusals = {}
             self._link = Client(
                 endpoint,
                 self._secret,
@@ -102,6 +101,7 @@ class SchedulerKeeper:
             if self._link is not None:
                 self._link.close()
                 self._link = None
+            self._cluster.scheduler_refusals = {}
             await child.stop()
 
     async def _hear(self, link: Client) -> str:

@@ -74,22 +74,31 @@ ModelQuotas = Annotated[
 ]
 
 
-@user_app.command("limit")
-@said
-def limit_user(
-    name: str,
-    rpm: Rpm = None,
-    tpm: Tpm = None,
-    parallel: Parallel = None,
-    quota: Quota = None,
-    period: Period = None,
-    model_quota: ModelQuotas = None,
-    as_json: Json = False,
-) -> None:
-    """Change limits of all keys of a user together; those that aren't named stay."""
-    body = changed_limits(period, model_quota, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
-    row = where.client().patch(f"users/{quote(name)}", body)
-    show(row, as_json, lambda found: limits_of(found["limits"]) or "no limits")
+def add_limit_command(app: typer.Typer, path: str, name: str, shown: str, text: str) -> None:
+    """path: of the API. name: of what it takes. shown: where a row has its limits."""
+
+    def limit(
+        whose: str,
+        rpm: Rpm = None,
+        tpm: Tpm = None,
+        parallel: Parallel = None,
+        quota: Quota = None,
+        period: Period = None,
+        model_quota: ModelQuotas = None,
+        as_json: Json = False,
+    ) -> None:
+        body = changed_limits(period, model_quota, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
+        row = where.client().patch(f"{path}/{quote(whose)}", body)
+        show(row, as_json, lambda found: limits_of(found[shown]) or "no limits")
+
+    limit.__annotations__["whose"] = Annotated[str, typer.Argument(metavar=name)]
+    app.command("limit", help=text)(said(limit))
+
+
+add_limit_command(
+    user_app, "users", "name", "limits",
+    "Change limits of all keys of a user together; those that aren't named stay.",
+)  # fmt: skip
 
 
 def changed_limits(
@@ -213,22 +222,9 @@ def limits_of(terms: dict[str, Any]) -> str | None:
     return ", ".join(named) or None
 
 
-@key_app.command("limit")
-@said
-def limit_key(
-    prefix: str,
-    rpm: Rpm = None,
-    tpm: Tpm = None,
-    parallel: Parallel = None,
-    quota: Quota = None,
-    period: Period = None,
-    model_quota: ModelQuotas = None,
-    as_json: Json = False,
-) -> None:
-    """Change limits of a key; those that aren't named stay."""
-    body = changed_limits(period, model_quota, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
-    row = where.client().patch(f"keys/{quote(prefix)}", body)
-    show(row, as_json, lambda found: limits_of(found["terms"]) or "no limits")
+add_limit_command(
+    key_app, "keys", "prefix", "terms", "Change limits of a key; those that aren't named stay."
+)
 
 
 @key_app.command("rotate")

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -243,8 +243,8 @@ class Database:
         """wait_s: for a lock that another program has. Raises ConfigError."""
         self._url = _checked_url(url)
         self._wait_s = wait_s
-        self._lock: IO[str] | None = None
-        self._file_lock: IO[bytes] | None = None
+        self._lock: IO[Any] | None = None
+        self._file_lock: IO[Any] | None = None
         self._engine = _engine(self._url, wait_s)
         self.name = self._url.render_as_string() if self.path is None else str(self.path)
 
@@ -387,42 +387,43 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
 
 
-def _take_lock(path: Path) -> IO[str]:
+def _take_lock(path: Path) -> IO[Any]:
     """The lock of a database's one server: on a file of its own, which holds the server's pid."""
     found = path.resolve()
     beside = found.with_name(found.name + ".lock")
-    try:
-        file = beside.open("a+")
-    except OSError as error:
-        raise StoreError(f"the fleet's database {path} can't be used: {error}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        pid = file.read(20).strip() or "?"
-        file.close()
-        raise StoreError(f"the fleet's database {path} is in use by the server {pid}") from error
+    file = _locked(path, beside, "a+", _named_there)
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
     return file
 
 
-def _take_file(path: Path) -> IO[bytes]:
+def _named_there(file: IO[Any]) -> str:
+    """Who has the lock that is on this file."""
+    file.seek(0)
+    return f"the server {file.read(20).strip() or '?'}"
+
+
+def _take_file(path: Path) -> IO[Any]:
     """The same by the file itself, which may have several names: hard links, bind mounts.
 
     SQLite's own locks are of another kind, and don't meet this one.
     """
+    return _locked(path, path, "rb", lambda _: "another server, under another name")
+
+
+def _locked(database: Path, path: Path, mode: str, holder: Callable[[IO[Any]], str]) -> IO[Any]:
+    """A file that no other process has locked. Raises StoreError, which says who has."""
     try:
-        file = path.open("rb")
+        file = path.open(mode)
     except OSError as error:
-        raise StoreError(f"the fleet's database {path} can't be used: {error}") from error
+        raise StoreError(f"the fleet's database {database} can't be used: {error}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        who = holder(file)
         file.close()
-        said = f"the fleet's database {path} is in use by another server, under another name"
-        raise StoreError(said) from error
+        raise StoreError(f"the fleet's database {database} is in use by {who}") from error
     return file
 
 

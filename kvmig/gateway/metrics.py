@@ -201,6 +201,11 @@ class Metrics(Observer):
             self._messages_refused.labels(process, reason).set(counts.get(reason, 0))
         self._refused_before[process] = counts
 
+    def gone(self, instance: str) -> None:
+        """What an instance has refused since its start is nothing once it is there no more."""
+        self.messages_refused(instance, {})
+        self._refused_before.pop(instance, None)
+
     def _name(self, priority: int) -> str:
         return class_of(self._classes, priority).name
 

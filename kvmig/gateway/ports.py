@@ -134,5 +134,8 @@ class Observer:
     def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
         """A process has refused so many messages since its start, by reason. Told often."""
 
+    def gone(self, instance: str) -> None:
+        """An instance is there no more, or another one of its name will be."""
+
     def unread(self) -> None:
         """A request was failed because its client didn't read."""

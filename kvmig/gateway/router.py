@@ -182,6 +182,7 @@ class Router:
             reason = f"instance {instance} {'has died' if crashed else 'was removed'}"
             self._questions.lost(instance, reason)
             self._ownership.removed(instance, reason, crashed=crashed)
+            self._observer.gone(instance)
 
     def evacuate(self, instance: str, *, ends: bool = False) -> None:
         """Run the instance's requests elsewhere, by recompute.
