@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import pytest
 
 from kvmig.cli.processes import Child, Process
 from kvmig.proxy.link import ProxyLinks
@@ -32,7 +33,8 @@ async def proxy(
         port, descriptor = listening.getsockname()[1], listening.fileno()
         launch = ProxyLaunch(
             name="p0", links=str(folder / "links"), api=str(folder / "api"),
-            snapshot=str(folder / "snapshot"), shutdown_timeout_s=20.0,
+            snapshot=str(folder / "snapshot"), pepper=str(folder / "pepper"),
+            shutdown_timeout_s=20.0,
         )  # fmt: skip
         beats = os.open(os.devnull, os.O_WRONLY)
 
@@ -52,11 +54,16 @@ async def proxy(
         await child.stop()
 
 
-def knowing(folder: Path) -> str:
-    """What a proxy in the folder knows of a model that is ready; a key that opens it."""
+def knowing(folder: Path, *, older: bool = False) -> str:
+    """What a proxy in the folder knows of a model that is ready; a key that opens it.
+
+    older: as a kvmig kept it that had the pepper in the same file.
+    """
     given, grant = key()
     route = Route(name="count", state="ready", socket=str(folder / "count"))
-    known = Snapshot(version=3, pepper=PEPPER, keys=(grant,), routes=(route,))
+    known = Snapshot(version=3, pepper=PEPPER if older else b"", keys=(grant,), routes=(route,))
+    if not older:
+        (folder / "pepper").write_bytes(PEPPER)
     (folder / "snapshot").write_bytes(msgspec.msgpack.encode(known))
     return f"Bearer {given}"
 
@@ -216,7 +223,25 @@ async def test_a_proxy_keeps_what_it_was_told_for_its_own_user_only(tmp_path: Pa
     finally:
         await links.close()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert msgspec.msgpack.decode(file.read_bytes(), type=Snapshot).version == 7
+    known = msgspec.msgpack.decode(file.read_bytes(), type=Snapshot)
+    assert (known.version, known.pepper) == (7, b"")
+    assert PEPPER not in file.read_bytes()
+
+
+@pytest.mark.parametrize("older", [False, True])
+async def test_a_proxy_that_begins_alone_knows_the_keys_and_those_of_an_older_file(
+    tmp_path: Path, older: bool
+) -> None:
+    bearer = knowing(tmp_path, older=older)
+    there = Deployment(str(tmp_path / "count"))
+    await there.open()
+    try:
+        async with proxy(tmp_path) as (_, client):
+            client.headers["authorization"] = bearer
+            answer = await client.post("/v1/completions", json={"model": "count"})
+    finally:
+        await there.close()
+    assert answer.status_code == 200
 
 
 async def test_a_proxy_that_is_told_to_end_finishes_its_streams_and_takes_no_more(

@@ -353,6 +353,7 @@ class Init:
             links=str(self._settings.links),
             api=str(self._settings.api),
             snapshot=str(self._settings.path("run", "snapshot")),
+            pepper=str(self._settings.path("pepper")),
             shutdown_timeout_s=self._settings.shutdown_timeout_s,
             allowed_origins=self._settings.allowed_origins,
         )

@@ -35,6 +35,9 @@ class ProxyLaunch(Discreet, frozen=True, kw_only=True):
     snapshot: str
     """Path of the file with the last snapshot, which a proxy begins with while there is no
     server."""
+    pepper: str = ""
+    """Path of the pepper's file. The snapshot is kept without it: neither of the two files alone
+    is enough to try keys."""
     shutdown_timeout_s: float = 30.0
     http: HttpConfig = HttpConfig()
     allowed_origins: tuple[str, ...] = ()

@@ -142,10 +142,13 @@ class Proxy(HttpTask):
     def _load(self) -> None:
         """What was known before, if anything was."""
         try:
+            if not self._file.exists():
+                return
             known = msgspec.msgpack.decode(self._file.read_bytes(), type=Snapshot)
+            if not known.pepper:  # an older kvmig kept it there
+                pepper = Path(self._launch.pepper).read_bytes()
+                known = msgspec.structs.replace(known, pepper=pepper)
             self._heard_at = self._file.stat().st_mtime
-        except FileNotFoundError:
-            return
         except (OSError, msgspec.DecodeError) as error:
             say(f"{self._file} can't be read, the server must be there: {error}", self._launch.name)
             return
@@ -156,7 +159,8 @@ class Proxy(HttpTask):
             await asyncio.sleep(KEEP_S)
             if self._unsaved:
                 self._unsaved = False
-                content = msgspec.msgpack.encode(self.door.directory.snapshot())
+                known = self.door.directory.snapshot()
+                content = msgspec.msgpack.encode(msgspec.structs.replace(known, pepper=b""))
                 await asyncio.to_thread(self._write, content)
 
     def _write(self, content: bytes) -> None:
