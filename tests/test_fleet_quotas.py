@@ -15,7 +15,16 @@ from kvmig.accounts.allowances import Ask, Granted
 from kvmig.accounts.keys import KeyGrant, KeyTerms, ModelQuota, Period, quotas_of
 from kvmig.accounts.usage import Spool, UsageRecord
 from kvmig.fleet.ledger import merge
-from kvmig.fleet.quotas import begins_anew, grant, left, left_of, period_of, sweep
+from kvmig.fleet.quotas import (
+    begins_anew,
+    give_back,
+    grant,
+    idle_sources,
+    left,
+    left_of,
+    period_of,
+    sweep,
+)
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import grants
 from kvmig.ground.errors import ConfigError
@@ -171,15 +180,34 @@ def test_what_an_ended_call_did_not_use_is_left_again(store: Store, tmp_path: Pa
     assert tokens_left(store, bea) == 1000 - 35
 
 
-def test_a_call_whose_front_end_was_killed_keeps_its_grant_until_the_period_ends(
+def test_a_call_whose_front_end_was_killed_costs_what_its_spool_has_kept(
+    store: Store, tmp_path: Path
+) -> None:
+    bea = key(store, period="total")
+    given_to(store, bea, asking(1), asking(2))  # of the second one nothing was written
+    spool = tmp_path / "front-1.sqlite"
+    Spool(spool).write([record(bea, 1, prompt=10, output=20)])
+    merge(store.database, spool, over=True)
+    assert tokens_left(store, bea) == 1000 - 512
+
+    assert [give_back(store.database, ["front-1"]) for _ in range(2)] == [2, 0]
+
+    assert tokens_left(store, bea) == 1000 - 30
+
+
+def test_a_front_end_whose_calls_run_is_not_idle_and_one_that_was_killed_is(
     store: Store, tmp_path: Path
 ) -> None:
     bea = key(store)
-    grant(store.database, bea, asking())
-    count(store, tmp_path, bea, prompt=10, output=20)
-
-    assert tokens_left(store, bea) == 744
-    assert tokens_left(store, bea, NOON + DAY_S) == 1000
+    spool = tmp_path / "front-1.sqlite"
+    assert idle_sources(store.database) == set()
+    grant(store.database, bea, asking(1))
+    assert idle_sources(store.database) == {"front-1"}  # as far as the ledger knows
+    Spool(spool).write([record(bea, 1, output=20)])
+    merge(store.database, spool)
+    assert idle_sources(store.database) == set()
+    merge(store.database, spool, over=True)
+    assert idle_sources(store.database) == {"front-1"}
 
 
 def test_a_call_counts_for_the_period_in_which_it_began(store: Store) -> None:

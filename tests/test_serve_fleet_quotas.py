@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -115,6 +116,29 @@ async def test_a_server_that_is_killed_neither_ends_a_stream_nor_gives_out_too_m
     assert row["output"] == sum(map(len, texts))
     # A grant whose answer died with the server is not given out again while its call runs.
     assert 3000 - 4 * 1024 <= row["prompt"] + row["output"] <= 3000
+
+
+async def test_what_a_killed_front_end_was_granted_is_given_back(fleet: ToyFleet) -> None:
+    fleet.add_toy("a", flags=["--max-model-len=4096"])
+    key = new_key(fleet, quota=400, period="total")
+    fleet.hold(5)
+    stream = Streamed(fleet, ask("a", 300), key)
+    await stream.reach(5)
+    fronts = fleet.processes("kvmig.front_process")
+    fleet.hold(None)
+    for front in fronts:
+        kill(front)
+    with contextlib.suppress(httpx.HTTPError):
+        await stream.task
+
+    async with fleet.client(key) as http, asyncio.timeout(30):
+        while True:
+            answer = await http.post(PATH, json=ask("a", 250))
+            if answer.is_success and "x-kvmig-truncated" not in answer.headers:
+                break
+            assert answer.status_code in (429, 503), answer.text
+            await asyncio.sleep(0.2)
+    assert answer.json()["choices"][0]["text"] == counted(250)
 
 
 async def test_tokens_a_minute_close_the_door_until_they_are_paid_off(fleet: ToyFleet) -> None:

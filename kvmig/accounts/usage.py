@@ -135,6 +135,11 @@ class Spool:
     def _reserved(self) -> Path:
         return self._path.with_suffix(".reserve")
 
+    def create(self) -> None:
+        """Be there, without any record: a front end without a spool is gone. Raises OSError."""
+        with self._open():
+            pass
+
     def reserve(self) -> None:
         """Take room on the disk that nothing else may have. Raises OSError."""
         with self._reserved.open("ab") as file:

@@ -3,8 +3,8 @@ pieces, so that all never get more.
 
 A grant is written before it is told, and stands until the call's final record is merged, in the
 same transaction. What is left of a quota is what neither the ledger nor a grant has. A front end
-that is killed leaves its grants behind: they count as used until the period is over, for nobody
-knows what of them has reached a client.
+that is killed leaves its grants behind. Once all that its spool has kept is merged, they are given
+back: its calls cost what the ledger says of them, which lacks what they used in the last second.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -179,6 +179,25 @@ def sweep(database: Database) -> int:
     )
     with database.transaction() as connection:
         return int(connection.execute(delete(grants).where(ended)).rowcount)
+
+
+def give_back(database: Database, sources: Collection[str]) -> int:
+    """Take back what calls of front ends were granted that are gone, and whose spools are merged:
+    the ledger has all that will ever be known of them. How many calls. Raises StoreError.
+    """
+    with database.transaction() as connection:
+        return int(connection.execute(delete(grants).where(grants.c.source.in_(sources))).rowcount)
+
+
+def idle_sources(database: Database) -> set[str]:
+    """Front ends whose calls were granted tokens, and of which the ledger has no call that runs.
+
+    Raises StoreError.
+    """
+    runs = exists().where(usage.c.source == grants.c.source, usage.c.status == "running")
+    with database.transaction(reading=True) as connection:
+        found = connection.execute(select(grants.c.source).where(~runs).distinct())
+        return {str(source) for (source,) in found}
 
 
 def left(database: Database, keys: Iterable[KeyGrant], now: float) -> dict[str, QuotaLeft]:

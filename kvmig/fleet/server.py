@@ -42,7 +42,7 @@ from kvmig.fleet.memory import Memory
 from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.models import Models, Wanted, words
 from kvmig.fleet.orders import MESSAGE_BYTES, Check, Checked, News, Order, encode, news_of
-from kvmig.fleet.quotas import QuotaSocket, grant, left, sweep
+from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left, sweep
 from kvmig.fleet.replacing import Wanted as Placed
 from kvmig.fleet.setaside import keep_records, keep_spool
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
@@ -198,6 +198,8 @@ class FleetServer:
         self._turning: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
+        self._spoolless: set[str] = set()
+        """Front ends that had grants and no spool at the last look."""
         self._keeping: asyncio.Task[None] | None = None
         """None: rows of the ledger stay for ever."""
         self._http: uvicorn.Server | None = None
@@ -265,14 +267,30 @@ class FleetServer:
         try:
             if found := await self._backend.stored(sweep, self._store.database):
                 log.warning("%d calls that had ended were granted tokens: taken back", found)
+            await self._sweep_sources()
         except StoreError as error:
             log.warning("grants of ended calls stay for now: %s", error)
+
+    async def _sweep_sources(self) -> None:
+        """Give back what is granted to front ends that have no spool, at two looks: such are gone.
+
+        Their questions may have waited here longer than they lived. Raises StoreError.
+        """
+        database = self._store.database
+        idle = await self._backend.stored(idle_sources, database)
+        spools = {Spool(path).source for path in self._settings.spools.glob("*/*.sqlite")}
+        gone, self._spoolless = self._spoolless & (idle - spools), idle - spools
+        if gone:
+            calls = await self._backend.stored(give_back, database, gone)
+            log.warning("%d calls of front ends that are gone had grants: taken back", calls)
 
     async def _take_spool(self, path: Path, over: bool) -> None:
         """Raises StoreError, OSError."""
         spool = Spool(path)
         left = spool.left  # before it is read: who ends last has written all by then
         await self._merge(path, over or left)
+        if over or left:
+            await self._backend.stored(give_back, self._store.database, [spool.source])
         if left and not await asyncio.to_thread(spool.rows, most=1):
             await asyncio.to_thread(spool.remove)
 

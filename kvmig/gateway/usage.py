@@ -104,6 +104,7 @@ class UsageWriter:
 
     def _reserve(self) -> None:
         try:
+            self._spool.create()
             self._spool.reserve()
         except OSError as error:
             log.warning("no room is in reserve for the usage of calls: %s", error)
