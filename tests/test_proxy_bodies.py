@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from kvmig.cli.environment import take_path
 from tests.proxy_site import Got, key, site
@@ -93,3 +94,27 @@ async def test_who_is_over_a_rate_is_told_so_before_the_body_is_sent(tmp_path: P
         writer.close()
         assert head.startswith(b"HTTP/1.1 429 ")
         assert b"x-ratelimit-limit-requests: 1" in head
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "status"),
+    [
+        ("/models/nothing/v1/chat/completions", "", 404),
+        ("/models/other/v1/completions", "", 404),  # which the key may not use
+        ("/models/nothing/v1/audio/transcriptions", "", 404),
+        ("/v1/responses/resp_nothing/cancel", "", 404),
+        ("/v1/chat/completions", "content-encoding: gzip\r\n", 415),
+    ],
+)
+async def test_what_path_and_head_decide_is_answered_before_the_body_is_sent(
+    tmp_path: Path, path: str, more: str, status: int
+) -> None:
+    given, grant = key(models=("count",))
+    async with site(tmp_path, grant) as door, door.deployment(), door.deployment(name="other"):
+        reader, writer = await door.connect()
+        head = f"POST {path} HTTP/1.1\r\nhost: door\r\nauthorization: Bearer {given}\r\n{more}"
+        writer.write(f"{head}content-length: 9000000\r\nexpect: 100-continue\r\n\r\n".encode())
+        async with asyncio.timeout(2):
+            line = await reader.readline()
+        writer.close()
+    assert line.startswith(b"HTTP/1.1 %d " % status)

@@ -111,6 +111,8 @@ class Body(NamedTuple):
     form: Form | None = None
     previous: str | None = None
     """Id of the response that it goes on from."""
+    background: bool = False
+    """Whether the engine goes on once it has answered."""
 
     def naming(self, served: str, **more: str) -> bytes:
         """With this model, and these fields more; nothing else in it changes."""
@@ -127,14 +129,19 @@ class _Fields(msgspec.Struct):
     stream: Raw = Raw(b"null")
     priority: Raw = Raw(b"null")
     previous_response_id: Raw = Raw(b"null")
+    background: Raw = Raw(b"null")
 
 
-def body_of(content: bytes, headers: Mapping[str, str], *, is_form: bool = False) -> Body:
-    """Raises Refused, 400 or 415. headers: names in lower case. is_form: of the route."""
+def check_encoding(headers: Mapping[str, str]) -> None:
+    """Raises Refused, 415, for a body that isn't sent as it is. headers: names in lower case."""
     if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         encoding = shorten_value(headers["content-encoding"])
         sentence = f"content-encoding is {encoding}, bodies must be sent as they are"
         raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, sentence, "unsupported_encoding")
+
+
+def body_of(content: bytes, headers: Mapping[str, str], *, is_form: bool = False) -> Body:
+    """Raises Refused, 400. headers: names in lower case. is_form: of the route."""
     if not content:
         return Body(content)
     kind = headers.get("content-type", "")
@@ -142,16 +149,24 @@ def body_of(content: bytes, headers: Mapping[str, str], *, is_form: bool = False
         return _form_body(content, kind)
     try:
         fields = msgspec.json.decode(content, type=_Fields)
-        model, stream, priority, previous = map(
+        model, stream, priority, previous, background = map(
             msgspec.json.decode,
-            (fields.model, fields.stream, fields.priority, fields.previous_response_id),
+            (
+                fields.model,
+                fields.stream,
+                fields.priority,
+                fields.previous_response_id,
+                fields.background,
+            ),
         )
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise bad(f"the body is no JSON object: {str(error)[:200]}") from error
     if model is not None and not isinstance(model, str):
         raise bad(f"model is {shorten_value(model)}, must be a model's name")
     known = previous if isinstance(previous, str) else None
-    return Body(content, model, stream is True, priority, previous=known)
+    return Body(
+        content, model, stream is True, priority, previous=known, background=bool(background)
+    )
 
 
 def _form_body(content: bytes, kind: str) -> Body:

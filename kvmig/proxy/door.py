@@ -34,7 +34,7 @@ from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.config import BODIES, HttpConfig
 from kvmig.proxy.admission import Admission, Visit
 from kvmig.proxy.call import NOTHING, Call, Gone, on_lost_nothing
-from kvmig.proxy.calls import Asked, Body, asked, body_of, target
+from kvmig.proxy.calls import Asked, Body, asked, body_of, check_encoding, target
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import Directory, Found
 from kvmig.proxy.exposition import merged, parsed
@@ -344,6 +344,12 @@ class Door:
         """Know what the call asks for. Raises Refused, or Gone."""
         assert where.route is not None
         is_form = where.route.model == "form"
+        charged = where.route.charge != "nothing"
+        check_encoding(call.headers)
+        if where.answer_id:  # what head and path decide needs no body
+            self._find_answer(visit, where)
+        elif where.model is not None:
+            self._find_model(call, visit, where.model, charged)
         reach = self._reach_before(visit, where)
         rules = rules_of(self.config, reach, where.route, call.headers)
         body = body_of(await self._read(call, visit, rules), call.headers, is_form=is_form)
@@ -351,7 +357,7 @@ class Door:
             grant, found = self._find_answer(visit, where)
         else:
             name = where.model or body.model
-            grant, found = self._find_model(call, visit, name, where.route.charge != "nothing")
+            grant, found = self._find_model(call, visit, name, charged)
         if (known := self.directory.routes[found.model].card.reach) != reach:
             own = rules_of(self.config, known, where.route, call.headers)
             check_whole(own, body.content)
