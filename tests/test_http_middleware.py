@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from kvmig.gateway.http import PRIORITY, accepted, checked_body
 from kvmig.gateway.probes import probe_routes
-from kvmig.gateway.requests import current_call, current_call_id
+from kvmig.gateway.requests import current_call, current_call_id, priority_of_call
 from kvmig.ground.priorities import PriorityClass, with_normal
 from tests.http_states import behind_middleware
 
@@ -145,7 +145,8 @@ async def echo(request: Request) -> JSONResponse:
     body = await request.body()
     length = request.headers.get("content-length")
     assert length is None or int(length) == len(body)
-    return JSONResponse({"body": body.decode(), "header": request.headers.get(PRIORITY)})
+    header, runs_as = request.headers.get(PRIORITY), priority_of_call(5)
+    return JSONResponse({"body": body.decode(), "header": header, "runs_as": runs_as})
 
 
 def application() -> Starlette:
@@ -204,6 +205,12 @@ async def test_the_header_is_checked_and_named_in_the_same_way() -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == PRIORITY
     assert answer.json()["error"]["message"] == f"{PRIORITY} is 7, {ALLOWED}"
+
+
+async def test_a_request_is_of_the_headers_class_whatever_its_route_reads() -> None:
+    by_header = await post(b'{"priority": 0}', {PRIORITY: "high"})
+    by_none = await post(b"{}")
+    assert (by_header.json()["runs_as"], by_none.json()["runs_as"]) == (-10, 5)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,9 @@ class Cluster:
     async def submit(self, *_: object, **__: object) -> object:
         raise NoInstance("no instance serves")
 
+    def priority_of_call(self, asked: int) -> int:
+        return asked
+
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None:
         raise RuntimeError("a bug")
 
@@ -193,6 +196,25 @@ async def test_a_request_that_no_instance_takes_leaves_nothing_behind() -> None:
         with pytest.raises(GracefulHTTPError, match="no instance serves"):
             await anext(outputs)
         assert llm.get_num_unfinished_requests() == 0
+
+
+async def test_a_request_is_of_its_calls_class_whatever_the_application_made_of_it() -> None:
+    class Bound(Cluster):
+        asked: Sequence[object] = ()
+
+        def priority_of_call(self, asked: int) -> int:
+            return 9
+
+        async def submit(self, *asked: object, whole: bool) -> object:
+            self.asked = asked
+            raise NoInstance("no instance serves")
+
+    cluster = Bound()
+    async with front(cluster, OutputQueue()) as llm:
+        outputs = llm.generate({"prompt_token_ids": [1, 2]}, generating(), "r", priority=-1)
+        with pytest.raises(GracefulHTTPError):
+            await anext(outputs)
+    assert cluster.asked[3] == 9
 
 
 def test_the_answers_of_one_call_have_one_salt_and_one_name_for_each_image() -> None:

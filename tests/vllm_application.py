@@ -92,6 +92,9 @@ class EndingRouter:
         else:
             sink.fail([request_id], self.sentence, cast("Failure", self.end))
 
+    def priority_of_call(self, asked: int) -> int:
+        return asked
+
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 
     async def call(self, method: str, payload: Sequence[Frame]) -> Mapping[str, Sequence[Frame]]:

@@ -218,6 +218,7 @@ class HttpMiddleware:
             priority, sequences = 0, 1
             if scope["method"] == "POST":
                 message, priority = check_priority(state, headers, message)
+                call.priority = priority if PRIORITY in headers else None
             if found is not None and found.route.works:
                 check_counted(state)
                 sequences = check_work(state, found.route, message["body"])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kvmig.accounts.allowances import Allowance
 from kvmig.engines.base import Frame
@@ -226,6 +226,16 @@ class Crashes:
         return "wait" if now - max(self.missing.values()) < PATIENCE_S else "run"
 
 
+class BackgroundWork(Protocol):
+    """What goes on for a call that was answered: an asyncio task."""
+
+    def done(self) -> bool: ...
+
+    def cancel(self) -> bool: ...
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None: ...
+
+
 class HttpCall:
     """One HTTP call: its x-request-id, its live requests, and how its client reads. Pure.
 
@@ -234,8 +244,8 @@ class HttpCall:
 
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
-        "answered", "body", "call_id", "failure", "left", "over", "quota", "request_ids", "room",
-        "status", "tenant", "told",
+        "answered", "background", "body", "call_id", "failure", "left", "loop_payer", "over",
+        "priority", "quota", "request_ids", "room", "status", "tenant", "told",
     )  # fmt: skip
 
     def __init__(
@@ -255,7 +265,13 @@ class HttpCall:
         """What its body takes of the room for bodies, until the engine has the prompt."""
         self.room = AnswerRoom()
         """For what is kept of its answer."""
+        self.background: BackgroundWork | None = None
+        """What goes on for it once its client has an answer; None: nothing does."""
+        self.loop_payer = ""
+        """Whose stalls of the event loop its own are; empty: its work isn't timed."""
         self.request_ids: set[str] = set()
+        self.priority: int | None = None
+        """Of its class, as its header says it, which goes before all else; None: it has none."""
         self.over = False
         """Whether nothing more comes of it: it has its answer, or its client has left."""
         self.answered = False
@@ -292,6 +308,12 @@ class HttpCall:
     def lose_client(self) -> None:
         """The connection is closed."""
         self.left = not (self.answered or self.over)
+
+    def end_background(self) -> None:
+        """What goes on for it may go on no more; that it computed is charged."""
+        if self.background is not None and not self.background.done():
+            self.left, self.answered = True, False
+            self.background.cancel()
 
     # -- requests that wait for their first token
 
@@ -375,6 +397,13 @@ def current_call_id() -> str:
     """The x-request-id of that call; empty outside of one."""
     call = current_call.get()
     return "" if call is None else call.call_id
+
+
+def priority_of_call(asked: int) -> int:
+    """The priority of a request of that call. asked: as the engine's application found it, which
+    reads the header on some of its routes only."""
+    call = current_call.get()
+    return asked if call is None or call.priority is None else call.priority
 
 
 class RequestTable:

@@ -66,6 +66,7 @@ from kvmig.gateway.requests import (
     current_call,
     current_call_id,
     current_search,
+    priority_of_call,
 )
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
@@ -237,6 +238,10 @@ class Router:
             raise OrderFailed(done.refused, done.error)
 
     # -- requests
+
+    def priority_of_call(self, asked: int) -> int:
+        """See `requests.priority_of_call`."""
+        return priority_of_call(asked)
 
     async def submit(
         self,

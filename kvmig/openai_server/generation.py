@@ -22,6 +22,7 @@ from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
 from kvmig.gateway.errors import GatewayError
 from kvmig.gateway.ports import Batch, Item
 from kvmig.gateway.problems import problem
+from kvmig.gateway.requests import priority_of_call
 from kvmig.gateway.router import Router
 from kvmig.ground.errors import Failure, NoInstance, QuotaUsedUp
 from kvmig.openai_server.answers import Answer, Piece, Token, usage
@@ -173,13 +174,15 @@ class Generation:
 
     async def begin(self) -> None:
         """Raises Failed if there is no instance to run it."""
+        priority = priority_of_call(self._request.priority)
+        request = msgspec.structs.replace(self._request, priority=priority)
         try:
             await self._router.submit(
                 self._request_id,
                 self._external_id,
                 len(self._request.prompt_token_ids),
-                self._request.priority,
-                [encode(self._request)],
+                request.priority,
+                [encode(request)],
                 self._request.max_tokens,
                 whole=self._whole,
                 logprobs=0 if (wanted := self._request.logprobs) is None else wanted + 1,

@@ -79,6 +79,8 @@ class RequestRouter(Protocol):
         numbers: int,
     ) -> object: ...
 
+    def priority_of_call(self, asked: int) -> int: ...
+
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 
     async def call(
@@ -249,6 +251,7 @@ class RoutingClient(AsyncMPClient):
             raise EngineDeadError
         if self._salts is not None:
             salt_request(request, self._salts.salt_of(request.cache_salt))
+        request.priority = self._requests.priority_of_call(request.priority)
         prompt = len(request.prompt_token_ids or ()) or (
             0 if request.prompt_embeds is None else len(request.prompt_embeds)
         )
