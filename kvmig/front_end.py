@@ -179,6 +179,7 @@ class FrontEnd:
         gc.collect()
         gc.freeze()  # what is there by now stays
         gc.set_threshold(*COLLECT)
+        self._http.loop_use.watch(asyncio.get_running_loop())
         await self._server.serve(app, self._own_signals)
         self._watching = asyncio.create_task(self._watch.run(), name="loop watch")
 
@@ -202,6 +203,7 @@ class FrontEnd:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        self._http.loop_use.close(asyncio.get_running_loop())
         self._router.give_up("the server stops")
         if self._started:
             await self._server.stop(GRACE_S)

@@ -33,6 +33,7 @@ from kvmig.gateway.call_work import work_of
 from kvmig.gateway.error_forms import api_of
 from kvmig.gateway.error_stage import ErrorStage
 from kvmig.gateway.load_shedding import LoadShedding
+from kvmig.gateway.loop_use import LARGE_BYTES, LoopUse
 from kvmig.gateway.problems import denial, problem, shorten_value
 from kvmig.gateway.request_body import (
     RETRY_AFTER,
@@ -93,11 +94,13 @@ class HttpState:
     budget: BodyBudget = field(init=False)
     """Of bodies of calls whose prompts the engine doesn't have yet."""
     shedding: LoadShedding = field(init=False)
+    loop_use: LoopUse = field(init=False)
     _refused: prometheus_client.Counter = field(init=False)
 
     def __post_init__(self) -> None:
         self.budget = BodyBudget(BODIES * self.config.max_body)
         self.shedding = LoadShedding(self.config.max_waiting)
+        self.loop_use = LoopUse(self.clock)
         self._refused = prometheus_client.Counter(
             "kvmig_http_refused_total",
             "Calls that were answered with an error of the client's, by status: 401 and 403 "
@@ -206,11 +209,13 @@ class HttpMiddleware:
     ) -> None:
         path = route_path(scope)
         found = find_route(scope["method"], path)
+        payer = state.payer(call, headers)
         try:
             check_access(state, scope["method"], path, headers)
             if scope["method"] == "POST":
                 check_open(state, scope["path"])
-            call.body = state.budget.enter(state.payer(call, headers))
+                check_stalls(state, payer)
+            call.body = state.budget.enter(payer)
             rules = state.body_rules(found, headers)
             message = await read_body(rules, call.body, headers, receive)
             if message is None:
@@ -233,7 +238,9 @@ class HttpMiddleware:
             state.begin_work(call)
             shedding, clock, account = state.shedding, state.clock, call.account
             call.enter(lambda by: shedding.hold(priority, by, clock(), account), sequences)
-        await stage.run(self.app, scope, first(message, receive))
+        timed = payer if len(message["body"]) >= LARGE_BYTES else ""
+        work = stage.run(self.app, scope, first(message, receive))
+        await state.loop_use.run(call, timed, work)
 
 
 def route_path(scope: Scope) -> str:
@@ -283,6 +290,18 @@ def check_open(state: HttpState, path: str) -> None:
     if sentence is None or (path.startswith(ADMIN) and not state.closed):
         return
     raise Refused(problem(HTTPStatus.SERVICE_UNAVAILABLE, sentence, headers=RETRY_AFTER))
+
+
+def check_stalls(state: HttpState, payer: str) -> None:
+    """Raises Refused, 429, for an account whose calls have held up everybody's again and again."""
+    if closed_s := state.loop_use.stalls.closed_s(payer, state.clock()):
+        again_s = math.ceil(closed_s)
+        sentence = (
+            "calls of this account held up all others three times within a minute, try again in"
+            f" {again_s} s"
+        )
+        status, answer = HTTPStatus.TOO_MANY_REQUESTS, {"Retry-After": str(again_s)}
+        raise Refused(problem(status, sentence, headers=answer), UNREAD_BYTES)
 
 
 def check_counted(state: HttpState) -> None:
