@@ -205,7 +205,7 @@ async def test_a_request_is_of_its_calls_class_whatever_the_application_made_of_
         def priority_of_call(self, asked: int) -> int:
             return 9
 
-        async def submit(self, *asked: object, whole: bool) -> object:
+        async def submit(self, *asked: object, **_: object) -> object:
             self.asked = asked
             raise NoInstance("no instance serves")
 
