@@ -13,9 +13,7 @@ that lived most of the rest; of a part in which none did, of the one that lived 
 what grew, by that line and over all the time, no more than `FLAT` allows (bench/soak_samples.py).
 
 Blocks of the KV cache become resident when they are used for the first time, so minutes are too
-short to say anything of an instance's memory. Nor would it show among the matrix products that
-vLLM's CPU build compiles and keeps, one for each number of tokens that a step ever had
-(`KERNELS_KEPT`).
+short to say anything of an instance's memory.
 """
 
 from __future__ import annotations
@@ -55,8 +53,6 @@ FLAGS = (
     "--autoscale=45,150", "--scale-stabilization=3", "--scale-cooldown=10", "--front-ends=2",
     "--shutdown-timeout=5",
 )  # fmt: skip
-KERNELS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Instead of 1,024, of half a MiB each with this model: hours until no more come."""
 
 
 @dataclass
@@ -206,13 +202,11 @@ def main(argv: list[str] | None = None) -> int:
     minutes = options.minutes or (0.5 if options.quick else 10)
     flags = [*FLAGS, *model_flags(MODEL)]
     settings = {"minutes": minutes, "sample_s": options.sample, "wave_s": options.wave,
-                "clients": HIGH, "moves_per_s": MOVES_PER_S, "flags": flags,
-                "environment": KERNELS_KEPT}  # fmt: skip
+                "clients": HIGH, "moves_per_s": MOVES_PER_S, "flags": flags}  # fmt: skip
     result = report.begin("soak", settings)
     with Place() as place:
-        environment = {**place.environment, **KERNELS_KEPT}
         with Served(
-            flags, model=BUNDLED, environment=environment, log=place.log, enter=place.enter
+            flags, model=BUNDLED, environment=place.environment, log=place.log, enter=place.enter
         ) as served:
             seen = asyncio.run(watch(served, place, options.sample, minutes * 60, options.wave))
         output = place.log.read_text(errors="replace")

@@ -40,6 +40,7 @@ from kvmig.gateway.access import access
 from kvmig.ground.config import ClusterConfig
 from kvmig.ground.discreet import Discreet
 from kvmig.ground.errors import StartupError
+from kvmig.ground.heap import keep_small
 
 if TYPE_CHECKING:
     from kvmig.cli.forks import SharedForks
@@ -154,7 +155,7 @@ class FrontEnd:
         self._started = False
         self._writing: asyncio.Task[None] | None = None
         self._watch = LoopWatch(REGISTRY, self._http.budget.take_seen)
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Return once requests are taken: the launcher has named the instances, and they answer.
@@ -181,7 +182,10 @@ class FrontEnd:
         gc.set_threshold(*COLLECT)
         self._http.loop_use.watch(asyncio.get_running_loop())
         await self._server.serve(app, self._own_signals)
-        self._watching = asyncio.create_task(self._watch.run(), name="loop watch")
+        self._watching = [
+            asyncio.create_task(self._watch.run(), name="loop watch"),
+            asyncio.create_task(keep_small(), name="heap"),
+        ]
 
     async def ended(self) -> None:
         """Wait until the HTTP server has stopped by itself."""
@@ -200,9 +204,9 @@ class FrontEnd:
 
     async def close(self) -> None:
         """End what still runs, stop serving, disconnect."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         self._http.loop_use.close(asyncio.get_running_loop())
         self._router.give_up("the server stops")
         if self._started:

@@ -11,12 +11,14 @@ import pytest
 from kvmig.cli.environment import (
     GIB,
     instance_environment,
+    llumlet_environment,
     memory_flags,
     raise_open_files,
     too_few_files,
     with_tree,
     worker_threads,
 )
+from kvmig.engines.vllm.kind import KEPT, PRODUCTS_KEPT
 from kvmig.ground.config import SPARE_FILES
 from kvmig.ground.errors import ConfigError
 
@@ -89,6 +91,15 @@ def test_workers_share_the_cores() -> None:
     assert worker_threads([1] * 9, 8) == 1
     assert instance_environment([], 2, {})["OMP_NUM_THREADS"] == "2"
     assert instance_environment([], 2, {"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_an_instance_of_vllm_on_a_cpu_keeps_few_compiled_matrix_products(name: str) -> None:
+    """The libraries' own bounds of 1,024 are half a GiB, beyond what an instance is planned for."""
+    assert llumlet_environment("vllm", [], 1, {})[name] == str(PRODUCTS_KEPT)
+    assert llumlet_environment("vllm", [], 1, {name: "7"})[name] == "7"
+    assert name not in llumlet_environment("vllm", ["0"], 1, {})
+    assert name not in llumlet_environment("transformers", [], 1, {})
 
 
 def test_an_instance_sees_its_own_gpus_only() -> None:

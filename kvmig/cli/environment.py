@@ -190,11 +190,10 @@ def worker_threads(workers: Sequence[int], among: int | None = None) -> int:
 def llumlet_environment(
     engine: str, gpu_ids: Sequence[str], threads: int, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of a llumlet's process, with what its engine preloads on a CPU."""
+    """The environment of a llumlet's process, with what its engine needs on a CPU."""
     environment = instance_environment(gpu_ids, threads, base)
     if not gpu_ids:
-        preloaded = kind_of(engine).preloaded
-        environment["LD_PRELOAD"] = preloaded(environment.get("LD_PRELOAD", ""))
+        environment |= kind_of(engine).on_cpu(environment)
     return environment
 
 

@@ -24,6 +24,7 @@ from kvmig.controlplane.llumlet import Llumlet
 from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import kind_of
 from kvmig.ground.errors import KvmigError, StartupError
+from kvmig.ground.heap import keep_small
 
 STOP_S = 3.0
 SWITCH_INTERVAL_S = 0.0005
@@ -58,6 +59,7 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
             words = f"--unit-shares order its steps, and limit no SMs: {why}"
             say(words, f"kvmig {launch.instance}")
         announce(descriptor, Announcement(endpoint=llumlet.endpoint))
+        trimming = asyncio.create_task(keep_small(), name="heap")
         failed = asyncio.ensure_future(llumlet.failed())
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
@@ -66,6 +68,7 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
                 leave(1)  # at once: what it would still say or do can't be relied on
             raise StartupError(f"the engine failed: {error}")
         failed.cancel()
+        trimming.cancel()
     finally:
         stopped.cancel()
         end_collecting()

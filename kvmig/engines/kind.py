@@ -77,8 +77,8 @@ class EngineKind(Protocol):
         """
         ...
 
-    def preloaded(self, present: str) -> str:
-        """LD_PRELOAD of an instance on a CPU. present: as it is."""
+    def on_cpu(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Variables that an instance on a CPU needs. environment: what it has, which stays."""
         ...
 
     def weights(self, args: Namespace) -> str:

@@ -51,6 +51,7 @@ from kvmig.fleet.store import Store
 from kvmig.fleet.tables import StoreError
 from kvmig.ground.clock import monotonic
 from kvmig.ground.errors import ConfigError, KvmigError, StartupError
+from kvmig.ground.heap import keep_small
 from kvmig.proxy import messages
 from kvmig.proxy.link import ProxyLinks
 from kvmig.proxy.messages import (
@@ -507,9 +508,11 @@ async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -
         gc.collect()
         announce(announced, Announcement(endpoint="server"))
         beating = asyncio.create_task(send_heartbeats(heartbeat), name="heartbeats")
+        trimming = asyncio.create_task(keep_small(), name="heap")
         ended = asyncio.create_task(server.ended())
         await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
         beating.cancel()
+        trimming.cancel()
         if ended.done():
             ended.result()
         ended.cancel()

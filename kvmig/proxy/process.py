@@ -19,6 +19,7 @@ from kvmig.cli.processes import Announcement, say, send_heartbeats
 from kvmig.controlplane.child import StopSignals, announce
 from kvmig.ground.clock import monotonic
 from kvmig.ground.errors import StartupError
+from kvmig.ground.heap import keep_small
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin
@@ -80,6 +81,7 @@ class Proxy(HttpTask):
         self._tasks = [
             asyncio.create_task(self._tell(), name="demands"),
             asyncio.create_task(self._keep(), name="snapshot"),
+            asyncio.create_task(keep_small(), name="heap"),
         ]
         connection = DoorConnection.limited(
             self._launch.http.send_timeout_s, self.door.count_refused

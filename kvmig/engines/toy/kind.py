@@ -91,8 +91,8 @@ class ToyKind:
     def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
         return []
 
-    def preloaded(self, present: str) -> str:
-        return present
+    def on_cpu(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {}
 
     def weights(self, args: Namespace) -> str:
         return ScriptFile(args.script).read().weights

@@ -67,8 +67,8 @@ class TransformersKind:
         # It has no salts: where users are kept apart, no two requests share a prefix.
         return ["--no-share-prefixes"] if config.http.isolate_users else []
 
-    def preloaded(self, present: str) -> str:
-        return present
+    def on_cpu(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {}
 
     def weights(self, args: Namespace) -> str:
         from kvmig.engines.transformers.config import identify, parse

@@ -96,8 +96,9 @@ class VllmKind:
             refuse_shared_drafts(flags.parse(list(words)).speculative_config)
         return scheduling_flags(words, config.priorities)
 
-    def preloaded(self, present: str) -> str:
-        return preloaded(present)
+    def on_cpu(self, environment: Mapping[str, str]) -> dict[str, str]:
+        kept = {name: environment.get(name, str(PRODUCTS_KEPT)) for name in KEPT}
+        return {"LD_PRELOAD": preloaded(environment.get("LD_PRELOAD", "")), **kept}
 
     def weights(self, args: Namespace) -> str:
         from kvmig.engines.vllm.config import identity_of_args
@@ -219,6 +220,11 @@ def _lacking_names_told() -> Iterator[None]:
         raise StartupError(f"{package} {installed} lacks what kvmig needs: {error}") from error
 
 
+KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Bounds of the two caches of compiled matrix products in an instance: oneDNN's, and torch's."""
+PRODUCTS_KEPT = 128
+"""In each, in place of 1,024. There is one for each shape of weights and each number of tokens that
+a step ever had, of some half a MiB: all that a tenant needs is prompts of many lengths."""
 _LIBRARIES = (
     ("vllm", "libs/libtcmalloc_minimal*.so*"),
     ("torch", "lib/libgomp*.so*"),

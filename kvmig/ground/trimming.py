@@ -1,0 +1,47 @@
+"""When a process gives back the memory that it has freed. Pure.
+
+The C library keeps what was freed for the next one who wants some: after one large body a process
+stays as large as it was with it. To give it back takes milliseconds, so it is done where it pays.
+"""
+
+from __future__ import annotations
+
+GROWN = 16 << 20
+"""Bytes by which a process is larger than it was, before anything is done."""
+LITTLE = 4 << 20
+"""Bytes given back at once that were not worth it."""
+PAUSE_S = (5.0, 300.0)
+"""Before the next time: the first, which doubles each time that it was not worth it, and the
+longest."""
+
+
+class Trimming:
+    """Of one process. Sizes are bytes of its resident memory; times are of a steady clock."""
+
+    def __init__(self, resident: int) -> None:
+        """resident: as it is before it works."""
+        self._least = resident
+        self._last = resident
+        """As it was left."""
+        self._pause_s = PAUSE_S[0]
+        self._again_at = 0.0
+
+    def due(self, resident: int, now: float) -> bool:
+        """Whether to give back now what is free.
+
+        What grows anew is looked at once. It may have been in use still, and free a little later:
+        so it is looked at again, ever more rarely.
+        """
+        self._least = min(self._least, resident)
+        self._last = min(self._last, resident)
+        if resident - self._last >= GROWN:
+            return True
+        return resident - self._least >= GROWN and now >= self._again_at
+
+    def done(self, before: int, after: int, now: float) -> None:
+        """What was free was given back."""
+        first_s, most_s = PAUSE_S
+        worth = before - after >= LITTLE
+        self._pause_s = first_s if worth else min(2 * self._pause_s, most_s)
+        self._again_at = now + self._pause_s
+        self._last = after
