@@ -6,9 +6,9 @@ stays as large as it was with it. To give it back takes milliseconds, so it is d
 
 from __future__ import annotations
 
-GROWN = 16 << 20
+GROWN = 8 << 20
 """Bytes by which a process is larger than it was, before anything is done."""
-LITTLE = 4 << 20
+LITTLE = 2 << 20
 """Bytes given back at once that were not worth it."""
 PAUSE_S = (5.0, 300.0)
 """Before the next time: the first, which doubles each time that it was not worth it, and the
