@@ -45,6 +45,7 @@ from kvmig.engines.vllm.answer_sizes import (
     logprobs_of_prompt,
     numbers_of,
 )
+from kvmig.engines.vllm.detokenizers import begin_at_tails
 from kvmig.engines.vllm.encoding import check_bytes, encode_request
 from kvmig.engines.vllm.grammar_checks import GrammarChecks, backend_check
 from kvmig.engines.vllm.outputs import (
@@ -54,6 +55,7 @@ from kvmig.engines.vllm.outputs import (
     check_failure,
     failure,
 )
+from kvmig.engines.vllm.slices import Slices
 from kvmig.engines.vllm.texts import bound_texts, check_words
 from kvmig.ground.clock import Clock, monotonic
 from kvmig.ground.errors import AnswerTooLarge, Failure, NoInstance, QuotaUsedUp
@@ -332,6 +334,7 @@ class RoutedLLM(AsyncLLM):
         **options: Any,
     ) -> None:
         """tasks: what the engines can do. salts: see `RoutingClient`."""
+        begin_at_tails()
         self._tasks = tasks
         self._encoder = MsgpackEncoder()
         client = RoutingClient(config, requests, outputs, num_instances, salts)
@@ -350,6 +353,8 @@ class RoutedLLM(AsyncLLM):
                 **options,
             )
         bound_texts(self.renderer, self.model_config.max_model_len)
+        self._slices = Slices()
+        self._measure_beginnings()
         self._salts = salts
         # `generate` checks grammars: let vLLM's processor, on the event loop, not do so once more.
         config, self.input_processor.structured_outputs_config = (
@@ -357,6 +362,17 @@ class RoutedLLM(AsyncLLM):
         )  # fmt: skip
         tokenizer = self.renderer.tokenizer
         self._grammars = GrammarChecks(backend_check(self.model_config, config, tokenizer))
+
+    def _measure_beginnings(self) -> None:
+        """vLLM makes a request of a prompt and parameters on the event loop."""
+        begin = self.input_processor.process_inputs
+
+        def measured(*args: Any, **options: Any) -> EngineCoreRequest:
+            with self._slices.measured():
+                request: EngineCoreRequest = begin(*args, **options)
+            return request
+
+        self.input_processor.process_inputs = measured
 
     def shutdown(self, timeout: float | None = None) -> None:
         if (grammars := getattr(self, "_grammars", None)) is not None:  # vLLM's __del__ calls this
@@ -391,10 +407,13 @@ class RoutedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: Any, *args: Any, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        check_bytes(self._encoder, sampling_params)
-        check_words(getattr(sampling_params, "bad_words", None))
+        await self._slices.wait()
+        with self._slices.measured():
+            check_bytes(self._encoder, sampling_params)
+            check_words(getattr(sampling_params, "bad_words", None))
         salt = "" if self._salts is None else self._salts.salt_of(None)
         await self._grammars.check(sampling_params, salt)
+        await self._slices.wait()
         generated = super().generate(prompt, sampling_params, *args, **options)
         async with contextlib.aclosing(generated) as outputs:
             async for output in outputs:
