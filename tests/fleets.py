@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,24 @@ class ToyFleet(FleetUp):
     def hold(self, tokens: int | None) -> None:
         """Let no request get more output tokens; None: go on."""
         self.script.write(Script() if tokens is None else Script(hold=tokens))
+
+
+def instances_by_socket(fleet: FleetUp) -> dict[str, list[dict[str, Any]]]:
+    """Rows of the instances of each deployment, by the path of its socket."""
+    found = {}
+    for path in map(str, (fleet.folder / "run").glob("d-*.sock")):
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(path):
+                continue  # of a deployment that ends; httpx leaves a refused socket open
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x") as it:
+            found[path] = it.get("/kvmig/v1/instances").json()["data"]
+    return found
+
+
+def socket_of(fleet: FleetUp, model: str) -> str:
+    """The path of the socket of a model's deployment."""
+    every = instances_by_socket(fleet)
+    return next(path for path, rows in every.items() if rows[0]["model"] == model)
 
 
 def ended(pid: int) -> bool:

@@ -16,7 +16,8 @@ import pytest
 
 from kvmig.gateway.route_table import CLIENT_ROUTES, ClientRoute
 from kvmig_tools.served import SMALL
-from tests.fleets import ToyFleet, kill
+from tests import tiny_judges
+from tests.fleets import ToyFleet, kill, socket_of
 from tests.test_serve_fleet_quotas import new_key
 
 pytestmark = pytest.mark.server
@@ -25,7 +26,7 @@ PATIENCE_S = 60.0
 TEXT = "Count: 0017 0018"
 TEXTS = [TEXT, "Count: 0200 0201 0202", "1"]
 CHAT = [{"role": "user", "content": TEXT}]
-GENERATES, EMBEDS = "m", "e"
+GENERATES, EMBEDS, CLASSIFIES, DECIDES = "m", "e", "c", "d"
 USAGE = {"include_usage": True}
 
 
@@ -52,12 +53,18 @@ def embeds(**body: Any) -> Case:
     return Case(body, EMBEDS)
 
 
+def classifies(**body: Any) -> Case:
+    return Case(body, CLASSIFIES)
+
+
 RECORDING = Case({}, served=False)
+CHOICE = {"type": "choice", "criteria": {"up": None, "down": "it counts down"}}
 PAIRS = [
     embeds(text_1=TEXT, text_2=TEXTS),
     embeds(text_1=TEXTS, text_2=TEXTS),
+    classifies(text_1=TEXT, text_2=TEXTS),
 ]
-RANKS = [embeds(query=TEXT, documents=TEXTS)]
+RANKS = [embeds(query=TEXT, documents=TEXTS), classifies(query=TEXT, documents=TEXTS)]
 CASES: dict[str, list[Case]] = {
     "/v1/completions": [
         generates(prompt=TEXT, max_tokens=20),
@@ -89,7 +96,11 @@ CASES: dict[str, list[Case]] = {
         generates(messages=CHAT, max_tokens=7, n=3, use_beam_search=True),
     ],
     "/cohere/v2/chat": [Case({"messages": CHAT}, served=False)],
-    "/v1/systemone": [Case({"text": TEXT, "questions": {"a": "b"}}, served=False)],
+    "/v1/systemone": [
+        Case({"state": TEXT, "questions": {"a": CHOICE}}, DECIDES),
+        Case({"state": TEXT, "questions": {"a": CHOICE, "b": {"type": "noul"}}}, DECIDES),
+        Case({"state": TEXT, "questions": {"a": CHOICE}}, served=False),
+    ],
     "/v1/chat/completions/batch": [generates(messages=[CHAT, CHAT, CHAT], max_tokens=7)],
     "/generative_scoring": [generates(query=TEXT, items=TEXTS, label_token_ids=[1, 2])],
     "/v1/responses": [
@@ -105,7 +116,12 @@ CASES: dict[str, list[Case]] = {
     "/v1/embeddings": [embeds(input=TEXT), embeds(input=TEXTS), embeds(input=[[1, 2, 3], [4]])],
     "/v2/embed": [embeds(texts=TEXTS, embedding_types=["float"])],
     "/pooling": [embeds(input=TEXTS, task="embed")],
-    "/classify": [Case({"input": TEXTS}, EMBEDS, served=False)],
+    "/classify": [
+        classifies(input=TEXT),
+        classifies(input=TEXTS),
+        classifies(input=[[1, 2, 3], [4]]),
+        Case({"input": TEXTS}, EMBEDS, served=False),
+    ],
     "/score": PAIRS,
     "/v1/score": PAIRS,
     "/rerank": RANKS,
@@ -116,7 +132,7 @@ CHARGED = [one for one in CLIENT_ROUTES if one.charge != "nothing"]
 
 
 class Ledger:
-    """Of a fleet with a model that generates, on two instances, and one that embeds."""
+    """Of a fleet with a model that generates, on two instances, and some that judge texts."""
 
     def __init__(self, fleet: ToyFleet) -> None:
         self.fleet = fleet
@@ -128,6 +144,22 @@ class Ledger:
         async with self.fleet.client(key or self.key) as http:
             body = {"model": case.model, **case.body}
             return call_id, await http.post(path, json=body, headers={"x-request-id": call_id})
+
+    async def until_running(self, calls: int, beams: bool = False) -> None:
+        """Wait until so many have tokens of their answers, and a beam search its first step."""
+        seen: set[str] = set()
+        path = await asyncio.to_thread(socket_of, self.fleet, GENERATES)
+        transport = httpx.AsyncHTTPTransport(uds=path)
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            httpx.AsyncClient(transport=transport, base_url="http://x") as deployment,
+        ):
+            begun = 0
+            while begun < calls or (beams and len(seen) < 4):
+                rows = (await deployment.get("/kvmig/v1/requests")).json()["data"]
+                begun = sum(row["output_tokens"] > 0 for row in rows if "-beam-" not in row["id"])
+                seen |= {row["id"] for row in rows if "-beam-" in row["id"]}
+                await asyncio.sleep(0.02)
 
     async def row(self, call_id: str) -> tuple[Used, str]:
         """What a call has used, and its status, once it is over."""
@@ -168,12 +200,19 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
     from bench.models import model_folder
 
     source = f"path:{model_folder('count').absolute()}"
-    with ToyFleet(tmp_path_factory.mktemp("ledger")) as fleet:
+    folder = tmp_path_factory.mktemp("ledger")
+    judges = {
+        CLASSIFIES: (tiny_judges.classifier(folder), "--runner=pooling"),
+        DECIDES: (tiny_judges.decider(folder), "--max-model-len=2048"),
+    }
+    with ToyFleet(folder) as fleet:
         two = {"min": 2, "max": 2, "target": 1}
         flags = [*SMALL, "--max-model-len=2048", "--enable-scale-out"]
         fleet.add({"name": GENERATES, "source": source, "flags": flags, "instances": two})
         flags = [*SMALL, "--runner=pooling", "--convert=embed"]
         fleet.add({"name": EMBEDS, "source": source, "flags": flags})
+        for name, (model, flag) in judges.items():
+            fleet.add({"name": name, "source": f"path:{model}", "flags": [*SMALL, flag]})
         fleet.until(f"models/{GENERATES}", state="serving", serving=2)
         yield Ledger(fleet)
 
@@ -230,24 +269,24 @@ LEAVES = {
 async def test_a_call_whose_client_leaves_is_cut_in_every_api_with_a_stream_or_without(
     ledger: Ledger,
 ) -> None:
-    async def leave(path: str, body: dict[str, Any]) -> str:
-        call_id = uuid.uuid4().hex
-        async with ledger.fleet.client() as http:
-            headers = {"x-request-id": call_id}
-            call = asyncio.create_task(
-                http.post(path, json={"model": GENERATES, **body}, headers=headers)
-            )
-            await asyncio.sleep(0.7)
-            assert not call.done()
-            call.cancel()
-            await asyncio.wait([call])
-        return call_id
-
     bodies = [(path, {**LEAVES[path], "temperature": 0, "stream": stream})
               for path in LEAVES for stream in (False, True)]  # fmt: skip
     beams = {**LEAVES["/v1/completions"], "n": 3, "use_beam_search": True}
-    bodies.append(("/v1/completions", beams))
-    for call_id in await asyncio.gather(*(leave(*one) for one in bodies)):
+    calls = {
+        uuid.uuid4().hex: (path, {"model": GENERATES, **body})
+        for path, body in [*bodies, ("/v1/completions", beams)]
+    }
+    async with ledger.fleet.client() as http:
+        running = [
+            asyncio.create_task(http.post(path, json=body, headers={"x-request-id": call_id}))
+            for call_id, (path, body) in calls.items()
+        ]
+        await ledger.until_running(len(bodies), beams=True)
+        assert not any(call.done() for call in running)
+        for call in running:
+            call.cancel()
+        await asyncio.wait(running)
+    for call_id in calls:
         used, status = await ledger.row(call_id)
         assert status == "cut"
         assert 0 < used.prompt < 200

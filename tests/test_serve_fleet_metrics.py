@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmig.fleet.metrics import CACHE_S
-from tests.fleets import ToyFleet, answer, ask, kill
+from tests.fleets import Streamed, ToyFleet, answer, ask, kill
 
 pytestmark = pytest.mark.server
 
@@ -74,4 +76,61 @@ async def test_without_a_server_a_proxy_tells_its_own(fleet: ToyFleet) -> None:
     kill(server)
     found = await shown(fleet)
     assert value(found["kvmig_proxy_requests_total"], model="a", status="200") >= 1
+    assert not any(name.startswith(("kvmig_model_", "kvmig_claim_")) for name in found)
     fleet.until_it_listens()
+
+
+OF_CALLS = (
+    "kvmig_proxy_running", "kvmig_proxy_held", "kvmig_instance_running", "kvmig_instance_waiting",
+    "kvmig_instance_blocks_used",
+)  # fmt: skip
+
+
+async def until_counted(fleet: ToyFleet, name: str, calls: float) -> None:
+    """Wait until all samples of a gauge are so much together, where the fleet says it at all."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(httpx.HTTPError):  # no proxy is there
+                if sum(is_ for _, is_ in (await shown(fleet)).get(name, [])) == calls:
+                    return
+            await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize("gone", ["kvmig.proxy", "kvmig.front_process", "kvmig.serve"])
+async def test_of_a_process_that_is_killed_no_gauge_counts_a_call(
+    fleet: ToyFleet, gone: str
+) -> None:
+    fleet.add_toy("a")
+    fleet.hold(8)
+    stream = Streamed(fleet, ask("a", 40))
+    await stream.reach(8)
+    await until_counted(fleet, "kvmig_proxy_running", 1)
+    await until_counted(fleet, "kvmig_instance_running", 1)
+    for pid in fleet.processes(gone):
+        kill(pid)
+    await asyncio.wait([stream.task])
+    stream.task.exception()  # its proxy's end is one
+    for name in OF_CALLS:
+        await until_counted(fleet, name, 0)
+
+
+async def test_of_a_model_that_is_removed_no_gauge_is_left(fleet: ToyFleet) -> None:
+    fleet.add_toy("gone")
+    async with fleet.client() as client:
+        await answer(client, ask("gone", 10))
+    assert await gauges_of(fleet, "gone")
+    fleet.ask("DELETE", "models/gone")
+    async with asyncio.timeout(60):
+        while await gauges_of(fleet, "gone"):  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.2)
+
+
+async def gauges_of(fleet: ToyFleet, model: str) -> list[str]:
+    """Names of all that is shown of a model and that isn't counted up."""
+    counted_up = ("_total", "_created", "_bucket", "_sum", "_count")
+    return [
+        name
+        for name, found in (await shown(fleet)).items()
+        if not name.endswith(counted_up)
+        and any(labels.get("model") == model for labels, _ in found)
+    ]

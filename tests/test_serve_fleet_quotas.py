@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import os
 import signal
+import sqlite3
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
 from tests.fleets import PATH, Streamed, ToyFleet, ask, counted, kill
 from tests.test_serve_fleet_usage import used
+from tests.waiting import until
 
 pytestmark = pytest.mark.server
 
@@ -139,6 +141,59 @@ async def test_what_a_killed_front_end_was_granted_is_given_back(fleet: ToyFleet
             assert answer.status_code in (429, 503), answer.text
             await asyncio.sleep(0.2)
     assert answer.json()["choices"][0]["text"] == counted(250)
+
+
+async def test_a_server_that_stands_still_loses_no_tokens_of_a_quota(fleet: ToyFleet) -> None:
+    """Calls come meanwhile and leave, and what they have asked for is heard when they are over."""
+    quota = 6000
+    fleet.add_toy("a", flags=["--max-model-len=4096", "--num-blocks=8000"])
+    key = new_key(fleet, quota=quota, period="total")
+    async with fleet.client() as http:
+        await http.post(PATH, json=ask("a", 1))
+    (server,) = fleet.processes("kvmig.fleet.server")
+
+    async def leave(after_s: float) -> None:
+        async with fleet.client(key) as http:
+            call = asyncio.create_task(http.post(PATH, json=ask("a", 500)))
+            await asyncio.sleep(after_s)
+            assert not call.done(), "nobody grants it tokens"
+            call.cancel()
+            await asyncio.wait([call])
+
+    os.kill(server, signal.SIGSTOP)
+    try:
+        leaving = [leave(1 + n / 3) for n in range(12)]
+        await asyncio.gather(*leaving, asyncio.sleep(5.5))  # an unanswered question is put again
+    finally:
+        os.kill(server, signal.SIGCONT)
+    # One or the other may not have come as far as the front end.
+    await until(lambda: (found := calls_of(fleet, key)).ended >= 8 and not found.granted)
+    row = await asyncio.to_thread(used, fleet, key)
+    assert (row["prompt"], row["output"]) == (0, 0)
+
+    got = 0
+    async with fleet.client(key) as http:
+        while (answer := await http.post(PATH, json=ask("a", 2000))).status_code == 200:
+            got += answer.json()["usage"]["total_tokens"]
+    assert (answer.status_code, got) == (429, quota), answer.text
+
+
+class Calls(NamedTuple):
+    """Of a key."""
+
+    ended: int
+    granted: int
+    """That have tokens of a quota."""
+
+
+def calls_of(fleet: ToyFleet, key: str) -> Calls:
+    ended = "SELECT count(*) FROM usage WHERE ended IS NOT NULL AND key_id = ?"
+    standing = "SELECT count(*) FROM grants WHERE key_id = ?"
+    with contextlib.closing(sqlite3.connect(fleet.folder / "kvmig.sqlite")) as file:
+        wanted = "SELECT id FROM api_keys WHERE prefix = ?"
+        own = file.execute(wanted, (key.split("-")[1],)).fetchone()
+        counts = [file.execute(one, own).fetchone()[0] for one in (ended, standing)]
+    return Calls(*counts)
 
 
 async def test_tokens_a_minute_close_the_door_until_they_are_paid_off(fleet: ToyFleet) -> None:
