@@ -136,6 +136,7 @@ def test_a_call_that_ends_early_counts_no_more() -> None:
         (HttpConfig(max_waiting=-1), "--max-waiting"),
         (HttpConfig(max_n=0), "--max-n"),
         (HttpConfig(max_prompts=0), "--max-prompts"),
+        (HttpConfig(max_media=0), "--max-media"),
         (HttpConfig(max_unread=-1), "--max-unread"),
         (HttpConfig(send_timeout_s=0.0), "--send-timeout"),
     ],

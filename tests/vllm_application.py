@@ -103,7 +103,7 @@ class EndingRouter:
 
 @asynccontextmanager
 async def application(
-    *more: str, model: Path = BUNDLED, put: Put | None = None
+    *more: str, model: Path = BUNDLED, put: Put | None = None, task: str = "generate"
 ) -> AsyncIterator[tuple[FastAPI, EndingRouter]]:
     """The application, and what ends its requests. put: makes their outputs, in place of that."""
     argv = [str(model), "--enforce-eager", f"--served-model-name={MODEL}", *more]
@@ -111,7 +111,7 @@ async def application(
         flags.set_environment()
         server = VllmServer(argv, flags.parse(argv), sock, 1)
         await server.load()
-    server.learn([msgspec.msgpack.encode((READY, ("generate",)))])
+    server.learn([msgspec.msgpack.encode((READY, (task,)))])
     router = EndingRouter(server, "retry", "")
     answering = router if put is None else AnsweringRouter(server, put)
     app = await server.make_app(cast("Router", answering))

@@ -85,7 +85,9 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         scaling=_scaling(flags),
         priorities=priority_classes(flags.priority_class),
         faults=_filled(FaultConfig, flags),
-        http=_filled(HttpConfig, flags, max_body=int(flags.max_body)),
+        http=_filled(
+            HttpConfig, flags, max_body=int(flags.max_body), max_media=int(flags.max_media)
+        ),
         scheduler=_filled(SchedulerConfig, flags, migration=not flags.no_migration),
         migration=_filled(
             MigrationConfig, flags, max_migration_bytes=int(flags.max_migration_bytes)
@@ -383,6 +385,14 @@ def _add_http(root: _Parser) -> None:
         "isolate_users",
         "keep what is cached of prompts, media and grammars for the user whose call it was of, as a"
         " fleet's proxies name users; needs --uds",
+    )
+    group.add(
+        "--max-media",
+        "max_media",
+        "size of a call's images, audio and video once decoded, with its body, at most",
+        type=quantity("MB"),
+        default=f"{usual.max_media // 10**6}MB",
+        metavar="MB",
     )
     group.add(
         "--media-urls",

@@ -61,6 +61,11 @@ class BodyShare:
         self._account = account
         self._size = 0
 
+    @property
+    def size(self) -> int:
+        """Bytes that count."""
+        return self._size
+
     def take(self, size: int) -> Full:
         """So many bytes have come; they count unless there is no room."""
         full = self._budget.full_for(self._account, size)

@@ -239,8 +239,9 @@ class HttpMiddleware:
             shedding, clock, account = state.shedding, state.clock, call.account
             call.enter(lambda by: shedding.hold(priority, by, clock(), account), sequences)
         timed = payer if len(message["body"]) >= LARGE_BYTES else ""
-        work = stage.run(self.app, scope, first(message, receive))
-        await state.loop_use.run(call, timed, work)
+        receive = first(message, receive)
+        del message  # a form is read piece by piece, and not kept
+        await state.loop_use.run(call, timed, stage.run(self.app, scope, receive))
 
 
 def route_path(scope: Scope) -> str:

@@ -236,6 +236,18 @@ class BackgroundWork(Protocol):
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None: ...
 
 
+class Held(Protocol):
+    """Something that a call holds for a while."""
+
+    def give_back(self) -> None:
+        """It needs it no more for now. May be said again."""
+        ...
+
+    def close(self) -> None:
+        """The call is over."""
+        ...
+
+
 class HttpCall:
     """One HTTP call: its x-request-id, its live requests, and how its client reads. Pure.
 
@@ -244,7 +256,7 @@ class HttpCall:
 
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
-        "answered", "background", "body", "call_id", "failure", "left", "loop_payer", "over",
+        "answered", "background", "body", "call_id", "failure", "left", "loop_payer", "media", "over",
         "priority", "quota", "request_ids", "room", "status", "tenant", "told",
     )  # fmt: skip
 
@@ -269,6 +281,8 @@ class HttpCall:
         """What goes on for it once its client has an answer; None: nothing does."""
         self.loop_payer = ""
         """Whose stalls of the event loop its own are; empty: its work isn't timed."""
+        self.media: Held | None = None
+        """What its images, audio and video take, until they go to the engine with the prompt."""
         self.request_ids: set[str] = set()
         self.priority: int | None = None
         """Of its class, as its header says it, which goes before all else; None: it has none."""
@@ -332,6 +346,13 @@ class HttpCall:
         self._count(0)
         self._hold = None
         self._give_body_back()
+        if self.media is not None:
+            self.media.close()
+
+    def rendered(self) -> None:
+        """One of its prompts goes to the engine, with what was made of its media."""
+        if self.media is not None:
+            self.media.give_back()
 
     def submitted(self, request_id: str) -> None:
         """The call has one more request."""

@@ -266,6 +266,7 @@ class Router:
         """
         call, search, allowance = current_call.get(), current_search.get(), None
         if call is not None:
+            call.rendered()
             call.room.keep(0, prompt_logprobs, numbers)
             if call.room.full():
                 raise AnswerTooLarge(answer_room.sentence())

@@ -143,6 +143,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     has."""
     isolate_users: bool = False
     """Whether nothing that is kept of a user's prompts serves another's."""
+    max_media: int = 100_000_000
+    """Bytes that the images, audio and video of one call take once they are decoded, with the
+    body that they came in."""
     media_urls: MediaUrls = "public"
     """Hosts from which images, audio and video are fetched for clients."""
     uds: str = ""
@@ -376,6 +379,7 @@ def _check_http(http: HttpConfig) -> None:
     _least("--max-waiting", http.max_waiting, 0)
     _least("--max-unread", http.max_unread, 0)
     _positive("--send-timeout", http.send_timeout_s)
+    _least("--max-media", http.max_media, 1_000_000)
     _one_of("--media-urls", http.media_urls, MEDIA_URLS)
     apart = "left out without --uds: nobody is believed on a port who says whose call it is"
     _require(bool(http.uds) or not http.isolate_users, "--isolate-users", "given", apart)

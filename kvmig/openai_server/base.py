@@ -96,4 +96,6 @@ def openai_server(
     from kvmig.openai_server.vllm import VllmServer
 
     rules = MediaRules(config.http.media_urls, args.allowed_media_domains or ())
-    return VllmServer(argv, args, sock, config.lifecycle.max_instances, salts, rules)
+    return VllmServer(
+        argv, args, sock, config.lifecycle.max_instances, salts, rules, config.http.max_media
+    )

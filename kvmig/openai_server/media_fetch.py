@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from http import HTTPStatus
 
 import aiohttp
@@ -36,14 +37,16 @@ async def fetch_media(
     timeout_s: float | None = None,
     redirects: int = MOST_REDIRECTS,
     most_bytes: int | None = None,
+    count: Callable[[int], None] = lambda size: None,
 ) -> bytes:
-    """The bytes behind `url`. Raises MediaRefused.
+    """The bytes behind `url`. Raises MediaRefused, and what `count` raises.
 
-    timeout_s: for all of it; most_bytes: None: what is usual.
+    timeout_s: for all of it; most_bytes: None: what is usual. count: is told of each part's size
+    before it is kept.
     """
     try:
         async with asyncio.timeout(timeout_s or USUAL_S):
-            return await _follow(rules, URL(url), redirects, most_bytes or MOST_BYTES)
+            return await _follow(rules, URL(url), redirects, most_bytes or MOST_BYTES, count)
     except MediaRefused:
         raise
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError, UnicodeError) as error:
@@ -51,17 +54,21 @@ async def fetch_media(
         raise MediaRefused(NOT_FETCHED) from None
 
 
-async def _follow(rules: MediaRules, url: URL, redirects: int, most_bytes: int) -> bytes:
+async def _follow(
+    rules: MediaRules, url: URL, redirects: int, most_bytes: int, count: Callable[[int], None]
+) -> bytes:
     for _ in range(redirects + 1):
         rules.check_url(url.scheme, url.host)
-        found = await _get(rules, url, most_bytes)
+        found = await _get(rules, url, most_bytes, count)
         if isinstance(found, bytes):
             return found
         url = url.join(found)
     raise MediaRefused(NOT_FETCHED)
 
 
-async def _get(rules: MediaRules, url: URL, most_bytes: int) -> bytes | URL:
+async def _get(
+    rules: MediaRules, url: URL, most_bytes: int, count: Callable[[int], None]
+) -> bytes | URL:
     """The body, or where it is said to be."""
     host = url.host or ""
 
@@ -92,6 +99,7 @@ async def _get(rules: MediaRules, url: URL, most_bytes: int) -> bytes | URL:
             raise MediaRefused(NOT_FETCHED)
         body = bytearray()
         async for part in answer.content.iter_chunked(CHUNK):
+            count(len(part))
             body += part
             if len(body) > most_bytes:
                 raise MediaRefused(NOT_FETCHED)

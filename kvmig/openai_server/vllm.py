@@ -37,14 +37,14 @@ from kvmig.gateway.isolation import OwnEntries, PromptSalts
 from kvmig.gateway.media_rules import MediaRules
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
-from kvmig.ground.config import KEEP_ALIVE_S
+from kvmig.ground.config import KEEP_ALIVE_S, HttpConfig
 from kvmig.openai_server.body_threads import check_beside_loop
 from kvmig.openai_server.first_error import stop_at_first_error
 from kvmig.openai_server.http_task import HttpTask
 from kvmig.openai_server.vllm_answers import make_beside_loop
 from kvmig.openai_server.vllm_beams import count_beams_as_one
 from kvmig.openai_server.vllm_errors import note_failures
-from kvmig.openai_server.vllm_media import fetch_by
+from kvmig.openai_server.vllm_media import load_media_by
 
 
 class VllmServer(HttpTask):
@@ -58,6 +58,7 @@ class VllmServer(HttpTask):
         max_instances: int,
         salts: PromptSalts | None = None,
         media: MediaRules | None = None,
+        max_media: int = HttpConfig().max_media,
     ) -> None:
         super().__init__(sock, self._uvicorn)
         self.sink = OutputQueue()
@@ -66,6 +67,7 @@ class VllmServer(HttpTask):
         self._max_instances = max_instances
         self._salts = salts
         self._media = media or MediaRules()
+        self._max_media = max_media
         self._config: VllmConfig | None = None
         self._tasks: tuple[SupportedTask, ...] = ()
         self._llm: RoutedLLM | None = None
@@ -114,7 +116,7 @@ class VllmServer(HttpTask):
         ours = f"{HttpMiddleware.__module__}.{HttpMiddleware.__name__}"
         args.middleware = [*args.middleware, ours]  # the last one is the outermost
         note_failures()
-        fetch_by(self._media)
+        load_media_by(self._media, self._max_media)
         app: FastAPI = build_app(args, self._tasks, llm.model_config)
         stop_at_first_error(app)
         check_beside_loop()

@@ -15,6 +15,12 @@ _UNKNOWN = "kvmig doesn't know it, nor what it does to requests that move"
 
 IMAGE_PIXELS = 1 << 24
 """Of one image, at most: a photo of 16 megapixels; vLLM's own bound is eleven times as much."""
+AUDIO_BYTES = 1 << 25
+"""Of one recording once it is decoded: while it is, there are up to three times as many. Eight
+minutes of speech at 16 kHz; vLLM's own bound is eight times as much."""
+EMBEDDING_BYTES = 1 << 25
+"""Of one tensor of embeddings that a call brings, with those that are zero and left out; vLLM's own
+bound is 64 times as much."""
 
 
 def set_environment() -> None:
@@ -26,6 +32,8 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_MAX_IMAGE_PIXELS", str(IMAGE_PIXELS))
+    os.environ.setdefault("VLLM_MAX_AUDIO_DECODE_BYTES", str(AUDIO_BYTES))
+    os.environ.setdefault("VLLM_MAX_EMBED_DECODE_BYTES", str(EMBEDDING_BYTES))
 
 
 def parse(argv: list[str]) -> Namespace:
