@@ -256,8 +256,8 @@ class HttpCall:
 
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
-        "answered", "background", "body", "call_id", "failure", "left", "loop_payer", "media", "over",
-        "priority", "quota", "request_ids", "room", "status", "tenant", "told",
+        "answered", "background", "body", "call_id", "failure", "left", "loop_payer", "media",
+        "over", "priority", "quota", "request_ids", "room", "status", "tenant", "told",
     )  # fmt: skip
 
     def __init__(

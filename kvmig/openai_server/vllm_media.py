@@ -32,6 +32,7 @@ from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.ground.config import HttpConfig
 from kvmig.openai_server.media_fetch import MOST_BYTES, MOST_REDIRECTS, fetch_media
 from kvmig.openai_server.vllm_decoding import bound_decoding, decode_within, field_of
+from kvmig.openai_server.vllm_tensors import bound_tensors
 
 _load_as_vllm = MediaConnector.load_from_url
 _load_async_as_vllm = MediaConnector.load_from_url_async
@@ -84,6 +85,7 @@ def load_media_by(rules: MediaRules, most: int) -> None:
     MediaConnector.load_from_url_async = _load_async
     vllm_renderers._SwappableExecutor.submit = _submit_in_context
     bound_decoding()
+    bound_tensors()
 
 
 # -- fetching
