@@ -106,6 +106,10 @@ class FleetUp:
         with socket.socket(socket.AF_UNIX) as probe:
             return probe.connect_ex(str(self.folder / "run" / "api.sock")) == 0
 
+    def sockets(self) -> list[Path]:
+        """Of its deployments; some may have ended."""
+        return list((self.folder / "run").glob("d-*.sock"))
+
     def until(self, path: str, **wanted: Any) -> Any:
         """What the API says there once it has these values."""
         deadline = time.monotonic() + PATIENCE_S

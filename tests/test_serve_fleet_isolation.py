@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +36,39 @@ class Users:
     def another_key(self, name: str) -> None:
         """Let the user call with a new key from now on."""
         self._keys[name].append(self._made(name))
+
+    def limited_key(self, name: str, **limits: Any) -> str:
+        """Another one of hers, with limits of its own."""
+        made = self._fleet.ask("POST", "keys", {"user": name, **limits})
+        assert made.is_success, made.text
+        return str(made.json()["key"])
+
+    def revoke(self, name: str, at: int = -1) -> None:
+        """One of her keys, by default the last."""
+        prefix = self._keys[name][at].split("-")[1]
+        assert self._fleet.ask("DELETE", f"keys/{prefix}").is_success
+
+    def client(self, name: str) -> httpx.AsyncClient:
+        return self._fleet.client(self._keys[name][-1])
+
+    def with_key(self, key: str) -> httpx.AsyncClient:
+        return self._fleet.client(key)
+
+    async def until_running(self, count: int) -> None:
+        """The fleet has so many live requests."""
+        while await self._running() != count:  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.02)
+
+    async def _running(self) -> int:
+        found = 0
+        for path in map(str, self._fleet.sockets()):
+            transport = httpx.AsyncHTTPTransport(uds=path)
+            async with httpx.AsyncClient(transport=transport, base_url="http://there") as client:
+                try:
+                    found += len((await client.get("/kvmig/v1/requests")).json()["data"])
+                except httpx.ConnectError:  # of one that has ended
+                    continue
+        return found
 
     async def call(self, name: str, method: str, path: str, body: Any = None) -> httpx.Response:
         async with self._fleet.client(self._keys[name][-1]) as client:
@@ -168,6 +203,80 @@ async def test_a_response_in_the_background_is_cancelled_by_its_id_alone(users: 
     ended = await users.call("anna", "POST", path)
     assert ended.status_code == 200, ended.text
     assert ended.json()["status"] == "cancelled"
+
+
+def begin_background(name: str, **more: Any) -> dict[str, Any]:
+    """A long response in the background."""
+    body = {"model": name, "input": "On and on", "max_output_tokens": 1900, "ignore_eos": True}
+    return {**body, "background": True, "store": True, **more}
+
+
+async def status_of(client: httpx.AsyncClient, response: Any) -> str:
+    return str((await client.get(f"/v1/responses/{response['id']}")).json()["status"])
+
+
+async def test_a_response_in_the_background_ends_with_its_key_and_says_so(users: Users) -> None:
+    begun = await users.ask("anna", "/v1/responses", begin_background(APART))
+    path = f"/v1/responses/{begun['id']}"
+    await users.until_running(1)
+    users.revoke("anna")
+    async with asyncio.timeout(1.0):
+        await users.until_running(0)
+    users.another_key("anna")
+    ended = (await users.call("anna", "GET", path)).json()
+    assert ended["status"] == "cancelled"
+
+
+async def test_a_stream_in_the_background_goes_on_alone_and_its_events_end_with_its_key(
+    users: Users,
+) -> None:
+    async with users.client("bea") as client:
+        body = begin_background(APART, stream=True)
+        async with client.stream("POST", "/v1/responses", json=body) as answer:
+            lines = answer.aiter_lines()
+            while not (line := await anext(lines)).startswith("data:"):
+                pass
+    response = json.loads(line[5:])["response"]["id"]
+    users.another_key("bea")
+
+    async def follow() -> list[str]:
+        async with users.client("bea") as client:
+            follows = client.stream("GET", f"/v1/responses/{response}?stream=true")
+            async with follows as answer:
+                return [one async for one in answer.aiter_lines() if one.startswith("event:")]
+
+    following = asyncio.create_task(follow())
+    await asyncio.sleep(0.3)
+    await users.until_running(1)
+    users.revoke("bea", at=-2)
+    async with asyncio.timeout(10):
+        events = await following
+    assert events[-1] == "event: response.failed"
+    ended = (await users.call("bea", "GET", f"/v1/responses/{response}")).json()
+    assert ended["status"] == "cancelled"
+
+
+async def test_a_response_in_the_background_beyond_its_quota_has_failed(users: Users) -> None:
+    key = users.limited_key("anna", quota=200, period="total")
+    async with users.with_key(key) as client:
+        begun = (await client.post("/v1/responses", json=begin_background(APART))).json()
+        async with asyncio.timeout(20):
+            while (said := await status_of(client, begun)) == "queued":  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    assert said in ("failed", "incomplete")
+
+
+async def test_a_response_in_the_background_takes_a_place_of_its_key(users: Users) -> None:
+    key = users.limited_key("anna", parallel=1)
+    async with users.with_key(key) as client:
+        begun = (await client.post("/v1/responses", json=begin_background(APART))).json()
+        during = await client.post("/v1/responses", json=begin_background(APART))
+        await client.post(f"/v1/responses/{begun['id']}/cancel")
+        await users.until_running(0)
+        await asyncio.sleep(0.5)
+        short = begin_background(APART, max_output_tokens=1)
+        after = await client.post("/v1/responses", json=short)
+    assert (during.status_code, after.status_code) == (429, 200)
 
 
 async def test_the_door_says_how_long_the_models_context_is(users: Users) -> None:

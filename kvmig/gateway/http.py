@@ -27,6 +27,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvmig.gateway.access import ADMIN, Access
 from kvmig.gateway.answer_usage import UsageReader
+from kvmig.gateway.background import OpenAnswer
 from kvmig.gateway.body_bounds import ModelReach, largest_size
 from kvmig.gateway.body_budget import BodyBudget
 from kvmig.gateway.call_work import work_of
@@ -166,6 +167,7 @@ class HttpMiddleware:
         headers[CALL_ID] = call.call_id
 
         reader = usage_reader(scope)
+        answer = OpenAnswer(call, send)
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -179,7 +181,7 @@ class HttpMiddleware:
                     reader.begin(own.get("content-type", ""))
             elif message["type"] == "http.response.body" and reader is not None:
                 reader.take(message.get("body", b""))
-            await send(message)
+            await answer.send(message)
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 call.end_answer()
                 call.told = None if reader is None else reader.told()
@@ -194,7 +196,10 @@ class HttpMiddleware:
                 worded = bool(call.account)
                 stage = ErrorStage(api_of(route_path(scope)), call, send_counted, worded=worded)
                 await self._serve(state, call, inner, headers, receive, stage)
+                await answer.wait(receive)
         finally:
+            if call.account:
+                call.end_background()
             current_call.reset(token)
             call.leave()
 

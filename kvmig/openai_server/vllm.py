@@ -42,6 +42,7 @@ from kvmig.openai_server.body_threads import check_beside_loop
 from kvmig.openai_server.first_error import stop_at_first_error
 from kvmig.openai_server.http_task import HttpTask
 from kvmig.openai_server.vllm_answers import make_beside_loop
+from kvmig.openai_server.vllm_background import end_background_responses
 from kvmig.openai_server.vllm_beams import count_beams_as_one
 from kvmig.openai_server.vllm_errors import note_failures
 from kvmig.openai_server.vllm_media import load_media_by
@@ -169,7 +170,7 @@ def keep_responses_apart(responses: OpenAIServingResponses | None) -> None:
         responses.response_store = OwnEntries()
         responses.msg_store = OwnEntries()
         responses.event_store = OwnEntries()
-        responses.background_tasks = OwnEntries()
+        end_background_responses(responses)
 
 
 def let_pages_read_errors(app: FastAPI) -> None:

@@ -20,7 +20,7 @@ from kvmig.gateway.http import CALL_ID, Connection, accepted
 from kvmig.gateway.route_table import Api
 from kvmig.proxy.calls import error_body, error_event, heartbeat, unnamed
 from kvmig.proxy.refusals import Refused
-from kvmig.proxy.relay import LAST_CHUNK, Chunked, Head, Unchunked, Upstream
+from kvmig.proxy.relay import LAST_CHUNK, Chunked, Head, Nobody, Unchunked, Upstream
 
 SHOWN = "kvmig.connection"
 """Key of an ASGI scope's connection and its cycle."""
@@ -110,6 +110,11 @@ class Call:
         self.cut: Refused | None = None
         """Why it may not go on."""
         self.over = False
+        self.background = False
+        """Whether its deployment goes on with it after the answer, as long as its connection to the
+        door is there."""
+        self.hang_up: Callable[[], None] | None = None
+        """Leaves the deployment that it asks; None: it asks none."""
         self.patience_s = 0.0
         """For an answer that is on its way when the call may go on no more."""
         self.limits: list[tuple[bytes, bytes]] = []
@@ -169,7 +174,7 @@ class Call:
         if self.over or self.cut is not None:
             return
         self.cut = why
-        self.connection.on_lost()
+        (self.hang_up or self.connection.on_lost)()
         self.cycle.message_event.set()  # the rest of its body
 
     async def receive_part(self) -> Message:
@@ -262,7 +267,7 @@ class Call:
             upstream.watch = self.numbers.feed
         try:
             plain = not self.chunks and isinstance(upstream.framing, Chunked)
-            client = connection.transport
+            client: asyncio.WriteTransport = Nobody() if self.gone else connection.transport
             upstream.pass_to(Unchunked(client) if plain else client)
             if connection.flow.write_paused:
                 upstream.pause()

@@ -365,6 +365,7 @@ class Door:
         if where.path == RESPONSES:
             self._check_previous(body.previous, grant, found.model)
             more["request_id"] = self.directory.new_answer_id(grant, found.model)
+            call.background = body.background
         content = body.naming(found.served, **more)
         passed = _passed(call, (FORWARDED, KVMIG, *KEY_HEADERS))
         if body.form is not None:
@@ -541,7 +542,22 @@ class Door:
 
         model: empty for the server.
         """
-        call.connection.on_lost = upstream.abort
+        try:
+            await self._pass_answer(call, upstream, model, own)
+            if call.background:  # it counts as long as the deployment works for it
+                await upstream.closed
+        finally:
+            upstream.abort()
+
+    async def _pass_answer(
+        self,
+        call: Call,
+        upstream: Upstream,
+        model: str,
+        own: list[tuple[bytes, bytes]],
+    ) -> None:
+        """See `_relay`."""
+        call.connection.on_lost = call.hang_up = upstream.abort
         try:
             upstream.send(call.method, *call.asking, written=call.give_body_back)
             call.asking = NOTHING  # a stream may last for hours
@@ -563,13 +579,14 @@ class Door:
                 if isinstance(upstream.framing, Unframed):
                     call.cycle.keep_alive = False
                 call.begin(head, own)
+            if call.background:
+                call.connection.on_lost = upstream.lose_client
             await call.pass_on(upstream)
             self.metrics.relayed.inc(upstream.passed)
             self.metrics.requests.labels(model, head.status).inc()
             call.end(upstream, head.events)
         finally:
-            call.connection.on_lost = on_lost_nothing
-            upstream.abort()
+            call.connection.on_lost = on_lost_nothing  # the connection's next call has its own
 
 
 def _no_answer(answer_id: str) -> Refused:

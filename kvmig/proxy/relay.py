@@ -198,6 +198,7 @@ class Upstream(asyncio.Protocol):
         self.head: asyncio.Future[Head] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         """Of the body: complete, or the connection's."""
+        self.closed: asyncio.Future[None] = loop.create_future()
         self.framing: Framing = Unframed()
         self.passed = 0
         """Bytes."""
@@ -295,6 +296,12 @@ class Upstream(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
+    def lose_client(self) -> None:
+        """Read on, for nobody: the deployment goes on with what it does for the call."""
+        if self._client is not None:
+            self._client = Nobody()
+            self.resume()
+
     def abort(self) -> None:
         """Leave, at once: the deployment aborts what it does for the call."""
         self._client = None
@@ -307,6 +314,8 @@ class Upstream(asyncio.Protocol):
             self.head.set_exception(self._broken or Broken("its connection ended"))
             self.head.exception()  # whoever waits hears; nobody may
         self._end()
+        if not self.closed.done():
+            self.closed.set_result(None)
 
 
 class Unchunked(asyncio.WriteTransport):
@@ -342,6 +351,13 @@ class Unchunked(asyncio.WriteTransport):
             self._left = int(line.split(b";", 1)[0], 16)  # the framing has read it before
             self._over = not self._left
         return True
+
+
+class Nobody(asyncio.WriteTransport):
+    """Takes an answer whose client has left."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Drop it."""
 
 
 class Sink(asyncio.WriteTransport):
