@@ -135,6 +135,9 @@ class MadeUpEngine:
         ids = torch.cat([own, likeliest.expand(len(own), -1)], dim=1)
         return LogprobsTensors(ids, -ids.float(), torch.ones(len(own)))
 
+    def priority_of_call(self, asked: int) -> int:
+        return asked
+
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 
     async def call(self, method: str, payload: Sequence[Frame]) -> Mapping[str, Sequence[Frame]]:

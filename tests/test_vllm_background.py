@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 from kvmig.ground.config import HttpConfig
-from tests.http_states import behind_state
+from tests.http_states import behind_middleware
 from tests.vllm_application import MODEL, End, EndingRouter, application, client_of
 from tests.waiting import until
 
@@ -82,7 +82,7 @@ async def test_one_whose_door_leaves_is_cancelled(
 ) -> None:
     app, router = served
     monkeypatch.setattr(router, "_run", no_end)
-    behind_state(app, HttpConfig(uds="/socket"))
+    behind_middleware(app, HttpConfig(uds="/socket"), added=True)
     content = json.dumps(BODY).encode()
     parts: list[Message] = [{"type": "http.request", "body": content}]
     leaves, got = asyncio.Event(), list[Message]()

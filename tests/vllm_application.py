@@ -56,6 +56,9 @@ class AnsweringRouter:
         asyncio.get_running_loop().call_soon(self._server.sink.deliver, 0, outputs, None)
         return None
 
+    def priority_of_call(self, asked: int) -> int:
+        return asked
+
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 
     async def call(self, method: str, payload: Sequence[Frame]) -> Mapping[str, Sequence[Frame]]:
