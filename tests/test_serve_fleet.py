@@ -234,15 +234,16 @@ async def test_a_nursery_that_hangs_is_ended_and_what_it_has_forked_goes_on(
 ) -> None:
     fleet.add_toy("a")
     fleet.add_toy("b")
+    starts = fleet.get("status")["starts"]
     async with fleet.client() as client:
         await answer(client, ask("a"))
-        (nursery,) = fleet.processes("kvmig.nursery")
+        nursery = min(fleet.processes("kvmig.nursery"))  # what it forks has its name for a moment
         os.kill(nursery, signal.SIGSTOP)
         await until(lambda: ended(nursery))
         assert await answer(client, ask("a", 10, 5)) == counted(10, 5)
         assert await answer(client, ask("b")) == counted(10)
     assert fleet.processes("kvmig.nursery") not in ([], [nursery])
-    assert fleet.get("status")["starts"] == 2
+    assert fleet.get("status")["starts"] == starts + 2
 
 
 async def test_server_and_proxy_that_die_with_what_they_were_forked_from_are_started_again(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from bench.models import model_folder
-from tests.fleets import Streamed, ToyFleet, ask, counted, kill
+from tests.fleets import Streamed, ToyFleet, ask, counted, instances_by_socket, kill
 from tests.test_replace import placement_text
 
 pytestmark = pytest.mark.server
@@ -42,15 +40,10 @@ def three(fleet: ToyFleet) -> Iterator[ToyFleet]:
 
 def places(fleet: ToyFleet) -> dict[str, list[str]]:
     """Units of each model's instances that were started for one."""
-    found = {}
-    for path in map(str, (fleet.folder / "run").glob("d-*.sock")):
-        with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(path):
-                continue  # of a deployment that ends; httpx leaves a refused socket open
-        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x") as it:
-            rows = it.get("/kvmig/v1/instances").json()["data"]
-        found[rows[0]["model"]] = sorted(row["unit"] for row in rows)
-    return found
+    return {
+        rows[0]["model"]: sorted(row["unit"] for row in rows)
+        for rows in instances_by_socket(fleet).values()
+    }
 
 
 async def test_models_change_places_and_their_streams_lose_nothing(three: ToyFleet) -> None:

@@ -176,6 +176,28 @@ async def test_what_a_moved_request_leaves_on_the_host_serves_others_there(
     assert later.logprobs == [pytest.approx(one, abs=1e-3) for one in alone.logprobs]
 
 
+@pytest.mark.parametrize("moved", [False, True])
+async def test_what_a_request_leaves_on_the_host_serves_those_of_its_salt_alone(
+    pair: Pair, moved: bool
+) -> None:
+    side = pair.b if moved else pair.a
+    await pair.run(pair.a, "hers", PROMPT, until=5, salt="anna")
+    if moved:
+        await pair.move(pair.a, pair.b, "hers")
+    await pair.finish("hers")
+    await pair.idle()
+    assert WORKERS[side].stores >= BLOCKS
+
+    for number, (salt, loads) in enumerate((("bea", 0), (None, 0), ("anna", BLOCKS))):
+        side.engine._scheduler.reset_prefix_cache()
+        WORKERS[side].loads = 0
+        pair.submit(side, f"r{number}", PROMPT, salt=salt, max_tokens=1)
+        await pair.finish(f"r{number}")
+        await pair.idle()
+        assert WORKERS[side].loads >= loads
+        assert bool(WORKERS[side].loads) == bool(loads), salt
+
+
 async def test_a_request_that_waited_elsewhere_finds_its_prefix_on_the_host(pair: Pair) -> None:
     alone = await unmoved(pair)
     pair.submit(pair.b, "before", PROMPT)

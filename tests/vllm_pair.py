@@ -84,11 +84,13 @@ class Pair:
         resumable: bool = False,
         images: list[MultiModalFeatureSpec] | None = None,
         again: Sequence[int] = (),
+        salt: str | None = None,
         **params: Any,
     ) -> None:
         """A new request: greedy, 60 tokens, with log-probabilities, unless `params` differ.
 
-        again: output tokens that it has from elsewhere; then it comes by `Side.entered`.
+        salt: of those with whom it shares its prefix. again: output tokens that it has from
+        elsewhere; then it comes by `Side.entered`.
         """
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -103,7 +105,7 @@ class Pair:
         }
         request = EngineCoreRequest(
             request_id, list(prompt), images, SamplingParams(**wanted), None, time.time(), lora,
-            None, None, priority=priority, resumable=resumable,
+            salt, None, priority=priority, resumable=resumable,
         )  # fmt: skip
         side.engine.submit(1, request_id, MsgpackEncoder().encode(request), again)
         side.wait_for_new()
