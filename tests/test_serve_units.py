@@ -103,6 +103,14 @@ def counted(served: Served, model: str, start: int, tokens: int) -> None:
     assert answer["choices"][0]["text"] == after[:tokens], answer
 
 
+def until_shown(served: Served, line: str) -> None:
+    """Wait until its metrics say so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while line not in httpx.get(f"{served.url}/metrics", timeout=30).text:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def guarantee_changes(agent: Agent, a: Served) -> None:
     """By an order, while it serves; one that can't be is refused, and nothing is changed."""
 
@@ -190,12 +198,13 @@ def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_th
         agent.until(lambda unit: share(unit, "a").lease > 0.6 * ARENA)
         agent.kill()
         calls += [clients.submit(counted, b, "b", 300 + one, 150) for one in range(10)]
-        time.sleep(0.5)
+        until_shown(b, 'kvmig_unit_connected{instance="i0"} 0.0')
         assert not all(call.done() for call in calls)
         agent.start()
         lent = agent.until(lambda unit: len(unit.shares) == 2 and all(s.used for s in unit.shares))
         assert share(lent, "a").lease + share(lent, "b").lease <= ARENA
         agent.until(lambda unit: share(unit, "b").lease > 0.45 * ARENA)
+        until_shown(b, 'kvmig_unit_connected{instance="i0"} 1.0')
         for call in calls:
             call.result(PATIENCE_S * 3)
         for served in (a, b):
