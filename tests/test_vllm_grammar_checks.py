@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -28,6 +30,10 @@ class Counted:
         if wanted.regex and "wrong" in wanted.regex:
             raise VLLMValidationError("it is wrong")
         return StructuredOutputsParams(grammar="checked")
+
+
+class Body:
+    """Of a call."""
 
 
 def asking(regex: str) -> SamplingParams:
@@ -71,6 +77,21 @@ async def test_every_call_with_a_wrong_grammar_is_refused(regex: str) -> None:
     for _ in range(2):
         with pytest.raises(VLLMValidationError, match="it is wrong"):
             await checks.check(asking(regex), "")
+    checks.close()
+
+
+async def test_what_is_remembered_of_a_wrong_grammar_holds_no_call() -> None:
+    checks, body = GrammarChecks(Counted()), Body()
+    held = weakref.ref(body)
+
+    async def call(body: Body) -> None:
+        await checks.check(asking("wrong"), "")
+
+    with pytest.raises(VLLMValidationError, match="it is wrong"):
+        await call(body)
+    del body
+    gc.collect()
+    assert held() is None
     checks.close()
 
 

@@ -77,7 +77,9 @@ class GrammarChecks:
             sentence = f"grammars of other calls are checked for over {WAIT_S:g} s, try again"
             raise GracefulHTTPError(sentence, HTTPStatus.SERVICE_UNAVAILABLE) from None
         if isinstance(said, Exception):
-            raise said.with_traceback(None)
+            raise copy.copy(
+                said
+            )  # or what is remembered would hold the call's frames, and its body
         params.structured_outputs = copy.copy(said)
 
     def close(self) -> None:
