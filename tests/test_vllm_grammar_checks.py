@@ -13,7 +13,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from kvmig.engines.vllm.grammar_checks import SMALL, GrammarChecks
+from kvmig.engines.vllm.grammar_checks import SMALL, GrammarChecks, again
 from tests.vllm_application import MODEL, application, client_of
 
 pytestmark = pytest.mark.engine
@@ -93,6 +93,15 @@ async def test_what_is_remembered_of_a_wrong_grammar_holds_no_call() -> None:
     gc.collect()
     assert held() is None
     checks.close()
+
+
+def test_an_error_that_can_not_be_copied_is_raised_itself() -> None:
+    class Odd(ValueError):
+        def __init__(self, at: int, why: str) -> None:
+            super().__init__(f"{why} at {at}")
+
+    error = Odd(3, "wrong")
+    assert again(error) is error
 
 
 async def test_a_call_that_leaves_takes_the_check_from_no_other_one() -> None:

@@ -53,6 +53,15 @@ def backend_check(
     return check
 
 
+def again(error: Exception) -> Exception:
+    """Another one like it, to be raised: one that is remembered would hold the frames of the call
+    that raised it last, and so its body."""
+    try:
+        return copy.copy(error)
+    except TypeError:  # its class isn't made of its arguments
+        return error.with_traceback(None)
+
+
 class GrammarChecks:
     """Checks the grammars of a front end's calls: `check` each call's parameters."""
 
@@ -77,9 +86,7 @@ class GrammarChecks:
             sentence = f"grammars of other calls are checked for over {WAIT_S:g} s, try again"
             raise GracefulHTTPError(sentence, HTTPStatus.SERVICE_UNAVAILABLE) from None
         if isinstance(said, Exception):
-            raise copy.copy(
-                said
-            )  # or what is remembered would hold the call's frames, and its body
+            raise again(said)
         params.structured_outputs = copy.copy(said)
 
     def close(self) -> None:
