@@ -76,16 +76,16 @@ def logprobs_in(outputs: Sequence[RequestOutput]) -> int:
 
 def _chat(make: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     @functools.wraps(make)
-    async def made(self: Any, request: Any, results: Any, *args: Any, **options: Any) -> Any:
-        if not (request.logprobs or request.prompt_logprobs is not None):
-            return await make(self, request, results, *args, **options)
+    async def made(self: Any, asked: Any, results: Any, *args: Any, **options: Any) -> Any:
+        if not (asked.logprobs or asked.prompt_logprobs is not None):
+            return await make(self, asked, results, *args, **options)
         final: RequestOutput | None = None
         try:
             async for one in results:
                 final = one
         except asyncio.CancelledError:
             return self.create_error_response("Client disconnected")
-        answer = make(self, request, _only(final), *args, **options)
+        answer = make(self, asked, _only(final), *args, **options)
         if final is None or logprobs_in([final]) <= MANY:
             return await answer
         return await _beside(lambda: _spell(finish(answer)))

@@ -63,4 +63,5 @@ def _gather(
         logits = model.compute_logits(hidden[at : at + ROWS])
         scores = logits.to(torch.float32) if raw else sampler.compute_logprobs(logits)
         parts.append(sampler.gather_logprobs(scores, count, targets[at : at + ROWS]))
-    return LogprobsTensors(*(torch.cat([one[field] for one in parts]) for field in range(3)))
+    ids, likelihoods, ranks = (torch.cat([one[field] for one in parts]) for field in range(3))
+    return LogprobsTensors(ids, likelihoods, ranks)
