@@ -13,7 +13,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from kvmig.engines.vllm.grammar_checks import SMALL, GrammarChecks, again
+from kvmig.engines.vllm.grammar_checks import SMALL, GrammarChecks
 from tests.vllm_application import MODEL, application, client_of
 
 pytestmark = pytest.mark.engine
@@ -95,13 +95,24 @@ async def test_what_is_remembered_of_a_wrong_grammar_holds_no_call() -> None:
     checks.close()
 
 
-def test_an_error_that_can_not_be_copied_is_raised_itself() -> None:
-    class Odd(ValueError):
-        def __init__(self, at: int, why: str) -> None:
-            super().__init__(f"{why} at {at}")
+class Odd(ValueError):
+    """An error that can't be copied."""
 
-    error = Odd(3, "wrong")
-    assert again(error) is error
+    def __init__(self, at: int, why: str) -> None:
+        super().__init__(f"{why} at {at}")
+
+
+@pytest.mark.parametrize("error", [Odd(3, "wrong"), AttributeError("wrong"), KeyError("wrong")])
+async def test_whatever_a_check_fails_of_the_call_is_to_blame(error: Exception) -> None:
+    def check(_: StructuredOutputsParams) -> StructuredOutputsParams:
+        raise error
+
+    checks = GrammarChecks(check)
+    for _ in range(2):
+        with pytest.raises(VLLMValidationError, match=r"can't be used: .?wrong") as raised:
+            await checks.check(asking("a"), "")
+        assert raised.value.parameter == "structured_outputs"
+    checks.close()
 
 
 async def test_a_call_that_leaves_takes_the_check_from_no_other_one() -> None:

@@ -76,9 +76,9 @@ def test_masks_are_paid_for_out_of_the_same_budget() -> None:
     grammar = TimedGrammar(SlowGrammar(BUDGET_S / 2 + 0.1))
     mask = torch.zeros((1, 4), dtype=torch.int32)
     grammar.fill_bitmask(mask, 0)
-    assert not grammar.overspent
+    assert not grammar.failure
     grammar.fill_bitmask(mask, 0)
-    assert grammar.overspent
+    assert grammar.failure
 
 
 def test_a_long_answer_of_a_quick_grammar_goes_on() -> None:
@@ -111,7 +111,7 @@ REQUEST = cast("Request", SimpleNamespace(request_id="a"))
 async def test_a_grammar_that_compiles_for_ever_keeps_no_other_one_waiting() -> None:
     clock, end = Clock(), threading.Event()
     said: list[str] = []
-    compiler = GrammarCompiler(clock, lambda _, why: said.append(why))
+    compiler = GrammarCompiler(clock, lambda _, why, kind: said.append(f"{kind}: {why}"))
 
     def never(_: Request) -> StructuredOutputGrammar:
         end.wait(60)
@@ -123,7 +123,7 @@ async def test_a_grammar_that_compiles_for_ever_keeps_no_other_one_waiting() -> 
         assert not quick.done()
         clock.now = COMPILE_S + 1
         assert all(one.done() for one in slow)
-        assert said == [f"compiling it takes longer than {COMPILE_S:g} s"] * COMPILES
+        assert said == [f"refused: compiling it takes longer than {COMPILE_S:g} s"] * COMPILES
         with pytest.raises(TimeoutError, match="compiling it takes longer than 10 s"):
             slow[0].result(0)
         await until(quick.done)
@@ -134,7 +134,8 @@ async def test_a_grammar_that_compiles_for_ever_keeps_no_other_one_waiting() -> 
 
 async def test_with_many_that_nobody_waits_for_no_further_one_begins() -> None:
     clock, end = Clock(), threading.Event()
-    compiler = GrammarCompiler(clock)
+    kinds: list[str] = []
+    compiler = GrammarCompiler(clock, lambda _, __, kind: kinds.append(kind))
 
     def never(_: Request) -> StructuredOutputGrammar:
         end.wait(60)
@@ -147,6 +148,7 @@ async def test_with_many_that_nobody_waits_for_no_further_one_begins() -> None:
     refused = compiler.submit(lambda _: SlowGrammar(), REQUEST)
     with pytest.raises(RuntimeError, match="too many others"):
         refused.result(0)
+    assert kinds[-1] == "retry"
     end.set()
 
     def works() -> bool:
@@ -163,6 +165,10 @@ class Manager:
     def __init__(self, grammar: StructuredOutputGrammar | Exception) -> None:
         self.executor = SimpleNamespace(shutdown=lambda: None)
         self._grammar = grammar
+
+    def grammar_init(self, request: Request) -> None:
+        if isinstance(self._grammar, Exception):
+            raise self._grammar
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
         if isinstance(self._grammar, Exception):
@@ -205,6 +211,76 @@ def test_a_grammar_that_does_not_compile_says_why() -> None:
     limits.explain(outputs)
     expected = "refused: the grammar can't be used: it has no rule 'root'"
     assert outputs.outputs[0].stop_reason == expected
+
+
+def test_a_grammar_whose_backend_can_not_be_made_says_why() -> None:
+    manager = Manager(ModuleNotFoundError("No module named 'outlines_core'"))
+    limits = GrammarLimits(cast("StructuredOutputManager", manager))
+    with pytest.raises(ModuleNotFoundError):
+        manager.grammar_init(REQUEST)
+    outputs = ended("a")
+    limits.explain(outputs)
+    expected = "refused: the grammar can't be used: No module named 'outlines_core'"
+    assert outputs.outputs[0].stop_reason == expected
+
+
+class GivesUp(SlowGrammar):
+    """Takes no token."""
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return False
+
+
+class Parser(GivesUp):
+    """As of llguidance."""
+
+    ll_matcher = SimpleNamespace(get_error=lambda: "Current row has 5207 items; max is 2000")
+
+
+class Raises(SlowGrammar):
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        raise RuntimeError("a rule is missing")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (GivesUp(), "it takes no token any more"),
+        (Parser(), "Current row has 5207 items; max is 2000"),
+        (Raises(), "a rule is missing"),
+    ],
+)
+def test_a_grammar_that_its_backend_gives_up_says_why(
+    grammar: StructuredOutputGrammar, why: str
+) -> None:
+    manager = Manager(grammar)
+    limits = GrammarLimits(cast("StructuredOutputManager", manager))
+    guided = SimpleNamespace(grammar=manager._create_grammar(REQUEST))
+    request = SimpleNamespace(request_id="a", structured_output_request=guided)
+    assert not manager.accept_tokens(request, [1])
+    outputs = ended("a")
+    limits.explain(outputs)
+    assert outputs.outputs[0].stop_reason == f"refused: the grammar can't be used: {why}"
+
+
+def test_a_mask_that_can_not_be_made_ends_its_request_and_no_step() -> None:
+    class NoMask(SlowGrammar):
+        def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+            raise RuntimeError("no mask")
+
+    grammar = TimedGrammar(NoMask())
+    mask = torch.zeros((1, 4), dtype=torch.int32)
+    grammar.fill_bitmask(mask, 0)
+    assert mask.tolist() == [[-1] * 4]
+    assert not grammar.accept_tokens("a", [1])
+    assert grammar.failure == "the grammar can't be used: no mask"
+
+
+def test_a_budget_that_was_spent_once_stays_spent() -> None:
+    """Each token adds to it: with the next one the grammar would be asked again."""
+    grammar = TimedGrammar(SlowGrammar(BUDGET_S + 0.001))
+    grammar.fill_bitmask(torch.zeros((1, 4), dtype=torch.int32), 0)
+    assert not grammar.accept_tokens("a", [1])
 
 
 def test_too_large_a_grammar_is_vllms_own_kind_of_refusal() -> None:

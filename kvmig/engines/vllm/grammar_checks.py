@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +20,13 @@ from typing import TypeAlias
 
 import msgspec
 from vllm.config import ModelConfig, StructuredOutputsConfig
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 
 from kvmig.engines.vllm.grammars import check_params
+
+log = logging.getLogger(__name__)
 
 SMALL = 1024
 """Bytes of a grammar that is checked on the event loop: xgrammar takes at most some 7 ms for it."""
@@ -34,7 +37,7 @@ WAIT_S = 30.0
 REMEMBERED = 16
 """Grammars of which it is known what the check said."""
 
-Said: TypeAlias = StructuredOutputsParams | Exception
+Said: TypeAlias = StructuredOutputsParams | VLLMValidationError
 """What the check made of a grammar, or why it is none."""
 
 
@@ -53,13 +56,15 @@ def backend_check(
     return check
 
 
-def again(error: Exception) -> Exception:
-    """Another one like it, to be raised: one that is remembered would hold the frames of the call
-    that raised it last, and so its body."""
-    try:
-        return copy.copy(error)
-    except TypeError:  # its class isn't made of its arguments
-        return error.with_traceback(None)
+def refusal(error: Exception) -> VLLMValidationError:
+    """vLLM's error for what a check raised. What reads a grammar may raise anything, and would be
+    answered with 500: yet it is the client's text that can't be read."""
+    if type(error) is VLLMValidationError:
+        return error
+    log.warning("the check of a grammar failed", exc_info=error)
+    return VLLMValidationError(
+        f"the grammar can't be used: {str(error)[:200]}", parameter="structured_outputs"
+    )
 
 
 class GrammarChecks:
@@ -85,8 +90,8 @@ class GrammarChecks:
         except TimeoutError:
             sentence = f"grammars of other calls are checked for over {WAIT_S:g} s, try again"
             raise GracefulHTTPError(sentence, HTTPStatus.SERVICE_UNAVAILABLE) from None
-        if isinstance(said, Exception):
-            raise again(said)
+        if isinstance(said, VLLMValidationError):
+            raise copy.copy(said)  # what is remembered would hold this call's frames, and its body
         params.structured_outputs = copy.copy(said)
 
     def close(self) -> None:
@@ -115,4 +120,6 @@ class GrammarChecks:
         try:
             return self._check(wanted)
         except Exception as error:  # noqa: BLE001 - each call that asked raises it
-            return error
+            refused = refusal(error)
+            refused.__cause__ = refused.__context__ = None  # their frames hold a call's body, too
+            return refused.with_traceback(None)

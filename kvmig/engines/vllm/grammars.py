@@ -28,6 +28,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from kvmig.engines.grammar_bounds import GrammarTooLarge, check_grammar
 from kvmig.engines.vllm.outputs import failure
 from kvmig.ground.clock import Clock, monotonic
+from kvmig.ground.errors import Failure
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,10 @@ COMPILES = 2
 """That are compiled at once."""
 ABANDONED = 4
 """Compiles that go on though nobody waits for them any more; with so many no other one begins."""
+TOO_SLOW = (
+    f"the grammar takes too long: more than {BUDGET_S:g} s of the engine's time"
+    f" and {TOKEN_S * 1e3:g} ms a token"
+)
 REMEMBERED = 1024
 """Reasons of failures that nobody has asked for yet."""
 
@@ -64,35 +69,38 @@ def check_params(params: object) -> None:
 
 
 class TimedGrammar(StructuredOutputGrammar):
-    """Another grammar, until its budget is spent: from then on it takes no token."""
+    """Another grammar, until its budget is spent or it fails: from then on it takes no token."""
 
     def __init__(self, inner: StructuredOutputGrammar) -> None:
         self._inner = inner
         self._spent_s = 0.0
         self._tokens = 0
-
-    @property
-    def overspent(self) -> bool:
-        """Whether it has taken longer than it may."""
-        return self._spent_s > BUDGET_S + TOKEN_S * self._tokens
+        self.failure = ""
+        """Why it takes no token any more. What is written here stays."""
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         self._tokens += len(tokens)
-        if self.overspent:
+        if self.failure:
             return False
-        return self._timed(lambda: self._inner.accept_tokens(request_id, tokens))
+        accepted = self._timed(lambda: self._inner.accept_tokens(request_id, tokens), False)
+        if not accepted:
+            self._fail(unusable(why_given_up(self._inner)))
+        return accepted
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return [] if self.overspent else self._timed(lambda: self._inner.validate_tokens(tokens))
+        nothing: list[int] = []
+        if self.failure:
+            return nothing
+        return self._timed(lambda: self._inner.validate_tokens(tokens), nothing)
 
     def rollback(self, num_tokens: int) -> None:
-        self._timed(lambda: self._inner.rollback(num_tokens))
+        self._timed(lambda: self._inner.rollback(num_tokens), None)
 
     def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
-        if self.overspent:
+        if not self.failure:
+            self._timed(lambda: self._inner.fill_bitmask(bitmask, batch_index), None)
+        if self.failure:
             bitmask[batch_index].fill_(-1)  # any token: the next one ends it
-        else:
-            self._timed(lambda: self._inner.fill_bitmask(bitmask, batch_index))
 
     def is_terminated(self) -> bool:
         return self._inner.is_terminated()
@@ -100,12 +108,32 @@ class TimedGrammar(StructuredOutputGrammar):
     def reset(self) -> None:
         self._inner.reset()
 
-    def _timed(self, work: Callable[[], T]) -> T:
+    def _timed(self, work: Callable[[], T], failed: T) -> T:
+        """What `work` returns, or `failed`: an engine's step ends with no grammar's error."""
         began = time.thread_time()
         try:
             return work()
+        except Exception as error:  # noqa: BLE001 - the request ends with it
+            self._fail(unusable(str(error)))
+            return failed
         finally:
             self._spent_s += time.thread_time() - began
+            if self._spent_s > BUDGET_S + TOKEN_S * self._tokens:
+                self._fail(TOO_SLOW)
+
+    def _fail(self, why: str) -> None:
+        self.failure = self.failure or why
+
+
+def unusable(why: str) -> str:
+    """The sentence for a grammar that its backend does not take, or gives up."""
+    return f"the grammar can't be used: {why[:200]}"
+
+
+def why_given_up(grammar: StructuredOutputGrammar) -> str:
+    """Why a backend takes no token that it has let through itself."""
+    matcher = getattr(grammar, "ll_matcher", None)  # llguidance bounds the work for a token
+    return (matcher.get_error() if matcher is not None else "") or "it takes no token any more"
 
 
 class Compiling(Future[StructuredOutputGrammar]):
@@ -116,19 +144,20 @@ class Compiling(Future[StructuredOutputGrammar]):
         self._clock = clock
         self.began: float | None = None
         self.on_late: Callable[[], None] = lambda: None
-        self.on_refused: Callable[[str], None] = lambda _: None
+        self.on_refused: Callable[[str, Failure], None] = lambda *_: None
         """Takes why it is not compiled, before anybody sees that it failed."""
 
     def done(self) -> bool:
         late = self.began is not None and self._clock() - self.began > COMPILE_S
         if not super().done() and late:
-            self.refuse(TimeoutError(f"compiling it takes longer than {COMPILE_S:g} s"))
+            late_error = TimeoutError(f"compiling it takes longer than {COMPILE_S:g} s")
+            self.refuse(late_error, "refused")
             self.on_late()
         return super().done()
 
-    def refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception, kind: Failure) -> None:
         """Compile it no more."""
-        self.on_refused(str(error))
+        self.on_refused(str(error), kind)
         self.finish(error=error)
 
     def finish(
@@ -149,9 +178,11 @@ class GrammarCompiler:
     """Compiles grammars, in the place of vLLM's executor: no one keeps the threads from others."""
 
     def __init__(
-        self, clock: Clock = monotonic, refused: Callable[[str, str], None] = lambda *_: None
+        self,
+        clock: Clock = monotonic,
+        refused: Callable[[str, str, Failure], None] = lambda *_: None,
     ) -> None:
-        """refused: takes a request's id, and why its grammar is not compiled."""
+        """refused: takes a request's id, why its grammar is not compiled, and whose fault it is."""
         self._clock = clock
         self._refused = refused
         self._lock = threading.Lock()
@@ -165,7 +196,7 @@ class GrammarCompiler:
         """As an Executor's."""
         one = Compiling(self._clock)
         one.on_late = self._abandon
-        one.on_refused = lambda reason: self._refused(request.request_id, reason)
+        one.on_refused = lambda reason, kind: self._refused(request.request_id, reason, kind)
         self._waiting.append((one, lambda: create(request)))
         self._begin()
         return one
@@ -189,7 +220,7 @@ class GrammarCompiler:
                     target=self._run, args=(one, create), name=name, daemon=True
                 ).start()
                 return
-        one.refuse(RuntimeError("too many others are still being compiled, try again"))
+        one.refuse(RuntimeError("too many others are still being compiled, try again"), "retry")
         self._begin()
 
     def _run(self, one: Compiling, create: Callable[[], StructuredOutputGrammar]) -> None:
@@ -216,11 +247,13 @@ class GrammarLimits:
 
     def __init__(self, manager: StructuredOutputManager) -> None:
         self._reasons: OrderedDict[str, str] = OrderedDict()
+        self._init = manager.grammar_init
         self._create = manager._create_grammar
         self._accept = manager.accept_tokens
         if hasattr(manager, "executor"):  # it has none without a tokenizer, and no grammars then
             manager.executor.shutdown()
             manager.executor = GrammarCompiler(refused=self._note_unusable)
+        manager.grammar_init = self._init_noted
         manager._create_grammar = self._create_timed
         manager.accept_tokens = self._accept_timed
 
@@ -230,8 +263,15 @@ class GrammarLimits:
             return
         for one in outputs.outputs:
             if one.finish_reason is FinishReason.ERROR and one.stop_reason is None:
-                reason = self._reasons.pop(one.request_id, None)
-                one.stop_reason = None if reason is None else failure(reason, "refused")
+                one.stop_reason = self._reasons.pop(one.request_id, None)
+
+    def _init_noted(self, request: Request) -> None:
+        """Here the backend is made, whose package may not be installed."""
+        try:
+            self._init(request)
+        except Exception as error:
+            self._note_unusable(request.request_id, str(error))
+            raise
 
     def _create_timed(self, request: Request) -> StructuredOutputGrammar:
         try:
@@ -244,20 +284,16 @@ class GrammarLimits:
         accepted = self._accept(request, new_token_ids)
         guided = request.structured_output_request
         grammar = None if guided is None else guided.grammar
-        if isinstance(grammar, TimedGrammar) and grammar.overspent:
-            sentence = (
-                f"the grammar takes too long: more than {BUDGET_S:g} s of the engine's time"
-                f" and {TOKEN_S * 1e3:g} ms a token"
-            )
-            self._note(request.request_id, sentence)
+        if isinstance(grammar, TimedGrammar) and grammar.failure:
+            self._note(request.request_id, grammar.failure)
             return False
         return accepted
 
-    def _note_unusable(self, request_id: str, why: str) -> None:
-        self._note(request_id, f"the grammar can't be used: {why[:200]}")
+    def _note_unusable(self, request_id: str, why: str, kind: Failure = "refused") -> None:
+        self._note(request_id, unusable(why), kind)
 
-    def _note(self, request_id: str, reason: str) -> None:
+    def _note(self, request_id: str, reason: str, kind: Failure = "refused") -> None:
         log.warning("request %s: %s", request_id, reason)
-        self._reasons[request_id] = reason
+        self._reasons[request_id] = failure(reason, kind)
         if len(self._reasons) > REMEMBERED:
             self._reasons.popitem(last=False)
