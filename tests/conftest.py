@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -115,6 +116,15 @@ def logging_as_it_begins() -> None:
     root.setLevel(logging.WARNING)
     for handler in root.handlers:
         handler.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def environment_as_it_is() -> Iterator[None]:
+    """An engine of vLLM that starts in a test's process makes vLLM keep the environment as it was
+    then: later tests couldn't set any of vLLM's variables."""
+    yield
+    if (envs := sys.modules.get("vllm.envs")) is not None:
+        envs.disable_envs_cache()
 
 
 @pytest.fixture
