@@ -11,6 +11,7 @@ from unittest import mock
 
 import msgspec
 import pytest
+import zmq
 from prometheus_client import CollectorRegistry
 
 from kvmig.cli import cluster, control, instance
@@ -44,7 +45,7 @@ from kvmig.ground.priorities import NORMAL
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello
 from tests.fake_llumlet import Front, decode
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 SECRET = b"a secret of the cluster"
 IDLE = EngineLoad(100, 0, 0, 0, 0, 0)
@@ -94,8 +95,16 @@ class Process:
                 self._server.send(listener, report)
 
     async def send(self, data: bytes) -> None:
-        """To the launcher."""
-        await self._server._socket.send_multipart([b"launcher", data])
+        """To the launcher, once it is connected."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                try:
+                    await self._server._socket.send_multipart([b"launcher", data])
+                    return
+                except zmq.ZMQError as error:
+                    if error.errno != zmq.EHOSTUNREACH:
+                        raise
+                await asyncio.sleep(0.01)
 
     def die(self, how: str = "killed by SIGKILL") -> None:
         self._died.set_result(how)
