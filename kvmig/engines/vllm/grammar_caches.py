@@ -1,4 +1,9 @@
-"""Compiled grammars, which are kept for each salt by itself.
+"""Backends of grammars, one for each kind, and what they compile, kept for each salt by itself.
+
+The check of a call's grammar chooses its backend. vLLM's engine makes the one that the first
+grammar needs, and gives it all others, too: what was checked for xgrammar may be too much for
+llguidance, and xgrammar leaves out what was checked for llguidance. So the first client would
+decide for the others.
 
 xgrammar and outlines keep what they have compiled. A large schema that was there before begins
 hundreds of times sooner, so whoever sends it would see that somebody has: as with the blocks of a
@@ -12,12 +17,18 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+import torch
 from cachetools import LRUCache
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+)
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 if TYPE_CHECKING:
@@ -27,40 +38,118 @@ SALTS = 32
 """Whose grammars are kept at once; they share as much memory as those without a salt have."""
 THREADS = 8
 """That compile a grammar, as in vLLM."""
+MATCHERS = 2
+"""Grammars of a salt that are kept for llguidance."""
 INDEXES = 8
 """Regular expressions of a salt that outlines keeps."""
 
 
 class SaltedGrammars(StructuredOutputManager):
-    """vLLM's, with a backend for each salt, that shares all but what was compiled."""
+    """vLLM's, with a backend for each kind and salt; those of a kind share all but what they have
+    compiled."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        self._lock = threading.Lock()
-        self._backends: OrderedDict[str, StructuredOutputBackend] = OrderedDict()
-        """By salt, the one that was used last at the end."""
+        self.backend: StructuredOutputBackend | None
+        self._lock = threading.RLock()
+        self._kinds: dict[str, StructuredOutputBackend] = {}
+        self._backends: OrderedDict[tuple[str, str], StructuredOutputBackend] = OrderedDict()
+        """By kind and salt, the one that was used last at the end."""
+
+    def grammar_init(self, request: Request) -> None:
+        if request.structured_output_request is None:
+            return
+        kind = kind_of(request)
+        with self._lock:  # until its backend is noted, it does not compile
+            making = copy.copy(self)
+            making.backend = self._kinds.get(kind)
+            super(SaltedGrammars, making).grammar_init(request)
+            if kind not in self._kinds:
+                self.backend = self.backend or making.backend
+                self._kinds[kind] = fitting(making.backend, self.backend)
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
         salted = copy.copy(self)
-        salted.backend = self.backend_of(request.cache_salt)
+        salted.backend = self.backend_of(kind_of(request), request.cache_salt)
         grammar: StructuredOutputGrammar = super(SaltedGrammars, salted)._create_grammar(request)
         return grammar
 
-    def backend_of(self, salt: str | None) -> StructuredOutputBackend:
-        """The backend of a salt's grammars. Of any thread, once there is a backend."""
-        assert self.backend is not None
-        if not salt:
-            return self.backend
+    def clear_backend(self) -> None:
+        super().clear_backend()
         with self._lock:
-            found = self._backends.pop(salt, None) or apart(self.backend)
-            self._backends[salt] = found
+            self._kinds.clear()
+            self._backends.clear()
+
+    def backend_of(self, kind: str, salt: str | None) -> StructuredOutputBackend:
+        """The backend of a salt's grammars. Of any thread, once there is one of the kind."""
+        with self._lock:
+            key = (kind, salt or "")
+            found = self._backends.pop(key, None) or apart(self._kinds[kind])
+            self._backends[key] = found
             if len(self._backends) > SALTS:
                 self._backends.popitem(last=False)
         return found
 
 
+def kind_of(request: Request) -> str:
+    """The name of the backend that the request's grammar was checked for."""
+    assert request.sampling_params is not None
+    wanted = request.sampling_params.structured_outputs
+    assert wanted is not None
+    return str(wanted._backend)
+
+
+def fitting(
+    backend: StructuredOutputBackend, first: StructuredOutputBackend
+) -> StructuredOutputBackend:
+    """The backend, or the first one if its masks are of another width: a step's are of one."""
+    widths = {one.allocate_token_bitmask(1).shape[1] for one in (backend, first)}
+    return backend if len(widths) == 1 else first
+
+
+class KeptMatchers(StructuredOutputBackend):
+    """llguidance's, which keeps nothing itself: each request gets a copy of what was compiled.
+
+    vLLM's keeps what it compiles in itself while it does: two threads would mix up their grammars.
+    """
+
+    def __init__(self, backend: GuidanceBackend) -> None:
+        super().__init__(backend.vllm_config, backend.tokenizer, backend.vocab_size)
+        self.backend = backend
+        self._lock = threading.Lock()
+        self._grammars: LRUCache[tuple[StructuredOutputOptions, str], GuidanceGrammar] = LRUCache(
+            MATCHERS
+        )
+
+    def compile_grammar(
+        self,
+        request_type: StructuredOutputOptions,
+        grammar_spec: str,
+        stop_token_ids: set[int] | None = None,
+    ) -> StructuredOutputGrammar:
+        key = (request_type, grammar_spec)
+        with self._lock:
+            known = self._grammars.get(key)
+        if known is None:
+            known = copy.copy(self.backend).compile_grammar(
+                request_type, grammar_spec, stop_token_ids
+            )
+        with self._lock:
+            self._grammars[key] = known
+            matcher = known.ll_matcher.deep_copy()
+        return GuidanceGrammar(matcher, known.ll_tokenizer, known.vocab_size)
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        return self.backend.allocate_token_bitmask(max_num_seqs)
+
+    def destroy(self) -> None:
+        self.backend.destroy()
+
+
 def apart(backend: StructuredOutputBackend) -> StructuredOutputBackend:
-    """The backend with nothing compiled yet; itself if it keeps nothing, as llguidance's does."""
+    """The backend with nothing compiled yet; itself if it keeps nothing."""
+    if isinstance(backend, GuidanceBackend):
+        return KeptMatchers(backend)
     if isinstance(backend, XgrammarBackend):
         import xgrammar
 

@@ -133,7 +133,8 @@ def unusable(why: str) -> str:
 def why_given_up(grammar: StructuredOutputGrammar) -> str:
     """Why a backend takes no token that it has let through itself."""
     matcher = getattr(grammar, "ll_matcher", None)  # llguidance bounds the work for a token
-    return (matcher.get_error() if matcher is not None else "") or "it takes no token any more"
+    error: str = "" if matcher is None else matcher.get_error()
+    return error.partition("\n")[0] or "it takes no token any more"
 
 
 class Compiling(Future[StructuredOutputGrammar]):
