@@ -120,6 +120,13 @@ async def test_a_plain_answer_of_an_error_becomes_the_apis(api: Api) -> None:
         assert client.status == 404
 
 
+@pytest.mark.parametrize("given", [{}, {"retry-after": "2"}])
+async def test_an_engines_503_says_when_to_try_again(given: dict[str, str]) -> None:
+    app = JSONResponse({"error": {"message": "busy"}}, 503, given)
+    client = await answered("openai", app)
+    assert client.headers[b"retry-after"] == given.get("retry-after", "5").encode()
+
+
 async def test_what_is_no_error_that_we_know_passes_as_it_is() -> None:
     client = await answered("openai", JSONResponse({"odd": [1]}, 400))
     assert json.loads(client.body) == {"odd": [1]}

@@ -7,6 +7,7 @@ the stream is what the client reads, and the call knows why it failed (`HttpCall
 from __future__ import annotations
 
 import logging
+from http import HTTPStatus
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 20
 """Of an error's body; a larger one is passed on as it is."""
+RETRY_AFTER_S = 5
+"""Of a 503 that does not say when to try again."""
 UNKNOWN = ApiError(500, "Internal server error")
 """Of a stream that broke off, and nobody said why."""
 
@@ -76,7 +79,10 @@ class ErrorStage:
             await self._send(message)
 
     async def _begin(self, message: Message) -> None:
-        kind = MutableHeaders(scope=message).get("content-type", "")
+        headers = MutableHeaders(scope=message)
+        kind = headers.get("content-type", "")
+        if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
+            headers.setdefault("retry-after", str(RETRY_AFTER_S))  # an engine's own has none
         if message["status"] >= 400 and kind.startswith(("application/json", "text/plain")):
             self._start = message
             return

@@ -14,13 +14,14 @@ from starlette.types import Message, Receive
 
 from kvmig.gateway.body_bounds import BodyCheck, ModelReach, TooMuch, bound_of
 from kvmig.gateway.body_budget import BodyShare
+from kvmig.gateway.error_stage import RETRY_AFTER_S
 from kvmig.gateway.problems import problem
 from kvmig.gateway.route_table import ClientRoute
 from kvmig.ground.config import HttpConfig
 
 DISCARD_S = 2.0
 """Longest time for what comes of a body that is refused."""
-RETRY_AFTER = {"Retry-After": "5"}
+RETRY_AFTER = {"Retry-After": str(RETRY_AFTER_S)}
 
 
 class Refused(Exception):
